@@ -1,0 +1,1 @@
+"""Checkpoint directories: read lazily and mistrustfully, written atomically, resumable."""

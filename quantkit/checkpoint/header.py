@@ -1,0 +1,280 @@
+"""The safetensors header: a strict reader that trusts no byte of the file, and a canonical writer.
+
+A file is an unsigned 64-bit little-endian header length, that many bytes of JSON, then the data of
+all tensors back to back. The reader accepts less than the safetensors library does: what the
+format calls invalid but the library lets pass (duplicate keys, path-like names, empty tensors) is
+an error here.
+"""
+
+import json
+import math
+import os
+import re
+import reprlib
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
+from quantkit.errors import CheckpointError
+
+MAX_HEADER_BYTES = 32 * 2**20
+MAX_TENSORS = 1_000_000
+MAX_DIMS = 8
+MAX_ELEMENTS = 2**40
+MAX_NAME_CHARS = 512
+
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_NAME = re.compile(r"[\w.\-]+")
+_DOWNLOAD_AGAIN = "Download the file again."
+_WRITE_AGAIN = "Write the file again with safetensors' save_file."
+
+# Files that are often found under a .safetensors name: how they begin, what they are, what to do.
+_IMPOSTORS: tuple[tuple[bytes, str, str], ...] = (
+    (
+        b"version https://git-lfs",
+        "a git LFS pointer, which stands in for weights that were not downloaded",
+        "Run `git lfs pull` in the directory, or download the checkpoint with `hf download`.",
+    ),
+    (b"<!doctype", "an HTML page", "The download failed; check the address and access rights."),
+    (b"<html", "an HTML page", "The download failed; check the address and access rights."),
+    (b"gguf", "a GGUF file", "Use the safetensors checkpoint that it was made from."),
+    (b"pk\x03\x04", "a zip archive or pickled checkpoint", "Convert it to safetensors first."),
+    (b"\x80\x02", "a pickled checkpoint", "Convert it to safetensors first."),
+)
+
+
+def encode_header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file: header length, JSON, and spaces up to a multiple of 8 bytes.
+
+    The data of `tensors` must follow in the given order without holes. The same arguments always
+    give the same bytes. Put tensors of wider dtypes first if each is to start at a multiple of its
+    item size. `CheckpointError` for anything that `read_header` would refuse.
+    """
+    entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    offset = 0
+    for tensor in tensors:
+        _check_name(tensor.name)
+        _check_shape(tensor.name, tensor.shape)
+        if tensor.name in entries:
+            raise CheckpointError(
+                f"tensor {tensor.name!r} would be written twice to one file; names must be unique. "
+                "Rename one of the two."
+            )
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES or not tensors or len(tensors) > MAX_TENSORS:
+        raise CheckpointError(
+            f"a file of {len(tensors)} tensors needs a header of {len(text)} bytes; allowed are 1 "
+            f"to {MAX_TENSORS} tensors and {MAX_HEADER_BYTES} bytes. Write smaller shards."
+        )
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name, in the order of their data. Reads no data.
+
+    Whatever the bytes are, the result is either valid, with every tensor's data inside the file, or
+    a `CheckpointError` that names the file, what was found, what was expected, and the remedy.
+    """
+    try:
+        text, file_bytes = _header_text(path)
+        entries = parse_json(text, "the header")
+        _check_metadata(entries.pop(_METADATA, {}))
+        if not 1 <= len(entries) <= MAX_TENSORS:
+            _fail(
+                f"{len(entries)} tensors in the header; expected 1 to {MAX_TENSORS}", _WRITE_AGAIN
+            )
+        data_start = _LENGTH_BYTES + len(text)
+        tensors = [_stored(path, name, entry, data_start) for name, entry in entries.items()]
+        tensors.sort(key=lambda tensor: tensor.offset)
+        _check_layout(tensors, data_start, file_bytes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror or error}); expected a readable safetensors "
+            f"file. Check that it exists and its permissions."
+        ) from error
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """`data` as a JSON object; `CheckpointError`, which calls the data `what`, for anything else.
+
+    Stricter than `json.loads`: UTF-8 only, no duplicate keys at any level, and a nesting bomb is an
+    error of the data.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except RecursionError:
+        _fail(f"{what} is nested too deeply; expected a few levels of JSON", _DOWNLOAD_AGAIN)
+    except ValueError as error:  # also bad UTF-8, and integers of thousands of digits
+        found = f"invalid ({shown(str(error))})" if data.strip() else "empty"
+        _fail(f"{what} is {found}; expected a JSON object", _DOWNLOAD_AGAIN)
+    if not isinstance(value, dict):
+        _fail(f"{what} is {shown(value)}; expected a JSON object", _DOWNLOAD_AGAIN)
+    return value
+
+
+def shown(value: object) -> str:
+    """`repr(value)` cut to a length that fits a message, safe for values of hostile size or depth."""
+    return _SHORT.repr(value)
+
+
+def _short_repr() -> reprlib.Repr:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 100
+    short.maxlist = short.maxdict = 10
+    return short
+
+
+_SHORT = _short_repr()
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        _fail(f"key {shown(twice)} occurs twice in one JSON object; expected once", _WRITE_AGAIN)
+    return result
+
+
+def _header_text(path: Path) -> tuple[bytes, int]:
+    """The JSON bytes of the header and the size of the file, in bytes."""
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            _fail("is not a regular file; expected a safetensors file", _DOWNLOAD_AGAIN)
+        start = file.read(_LENGTH_BYTES)
+        length = int.from_bytes(start, "little")
+        if len(start) < _LENGTH_BYTES or length > MAX_HEADER_BYTES:
+            _fail_start(start + file.read(64), length, status.st_size)
+        if _LENGTH_BYTES + length > status.st_size:
+            _fail(
+                f"the header needs {_LENGTH_BYTES + length} bytes, but the file has "
+                f"{status.st_size}: it is truncated",
+                _DOWNLOAD_AGAIN,
+            )
+        text = file.read(length)
+    if len(text) < length:
+        _fail(f"expected {length} bytes of header, got {len(text)}", _DOWNLOAD_AGAIN)
+    if not text.startswith(b"{"):
+        _fail(f"the header starts with {text[:8]!r}; expected '{{'", _DOWNLOAD_AGAIN)
+    # Each tensor is one object with two lists. Counting brackets bounds what the parser allocates.
+    if text.count(b"{") > MAX_TENSORS + 2 or text.count(b"[") > 2 * MAX_TENSORS:
+        _fail(f"the header lists more than {MAX_TENSORS} tensors", "Write smaller shards.")
+    return text, status.st_size
+
+
+def _fail_start(start: bytes, length: int, file_bytes: int) -> NoReturn:
+    """Says what a file is whose first 8 bytes cannot be the length of a header."""
+    if not start:
+        _fail("the file is empty; expected safetensors data", _DOWNLOAD_AGAIN)
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    for prefix, kind, remedy in _IMPOSTORS:
+        if text.startswith(prefix):
+            _fail(f"the file is {kind}; expected safetensors data", remedy)
+    if file_bytes < _LENGTH_BYTES:
+        _fail(f"the file has {file_bytes} bytes; expected at least 8", _DOWNLOAD_AGAIN)
+    _fail(
+        f"the first 8 bytes announce a header of {length} bytes; allowed are {MAX_HEADER_BYTES}, so "
+        "this is no safetensors file or one of too many tensors",
+        "Download the file again, or write smaller shards.",
+    )
+
+
+def _check_metadata(metadata: object) -> None:
+    if not isinstance(metadata, dict):
+        _fail(f"{_METADATA} is {shown(metadata)}; expected strings by name", _WRITE_AGAIN)
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            _fail(f"{_METADATA}[{shown(key)}] is {shown(value)}; expected a string", _WRITE_AGAIN)
+
+
+def _stored(path: Path, name: str, entry: object, data_start: int) -> StoredTensor:
+    """The header's entry of one tensor, checked by itself but not against its neighbours."""
+    _check_name(name)
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        fields = ", ".join(sorted(_FIELDS))
+        _fail(f"tensor {name!r} is {shown(entry)}; expected the fields {fields}", _WRITE_AGAIN)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str):
+        _fail(f"tensor {name!r} has dtype {shown(dtype)}; expected a name", _WRITE_AGAIN)
+    if len(dtype) > MAX_NAME_CHARS:
+        _fail(f"tensor {name!r} has dtype {shown(dtype)}; expected a short name", _WRITE_AGAIN)
+    _check_shape(name, shape)
+    if not (_is_integers(offsets) and len(offsets) == 2 and 0 <= offsets[0] <= offsets[1]):
+        _fail(
+            f"tensor {name!r} has data_offsets {shown(offsets)}; expected [begin, end] with "
+            "0 <= begin <= end",
+            _WRITE_AGAIN,
+        )
+    tensor = StoredTensor(name, dtype, tuple(shape), path, data_start + offsets[0])
+    if offsets[1] - offsets[0] != tensor.nbytes:
+        _fail(
+            f"tensor {name!r} has {shown(offsets[1] - offsets[0])} bytes of data; its dtype {dtype} "
+            f"and shape {shape} need {tensor.nbytes}",
+            _DOWNLOAD_AGAIN,
+        )
+    return tensor
+
+
+def _check_name(name: str) -> None:
+    if len(name) > MAX_NAME_CHARS or ".." in name or not _NAME.fullmatch(name):
+        _fail(
+            f"tensor name {shown(name)} ({len(name)} characters) is not allowed; expected 1 to "
+            f"{MAX_NAME_CHARS} letters, digits, '_', '-' and single '.'",
+            "Rename the tensor.",
+        )
+
+
+def _check_shape(name: str, shape: Sequence[int]) -> None:
+    if not _is_integers(shape) or len(shape) > MAX_DIMS or any(size < 1 for size in shape):
+        _fail(
+            f"tensor {name!r} has shape {shown(shape)}; expected at most {MAX_DIMS} sizes, each an "
+            "integer >= 1",
+            "Remove the tensor or write it with another shape.",
+        )
+    if max(shape, default=1) > MAX_ELEMENTS or math.prod(shape) > MAX_ELEMENTS:
+        _fail(
+            f"tensor {name!r} has shape {shown(shape)}; allowed are {MAX_ELEMENTS} elements",
+            "Download the file again, or split the tensor.",
+        )
+
+
+def _is_integers(value: object) -> bool:
+    # bool is a subclass of int, and JSON's `true` is no size.
+    return isinstance(value, list | tuple) and all(type(item) is int for item in value)
+
+
+def _check_layout(tensors: Sequence[StoredTensor], data_start: int, file_bytes: int) -> None:
+    """`tensors`, in order of their offset, must cover the rest of the file exactly."""
+    expected = data_start
+    for tensor in tensors:
+        if tensor.offset != expected:
+            kind = "a hole before it" if tensor.offset > expected else "an overlap"
+            _fail(
+                f"tensor {tensor.name!r} starts at byte {shown(tensor.offset - data_start)} of the "
+                f"data; expected {expected - data_start}, so there is {kind}",
+                _DOWNLOAD_AGAIN,
+            )
+        expected += tensor.nbytes
+    if expected != file_bytes:
+        kind = "is truncated" if file_bytes < expected else "has trailing bytes"
+        _fail(f"the file {kind}: expected {expected} bytes, got {file_bytes}", _DOWNLOAD_AGAIN)
+
+
+def _fail(problem: str, remedy: str) -> NoReturn:
+    raise CheckpointError(f"{problem}. {remedy}")

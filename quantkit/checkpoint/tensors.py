@@ -1,0 +1,42 @@
+"""What is known of a tensor from a safetensors header alone."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES, torch_dtype
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, safetensors dtype name and shape of a tensor that is in a file or will be written to one."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> "TensorSpec":
+        return cls(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch_dtype(self.dtype, tensor=self.name)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorSpec):
+    """A tensor in a file: its bytes are `file[offset : offset + nbytes]`."""
+
+    file: Path
+    offset: int

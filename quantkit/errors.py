@@ -1,0 +1,47 @@
+"""The errors quantkit raises for anything a user or a file got wrong.
+
+Every message names the tensor, file or option, what was found, what was expected, and the remedy.
+`exit_code` is what the command line returns for the error.
+"""
+
+
+class QuantkitError(Exception):
+    """Base of all errors that are not bugs in quantkit."""
+
+    exit_code = 1
+
+
+class UsageError(QuantkitError):
+    """An option or argument is wrong, or options contradict each other."""
+
+    exit_code = 2
+
+
+class CheckpointError(QuantkitError):
+    """A checkpoint directory or file breaks the rules of its format."""
+
+    exit_code = 3
+
+
+class FormatError(QuantkitError):
+    """Numbers, codes or packed tensors do not fit their number format or scheme."""
+
+    exit_code = 4
+
+
+class OutputError(QuantkitError):
+    """The output directory cannot be written: it is occupied, locked, read-only, or the disk is full."""
+
+    exit_code = 5
+
+
+class KernelError(QuantkitError):
+    """No kernel can run the problem, or a named kernel refuses it."""
+
+    exit_code = 6
+
+
+class EnvironmentProblem(QuantkitError):
+    """An optional package is missing or a version is outside the supported range."""
+
+    exit_code = 7

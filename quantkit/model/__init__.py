@@ -1,0 +1,1 @@
+"""Whole models: what their parameters are, quantizing, the transformers plug-in, loading, generation."""

@@ -1,0 +1,200 @@
+"""Number formats: what each code point of a format is worth.
+
+A format is a frozen record. Its values, limits, rounding and codes all follow from its fields, so a
+new format is a new row of `FORMATS`, and nothing else in the project knows what a code means.
+
+Codes are unsigned integers below `2**bits`, one per element, in a uint8 tensor:
+
+    int   offset binary          code = value + 2**(bits-1)        int4: -8 -> 0, 0 -> 8, 7 -> 15
+    float sign | exponent | mantissa                               e2m3: s ee mmm
+    book  index into the sorted list of values                     binary: -1 -> 0, +1 -> 1
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import torch
+
+from quantkit.errors import FormatError
+
+MAX_BITS = 8
+
+
+@dataclass(frozen=True)
+class NumberFormat(ABC):
+    """A finite set of at most 256 real numbers, each with a code. All numbers are in units of the scale."""
+
+    name: str
+    bits: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= MAX_BITS:
+            raise FormatError(
+                f"number format {self.name!r} has {self.bits} bits; a code has 1 to {MAX_BITS}."
+            )
+
+    @cached_property
+    @abstractmethod
+    def values(self) -> tuple[float, ...]:
+        """The value of every code point, indexed by code. Exact: each is a float32."""
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Codes (uint8) of the nearest values to `x` (float32, finite); saturates.
+
+        Ties go to the even neighbour for int and float formats, upward for code books.
+        """
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """Values (float32) of `codes` (uint8, each below `2**bits`)."""
+        return _table(self, codes.device)[codes.int()]
+
+    @cached_property
+    def max(self) -> float:
+        """Largest value."""
+        return max(self.values)
+
+    @cached_property
+    def min(self) -> float:
+        """Smallest value."""
+        return min(self.values)
+
+    @property
+    def absmax(self) -> float:
+        """Largest magnitude that is there with both signs: what plain rounding maps a group's absmax to."""
+        return min(self.max, -self.min)
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether a zero weight is stored exactly."""
+        return 0.0 in self.values
+
+    @property
+    def rounding_statistic(self) -> Literal["absmax", "absmean"]:
+        """The statistic of a group that plain rounding maps to `absmax`."""
+        return "absmax" if self.has_zero else "absmean"
+
+
+@lru_cache(maxsize=64)
+def _table(number_format: NumberFormat, device: torch.device) -> torch.Tensor:
+    return torch.tensor(number_format.values, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class IntFormat(NumberFormat):
+    """Two's-complement range `[-2**(bits-1), 2**(bits-1) - 1]`, stored offset-binary."""
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        return tuple(float(code - self.offset) for code in range(2**self.bits))
+
+    @property
+    def offset(self) -> int:
+        """The code of zero."""
+        return 1 << (self.bits - 1)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        codes = torch.round(x).add_(self.offset)
+        return codes.clamp_(0, 2 * self.offset - 1).to(torch.uint8)
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.to(torch.float32).sub_(self.offset)
+
+    def encode_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
+        """Codes of `x` (in units of the scale) about the code `zero_point`, which stands for zero."""
+        codes = torch.round(x).add_(zero_point.to(x.dtype))
+        return codes.clamp_(0, 2 * self.offset - 1).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class FloatFormat(NumberFormat):
+    """Sign, `exponent_bits`, `mantissa_bits`; subnormals; no infinities and no NaN (OCP MX v1.0, 5.3)."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits != 1 + self.exponent_bits + self.mantissa_bits:
+            raise FormatError(
+                f"number format {self.name!r} has {self.bits} bits but its fields take "
+                f"{1 + self.exponent_bits + self.mantissa_bits}; make them agree."
+            )
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        def value(code: int) -> float:
+            mantissa = code & ((1 << self.mantissa_bits) - 1)
+            exponent = (code >> self.mantissa_bits) & ((1 << self.exponent_bits) - 1)
+            sign = -1.0 if code >> (self.bits - 1) else 1.0
+            significand = mantissa if exponent == 0 else mantissa + (1 << self.mantissa_bits)
+            return sign * significand * 2.0 ** (max(exponent, 1) - self.bias - self.mantissa_bits)
+
+        return tuple(value(code) for code in range(2**self.bits))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        # Rounding happens in the bits of a float32, whose exponent and mantissa sit above each other as
+        # ours do: drop 23 - m mantissa bits with round-to-nearest-even and let a carry run into the exponent.
+        magnitude = x.abs().clamp_(max=self.max)
+        bits = magnitude.view(torch.int32)
+        drop = 23 - self.mantissa_bits
+        rounded = bits + ((bits >> drop) & 1) + ((1 << (drop - 1)) - 1)
+        normal = (rounded >> drop) - ((127 - self.bias) << self.mantissa_bits)
+        # Below the smallest normal the spacing is constant, so the code is the rounded multiple of it.
+        subnormal_step = 2.0 ** (1 - self.bias - self.mantissa_bits)
+        subnormal = torch.round(magnitude / subnormal_step).to(torch.int32)
+        codes = torch.where(magnitude < 2.0 ** (1 - self.bias), subnormal, normal)
+        return codes.bitwise_or_(torch.signbit(x).int() << (self.bits - 1)).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class CodebookFormat(NumberFormat):
+    """An explicit, strictly increasing list of `2**bits` values; the code is the index."""
+
+    book: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        increasing = all(a < b for a, b in zip(self.book, self.book[1:], strict=False))
+        if len(self.book) != 2**self.bits or not increasing:
+            raise FormatError(
+                f"code book {self.name!r} needs {2**self.bits} strictly increasing values for "
+                f"{self.bits} bits; got {len(self.book)}: {self.book}."
+            )
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        return self.book
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        midpoints = [(a + b) / 2 for a, b in zip(self.book, self.book[1:], strict=False)]
+        edges = torch.tensor(midpoints, dtype=torch.float32, device=x.device)
+        return torch.bucketize(x.contiguous(), edges, out_int32=True, right=True).to(torch.uint8)
+
+
+#: Every number format there is. Adding one is adding a row.
+FORMATS: dict[str, NumberFormat] = {
+    number_format.name: number_format
+    for number_format in (
+        IntFormat("int8", 8),
+        IntFormat("int4", 4),
+        FloatFormat("fp6-e2m3", 6, exponent_bits=2, mantissa_bits=3, bias=1),
+        FloatFormat("fp6-e3m2", 6, exponent_bits=3, mantissa_bits=2, bias=3),
+        CodebookFormat("binary", 1, book=(-1.0, 1.0)),
+    )
+}
+
+#: Shorter names. `fp6` is the one of the two with the smaller measured error (docs/accuracy.md).
+ALIASES: dict[str, str] = {"fp6": "fp6-e2m3"}
+
+
+def number_format(name: str) -> NumberFormat:
+    """The format called `name` (an alias is resolved); `FormatError` lists the known ones."""
+    try:
+        return FORMATS[ALIASES.get(name, name)]
+    except KeyError:
+        known = ", ".join([*FORMATS, *ALIASES])
+        raise FormatError(f"unknown number format {name!r}; known are {known}.") from None

@@ -1,0 +1,155 @@
+"""Packed tensors: a weight matrix as words, scales and zero-points."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from quantkit.errors import FormatError
+from quantkit.packing.formats import IntFormat
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.words import pack, unpack
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTensor:
+    """A weight [N, K] in the storage layout of `docs/format.md`.
+
+    words       int32 [N, words_per_row(K, bits)]   codes, packed along K
+    scale       scale dtype [N, groups]
+    zero_point  int32 [words_per_row(N, bits), groups], or None   codes, packed along N
+    """
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    scheme: Scheme
+    shape: tuple[int, int]
+    #: What `quantkit.kernels` built from the words for a faster kernel; owned by it, never stored.
+    kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        expected = self.scheme.storage_shapes(self.shape)
+        for part, tensor in self.parts():
+            dtype, shape = expected[part]
+            if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+                raise FormatError(
+                    f"part {part!r} of a {self.scheme} tensor of shape {self.shape} is "
+                    f"{tensor.dtype} {tuple(tensor.shape)}; expected {dtype} {shape}."
+                )
+        if (self.zero_point is None) != (self.scheme.zero_point == "none"):
+            raise FormatError(
+                f"scheme {self.scheme} has zero_point={self.scheme.zero_point!r} but a zero-point "
+                f"tensor was {'not ' if self.zero_point is None else ''}given."
+            )
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        scheme: Scheme,
+    ) -> "PackedTensor":
+        """Pack codes (uint8 [N, K]), scales ([N, groups]) and zero-point codes (uint8 [N, groups])."""
+        rows, columns = codes.shape
+        bits = scheme.format.bits
+        packed_zero = (
+            None if zero_point is None else pack(zero_point.T.contiguous(), bits).T.contiguous()
+        )
+        return cls(
+            pack(codes, bits),
+            scale.to(scheme.scale_dtype),
+            packed_zero,
+            scheme,
+            (rows, columns),
+        )
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stored tensors by part name: packed, scale and, when asymmetric, zero_point."""
+        yield "packed", self.words
+        yield "scale", self.scale
+        if self.zero_point is not None:
+            yield "zero_point", self.zero_point
+
+    def codes(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Codes of rows `start:stop`, uint8 [rows, K]."""
+        return unpack(self.words[start:stop], self.scheme.format.bits, self.shape[1])
+
+    def zero_point_codes(self) -> torch.Tensor | None:
+        """Zero-points as codes, uint8 [N, groups]; None for a symmetric scheme."""
+        if self.zero_point is None:
+            return None
+        return unpack(self.zero_point.T.contiguous(), self.scheme.format.bits, self.shape[0]).T
+
+    def dequantize(
+        self, dtype: torch.dtype = torch.float32, *, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        """Weights of rows `start:stop`, `dtype` [rows, K]: exact products in float32, rounded once."""
+        zero_point = self.zero_point_codes()
+        return dequantize_codes(
+            self.codes(start, stop),
+            self.scale[start:stop],
+            None if zero_point is None else zero_point[start:stop],
+            self.scheme,
+        ).to(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored parts, the 16 of the logical shape included."""
+        return sum(tensor.numel() * tensor.itemsize for _, tensor in self.parts()) + 16
+
+    @property
+    def bits_per_weight(self) -> float:
+        """All stored bits over the logical weights: words, padding, scales, zero-points and shape."""
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    def to(self, device: torch.device | str) -> "PackedTensor":
+        """The same tensor on `device`; itself when it is there already."""
+        if self.words.device == torch.device(device):
+            return self
+        moved = None if self.zero_point is None else self.zero_point.to(device)
+        return replace(
+            self,
+            words=self.words.to(device),
+            scale=self.scale.to(device),
+            zero_point=moved,
+            kernel_cache={},
+        )
+
+
+def dequantize_codes(
+    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
+) -> torch.Tensor:
+    """float32 [N, K] from codes (uint8 [N, K]), scales and zero-point codes ([N, groups])."""
+    if zero_point is None:
+        values = scheme.format.decode(codes)
+    else:
+        values = codes.to(torch.float32).sub_(spread(zero_point.float(), codes.shape[1], scheme))
+    return values.mul_(spread(scale.float(), codes.shape[1], scheme))
+
+
+def spread(per_group: torch.Tensor, columns: int, scheme: Scheme) -> torch.Tensor:
+    """Repeat one value per group, [N, groups], to one per weight, broadcastable to [N, columns]."""
+    if scheme.group_size is None:
+        return per_group
+    return per_group.repeat_interleave(scheme.group_size, dim=1)[:, :columns]
+
+
+def encode_groups(
+    groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
+) -> torch.Tensor:
+    """Codes (uint8 [R, g]) of groups (float32 [R, g]) on the grids `scale`, `zero_point` ([R, 1]).
+
+    A zero scale stands for a group of zeros; its codes are those of zero weights.
+    """
+    units = groups / torch.where(scale == 0, 1.0, scale)
+    if zero_point is None:
+        return scheme.format.encode(units)
+    assert isinstance(scheme.format, IntFormat)
+    return scheme.format.encode_affine(units, zero_point)

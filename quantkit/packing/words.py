@@ -1,0 +1,175 @@
+"""Codes <-> int32 words, the storage layout of `docs/format.md`.
+
+A row of K codes is cut into blocks of 32. A block of b-bit codes takes exactly b words, for any b from
+1 to 8, because b is split into parts of 8, 4, 2 or 1 bits and each part is packed densely on its own:
+
+    bits   parts       words of one block of 32 codes
+     4     4           [4444]
+     6     4 + 2       [4444][22]        low 4 bits of the 32 codes, then their high 2 bits
+     7     4 + 2 + 1   [4444][22][1]
+
+Inside a part of p bits, code i of the block sits at bit `p*i % 32` of word `p*i // 32` (little-endian).
+No code straddles a word, no bit is wasted, and a slice of K at a multiple of 32 is a slice of the words.
+The last block of a row is cut per part to the words it needs: `ceil(r*p/32)` for r remaining codes.
+For 1, 2, 4 and 8 bits this is byte for byte what compressed-tensors calls `pack-quantized`.
+"""
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.errors import FormatError
+
+BLOCK = 32
+
+
+def parts(bits: int) -> tuple[int, ...]:
+    """The dense part widths of a code, lowest bits first: 6 -> (4, 2)."""
+    if not 1 <= bits <= 8:
+        raise FormatError(f"codes have 1 to 8 bits, got {bits}.")
+    return tuple(p for p in (8, 4, 2, 1) if bits & p)
+
+
+@lru_cache(maxsize=256)
+def _word_columns(columns: int, bits: int) -> tuple[int, ...]:
+    """Which words of the row padded to whole blocks are stored, in order."""
+    full, rest = divmod(columns, BLOCK)
+    kept = list(range(full * bits))
+    start = full * bits
+    for p in parts(bits):
+        kept.extend(range(start, start + -(-rest * p // BLOCK)))
+        start += p
+    return tuple(kept)
+
+
+def words_per_row(columns: int, bits: int) -> int:
+    """int32 words that a row of `columns` codes of `bits` bits takes."""
+    full, rest = divmod(columns, BLOCK)
+    return full * bits + sum(-(-rest * p // BLOCK) for p in parts(bits))
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes (uint8 [..., K], each below `2**bits`) into words (int32 [..., words_per_row(K, bits)])."""
+    columns = codes.shape[-1]
+    lead = codes.shape[:-1]
+    padded = F.pad(codes, (0, -columns % BLOCK)).contiguous()
+    planes = []
+    shift = 0
+    for p in parts(bits):
+        plane = (padded >> shift) & ((1 << p) - 1) if p != bits else padded
+        planes.append(_pack_part(plane, p).view(*lead, -1, p))
+        shift += p
+    words = torch.cat(planes, dim=-1) if len(planes) > 1 else planes[0]
+    words = words.reshape(*lead, -1)
+    if columns % BLOCK == 0:
+        return words
+    return words[..., list(_word_columns(columns, bits))].contiguous()
+
+
+def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """Codes (uint8 [..., columns]) of `words` (int32 [..., words_per_row(columns, bits)])."""
+    expected = words_per_row(columns, bits)
+    if words.dtype != torch.int32 or words.shape[-1] != expected:
+        raise FormatError(
+            f"{columns} codes of {bits} bits take {expected} int32 words a row; "
+            f"got {words.shape[-1]} of {words.dtype}."
+        )
+    lead = words.shape[:-1]
+    blocks = -(-columns // BLOCK)
+    if columns % BLOCK:
+        padded = words.new_zeros(*lead, blocks * bits)
+        padded[..., list(_word_columns(columns, bits))] = words
+        words = padded
+    words = words.reshape(*lead, blocks, bits)
+    codes: torch.Tensor | None = None
+    shift = 0
+    for p in parts(bits):
+        plane = _unpack_part(words[..., shift : shift + p].reshape(*lead, -1).contiguous(), p)
+        codes = plane if codes is None else codes | (plane << shift)
+        shift += p
+    assert codes is not None
+    return codes[..., :columns]
+
+
+# Eight codes are one int64, code i in byte i. Three folds bring them together, and back apart:
+#
+#   0000aaaa 0000bbbb 0000cccc ...   p = 4
+#   00000000 bbbbaaaa 00000000 ...   fold by 8 - p
+#   00000000 00000000 ddddccccbbbbaaaa ...
+_FOLDS = (1, 2, 4)
+_NARROW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@lru_cache(maxsize=8)
+def _masks(p: int) -> tuple[int, ...]:
+    """For each fold, the int64 mask of `2*fold*p` low bits in every `16*fold`."""
+
+    def mask(fold: int) -> int:
+        field = (1 << (2 * fold * p)) - 1
+        return sum(field << at for at in range(0, 64, 16 * fold))
+
+    return tuple(mask(fold) for fold in _FOLDS)
+
+
+def _pack_part(codes: torch.Tensor, p: int) -> torch.Tensor:
+    """uint8 [..., K] with K a multiple of 32 -> int32 [..., K*p/32]."""
+    if p == 8:
+        return codes.view(torch.int32)
+    x = codes.view(torch.int64)
+    for fold, mask in zip(_FOLDS, _masks(p), strict=True):
+        x = (x >> (fold * (8 - p))).bitwise_or_(x).bitwise_and_(mask)
+    return x.to(_NARROW[p]).view(torch.int32)
+
+
+def _unpack_part(words: torch.Tensor, p: int) -> torch.Tensor:
+    """int32 [..., W] -> uint8 [..., W*32/p]."""
+    if p == 8:
+        return words.view(torch.uint8)
+    x = words.view(_NARROW[p]).to(torch.int64).bitwise_and_(_masks(p)[-1])
+    for fold, mask in zip(
+        reversed(_FOLDS), (*reversed(_masks(p)[:-1]), _byte_mask(p)), strict=True
+    ):
+        x = (x << (fold * (8 - p))).bitwise_or_(x).bitwise_and_(mask)
+    return x.view(torch.uint8)
+
+
+def _byte_mask(p: int) -> int:
+    return sum(((1 << p) - 1) << at for at in range(0, 64, 8))
+
+
+def pack_reference(codes: list[int], bits: int) -> list[int]:
+    """The slow obvious twin of `pack` for one row: Python integers, one bit at a time, words as unsigned."""
+    words: list[int] = []
+    for start in range(0, len(codes), BLOCK):
+        block = codes[start : start + BLOCK]
+        shift = 0
+        for p in parts(bits):
+            part = [0] * (-(-len(block) * p // BLOCK))
+            for i, code in enumerate(block):
+                for bit in range(p):
+                    if code >> (shift + bit) & 1:
+                        at = p * i + bit
+                        part[at // 32] |= 1 << (at % 32)
+            words += part
+            shift += p
+    return words
+
+
+def unpack_reference(words: list[int], bits: int, columns: int) -> list[int]:
+    """The slow obvious twin of `unpack` for one row."""
+    codes: list[int] = []
+    position = 0
+    while len(codes) < columns:
+        size = min(BLOCK, columns - len(codes))
+        block = [0] * size
+        shift = 0
+        for p in parts(bits):
+            for i in range(size):
+                for bit in range(p):
+                    at = p * i + bit
+                    block[i] |= (words[position + at // 32] >> (at % 32) & 1) << (shift + bit)
+            position += -(-size * p // BLOCK)
+            shift += p
+        codes += block
+    return codes

@@ -6,20 +6,23 @@ format calls invalid but the library lets pass (duplicate keys, path-like names,
 an error here.
 """
 
+import errno
 import json
 import math
 import os
 import re
 import reprlib
 import stat
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError
 
 MAX_HEADER_BYTES = 32 * 2**20
+MAX_JSON_BYTES = 64 * 2**20
 MAX_TENSORS = 1_000_000
 MAX_DIMS = 8
 MAX_ELEMENTS = 2**40
@@ -91,9 +94,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         entries = parse_json(text, "the header")
         _check_metadata(entries.pop(_METADATA, {}))
         if not 1 <= len(entries) <= MAX_TENSORS:
-            _fail(
-                f"{len(entries)} tensors in the header; expected 1 to {MAX_TENSORS}", _WRITE_AGAIN
-            )
+            _fail(f"{len(entries)} tensors in the header; expected 1 to {MAX_TENSORS}", _WRITE_AGAIN)
         data_start = _LENGTH_BYTES + len(text)
         tensors = [_stored(path, name, entry, data_start) for name, entry in entries.items()]
         tensors.sort(key=lambda tensor: tensor.offset)
@@ -101,11 +102,32 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror or error}); expected a readable safetensors "
-            f"file. Check that it exists and its permissions."
-        ) from error
+        raise _unreadable(path, error, "safetensors") from error
     return {tensor.name: tensor for tensor in tensors}
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """`path` opened for reading; `OSError` if that fails, also for what is not a regular file."""
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a small file; `CheckpointError`, which names it, for anything else."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+        if len(data) > MAX_JSON_BYTES:
+            _fail(f"the file is too large; allowed are {MAX_JSON_BYTES} bytes", _DOWNLOAD_AGAIN)
+        return parse_json(data, "the file")
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except OSError as error:
+        raise _unreadable(path, error, "JSON") from error
 
 
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
@@ -127,7 +149,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """`repr(value)` cut to a length that fits a message, safe for values of hostile size or depth."""
+    """`repr(value)` cut to fit a message; safe for values of hostile size or depth."""
     return _SHORT.repr(value)
 
 
@@ -144,27 +166,23 @@ _SHORT = _short_repr()
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         _fail(f"key {shown(twice)} occurs twice in one JSON object; expected once", _WRITE_AGAIN)
     return result
 
 
 def _header_text(path: Path) -> tuple[bytes, int]:
     """The JSON bytes of the header and the size of the file, in bytes."""
-    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            _fail("is not a regular file; expected a safetensors file", _DOWNLOAD_AGAIN)
+    with open_regular(path) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(_LENGTH_BYTES)
         length = int.from_bytes(start, "little")
         if len(start) < _LENGTH_BYTES or length > MAX_HEADER_BYTES:
-            _fail_start(start + file.read(64), length, status.st_size)
-        if _LENGTH_BYTES + length > status.st_size:
+            _fail_start(start + file.read(64), length, file_bytes)
+        if _LENGTH_BYTES + length > file_bytes:
             _fail(
                 f"the header needs {_LENGTH_BYTES + length} bytes, but the file has "
-                f"{status.st_size}: it is truncated",
+                f"{file_bytes}: it is truncated",
                 _DOWNLOAD_AGAIN,
             )
         text = file.read(length)
@@ -175,7 +193,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
     # Each tensor is one object with two lists. Counting brackets bounds what the parser allocates.
     if text.count(b"{") > MAX_TENSORS + 2 or text.count(b"[") > 2 * MAX_TENSORS:
         _fail(f"the header lists more than {MAX_TENSORS} tensors", "Write smaller shards.")
-    return text, status.st_size
+    return text, file_bytes
 
 
 def _fail_start(start: bytes, length: int, file_bytes: int) -> NoReturn:
@@ -189,8 +207,8 @@ def _fail_start(start: bytes, length: int, file_bytes: int) -> NoReturn:
     if file_bytes < _LENGTH_BYTES:
         _fail(f"the file has {file_bytes} bytes; expected at least 8", _DOWNLOAD_AGAIN)
     _fail(
-        f"the first 8 bytes announce a header of {length} bytes; allowed are {MAX_HEADER_BYTES}, so "
-        "this is no safetensors file or one of too many tensors",
+        f"the first 8 bytes announce a header of {length} bytes; allowed are "
+        f"{MAX_HEADER_BYTES}, so this is no safetensors file or one of too many tensors",
         "Download the file again, or write smaller shards.",
     )
 
@@ -224,8 +242,8 @@ def _stored(path: Path, name: str, entry: object, data_start: int) -> StoredTens
     tensor = StoredTensor(name, dtype, tuple(shape), path, data_start + offsets[0])
     if offsets[1] - offsets[0] != tensor.nbytes:
         _fail(
-            f"tensor {name!r} has {shown(offsets[1] - offsets[0])} bytes of data; its dtype {dtype} "
-            f"and shape {shape} need {tensor.nbytes}",
+            f"tensor {name!r} has {shown(offsets[1] - offsets[0])} bytes of data; its dtype "
+            f"{dtype} and shape {shape} need {tensor.nbytes}",
             _DOWNLOAD_AGAIN,
         )
     return tensor
@@ -278,3 +296,10 @@ def _check_layout(tensors: Sequence[StoredTensor], data_start: int, file_bytes: 
 
 def _fail(problem: str, remedy: str) -> NoReturn:
     raise CheckpointError(f"{problem}. {remedy}")
+
+
+def _unreadable(path: Path, error: OSError, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: cannot be read ({error.strerror or error}); expected a readable {kind} file. "
+        "Check that it exists and its permissions."
+    )

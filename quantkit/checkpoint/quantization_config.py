@@ -89,8 +89,7 @@ class QuantizationConfig:
             "schemes": [scheme.to_dict() for scheme in numbers],
             "default": None if self.default is None else numbers[self.default],
             "modules": {
-                module: None if scheme is None else numbers[scheme]
-                for module, scheme in self.modules.items()
+                module: None if scheme is None else numbers[scheme] for module, scheme in self.modules.items()
             },
         }
         if self.container == "quantkit":
@@ -114,20 +113,14 @@ class QuantizationConfig:
                 f"{VERSION}. Upgrade quantkit, or quantize the model again with this version."
             )
         try:
-            schemes = [
-                Scheme.from_dict(item) for item in _expect(section.get("schemes"), list, "schemes")
-            ]
+            schemes = [Scheme.from_dict(item) for item in _expect(section.get("schemes"), list, "schemes")]
         except FormatError as error:
             raise CheckpointError(f"quantization_config.quantkit.schemes: {error}") from error
 
         def numbered(value: object, where: str) -> Scheme | None:
             if value is None:
                 return None
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or not 0 <= value < len(schemes)
-            ):
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(schemes):
                 raise CheckpointError(
                     f"quantization_config.quantkit.{where} is {value!r}; expected null or the number of "
                     f"one of the {len(schemes)} schemes. Quantize the model again."

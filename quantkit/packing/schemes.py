@@ -64,9 +64,7 @@ class Scheme:
         """Groups in a row of `columns` weights, a ragged last one included."""
         return 1 if self.group_size is None else -(-columns // self.group_size)
 
-    def storage_shapes(
-        self, shape: tuple[int, int]
-    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def storage_shapes(self, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each stored part of a weight [N, K], by part name."""
         rows, columns = shape
         parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -99,12 +97,8 @@ class Scheme:
             found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise FormatError(f"a scheme has the fields {sorted(expected)}; found {found}.")
         group_size = data["group_size"]
-        if group_size is not None and (
-            isinstance(group_size, bool) or not isinstance(group_size, int)
-        ):
-            raise FormatError(
-                f"scheme field 'group_size' is {group_size!r}; it is an integer or null."
-            )
+        if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
+            raise FormatError(f"scheme field 'group_size' is {group_size!r}; it is an integer or null.")
         if data["zero_point"] not in ("none", "integer"):
             raise FormatError(
                 f"scheme field 'zero_point' is {data['zero_point']!r}; it is 'none' or 'integer'."

@@ -55,9 +55,7 @@ class PackedTensor:
         """Pack codes (uint8 [N, K]), scales ([N, groups]) and zero-point codes (uint8 [N, groups])."""
         rows, columns = codes.shape
         bits = scheme.format.bits
-        packed_zero = (
-            None if zero_point is None else pack(zero_point.T.contiguous(), bits).T.contiguous()
-        )
+        packed_zero = None if zero_point is None else pack(zero_point.T.contiguous(), bits).T.contiguous()
         return cls(
             pack(codes, bits),
             scale.to(scheme.scale_dtype),

@@ -127,9 +127,7 @@ def _unpack_part(words: torch.Tensor, p: int) -> torch.Tensor:
     if p == 8:
         return words.view(torch.uint8)
     x = words.view(_NARROW[p]).to(torch.int64).bitwise_and_(_masks(p)[-1])
-    for fold, mask in zip(
-        reversed(_FOLDS), (*reversed(_masks(p)[:-1]), _byte_mask(p)), strict=True
-    ):
+    for fold, mask in zip(reversed(_FOLDS), (*reversed(_masks(p)[:-1]), _byte_mask(p)), strict=True):
         x = (x << (fold * (8 - p))).bitwise_or_(x).bitwise_and_(mask)
     return x.view(torch.uint8)
 

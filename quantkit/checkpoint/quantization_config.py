@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.names import CONTAINERS, Container
@@ -23,6 +25,7 @@ from quantkit.packing.schemes import Scheme
 
 SECTION = "quantkit"
 VERSION = 1
+_FIELDS = {"version", "schemes", "default", "modules"}
 
 #: Widths and granularities that compressed-tensors' pack-quantized reads the same way in every version.
 _EXPRESSIBLE_BITS = (4, 8)
@@ -49,6 +52,8 @@ def why_not_compressed_tensors(scheme: Scheme, columns: int) -> str | None:
         return f"compressed-tensors has no {scheme.format.name}"
     if effective.group_size is not None and columns % effective.group_size:
         return f"compressed-tensors needs groups that divide {columns}, not {effective.group_size}"
+    if scheme.scale_dtype == torch.float32:
+        return "readers of compressed-tensors hold scales in the model's dtype, which rounds float32"
     return None
 
 
@@ -81,7 +86,10 @@ class QuantizationConfig:
         )
 
     def to_dict(self, assignments: Sequence[Assignment] = ()) -> dict[str, Any]:
-        """The JSON value of `quantization_config`; `assignments` feed the compressed-tensors view."""
+        """The JSON value of `quantization_config`; `assignments` feed the compressed-tensors view.
+
+        They name every linear of the model, for whatever they leave out a foreign reader takes to be packed.
+        """
         schemes = list(dict.fromkeys([self.default, *self.modules.values()]))
         numbers = {scheme: i for i, scheme in enumerate(s for s in schemes if s is not None)}
         section = {
@@ -94,23 +102,37 @@ class QuantizationConfig:
         }
         if self.container == "quantkit":
             return {"quant_method": "quantkit", SECTION: section}
+        if schemes != [None] and all(a.scheme is None for a in assignments):
+            # The view would say that nothing is packed, and other readers would make up every weight.
+            raise ValueError("a compressed-tensors configuration cannot be written without its assignments")
         return {**_compressed_tensors_view(assignments), SECTION: section}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "QuantizationConfig":
         """Parse `quantization_config`. `CheckpointError` names the key, what was found and expected."""
-        section = _expect(data.get(SECTION), dict, SECTION)
+        data = _expect(data, dict, "quantization_config")
         method = data.get("quant_method")
+        if SECTION not in data:
+            raise CheckpointError(
+                f"quantization_config has no section {SECTION!r} (quant_method {method!r}): "
+                "the checkpoint was not written by quantkit. Quantize the unquantized model instead."
+            )
+        section = _expect(data[SECTION], dict, SECTION)
         if method not in CONTAINERS:
             raise CheckpointError(
                 f"quantization_config.quant_method is {method!r}; a quantkit checkpoint has one of "
                 f"{', '.join(CONTAINERS)}. Quantize the model again."
             )
         version = section.get("version")
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             raise CheckpointError(
                 f"quantization_config.quantkit.version is {version!r}; this quantkit reads version "
                 f"{VERSION}. Upgrade quantkit, or quantize the model again with this version."
+            )
+        if set(section) != _FIELDS:
+            raise CheckpointError(
+                f"quantization_config.quantkit has the keys {sorted(section)}; version {VERSION} has "
+                f"{sorted(_FIELDS)}. Quantize the model again."
             )
         try:
             schemes = [Scheme.from_dict(item) for item in _expect(section.get("schemes"), list, "schemes")]

@@ -10,11 +10,14 @@ Codes are unsigned integers below `2**bits`, one per element, in a uint8 tensor:
     book  index into the sorted list of values                     binary: -1 -> 0, +1 -> 1
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Literal
 
+import numpy as np
 import torch
 
 from quantkit.errors import FormatError
@@ -47,9 +50,26 @@ class NumberFormat(ABC):
         Ties go to the even neighbour for int and float formats, upward for code books.
         """
 
+    def encode_reference(self, x: float) -> int:
+        """The slow obvious twin of `encode` for one number: exact distances to every code point."""
+        exact = Fraction(x)
+
+        def rank(code: int) -> tuple[Fraction, tuple[float, ...]]:
+            return abs(Fraction(self.values[code]) - exact), self._tie_break(code, x)
+
+        return min(range(2**self.bits), key=rank)
+
+    @abstractmethod
+    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
+        """Of the codes nearest to `x`, `encode` takes the one with the smallest of these."""
+
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Values (float32) of `codes` (uint8, each below `2**bits`)."""
         return _table(self, codes.device)[codes.int()]
+
+    def round(self, x: torch.Tensor) -> torch.Tensor:
+        """The nearest values (float32) to `x`: `decode(encode(x))`."""
+        return self.decode(self.encode(x))
 
     @cached_property
     def max(self) -> float:
@@ -86,6 +106,17 @@ def _table(number_format: NumberFormat, device: torch.device) -> torch.Tensor:
 class IntFormat(NumberFormat):
     """Two's-complement range `[-2**(bits-1), 2**(bits-1) - 1]`, stored offset-binary."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits < 2:
+            raise FormatError(
+                f"int format {self.name!r} has 1 bit and so no positive value; use a code book "
+                "such as 'binary'."
+            )
+
+    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
+        return ((code - self.offset) % 2,)
+
     @cached_property
     def values(self) -> tuple[float, ...]:
         return tuple(float(code - self.offset) for code in range(2**self.bits))
@@ -101,6 +132,9 @@ class IntFormat(NumberFormat):
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.to(torch.float32).sub_(self.offset)
+
+    def round(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.round(x).clamp_(-self.offset, self.offset - 1)
 
     def encode_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
         """Codes of `x` (in units of the scale) about the code `zero_point`, which stands for zero."""
@@ -135,6 +169,10 @@ class FloatFormat(NumberFormat):
 
         return tuple(value(code) for code in range(2**self.bits))
 
+    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
+        # The sign comes first: it tells the two zeros apart.
+        return math.copysign(1.0, x) != math.copysign(1.0, self.values[code]), code % 2
+
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         # Rounding happens in the bits of a float32, whose exponent and mantissa sit above each other as
         # ours do: drop 23 - m mantissa bits with round-to-nearest-even and let a carry run into the exponent.
@@ -164,15 +202,44 @@ class CodebookFormat(NumberFormat):
                 f"code book {self.name!r} needs {2**self.bits} strictly increasing values for "
                 f"{self.bits} bits; got {len(self.book)}: {self.book}."
             )
+        inexact = [value for value in self.book if not math.isfinite(value) or _float32(value) != value]
+        if inexact:
+            raise FormatError(
+                f"code book {self.name!r} has values that are no finite float32: {inexact}; round them first."
+            )
 
     @cached_property
     def values(self) -> tuple[float, ...]:
         return self.book
 
+    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
+        return (-self.book[code],)
+
+    @cached_property
+    def edges(self) -> tuple[float, ...]:
+        """For each pair of neighbours the smallest float32 that goes to the upper one.
+
+        Midpoints rounded up: one rounded down would send itself, a float32 below the midpoint, upward.
+        """
+        midpoints = [(Fraction(a) + Fraction(b)) / 2 for a, b in zip(self.book, self.book[1:], strict=False)]
+        return tuple(_float32_at_least(midpoint) for midpoint in midpoints)
+
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        midpoints = [(a + b) / 2 for a, b in zip(self.book, self.book[1:], strict=False)]
-        edges = torch.tensor(midpoints, dtype=torch.float32, device=x.device)
+        if len(self.edges) == 1:
+            return (x >= self.edges[0]).view(torch.uint8)
+        edges = torch.tensor(self.edges, dtype=torch.float32, device=x.device)
         return torch.bucketize(x.contiguous(), edges, out_int32=True, right=True).to(torch.uint8)
+
+
+def _float32(x: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(x))
+
+
+def _float32_at_least(x: Fraction) -> float:
+    """The smallest float32 that is not below `x`."""
+    nearest = np.float32(float(x))
+    return float(nearest if Fraction(float(nearest)) >= x else np.nextafter(nearest, np.float32(np.inf)))
 
 
 #: Every number format there is. Adding one is adding a row.

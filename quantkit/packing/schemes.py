@@ -47,7 +47,8 @@ class Scheme:
             )
         if self.zero_point != "none" and not isinstance(self.format, IntFormat):
             raise FormatError(
-                f"format {self.format.name!r} has no integer zero-point; asymmetric schemes need an int format."
+                f"format {self.format.name!r} has no integer zero-point; asymmetric schemes need an int "
+                "format."
             )
         if self.scale_dtype not in _SCALE_NAMES:
             raise FormatError(
@@ -103,12 +104,15 @@ class Scheme:
             raise FormatError(
                 f"scheme field 'zero_point' is {data['zero_point']!r}; it is 'none' or 'integer'."
             )
-        if data["scale_dtype"] not in SCALE_DTYPES:
+        if not isinstance(data["scale_dtype"], str) or data["scale_dtype"] not in SCALE_DTYPES:
             raise FormatError(
-                f"scheme field 'scale_dtype' is {data['scale_dtype']!r}; it is one of {', '.join(SCALE_DTYPES)}."
+                f"scheme field 'scale_dtype' is {data['scale_dtype']!r}; it is one of "
+                f"{', '.join(SCALE_DTYPES)}."
             )
+        if not isinstance(data["format"], str):
+            raise FormatError(f"scheme field 'format' is {data['format']!r}; it is a name.")
         return cls(
-            number_format(str(data["format"])),
+            number_format(data["format"]),
             group_size,
             data["zero_point"],
             SCALE_DTYPES[data["scale_dtype"]],
@@ -128,7 +132,11 @@ class Scheme:
 @lru_cache(maxsize=1024)
 def parse_token(token: str) -> Scheme:
     """The scheme that `Scheme.token` wrote."""
-    return Scheme.from_dict(json.loads(token))
+    try:
+        data = json.loads(token)
+    except json.JSONDecodeError as error:
+        raise FormatError(f"scheme token {token!r} is not JSON: {error}.") from error
+    return Scheme.from_dict(data)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,13 @@ class PackedTensor:
     kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        if min(self.shape) < 1:
+            raise FormatError(f"a packed tensor has at least one row and one column, got {self.shape}.")
+        if (self.zero_point is None) != (self.scheme.zero_point == "none"):
+            raise FormatError(
+                f"scheme {self.scheme} has zero_point={self.scheme.zero_point!r} but a zero-point "
+                f"tensor was {'not ' if self.zero_point is None else ''}given."
+            )
         expected = self.scheme.storage_shapes(self.shape)
         for part, tensor in self.parts():
             dtype, shape = expected[part]
@@ -38,11 +45,6 @@ class PackedTensor:
                     f"part {part!r} of a {self.scheme} tensor of shape {self.shape} is "
                     f"{tensor.dtype} {tuple(tensor.shape)}; expected {dtype} {shape}."
                 )
-        if (self.zero_point is None) != (self.scheme.zero_point == "none"):
-            raise FormatError(
-                f"scheme {self.scheme} has zero_point={self.scheme.zero_point!r} but a zero-point "
-                f"tensor was {'not ' if self.zero_point is None else ''}given."
-            )
 
     @classmethod
     def from_codes(
@@ -53,12 +55,29 @@ class PackedTensor:
         scheme: Scheme,
     ) -> "PackedTensor":
         """Pack codes (uint8 [N, K]), scales ([N, groups]) and zero-point codes (uint8 [N, groups])."""
+        if codes.ndim != 2:
+            raise FormatError(f"codes of a packed tensor are [N, K], got shape {tuple(codes.shape)}.")
         rows, columns = codes.shape
+        # Packed zero-points of 33 and of 40 rows have one shape, so the check on the parts is too late.
+        if zero_point is not None and tuple(zero_point.shape) != (rows, scheme.groups(columns)):
+            raise FormatError(
+                f"zero-points of {rows} rows of {columns} under {scheme} have shape "
+                f"{(rows, scheme.groups(columns))}, got {tuple(zero_point.shape)}."
+            )
+        stored_scale = scale.to(scheme.scale_dtype)
+        if not bool(torch.isfinite(stored_scale).all()):
+            raise FormatError(
+                f"scales up to {scale.abs().max().item():.3g} are not finite as {scheme.scale_dtype}; "
+                "choose a scale dtype with more range, such as bfloat16, or keep the layer dense."
+            )
         bits = scheme.format.bits
-        packed_zero = None if zero_point is None else pack(zero_point.T.contiguous(), bits).T.contiguous()
+        packed_zero = None
+        if zero_point is not None:
+            # A clone, as `contiguous` leaves a single column with the stride of the row it came from.
+            packed_zero = pack(zero_point.T, bits).T.clone(memory_format=torch.contiguous_format)
         return cls(
             pack(codes, bits),
-            scale.to(scheme.scale_dtype),
+            stored_scale,
             packed_zero,
             scheme,
             (rows, columns),
@@ -109,12 +128,13 @@ class PackedTensor:
 
     def to(self, device: torch.device | str) -> "PackedTensor":
         """The same tensor on `device`; itself when it is there already."""
-        if self.words.device == torch.device(device):
+        words = self.words.to(device)
+        if words is self.words:
             return self
         moved = None if self.zero_point is None else self.zero_point.to(device)
         return replace(
             self,
-            words=self.words.to(device),
+            words=words,
             scale=self.scale.to(device),
             zero_point=moved,
             kernel_cache={},

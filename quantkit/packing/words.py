@@ -14,6 +14,7 @@ The last block of a row is cut per part to the words it needs: `ceil(r*p/32)` fo
 For 1, 2, 4 and 8 bits this is byte for byte what compressed-tensors calls `pack-quantized`.
 """
 
+import sys
 from functools import lru_cache
 
 import torch
@@ -22,6 +23,12 @@ import torch.nn.functional as F
 from quantkit.errors import FormatError
 
 BLOCK = 32
+
+if sys.byteorder != "little":
+    raise FormatError(
+        f"this machine is {sys.byteorder}-endian; packed words are little-endian and quantkit "
+        "reads them through memory views. Use a little-endian machine."
+    )
 
 
 def parts(bits: int) -> tuple[int, ...]:
@@ -51,24 +58,34 @@ def words_per_row(columns: int, bits: int) -> int:
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes (uint8 [..., K], each below `2**bits`) into words (int32 [..., words_per_row(K, bits)])."""
+    if codes.dtype != torch.uint8:
+        raise FormatError(f"codes are torch.uint8, got {codes.dtype}.")
+    widths = parts(bits)
+    # A code that is too wide would run into its neighbours.
+    if codes.numel() and (largest := int(codes.max())) >> bits:
+        raise FormatError(f"a code of {bits} bits is below {2**bits}, got {largest}.")
     columns = codes.shape[-1]
     lead = codes.shape[:-1]
-    padded = F.pad(codes, (0, -columns % BLOCK)).contiguous()
+    blocks = -(-columns // BLOCK)
+    padded = F.pad(codes, (0, -columns % BLOCK))
     planes = []
     shift = 0
-    for p in parts(bits):
+    for p in widths:
         plane = (padded >> shift) & ((1 << p) - 1) if p != bits else padded
-        planes.append(_pack_part(plane, p).view(*lead, -1, p))
+        planes.append(_pack_part(_flat(plane), p).view(*lead, blocks, p))
         shift += p
     words = torch.cat(planes, dim=-1) if len(planes) > 1 else planes[0]
-    words = words.reshape(*lead, -1)
+    words = words.reshape(*lead, blocks * bits)
     if columns % BLOCK == 0:
         return words
     return words[..., list(_word_columns(columns, bits))].contiguous()
 
 
 def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Codes (uint8 [..., columns]) of `words` (int32 [..., words_per_row(columns, bits)])."""
+    """Codes (uint8 [..., columns]) of `words` (int32 [..., words_per_row(columns, bits)]).
+
+    Do not write into them: codes of 8 bits are the memory of `words`.
+    """
     expected = words_per_row(columns, bits)
     if words.dtype != torch.int32 or words.shape[-1] != expected:
         raise FormatError(
@@ -85,7 +102,7 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     codes: torch.Tensor | None = None
     shift = 0
     for p in parts(bits):
-        plane = _unpack_part(words[..., shift : shift + p].reshape(*lead, -1).contiguous(), p)
+        plane = _unpack_part(_flat(words[..., shift : shift + p]), p).view(*lead, blocks * BLOCK)
         codes = plane if codes is None else codes | (plane << shift)
         shift += p
     assert codes is not None
@@ -113,7 +130,7 @@ def _masks(p: int) -> tuple[int, ...]:
 
 
 def _pack_part(codes: torch.Tensor, p: int) -> torch.Tensor:
-    """uint8 [..., K] with K a multiple of 32 -> int32 [..., K*p/32]."""
+    """uint8 [n] with n a multiple of 32 -> int32 [n*p/32]."""
     if p == 8:
         return codes.view(torch.int32)
     x = codes.view(torch.int64)
@@ -123,13 +140,22 @@ def _pack_part(codes: torch.Tensor, p: int) -> torch.Tensor:
 
 
 def _unpack_part(words: torch.Tensor, p: int) -> torch.Tensor:
-    """int32 [..., W] -> uint8 [..., W*32/p]."""
+    """int32 [n] -> uint8 [n*32/p]."""
     if p == 8:
         return words.view(torch.uint8)
     x = words.view(_NARROW[p]).to(torch.int64).bitwise_and_(_masks(p)[-1])
     for fold, mask in zip(reversed(_FOLDS), (*reversed(_masks(p)[:-1]), _byte_mask(p)), strict=True):
         x = (x << (fold * (8 - p))).bitwise_or_(x).bitwise_and_(mask)
     return x.view(torch.uint8)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as one dimension of stride 1, which a view of another element size needs.
+
+    Flattening alone keeps a stride of 3 on a single element and calls it contiguous.
+    """
+    flat = tensor.flatten()
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def _byte_mask(p: int) -> int:

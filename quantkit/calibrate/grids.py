@@ -1,0 +1,180 @@
+"""Data-free grids: which scale, and which zero-point, a group of weights gets.
+
+A method sees groups, float32 [R, g], one group a row, and answers with a `Grid`. Scales are computed in
+float32 and rounded to the dtype they are stored in before anything is measured with them, so what was
+searched is what is stored.
+
+`mse` minimises the squared error of every group. It does not round the weights once per candidate.
+It counts each group into a histogram of `bins` cells over [-absmax, absmax], in which the error of all
+candidates is one matrix product with a table that only depends on the scheme:
+
+    error[R, C] = counts[R, bins] @ table[bins, C],    table[b, c] = (v_b - nearest_c(v_b))^2
+
+The winner is then refitted in closed form, s = <x, q> / <q, q> for its codes q, and kept only where that,
+measured exactly, is better. Plain rounding competes too, so `mse` is never worse than `rtn`. On Gaussian
+groups of 128 at int4 this ends 0.2 % above an exhaustive search (docs/accuracy.md).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from quantkit.errors import FormatError
+from quantkit.packing.formats import IntFormat
+from quantkit.packing.schemes import Scheme
+
+#: Scale candidates per sign, between these fractions of the scale that just covers the group.
+CANDIDATES = 32
+SHRINK = (0.4, 1.15)
+#: Histogram cells per code point, and their limits: a cell must be well below a quantization step.
+BINS_PER_CODE = 16
+BINS_RANGE = (256, 1024)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Scales, float32 [R, 1], exact in the scale dtype; zero-point codes, float32 [R, 1], or None."""
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None = None
+
+
+def rtn(groups: torch.Tensor, scheme: Scheme) -> Grid:
+    """Plain rounding: the scale maps the group's absmax (or range, or mean magnitude) to the format's."""
+    if scheme.zero_point == "integer":
+        return _min_max(groups, scheme)
+    magnitude = groups.abs()
+    if scheme.format.rounding_statistic == "absmax":
+        statistic = magnitude.amax(-1, keepdim=True)
+    else:
+        # Divided first: the sum of weights near the float32 limit overflows, the mean does not.
+        statistic = (magnitude / magnitude.shape[-1]).sum(-1, keepdim=True)
+    return Grid(storable(statistic / scheme.format.absmax, scheme))
+
+
+def mse(groups: torch.Tensor, scheme: Scheme) -> Grid:
+    """The grid with the smallest squared error per group; see the module docstring."""
+    absmax = groups.abs().amax(-1, keepdim=True)
+    # In units of absmax the squares neither overflow nor vanish, and one table serves every group.
+    unit = torch.where(absmax == 0, 1.0, absmax)
+    units = groups / unit
+    table = _search_table(scheme, groups.device)
+    errors = _histogram(units, table.errors.shape[0]) @ table.errors
+    choice = errors.argmin(-1, keepdim=True)
+    zero_point = None if table.zero_points is None else table.zero_points[choice]
+
+    def stored(scale: torch.Tensor) -> torch.Tensor:
+        return storable(scale * unit, scheme)
+
+    best = Grid(stored(table.scales[choice]), zero_point)
+    best_error = squared_error(units, best, unit, scheme)
+    refitted = Grid(stored(_refit(units, best, unit, scheme)), zero_point)
+    for rival in (refitted, rtn(groups, scheme)):
+        error = squared_error(units, rival, unit, scheme)
+        better = error < best_error
+        best = _select(better, rival, best)
+        best_error = torch.where(better, error, best_error)
+    return best
+
+
+def _select(where: torch.Tensor, one: Grid, other: Grid) -> Grid:
+    scale = torch.where(where, one.scale, other.scale)
+    if one.zero_point is None or other.zero_point is None:
+        return Grid(scale)
+    return Grid(scale, torch.where(where, one.zero_point, other.zero_point))
+
+
+def storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """`scale` rounded to the scheme's scale dtype, as float32.
+
+    A scale that is or becomes zero belongs to a group of zeros, or of weights too small for the dtype. It
+    becomes 1 where the format stores zero, and stays 0 where it does not: the group is exactly zero.
+    Raises `FormatError` if a scale overflows the dtype.
+    """
+    stored = scale.to(scheme.scale_dtype).float()
+    if scheme.scale_dtype != torch.float32 and not torch.isfinite(stored).all():
+        raise FormatError(
+            f"a scale of {scale.abs().max().item():.6g} overflows {scheme.scale_dtype}; "
+            "store the scales as bfloat16 or float32."
+        )
+    return torch.where(stored == 0, 1.0 if scheme.format.has_zero else 0.0, stored)
+
+
+def nearest(units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
+    """The nearest values of the grid to `units` (weights over scale), in the same units."""
+    if zero_point is None:
+        return scheme.format.round(units)
+    top = 2**scheme.format.bits - 1
+    return torch.round(units).clamp_(-zero_point, top - zero_point)
+
+
+def squared_error(units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Squared error of groups `units * unit` on `grid`, in squared units: float32 [R, 1]."""
+    scale = grid.scale / unit
+    rounded = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme)
+    return rounded.mul_(scale).sub_(units).square_().sum(-1, keepdim=True)
+
+
+def _min_max(groups: torch.Tensor, scheme: Scheme) -> Grid:
+    assert isinstance(scheme.format, IntFormat)
+    levels = 2**scheme.format.bits - 1
+    low = groups.amin(-1, keepdim=True).clamp_(max=0)
+    high = groups.amax(-1, keepdim=True).clamp_(min=0)
+    # Divided apart: the range of weights near the float32 limit overflows, its levels do not.
+    scale = storable(high / levels - low / levels, scheme)
+    return Grid(scale, torch.round(-low / scale).clamp_(0, levels))
+
+
+def _refit(units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """The least-squares scale, in units, for the codes that `grid` gives."""
+    scale = grid.scale / unit
+    codes = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme)
+    squares = codes.square().sum(-1, keepdim=True)
+    fitted = codes.mul_(units).sum(-1, keepdim=True) / squares
+    return torch.where(squares > 0, fitted, scale)
+
+
+@dataclass(frozen=True)
+class _SearchTable:
+    """Candidates in units of absmax: scales [C], zero-points [C] or None; their errors [bins, C]."""
+
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    errors: torch.Tensor
+
+
+@lru_cache(maxsize=32)
+def _search_table(scheme: Scheme, device: torch.device) -> _SearchTable:
+    number_format = scheme.format
+    ratios = torch.linspace(*SHRINK, CANDIDATES)
+    zero_points = None
+    if scheme.zero_point == "integer":
+        # The range of a group is between one and two absmax; every position of zero is a candidate.
+        levels = 2**number_format.bits - 1
+        widths = torch.linspace(SHRINK[0], 2 * SHRINK[1], CANDIDATES) / levels
+        step = max(1, (levels + 1) // 32)
+        zeros = torch.arange(0, levels + 1, step, dtype=torch.float32)
+        scales, zero_points = (t.reshape(-1, 1) for t in torch.meshgrid(widths, zeros, indexing="ij"))
+    else:
+        scales = (ratios / max(number_format.max, -number_format.min))[:, None]
+        if number_format.max != -number_format.min:
+            # The longer side of the range may face either way: the sign of the scale turns it.
+            scales = torch.cat([scales, -scales])
+    low, high = BINS_RANGE
+    bins = min(max(BINS_PER_CODE << number_format.bits, low), high)
+    centres = (torch.arange(bins) + 0.5) * (2 / bins) - 1
+    errors = (nearest(centres / scales, zero_points, scheme) * scales - centres).square_()
+    return _SearchTable(
+        scales[:, 0].to(device),
+        None if zero_points is None else zero_points[:, 0].to(device),
+        errors.T.contiguous().to(device),
+    )
+
+
+def _histogram(units: torch.Tensor, bins: int) -> torch.Tensor:
+    """Counts of each group's weights, all in [-1, 1], in `bins` equal cells: float32 [R, bins]."""
+    # A hair under bins / 2 keeps 1.0 inside the last cell.
+    cells = (units * (bins / 2 * (1 - 1e-6))).add_(bins / 2).to(torch.int64)
+    counts = torch.zeros(units.shape[0], bins, device=units.device)
+    return counts.scatter_add_(1, cells, torch.ones(1, 1, device=units.device).expand_as(cells))

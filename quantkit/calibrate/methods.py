@@ -1,0 +1,162 @@
+"""Methods: from a weight to codes, scales and zero-points."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from quantkit.calibrate.grids import Grid, mse, rtn
+from quantkit.errors import FormatError, UsageError
+from quantkit.packing.schemes import Scheme, default_scale_dtype, scheme
+from quantkit.packing.tensor import PackedTensor, encode_groups
+from quantkit.packing.words import pack
+
+#: Weights worked on at a time: their float32 copies and histograms stay in a core's cache.
+CHUNK_WEIGHTS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to choose grids. `fit` maps groups (float32 [R, g]) to their `Grid`."""
+
+    name: str
+    summary: str
+    fit: Callable[[torch.Tensor, Scheme], Grid]
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("rtn", "plain rounding to nearest, one pass", rtn),
+        Method("mse", "scales searched for the smallest squared error, data-free", mse),
+    )
+}
+
+
+def method_named(name: str) -> Method:
+    """The method called `name`; `UsageError` lists the known ones."""
+    try:
+        return METHODS[name]
+    except KeyError:
+        raise UsageError(f"unknown method {name!r}; known are {', '.join(METHODS)}.") from None
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Some rows of a weight, quantized: words int32 [n, W], scale [n, G], zero-points uint8 [n, G] or None.
+
+    `squared_error` and `squared_norm` are sums over the rows, of (weight - stored)^2 and weight^2.
+    """
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    squared_error: float
+    squared_norm: float
+
+
+def quantize_rows(rows: torch.Tensor, scheme: Scheme, method: Method) -> QuantizedRows:
+    """Quantize rows ([n, K], any float dtype) of a weight; each row only depends on itself.
+
+    Raises `FormatError` if a weight is NaN or infinite, or a scale overflows its dtype.
+    """
+    weights = rows.to(torch.float32)
+    count, columns = weights.shape
+    size = scheme.group_size or columns
+    full = columns // size * size
+    # The ragged last group of every row is fitted on its own: padding would shift its statistics.
+    spans = [s for s in (weights[:, :full], weights[:, full:]) if s.shape[1]]
+    codes, scales, zeros, error, norm = [], [], [], 0.0, 0.0
+    for span in spans:
+        groups = span.reshape(-1, min(size, span.shape[1]))
+        squares = float(torch.linalg.vector_norm(groups, dtype=torch.float64)) ** 2
+        if not squares < float("inf"):
+            _refuse_nonfinite(groups)
+        grid = method.fit(groups, scheme)
+        span_codes = encode_groups(groups, grid.scale, grid.zero_point, scheme)
+        codes.append(span_codes.view(count, -1))
+        scales.append(grid.scale.view(count, -1))
+        if grid.zero_point is not None:
+            zeros.append(grid.zero_point.view(count, -1))
+        error += _squared_error(groups, span_codes, grid, scheme)
+        norm += squares
+    return QuantizedRows(
+        pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0], scheme.format.bits),
+        torch.cat(scales, 1).to(scheme.scale_dtype),
+        torch.cat(zeros, 1).to(torch.uint8) if zeros else None,
+        error,
+        norm,
+    )
+
+
+def _squared_error(groups: torch.Tensor, codes: torch.Tensor, grid: Grid, scheme: Scheme) -> float:
+    if grid.zero_point is None:
+        stored = scheme.format.decode(codes)
+    else:
+        stored = codes.to(torch.float32).sub_(grid.zero_point)
+    difference = stored.mul_(grid.scale).sub_(groups)
+    return float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
+
+
+def _refuse_nonfinite(weights: torch.Tensor) -> None:
+    nan, infinite = int(weights.isnan().sum()), int(weights.isinf().sum())
+    if nan or infinite:
+        raise FormatError(
+            f"{nan} NaN and {infinite} infinite weights; a weight must be finite. "
+            "Repair the checkpoint, or keep the layer dense with a rule."
+        )
+
+
+def quantize_tensor(
+    weight: torch.Tensor,
+    format: str | Scheme = "int4",
+    *,
+    group_size: int | Literal["channel"] | None = None,
+    method: str = "mse",
+    asymmetric: bool = False,
+    scale_dtype: torch.dtype | None = None,
+) -> PackedTensor:
+    """Quantize one weight [N, K] (float16, bfloat16, float32 or float64) and pack it.
+
+    `format` is a format name or a whole `Scheme`. Scales are stored as bfloat16, or float16 for a float16
+    weight, unless `scale_dtype` says otherwise. Runs on the weight's device and returns a tensor there.
+
+    Raises `FormatError` for a weight that is not a non-empty floating-point matrix, holds NaN or infinity,
+    or whose scales overflow `scale_dtype`, and `UsageError` for an unknown method.
+    """
+    if weight.dim() != 2 or not weight.numel() or not weight.is_floating_point() or weight.is_meta:
+        raise FormatError(
+            f"the weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}; "
+            "expected a non-empty floating-point matrix [N, K] with data."
+        )
+    if isinstance(format, Scheme):
+        chosen = format
+    else:
+        chosen = scheme(
+            format,
+            group_size=group_size,
+            asymmetric=asymmetric,
+            scale_dtype=scale_dtype or default_scale_dtype(weight.dtype),
+        )
+    rows, columns = weight.shape
+    chosen = chosen.for_columns(columns)
+    chunk = max(1, CHUNK_WEIGHTS // columns) if weight.device.type == "cpu" else rows
+    chosen_method = method_named(method)
+    done = [
+        quantize_rows(weight.detach()[start : start + chunk], chosen, chosen_method)
+        for start in range(0, rows, chunk)
+    ]
+    zeros = [part.zero_point for part in done if part.zero_point is not None]
+    return PackedTensor(
+        torch.cat([part.words for part in done]),
+        torch.cat([part.scale for part in done]),
+        pack_zero_points(torch.cat(zeros), chosen) if zeros else None,
+        chosen,
+        (rows, columns),
+    )
+
+
+def pack_zero_points(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Zero-point codes (uint8 [N, G]) packed along N: int32 [words_per_row(N, bits), G]."""
+    return pack(codes.T.contiguous(), scheme.format.bits).T.contiguous()

@@ -1,0 +1,216 @@
+"""Recipes: which linear gets which scheme and method, or stays dense.
+
+A recipe is an ordered list of rules over module names; the first that matches decides. A pattern is a
+shell-style glob over the whole name (`*` also crosses dots), so an exact name is a pattern too. As TOML:
+
+    [[rule]]
+    match = "*.down_proj"
+    format = "int8"
+
+    [[rule]]
+    match = "model.layers.0.*"
+    keep = true
+
+What no rule matches gets the recipe's default. A pattern that matches no linear is an error.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from quantkit.calibrate.methods import Method, method_named
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.packing.schemes import Scheme, default_scale_dtype, scheme
+
+GroupSize = int | Literal["channel"] | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to make of a linear: a format with its options, or `keep` to leave it dense."""
+
+    format: str = "int4"
+    group_size: GroupSize = None
+    asymmetric: bool = False
+    method: str = "mse"
+    keep: bool = False
+
+    def scheme(self, weight_dtype: torch.dtype) -> Scheme | None:
+        """The scheme for a weight of `weight_dtype`; None to keep it dense."""
+        if self.keep:
+            return None
+        return scheme(
+            self.format,
+            group_size=self.group_size,
+            asymmetric=self.asymmetric,
+            scale_dtype=default_scale_dtype(weight_dtype),
+        )
+
+    def check(self) -> None:
+        """Raise the error that using this choice would raise."""
+        self.scheme(torch.bfloat16)
+        method_named(self.method)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A glob over module names and what becomes of the linears it matches."""
+
+    match: str
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of one linear, and why."""
+
+    scheme: Scheme | None
+    method: Method | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Ordered rules and the default for what they leave."""
+
+    default: Choice = Choice()
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        for choice in (self.default, *(rule.choice for rule in self.rules)):
+            choice.check()
+
+    def fates(
+        self, linears: Mapping[str, torch.dtype], kept: Mapping[str, str], dense: Mapping[str, str]
+    ) -> dict[str, Fate]:
+        """The fate of every linear.
+
+        `linears` maps module names to weight dtypes, `kept` those of them that only a rule quantizes to
+        the reason, and `dense` the modules that no rule can quantize to the reason. Raises `UsageError`
+        for a pattern that matches no linear.
+        """
+        used: set[str] = set()
+        fates = {}
+        for name, dtype in linears.items():
+            rule = next((rule for rule in self.rules if fnmatchcase(name, rule.match)), None)
+            if rule is not None:
+                used.add(rule.match)
+            fates[name] = _fate(rule, self.default, kept.get(name), dtype)
+        for rule in self.rules:
+            shadowed = any(fnmatchcase(name, rule.match) for name in linears)
+            if rule.match not in used:
+                raise UsageError(_unmatched(rule.match, shadowed, linears, dense))
+        return fates
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form, for the manifest."""
+        return {
+            "default": vars(self.default),
+            "rules": [{"match": rule.match, **vars(rule.choice)} for rule in self.rules],
+        }
+
+
+def _fate(rule: Rule | None, default: Choice, kept: str | None, dtype: torch.dtype) -> Fate:
+    if rule is None and kept is not None:
+        return Fate(None, None, kept)
+    choice = default if rule is None else rule.choice
+    reason = "default" if rule is None else f"rule {rule.match!r}"
+    if choice.keep:
+        return Fate(None, None, f"kept by {reason}")
+    return Fate(choice.scheme(dtype), method_named(choice.method), reason)
+
+
+def _unmatched(
+    pattern: str, shadowed: bool, linears: Mapping[str, torch.dtype], dense: Mapping[str, str]
+) -> str:
+    if shadowed:
+        return f"rule {pattern!r} never applies: earlier rules match all it matches. Move it up or drop it."
+    other = next((name for name in dense if fnmatchcase(name, pattern)), None)
+    if other is not None:
+        return f"rule {pattern!r} matches no linear; {other!r} stays dense: {dense[other]}."
+    examples = ", ".join(repr(name) for name in list(linears)[:3])
+    return f"rule {pattern!r} matches no linear of the model. Names look like {examples}."
+
+
+def parse_rule(text: str, default: Choice) -> Rule:
+    """A rule from `PATTERN=FORMAT[:GROUP][:METHOD]` or `PATTERN=keep`; what is left out is as in `default`."""
+    pattern, separator, value = text.partition("=")
+    if not separator or not pattern or not value:
+        raise UsageError(f"rule {text!r} is not PATTERN=FORMAT[:GROUP][:METHOD] or PATTERN=keep.")
+    if value == "keep":
+        return Rule(pattern, Choice(keep=True))
+    name, *options = value.split(":")
+    if len(options) > 2:
+        raise UsageError(f"rule {text!r} has more than FORMAT:GROUP:METHOD after the '='.")
+    group = options[0] if options and options[0] else None
+    method = options[1] if len(options) > 1 else default.method
+    return Rule(pattern, Choice(name, parse_group_size(group), method=method))
+
+
+def parse_group_size(text: str | None) -> GroupSize:
+    """A group size from the command line: a positive integer, `channel`, or None for the format's own."""
+    if text is None or text == "channel":
+        return text  # type: ignore[return-value]
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 20:
+        raise UsageError(f"group size {text!r} is neither a positive integer nor 'channel'.")
+    return int(text)
+
+
+def read_recipe(path: Path, default: Choice) -> Recipe:
+    """A recipe from a TOML file; rules inherit what they leave out from its `[default]`, then `default`.
+
+    Raises `UsageError` naming the file and the key for anything that is not a recipe.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"recipe {path} cannot be read: {error}.") from error
+    if unknown := set(data) - {"default", "rule"}:
+        raise UsageError(f"recipe {path} has unknown keys {sorted(unknown)}; it has 'default' and 'rule'.")
+    try:
+        base = _choice(data.get("default", {}), default)
+        rules = data.get("rule", [])
+        if not isinstance(rules, Sequence) or not all(isinstance(rule, dict) for rule in rules):
+            raise UsageError("'rule' must be an array of tables, [[rule]]")
+        return Recipe(base, tuple(_rule(rule, base) for rule in rules))
+    except QuantkitError as error:
+        raise UsageError(f"recipe {path}: {error}") from error
+
+
+def _rule(data: dict[str, Any], default: Choice) -> Rule:
+    match = data.get("match")
+    if not isinstance(match, str) or not match:
+        raise UsageError(f"a rule needs a 'match' pattern; found {match!r}")
+    return Rule(match, _choice({k: v for k, v in data.items() if k != "match"}, default))
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "format": (str,),
+    "group_size": (int, str),
+    "asymmetric": (bool,),
+    "method": (str,),
+    "keep": (bool,),
+}
+
+
+def _choice(data: Any, default: Choice) -> Choice:
+    if not isinstance(data, dict):
+        raise UsageError(f"'default' must be a table; found {type(data).__name__}")
+    known = {field.name for field in fields(Choice)}
+    if unknown := set(data) - known:
+        raise UsageError(f"unknown keys {sorted(unknown)}; known are {sorted(known)}")
+    for key, value in data.items():
+        if not isinstance(value, _TYPES[key]) or (isinstance(value, bool) and bool not in _TYPES[key]):
+            raise UsageError(f"{key!r} is {value!r}; expected {' or '.join(t.__name__ for t in _TYPES[key])}")
+    merged = {**vars(default), **data}
+    if "format" in data and "group_size" not in data:
+        # Another format comes with its own granularity.
+        merged["group_size"] = None
+    if isinstance(merged["group_size"], str):
+        merged["group_size"] = parse_group_size(merged["group_size"])
+    return Choice(**merged)

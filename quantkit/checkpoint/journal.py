@@ -1,0 +1,212 @@
+"""The journal of an unfinished output directory: which run writes it and what is done.
+
+One JSON object per line. The first is `{"run": ...}`, the record of everything that determines the
+bytes. `{"claim": [names]}` comes before files of these names may appear, so that a later run knows
+them as quantkit's own; `{"file", "sha256", "size", "detail"}` comes after a file is on the disk.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.durable import (
+    FileRecord,
+    is_plain_name,
+    os_error_text,
+    sync_directory,
+    write_all,
+    write_file,
+    writing,
+)
+from quantkit.errors import OutputError
+
+JOURNAL_NAME = ".quantkit-journal.jsonl"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHOWN_DIFFERENCES = 20
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A finished file, and what its writer wanted to know about it after a resume."""
+
+    record: FileRecord
+    detail: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class JournalState:
+    """What a journal says. `length` is the number of its bytes that are whole lines."""
+
+    run: dict[str, Any]
+    entries: dict[str, Entry] = field(default_factory=dict)
+    claimed: frozenset[str] = frozenset()
+    length: int = 0
+
+
+def canonical_json(value: object) -> bytes:
+    """The one JSON text of `value`: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def run_hash(run: Mapping[str, Any]) -> str:
+    """sha256 in hex of the canonical JSON of a run record."""
+    return hashlib.sha256(canonical_json(run)).hexdigest()
+
+
+def run_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One line per key in which two run records differ, such as `options.group_size: 128 -> 64`."""
+    before, after = (dict(_leaves(json.loads(canonical_json(run)))) for run in (old, new))
+    lines = [
+        f"{key}: {before.get(key, '(absent)')} -> {after.get(key, '(absent)')}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+    if len(lines) > _SHOWN_DIFFERENCES:
+        more = len(lines) - _SHOWN_DIFFERENCES
+        lines[_SHOWN_DIFFERENCES:] = [f"and {more} more"]
+    return lines
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    # An empty object or list inside is a value of its own, an empty run record has none.
+    if isinstance(value, dict) and (value or not path):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and value:
+        for position, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{position}]")
+    else:
+        text = json.dumps(value)
+        if len(text) > _SHOWN_CHARACTERS:
+            # The hash keeps two long values with the same beginning apart.
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+            text = f"{text[:_SHOWN_CHARACTERS]}... (sha256 {digest})"
+        yield path, text
+
+
+def read_journal(directory: Path) -> JournalState | None:
+    """The journal of `directory`, or None if it has none.
+
+    Everything from the first line that is torn or damaged on is left out: what it said is done is
+    done again. `OutputError` if the journal cannot be read or its first line is damaged.
+    """
+    path = directory / JOURNAL_NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise OutputError(
+            f"cannot read {path}: {os_error_text(error)}. Make it readable or remove the directory."
+        ) from error
+    lines = _whole_lines(data)
+    first = next(lines, None)
+    if first is None or not isinstance(first[0].get("run"), dict):
+        raise OutputError(
+            f"{path} is damaged: its first line does not hold the run record. "
+            "Remove the directory and start anew."
+        )
+    length = first[1]
+    entries: dict[str, Entry] = {}
+    claimed: set[str] = set()
+    for line, end in lines:
+        if "claim" in line:
+            claimed.update(line["claim"])
+        else:
+            entry = Entry(FileRecord(line["file"], line["sha256"], line["size"]), line["detail"])
+            entries[entry.record.file] = entry
+        length = end
+    return JournalState(first[0]["run"], entries, frozenset(claimed | entries.keys()), length)
+
+
+def _whole_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each valid line with the offset of its end, up to the first that is not valid."""
+    end = 0
+    for raw in data.splitlines(keepends=True):
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            return
+        if not raw.endswith(b"\n") or not _is_line(line, first=end == 0):
+            return
+        end += len(raw)
+        yield line, end
+
+
+def _is_line(line: Any, *, first: bool) -> bool:
+    if not isinstance(line, dict):
+        return False
+    if first:
+        return line.keys() == {"run"}
+    if line.keys() == {"claim"}:
+        # Names are checked because OVERWRITE deletes what a journal lists.
+        return isinstance(line["claim"], list) and all(map(is_plain_name, line["claim"]))
+    return (
+        line.keys() == {"file", "sha256", "size", "detail"}
+        and is_plain_name(line["file"])
+        and isinstance(line["sha256"], str)
+        and bool(_SHA256.fullmatch(line["sha256"]))
+        and type(line["size"]) is int
+        and isinstance(line["detail"], dict)
+    )
+
+
+class Journal:
+    """Appends to the journal of a locked output directory; each line is on the disk on return."""
+
+    def __init__(self, directory: Path, length: int) -> None:
+        """Continue the journal after its first `length` bytes; `OutputError` if it fails."""
+        self.path = directory / JOURNAL_NAME
+        self._end = length
+        with writing(self.path):
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            os.ftruncate(self._fd, length)
+
+    @classmethod
+    def create(cls, directory: Path, run: Mapping[str, Any]) -> "Journal":
+        """Start the journal of `run`; it appears with its first line or not at all."""
+        line = canonical_json({"run": run}) + b"\n"
+        return cls(directory, write_file(directory, JOURNAL_NAME, [line]).size)
+
+    def claim(self, names: Sequence[str]) -> None:
+        """Record that files of these names are quantkit's, before they appear."""
+        self._append(canonical_json({"claim": list(names)}))
+
+    def append(self, entry: Entry) -> None:
+        """Record a file as done."""
+        record = entry.record
+        self._append(
+            canonical_json(
+                {
+                    "file": record.file,
+                    "sha256": record.sha256,
+                    "size": record.size,
+                    "detail": entry.detail,
+                }
+            )
+        )
+
+    def remove(self) -> None:
+        """Delete the journal of a directory that is finished."""
+        self.close()
+        with writing(self.path):
+            self.path.unlink(missing_ok=True)
+            sync_directory(self.path.parent)
+
+    def close(self) -> None:
+        """Let go of the file; does nothing the second time."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _append(self, line: bytes) -> None:
+        with writing(self.path):
+            write_all(self._fd, line + b"\n", self._end)
+            os.fsync(self._fd)
+        self._end += len(line) + 1

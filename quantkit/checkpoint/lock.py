@@ -1,0 +1,119 @@
+"""One writer per output directory: a kernel lock on a file that also says who holds it."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from quantkit.checkpoint.durable import os_error_text, write_all
+from quantkit.errors import OutputError
+
+LOCK_NAME = ".quantkit-lock"
+_OWNER_LIMIT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds a lock; `started` is when it took the lock, ISO 8601 in UTC."""
+
+    host: str
+    pid: int
+    started: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host} since {self.started}"
+
+
+class DirectoryLock:
+    """The exclusive right to write to a directory, held until `release` or the process's death.
+
+    The kernel drops the lock of a process that dies, so a lock file that is left behind never
+    blocks anyone. The owner in it is there to be named to the one who has to wait.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    @classmethod
+    def acquire(cls, directory: Path) -> "DirectoryLock":
+        """Lock `directory` without waiting; `OutputError` if it is locked or not writable."""
+        path = directory / LOCK_NAME
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        while True:
+            try:
+                fd = os.open(path, flags, 0o644)
+            except OSError as error:
+                raise OutputError(
+                    f"cannot create the lock file {path}: {os_error_text(error)}. Make the "
+                    "directory writable or choose another output directory."
+                ) from error
+            try:
+                _lock(fd, path)
+                # The holder removes the file as it lets go: a lock on a removed file guards nothing.
+                if _is_at(fd, path):
+                    _write_owner(fd, path)
+                    return cls(path, fd)
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def release(self) -> None:
+        """Remove the lock file and let go; does nothing the second time."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        # A lock file that cannot be removed is harmless; the error that led here may not be.
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        # Explicit, because a forked child may still have the file open.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise OutputError(
+                f"{path.parent} is LOCKED by {_read_owner(fd)}. Wait until it ends or stop it, "
+                "then run the same command with --resume; or choose another output directory."
+            ) from None
+        raise OutputError(
+            f"cannot lock {path}: {os_error_text(error)}. Choose an output directory on a "
+            "filesystem with file locks, such as a local disk."
+        ) from error
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _write_owner(fd: int, path: Path) -> None:
+    owner = Owner(socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds"))
+    try:
+        os.ftruncate(fd, 0)
+        write_all(fd, json.dumps(asdict(owner)).encode(), 0)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write the lock file {path}: {os_error_text(error)}. Free space on that disk "
+            "or choose another output directory."
+        ) from error
+
+
+def _read_owner(fd: int) -> str:
+    try:
+        return str(Owner(**json.loads(os.pread(fd, _OWNER_LIMIT_BYTES, 0))))
+    except (OSError, ValueError, TypeError):
+        # Taken a moment ago and not yet signed.
+        return "another process"

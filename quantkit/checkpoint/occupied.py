@@ -1,0 +1,234 @@
+"""What an output directory holds when a run starts, and what each mode makes of it."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.durable import FileRecord, hash_file, sync_directory
+from quantkit.checkpoint.journal import (
+    JOURNAL_NAME,
+    Entry,
+    Journal,
+    JournalState,
+    read_journal,
+    run_differences,
+    run_hash,
+)
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files
+from quantkit.checkpoint.preflight import check_space, name_list, occupants, temp_files
+from quantkit.errors import CheckpointError, OutputError
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on. `journal` is None if there is nothing left to do."""
+
+    journal: Journal | None
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    claimed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """A locked directory: `others` is what is in it beside the lock and temporary files."""
+
+    path: Path
+    journal: JournalState | None
+    manifest: dict[str, Any] | None
+    others: list[Path]
+    temps: list[Path]
+
+    @property
+    def complete(self) -> bool:
+        return self.manifest is not None and (self.path / CONFIG_NAME).is_file()
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Names of files that are known to be quantkit's."""
+        names = {JOURNAL_NAME, MANIFEST_NAME}
+        if self.journal is not None:
+            names |= {*self.journal.claimed, INDEX_NAME, CONFIG_NAME}
+        if self.manifest is not None:
+            names |= {*self.manifest["files"], INDEX_NAME, CONFIG_NAME}
+        return frozenset(names)
+
+    @property
+    def foreign(self) -> list[Path]:
+        return [path for path in self.others if path.name not in self.owned or _is_folder(path)]
+
+
+def start_new(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
+    """Begin `run` in the locked directory `path`.
+
+    `OutputError` if anything is in it, or too little disk space is left for `expected_bytes`.
+    """
+    contents = _look(path)
+    if contents.others:
+        raise OutputError(_occupied_text(contents))
+    return _begin(contents, run, expected_bytes)
+
+
+def start_over(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
+    """Remove what quantkit wrote to the locked directory `path` and begin `run`.
+
+    `OutputError`, and nothing removed, if other files are in it or the disk is too small.
+    """
+    contents = _look(path)
+    if contents.foreign:
+        raise OutputError(
+            f"cannot overwrite {path}: quantkit did not write {name_list(contents.foreign)}. "
+            "Move them elsewhere or choose another directory."
+        )
+    doomed = [*contents.others, *contents.temps]
+    check_space(path, expected_bytes, _size(doomed))
+    # If this is interrupted, the directory must neither pass for a checkpoint (so config.json goes
+    # first) nor forget which files are quantkit's (so the journal and manifest go last).
+    last = [path / JOURNAL_NAME, path / MANIFEST_NAME]
+    _remove(path, [path / CONFIG_NAME])
+    _remove(path, [file for file in doomed if file not in last])
+    _remove(path, last)
+    return Start(Journal.create(path, run))
+
+
+def start_again(
+    path: Path,
+    run: Mapping[str, Any],
+    expected_bytes: int,
+    progress: Callable[[int], None] | None = None,
+) -> Start:
+    """Continue `run` in the locked directory `path`, or begin it if the directory is empty.
+
+    Finished files are hashed; `progress` is called with the number of bytes since its last call.
+    `OutputError` if another run wrote there, nothing shows that quantkit did, or the disk is too
+    small.
+    """
+    contents = _look(path)
+    if not contents.others:
+        return _begin(contents, run, expected_bytes)
+    if contents.complete:
+        return _complete(contents, run)
+    return _resume(contents, run, expected_bytes, progress)
+
+
+def _look(path: Path) -> _Contents:
+    journal = read_journal(path)
+    manifest = None
+    # A broken manifest shows nothing; the file itself is quantkit's by its name.
+    with suppress(CheckpointError):
+        manifest = read_manifest(path)
+    known = journal is not None or manifest is not None
+    others = occupants(path, known=known)
+    return _Contents(path, journal, manifest, others, temp_files(path, known=known))
+
+
+def _occupied_text(contents: _Contents) -> str:
+    path = contents.path
+    if contents.complete:
+        return (
+            f"output {path} already holds a finished quantkit checkpoint. Replace it with "
+            "--overwrite or choose another directory."
+        )
+    if contents.journal is not None:
+        return (
+            f"output {path} holds an unfinished run. Continue it with --resume, start over with "
+            "--overwrite, or choose another directory."
+        )
+    return (
+        f"output {path} is not empty: it holds {name_list(contents.others)}. Choose an empty or "
+        "new directory; --resume and --overwrite are for directories that quantkit wrote."
+    )
+
+
+def _begin(contents: _Contents, run: Mapping[str, Any], expected_bytes: int) -> Start:
+    check_space(contents.path, expected_bytes, _size(contents.temps))
+    _remove(contents.path, contents.temps)
+    return Start(Journal.create(contents.path, run))
+
+
+def _complete(contents: _Contents, run: Mapping[str, Any]) -> Start:
+    path, manifest = contents.path, contents.manifest
+    assert manifest is not None
+    if manifest.get("run_sha256") != run_hash(run):
+        known = manifest.get("run")
+        _refuse_other_run(path, "finished", known if isinstance(known, dict) else {}, run)
+    if problems := verify_files(path, manifest, contents=False):
+        raise OutputError(
+            f"output {path} was finished, but {'; '.join(map(str, problems))}. Restore the files "
+            "or write the checkpoint again with --overwrite."
+        )
+    # Left if the writer was killed after its last file.
+    _remove(path, [path / JOURNAL_NAME, *contents.temps])
+    entries = {
+        name: Entry(FileRecord(name, file["sha256"], file["size"]), {})
+        for name, file in manifest["files"].items()
+    }
+    return Start(None, entries)
+
+
+def _resume(
+    contents: _Contents,
+    run: Mapping[str, Any],
+    expected_bytes: int,
+    progress: Callable[[int], None] | None,
+) -> Start:
+    path, journal = contents.path, contents.journal
+    if journal is None:
+        raise OutputError(
+            f"cannot resume in {path}: it has no journal of an unfinished run, but holds "
+            f"{name_list(contents.others)}. Use --overwrite if quantkit wrote them, or choose "
+            "another directory."
+        )
+    if run_hash(journal.run) != run_hash(run):
+        _refuse_other_run(path, "started", journal.run, run)
+    if strangers := [file for file in contents.foreign if file.suffix == ".safetensors"]:
+        raise OutputError(
+            f"cannot resume in {path}: quantkit did not write {name_list(strangers)}, which would "
+            "be taken for a part of the checkpoint. Move them elsewhere."
+        )
+    entries = {
+        name: entry for name, entry in journal.entries.items() if _is_intact(path, entry.record, progress)
+    }
+    done = sum(entry.record.size for entry in entries.values())
+    # What was claimed but is not known to be whole is written again.
+    doomed = [path / name for name in sorted(journal.claimed - entries.keys())] + contents.temps
+    check_space(path, expected_bytes - done, _size(doomed))
+    _remove(path, doomed)
+    return Start(Journal(path, journal.length), entries, journal.claimed)
+
+
+def _refuse_other_run(path: Path, what: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    lines = "".join(f"\n  {line}" for line in run_differences(old, new))
+    raise OutputError(
+        f"output {path} was {what} by a run that differs from this one (old -> new):{lines}\n"
+        "Run with the old values, start over with --overwrite, or choose another directory."
+    )
+
+
+def _is_intact(path: Path, record: FileRecord, progress: Callable[[int], None] | None) -> bool:
+    file = path / record.file
+    if not file.is_file() or file.stat().st_size != record.size:
+        return False
+    try:
+        return hash_file(file, progress) == record.sha256
+    except CheckpointError:
+        # A file that cannot be read back is as good as missing.
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _size(files: list[Path]) -> int:
+    return sum(file.lstat().st_size for file in files if file.is_symlink() or file.is_file())
+
+
+def _remove(directory: Path, files: list[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+    sync_directory(directory)

@@ -1,0 +1,395 @@
+"""A checkpoint directory: what is in it, checked, and its tensors read a few rows at a time."""
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from quantkit.checkpoint.header import open_regular, read_header, read_json, shown
+from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.errors import CheckpointError, EnvironmentProblem
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+HEADERS_ONLY_NAME = ".quantkit-headers-only"
+
+_SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
+# One system call reads at most 2**31 - 4096 bytes on Linux.
+_READ_BYTES = 2**30
+
+_SIDE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md", ".tiktoken"}
+_SIDE_STEMS = {"LICENSE", "NOTICE"}
+
+# What to do about weights that cannot be used as they are, by suffix; the first that is there counts.
+_UNPICKLE = (
+    "quantkit never unpickles weights. Convert them with transformers: "
+    "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+)
+_WEIGHTS_REMEDIES = {
+    ".safetensors": f"Download {INDEX_NAME} as well",
+    **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _UNPICKLE),
+    ".gguf": "Use the safetensors checkpoint that the GGUF file was made from",
+}
+
+# Traces of quantization in checkpoints whose config.json does not tell.
+_QUANTIZED_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_QUANTIZED_TENSORS = {".qweight": "gptq or awq", ".weight_packed": "compressed-tensors"}
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """Size in bytes and modification time in nanoseconds: what tells a changed file."""
+
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path, descriptor: int | None = None) -> "FileStamp":
+        """The stamp of `path`, or of the open file where a descriptor is given."""
+        try:
+            status = path.stat() if descriptor is None else os.fstat(descriptor)
+        except OSError as error:
+            _fail(path, f"it cannot be read any more ({error.strerror})", "Restore it")
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint directory of which config, index and tensor headers were read and checked.
+
+    Tensors are ordered by shard name, then by offset in the shard. `side_files` are the files that
+    a copy of the checkpoint carries unchanged: tokenizer, generation config, license. `stamps` hold
+    config, index and shards as they were when the checkpoint was opened. `headers_only` marks a
+    download without tensor data: everything works but `read`.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    shards: tuple[Path, ...]
+    side_files: tuple[Path, ...]
+    warnings: tuple[str, ...]
+    stamps: Mapping[Path, FileStamp]
+    headers_only: bool = False
+
+    @classmethod
+    def open(cls, directory: Path, *, strict: bool = False, allow_auto_map: bool = False) -> "Checkpoint":
+        """Reads config, index and headers of `directory`, but no tensor data.
+
+        A tensor that the index does not list is a warning, with `strict` an error. A config that
+        asks for remote code (`auto_map`) is an error; with `allow_auto_map` the key is dropped from
+        `config`. The code is not run in either case.
+
+        `CheckpointError` for whatever is wrong with the files, `EnvironmentProblem` on a big-endian
+        host.
+        """
+        if sys.byteorder != "little":
+            raise EnvironmentProblem(
+                f"this host is {sys.byteorder}-endian, and safetensors data is little-endian; "
+                "expected a little-endian host. Run quantkit on x86-64 or ARM64."
+            )
+        directory = directory.absolute()
+        entries = _entries(directory)
+        config, warnings = _read_config(directory, allow_auto_map)
+        index = _read_index(directory)
+        shards, shard_warnings = _find_shards(directory, entries, index)
+        side_files, side_warnings = _find_side_files(entries)
+        _check_case([directory / CONFIG_NAME, *shards, *side_files])
+        index_files = [] if index is None else [directory / INDEX_NAME]
+        # Stamps are taken before the headers are read: a change in between is then noticed later.
+        stamped = (directory / CONFIG_NAME, *index_files, *shards)
+        stamps = {path: FileStamp.of(path) for path in stamped}
+        tensors = _merge([read_header(shard) for shard in shards])
+        if index is not None:
+            warnings += _compare(directory / INDEX_NAME, index, tensors, strict)
+        return cls(
+            directory=directory,
+            config=config,
+            tensors=tensors,
+            shards=tuple(shards),
+            side_files=tuple(side_files),
+            warnings=(*warnings, *shard_warnings, *side_warnings),
+            stamps=stamps,
+            headers_only=(directory / HEADERS_ONLY_NAME).exists(),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows `[start, stop)` along the first dimension, by default all, as a new CPU tensor.
+
+        Several threads may read at once. `CheckpointError` if there is no such tensor, the file has
+        changed since it was opened, or it ends early; `IndexError` for rows outside the tensor.
+        """
+        tensor = self._tensor(name)
+        rows = tensor.shape[0] if tensor.shape else 1
+        stop = rows if stop is None else stop
+        if not 0 <= start <= stop <= rows or (not tensor.shape and start == stop):
+            raise IndexError(f"tensor {name!r} has {rows} rows, not [{start}, {stop})")
+        row_bytes = tensor.nbytes // rows
+        # A plain read: mapped pages would count as resident memory, and a mapped file that someone
+        # truncates kills the process with SIGBUS.
+        data = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
+        offset = tensor.offset + start * row_bytes
+        got = _read_into(data, tensor.file, offset, self.stamps[tensor.file])
+        if got < len(data):
+            found = f"expected {len(data)} bytes of tensor {name!r}, got {got}"
+            _fail(tensor.file, f"{found}: the file was truncated", "Download the file again")
+        if tensor.torch_dtype == torch.bool and bool((data > 1).any()):
+            found = f"tensor {name!r} has dtype BOOL and the byte {int(data.max())}"
+            _fail(tensor.file, f"{found}; expected 0 or 1", "Write the file again")
+        shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+        return data.view(tensor.torch_dtype).reshape(shape)
+
+    def _tensor(self, name: str) -> StoredTensor:
+        if name not in self.tensors:
+            problem = f"there is no tensor {shown(name)} among its {len(self.tensors)} tensors"
+            _fail(self.directory, problem, f"Check the name, or the architecture in {CONFIG_NAME}")
+        tensor = self.tensors[name]
+        if self.headers_only:
+            problem = f"only the header was downloaded; expected the data of {name!r} as well"
+            _fail(tensor.file, problem, "Download the whole checkpoint with `hf download`")
+        return tensor
+
+    def fingerprint(self) -> str:
+        """Hex SHA-256 over name, size and modification time of config, index and shards."""
+        rows = sorted((path.name, stamp.size, stamp.mtime_ns) for path, stamp in self.stamps.items())
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    def check_unchanged(self) -> None:
+        """`CheckpointError` if config, index or a shard has changed since they were opened."""
+        for path, stamp in self.stamps.items():
+            _check_stamp(path, stamp, FileStamp.of(path))
+
+
+def check_not_quantized(checkpoint: Checkpoint) -> None:
+    """`CheckpointError`, with the method's name, for a checkpoint that is quantized already."""
+    config = checkpoint.config
+    # Multimodal models keep it in the config of one part.
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    found = [
+        f"{key} of {CONFIG_NAME} has quant_method {shown(_quant_method(part[key]))}"
+        for part in parts
+        for key in ("quantization_config", "compression_config")
+        if part.get(key)
+    ]
+    found += [
+        f"{path.name} belongs to {_QUANTIZED_FILES[path.name]}"
+        for path in checkpoint.side_files
+        if path.name in _QUANTIZED_FILES
+    ]
+    found += [
+        f"tensor {name!r} belongs to {method}"
+        for suffix, method in _QUANTIZED_TENSORS.items()
+        for name in checkpoint.tensors
+        if name.endswith(suffix)
+    ]
+    if found:
+        _fail(
+            checkpoint.directory,
+            f"the checkpoint is quantized already: {found[0]}; expected plain weights",
+            "Start from the original checkpoint, or dequantize this one first",
+        )
+
+
+def _quant_method(value: object) -> object:
+    return value.get("quant_method") if isinstance(value, dict) else value
+
+
+def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any], list[str]]:
+    path = directory / CONFIG_NAME
+    _check_inside(path)
+    config = read_json(path)
+    if not config.get("auto_map"):
+        return config, []
+    if not allow_auto_map:
+        _fail(
+            path,
+            f"auto_map is {shown(config['auto_map'])}, so the model needs code of its repository, "
+            "which quantkit never runs; expected an architecture of transformers",
+            "Remove auto_map, or use --allow-auto-map to ignore it, if transformers has the model",
+        )
+    del config["auto_map"]
+    return config, [f"{path}: auto_map is ignored; the code that it names is not run"]
+
+
+def _read_index(directory: Path) -> dict[str, Any] | None:
+    """The index's JSON with a checked `weight_map`, or None where the directory has no index."""
+    path = directory / INDEX_NAME
+    if not os.path.lexists(path):
+        return None
+    remedy = "Download the index again"
+    _check_inside(path)
+    index = read_json(path)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        _fail(path, f"weight_map is {shown(weight_map)}; expected shard names by tensor", remedy)
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
+            problem = f"the shard of tensor {shown(name)} is {shown(shard)}; expected the name of"
+            _fail(path, f"{problem} a file beside the index: [A-Za-z0-9._-]+.safetensors", remedy)
+    return index
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError as error:
+        problem = f"cannot be listed ({error.strerror}); expected a directory with a checkpoint"
+        _fail(directory, problem, "Check the path")
+
+
+def _find_shards(
+    directory: Path, entries: Sequence[Path], index: dict[str, Any] | None
+) -> tuple[list[Path], list[str]]:
+    present = [path.name for path in entries if path.suffix == ".safetensors"]
+    if index is not None:
+        names = sorted(set(index["weight_map"].values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            problem = f"{len(missing)} of the {len(names)} shards in {INDEX_NAME} are missing"
+            _fail(directory, f"{problem}: {', '.join(missing)}", "Download them")
+    elif SINGLE_NAME in present:
+        names = [SINGLE_NAME]
+    else:
+        _fail_without_weights(directory, entries)
+    for name in names:
+        _check_inside(directory / name)
+    unused = [name for name in present if name not in names]
+    reason = f"{SINGLE_NAME} is used" if index is None else f"{INDEX_NAME} does not name them"
+    warnings = [f"{directory}: ignored {', '.join(unused)}, because {reason}"] if unused else []
+    return [directory / name for name in names], warnings
+
+
+def _fail_without_weights(directory: Path, entries: Sequence[Path]) -> NoReturn:
+    found = [path for path in entries if path.suffix in _WEIGHTS_REMEDIES]
+    names = ", ".join(path.name for path in found) or "no weights"
+    suffixes = {path.suffix for path in found}
+    remedies = [remedy for suffix, remedy in _WEIGHTS_REMEDIES.items() if suffix in suffixes]
+    remedy = remedies[0] if remedies else "Download the weights as well"
+    _fail(directory, f"found {names}; expected {SINGLE_NAME} or {INDEX_NAME}", remedy)
+
+
+def _find_side_files(entries: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    wanted = [path for path in entries if _is_side_file(path)]
+    files = [path for path in wanted if _is_inside(path)]
+    outside = [path for path in wanted if path not in files]
+    return files, [f"{path}: ignored, because it links out of the directory" for path in outside]
+
+
+def _is_side_file(path: Path) -> bool:
+    wanted = path.suffix in _SIDE_SUFFIXES or (path.stem in _SIDE_STEMS and not path.suffix)
+    excluded = path.name == CONFIG_NAME or path.name.endswith(".index.json")
+    return wanted and not excluded and not path.name.startswith(".") and path.is_file()
+
+
+def _check_case(files: Iterable[Path]) -> None:
+    names: dict[str, str] = {}
+    for path in files:
+        other = names.setdefault(path.name.casefold(), path.name)
+        if other != path.name:
+            problem = f"its name differs from {other} in case only; expected distinct names"
+            _fail(path, f"{problem}, also on macOS and Windows", "Rename one of the two")
+
+
+def _is_inside(path: Path) -> bool:
+    """Whether `path`, links followed, is in its directory or in the blobs of the same hub cache."""
+    root = Path(os.path.realpath(path.parent))
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    target = Path(os.path.realpath(path))
+    return any(target.is_relative_to(place) for place in allowed)
+
+
+def _check_inside(path: Path) -> None:
+    if not _is_inside(path):
+        problem = f"links to {os.path.realpath(path)}; expected a file inside the directory"
+        _fail(path, problem, "Replace the link by the file")
+
+
+def _merge(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for header in headers:
+        for name, tensor in header.items():
+            first = tensors.setdefault(name, tensor)
+            if first is not tensor:
+                problem = f"tensor {name!r} is also in {first.file.name}; expected it in one shard"
+                _fail(tensor.file, problem, "Download the checkpoint again")
+    return tensors
+
+
+def _compare(
+    path: Path, index: Mapping[str, Any], tensors: Mapping[str, StoredTensor], strict: bool
+) -> list[str]:
+    """Checks the index against the shards' headers; returns warnings."""
+    weight_map = index["weight_map"]
+    remedy = "Download the index and the shards again, of one revision"
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            _fail(path, f"tensor {shown(name)} should be in {shard}, but no shard has it", remedy)
+        if tensors[name].file.name != shard:
+            found = tensors[name].file.name
+            _fail(path, f"tensor {name!r} should be in {shard}, but is in {found}", remedy)
+    warnings = []
+    unlisted = [name for name in tensors if name not in weight_map]
+    if unlisted:
+        first = tensors[unlisted[0]]
+        problem = (
+            f"{len(unlisted)} tensors are in shards but not in the index, the first is "
+            f"{first.name!r} in {first.file.name}"
+        )
+        if strict:
+            _fail(path, f"{problem}; expected all in the index", remedy)
+        warnings.append(f"{path}: {problem}; they are used")
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    if total not in (None, nbytes):
+        warnings.append(f"{path}: total_size is {shown(total)}, but the tensors have {nbytes} bytes")
+    return warnings
+
+
+def _read_into(data: torch.Tensor, path: Path, offset: int, stamp: FileStamp) -> int:
+    """Fills the bytes `data` from `offset` of a file; returns the bytes read, less at its end."""
+    buffer = memoryview(data.numpy())  # type: ignore[arg-type]
+    done = 0
+    try:
+        # A descriptor of its own and pread, which has no position: safe from several threads.
+        with open_regular(path) as file:
+            _check_stamp(path, stamp, FileStamp.of(path, file.fileno()))
+            while done < len(buffer):
+                part = buffer[done : done + _READ_BYTES]
+                count = os.preadv(file.fileno(), [part], offset + done)
+                if count == 0:
+                    break
+                done += count
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error}); expected {len(buffer)} bytes"
+        _fail(path, f"{problem} from byte {offset}", "Check the file and the disk")
+    return done
+
+
+def _check_stamp(path: Path, before: FileStamp, now: FileStamp) -> None:
+    if now != before:
+        _fail(
+            path,
+            f"the file has changed since it was opened: expected {before.size} bytes of "
+            f"mtime {before.mtime_ns} ns, got {now.size} bytes of mtime {now.mtime_ns} ns",
+            "Leave the source alone while quantkit runs, and start again",
+        )
+
+
+def _fail(path: Path, problem: str, remedy: str) -> NoReturn:
+    raise CheckpointError(f"{path}: {problem}. {remedy}.") from None

@@ -1,0 +1,173 @@
+"""What quantization cost, per token and per text: negative log likelihood, KL divergence, same top-1.
+
+All logarithms are natural, all arithmetic on logits is float64: a loss of 8-bit weights is about 1e-3
+nats a token, and float32 log-softmax over a large vocabulary is only good to about 1e-6.
+
+The measures are those of llama.cpp's `perplexity --kl-divergence`. Standard errors treat a window as
+one draw (clustered standard errors, Miller 2024, arXiv 2411.00640), because the tokens of a window are
+far from independent; the excess is a paired difference, which is much tighter than two separate errors.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from quantkit.errors import FormatError
+
+# Logits converted to float64 at a time. A handful of temporaries of this size are alive at once.
+_CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """Scores of every predicted token, [windows, positions] each, on the CPU.
+
+    nll            float64   -ln q(token), nats
+    reference_nll  float64   -ln p(token), nats; None without a reference, like the next two
+    kl             float64   KL(p || q) over the vocabulary, nats
+    same_top1      bool      whether p and q have the same most likely token
+    """
+
+    nll: torch.Tensor
+    reference_nll: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+    same_top1: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TextMetrics:
+    """What one text says about one model; the fields that compare are None without a reference.
+
+    `perplexity` is exp of the mean `nll`, None where that is beyond a float64; `excess` is
+    ln(perplexity / reference_perplexity), and the `_se` are standard errors clustered by window, None
+    for a single window. Nats throughout; `same_top1` is a fraction of `tokens`, the predicted tokens.
+    """
+
+    perplexity: float | None
+    reference_perplexity: float | None
+    excess: float | None
+    kl_mean: float | None
+    kl_p99: float | None
+    same_top1: float | None
+    tokens: int
+    windows: int
+    nll: float
+    reference_nll: float | None
+    excess_se: float | None
+    kl_mean_se: float | None
+    kl_median: float | None
+    kl_max: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return asdict(self)
+
+
+def score(logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor | None = None) -> TokenScores:
+    """Scores of `logits` (finite, [B, P, V]) against the `targets` (int64 [B, P]) that they predict.
+
+    `reference` are the logits of the reference model for the same positions. The KL divergence is
+    never negative in exact arithmetic; what rounding leaves below zero, about 1e-16, becomes zero, so
+    identical logits have a divergence of exactly zero. Among equal largest logits the top-1 is the
+    first. `FormatError` if the shapes do not agree.
+    """
+    if logits.shape[:2] != targets.shape or (reference is not None and reference.shape != logits.shape):
+        found = "" if reference is None else f", reference logits {tuple(reference.shape)}"
+        raise FormatError(
+            f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}{found} do not agree; expected "
+            "[B, P, V], [B, P] and [B, P, V]. Compare models that share a tokenizer and vocabulary."
+        )
+    vocabulary = logits.shape[-1]
+    rows = logits.reshape(-1, vocabulary)
+    reference_rows = None if reference is None else reference.reshape(-1, vocabulary)
+    expected = targets.reshape(-1)
+    step = max(1, _CHUNK_ELEMENTS // vocabulary)
+    parts = []
+    for start in range(0, len(rows), step):
+        rest = None if reference_rows is None else reference_rows[start : start + step]
+        parts.append(_score_rows(rows[start : start + step], expected[start : start + step], rest))
+    columns = [torch.cat(column).view(targets.shape).cpu() for column in zip(*parts, strict=True)]
+    return TokenScores(*columns)
+
+
+def _score_rows(
+    logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    log_q = logits.double().log_softmax(-1)
+    nll = -log_q.gather(-1, targets[:, None])[:, 0]
+    if reference is None:
+        return (nll,)
+    log_p = reference.double().log_softmax(-1)
+    reference_nll = -log_p.gather(-1, targets[:, None])[:, 0]
+    kl = log_q.neg_().add_(log_p).mul_(log_p.exp_()).sum(-1).clamp_min_(0.0)
+    return nll, reference_nll, kl, logits.argmax(-1) == reference.argmax(-1)
+
+
+def merge(scores: Sequence[TokenScores]) -> TokenScores:
+    """The scores of several windows or groups of windows of one length as one record, in order."""
+
+    def joined(name: str) -> torch.Tensor | None:
+        values = [getattr(part, name) for part in scores]
+        return None if values[0] is None else torch.cat(values)
+
+    nll = joined("nll")
+    assert nll is not None
+    return TokenScores(nll, joined("reference_nll"), joined("kl"), joined("same_top1"))
+
+
+def summarize(scores: TokenScores) -> TextMetrics:
+    """The figures of one text. Quantiles interpolate linearly between the two nearest tokens."""
+    windows, positions = scores.nll.shape
+    nll = float(scores.nll.mean())
+    common = {"nll": nll, "perplexity": perplexity(nll), "tokens": windows * positions, "windows": windows}
+    if scores.reference_nll is None or scores.kl is None or scores.same_top1 is None:
+        compared = (
+            "reference_perplexity excess kl_mean kl_p99 same_top1 reference_nll excess_se kl_mean_se "
+            "kl_median kl_max"
+        )
+        return TextMetrics(**common, **dict.fromkeys(compared.split()))  # type: ignore[arg-type]
+    reference_nll = float(scores.reference_nll.mean())
+    ordered = scores.kl.flatten().sort().values
+    return TextMetrics(
+        **common,  # type: ignore[arg-type]
+        reference_perplexity=perplexity(reference_nll),
+        # The mean of differences, not the difference of means: exactly zero for identical models.
+        excess=float((scores.nll - scores.reference_nll).mean()),
+        kl_mean=float(scores.kl.mean()),
+        kl_p99=quantile(ordered, 0.99),
+        same_top1=float(scores.same_top1.double().mean()),
+        reference_nll=reference_nll,
+        excess_se=clustered_error(scores.nll - scores.reference_nll),
+        kl_mean_se=clustered_error(scores.kl),
+        kl_median=quantile(ordered, 0.5),
+        kl_max=float(ordered[-1]),
+    )
+
+
+def perplexity(nll: float) -> float | None:
+    """exp of a mean negative log likelihood in nats; None where the result is beyond a float64."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return None
+
+
+def quantile(ordered: torch.Tensor, q: float) -> float:
+    """The `q` quantile of a sorted vector: linear interpolation, for lengths torch.quantile refuses."""
+    at = q * (len(ordered) - 1)
+    below = math.floor(at)
+    low, high = float(ordered[below]), float(ordered[math.ceil(at)])
+    return low + (at - below) * (high - low)
+
+
+def clustered_error(values: torch.Tensor) -> float | None:
+    """Standard error of the mean of `values` ([windows, positions]) with one draw per window.
+
+    All windows have the same length, so the mean of the window means is the mean, and its standard
+    error is theirs. None for one window, which says nothing of the spread between windows.
+    """
+    means = values.mean(dim=1)
+    return None if len(means) < 2 else float(means.std() / math.sqrt(len(means)))

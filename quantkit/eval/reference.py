@@ -1,0 +1,228 @@
+"""The logits of a reference model on fixed windows, computed once and kept in files.
+
+A quantized model is compared with its original token by token, and the two need not fit in memory
+together: the original runs first and its logits go to disk, float32, one file per batch of windows.
+Where not all of them fit the budget, the windows are split into blocks and the two models take turns.
+Batches do not depend on the blocks, so neither do the figures.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from quantkit.errors import CheckpointError, OutputError, UsageError
+from quantkit.eval.models import (
+    dtype_named,
+    embedding_rows,
+    logits_of,
+    open_model,
+    release,
+    resolve_device,
+    versions,
+)
+from quantkit.eval.subject import Settings, Subject
+from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
+
+#: Called with windows done, windows in all, and what is running.
+Progress = Callable[[int, int, str], None]
+
+DEFAULT_BUDGET_BYTES = 8 << 30
+_CACHE_VERSION = 1
+_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows `start:stop` of text number `text`: what goes through a model at once."""
+
+    text: int
+    start: int
+    stop: int
+
+
+def plan_blocks(
+    counts: Sequence[int], batch: int, window_bytes: int, budget_bytes: int
+) -> tuple[tuple[Batch, ...], ...]:
+    """Batches of at most `batch` windows of texts of `counts` windows, in blocks within the budget.
+
+    `UsageError` if the logits of one batch do not fit.
+    """
+    blocks: list[tuple[Batch, ...]] = []
+    block: list[Batch] = []
+    used = 0
+    for text, count in enumerate(counts):
+        for start in range(0, count, batch):
+            item = Batch(text, start, min(start + batch, count))
+            size = (item.stop - item.start) * window_bytes
+            if size > budget_bytes:
+                raise UsageError(
+                    f"the reference logits of one batch of {batch} windows take {size} bytes, the budget "
+                    f"is {budget_bytes}. Use a larger budget, a smaller batch or shorter windows."
+                )
+            if used + size > budget_bytes:
+                blocks.append(tuple(block))
+                block, used = [], 0
+            block.append(item)
+            used += size
+    return (*blocks, tuple(block))
+
+
+class Reference:
+    """A reference model's logits, computed block by block and reused by every model compared with it.
+
+    Open it once for several models and close it at the end (it is a context manager): the files are
+    temporary unless `cache_dir` is given. There they stay in a subdirectory named after a hash of the
+    reference's files, the tokens, dtype, device and versions, and the next run finds them.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        texts: Sequence[Path | str],
+        window: int = DEFAULT_WINDOW,
+        max_windows: int | None = None,
+        dtype: str = "float32",
+        device: str = "auto",
+        batch: int = 1,
+        budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        cache_dir: Path | str | None = None,
+    ) -> None:
+        """Read headers, tokenizer and texts; the model is loaded by the first `prepare`.
+
+        `budget_bytes` bounds the logits on disk at a time. `OutputError` if that much is needed and
+        not free.
+        """
+        self.directory = Path(directory)
+        self.settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch)
+        self.subject = Subject.open(self.directory, self.settings)
+        #: Seconds spent so far on running the reference model.
+        self.seconds = 0.0
+        window_bytes = [
+            (text.tokens.shape[1] - 1) * self.subject.vocabulary * _ITEM_BYTES for text in self.subject.texts
+        ]
+        self.blocks = plan_blocks(
+            [len(text.tokens) for text in self.subject.texts], batch, max(window_bytes), budget_bytes
+        )
+        self._device = resolve_device(device)
+        self._temporary = None
+        if cache_dir is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="quantkit-reference-")
+            self._files = Path(self._temporary.name)
+        else:
+            self._files = Path(cache_dir) / self._key()
+        total = sum(len(t.tokens) * size for t, size in zip(self.subject.texts, window_bytes, strict=True))
+        self._check_space(min(total, budget_bytes))
+
+    def __enter__(self) -> "Reference":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Delete temporary files. Files in a `cache_dir` stay."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def prepare(self, block: int, progress: Progress | None = None) -> None:
+        """Have the logits of block number `block` on disk; those of other blocks are deleted for it."""
+        missing = [batch for batch in self.blocks[block] if not self._is_stored(batch)]
+        if not missing:
+            return
+        started = time.monotonic()
+        for other in {*self.blocks} - {self.blocks[block]}:
+            for batch in other:
+                self._file(batch).unlink(missing_ok=True)
+        self._run(missing, progress)
+        release(self._device)
+        self.seconds += time.monotonic() - started
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Logits of a prepared batch, float32 [windows, window - 1, vocabulary], on the CPU."""
+        if not self._is_stored(batch):
+            raise CheckpointError(
+                f"reference logits {self._file(batch)} are missing or cut short. Leave the cache alone "
+                "while quantkit runs, and start again."
+            )
+        data = np.fromfile(self._file(batch), dtype=np.float32)
+        return torch.from_numpy(data).view(self._shape(batch))
+
+    def _run(self, batches: Sequence[Batch], progress: Progress | None) -> None:
+        self.subject.checkpoint.check_unchanged()
+        model = open_model(self.directory, dtype_named(self.settings.dtype), self._device)
+        for text in self.subject.texts:
+            check_tokens(text, embedding_rows(model), self.directory)
+        total = sum(batch.stop - batch.start for batch in batches)
+        done = 0
+        for batch in batches:
+            text = self.subject.texts[batch.text]
+            tokens = text.tokens[batch.start : batch.stop]
+            self._store(batch, logits_of(model, tokens, self._device, self.directory))
+            done += len(tokens)
+            if progress is not None:
+                progress(done, total, f"reference on {text.name}")
+
+    def _store(self, batch: Batch, logits: torch.Tensor) -> None:
+        if tuple(logits.shape) != self._shape(batch):
+            raise CheckpointError(
+                f"{self.directory}: the model gives logits {tuple(logits.shape)}; config.json says "
+                f"{self._shape(batch)}. Restore the files of one revision."
+            )
+        final = self._file(batch)
+        partial = final.with_suffix(".part")
+        try:
+            self._files.mkdir(parents=True, exist_ok=True)
+            logits.float().contiguous().cpu().numpy().tofile(partial)
+            partial.replace(final)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise OutputError(
+                f"cannot write reference logits to {self._files}: {error.strerror or error}. Free space "
+                "there, use a smaller budget, or name another cache directory."
+            ) from error
+
+    def _shape(self, batch: Batch) -> tuple[int, int, int]:
+        positions = self.subject.texts[batch.text].tokens.shape[1] - 1
+        return batch.stop - batch.start, positions, self.subject.vocabulary
+
+    def _file(self, batch: Batch) -> Path:
+        return self._files / f"text{batch.text}-windows{batch.start}-{batch.stop}.f32"
+
+    def _is_stored(self, batch: Batch) -> bool:
+        path = self._file(batch)
+        windows, positions, vocabulary = self._shape(batch)
+        return path.is_file() and path.stat().st_size == windows * positions * vocabulary * _ITEM_BYTES
+
+    def _key(self) -> str:
+        identity = {
+            "version": _CACHE_VERSION,
+            "fingerprint": self.subject.checkpoint.fingerprint(),
+            "texts": [text.digest for text in self.subject.texts],
+            "dtype": self.settings.dtype,
+            "batch": self.settings.batch,
+            "device": self._device,
+            "versions": asdict(versions()),
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+
+    def _check_space(self, needed: int) -> None:
+        place = next(path for path in (self._files, *self._files.parents) if path.is_dir())
+        free = shutil.disk_usage(place).free
+        stored = sum(path.stat().st_size for path in self._files.glob("*.f32"))
+        if needed > free + stored:
+            raise OutputError(
+                f"the reference logits take {needed} bytes in {self._files}, where {free} are free. Use a "
+                "smaller budget, name another cache directory, or set TMPDIR."
+            )

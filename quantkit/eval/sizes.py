@@ -1,0 +1,98 @@
+"""Honest bits per weight: what is stored, from the headers, over what is represented."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.packing.names import Container, part_name
+from quantkit.packing.schemes import Scheme
+
+_PARTS = ("packed", "scale", "zero_point", "shape")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes and bits per weight of one checkpoint.
+
+    linears      8 x all stored bytes of the packed linears (words, padding, scales, zero-points, shapes)
+                 over their logical weights; linears kept dense do not count. None if none is packed
+    model        8 x the bytes of all tensors over all logical parameters
+    file_bytes   the weight files, headers included
+    format       the schemes of the linears, `dense` for a checkpoint that is not packed
+    """
+
+    linears: float | None
+    model: float
+    file_bytes: int
+    format: str
+
+
+def measure(checkpoint: Checkpoint) -> Sizes:
+    """The sizes of `checkpoint`. Reads headers, and of the data only the 16 bytes of each logical shape.
+
+    `CheckpointError` for a quantization config or packed tensor that quantkit would not have written.
+    """
+    section = checkpoint.config.get("quantization_config")
+    packed_bytes, packed_weights, packed_elements = 0, 0, 0
+    described = "dense"
+    if isinstance(section, dict) and SECTION in section:
+        config = QuantizationConfig.from_dict(section)
+        described = describe(config)
+        for parameter in packed_parameters(checkpoint, config.container):
+            names = [part_name(parameter, part, config.container) for part in _PARTS]
+            stored = [checkpoint.tensors[name] for name in names if name in checkpoint.tensors]
+            packed_bytes += sum(tensor.nbytes for tensor in stored)
+            packed_elements += sum(tensor.elements for tensor in stored)
+            packed_weights += _logical_weights(checkpoint, parameter)
+    elif section:
+        method = section.get("quant_method") if isinstance(section, dict) else section
+        described = f"quant_method {method}"
+    elements = sum(tensor.elements for tensor in checkpoint.tensors.values())
+    return Sizes(
+        8 * packed_bytes / packed_weights if packed_weights else None,
+        8 * checkpoint.nbytes / (elements - packed_elements + packed_weights),
+        sum(path.stat().st_size for path in checkpoint.shards),
+        described,
+    )
+
+
+def packed_parameters(checkpoint: Checkpoint, container: Container) -> Iterator[str]:
+    """The packed parameters by the name of their matrix: those with words, scales and a logical shape."""
+    suffix = "_shape"
+    for name in checkpoint.tensors:
+        parameter = name.removesuffix(suffix)
+        needed = (part_name(parameter, "packed", container), part_name(parameter, "scale", container))
+        if name.endswith(suffix) and all(part in checkpoint.tensors for part in needed):
+            yield parameter
+
+
+def describe(config: QuantizationConfig) -> str:
+    """The distinct schemes of a packed checkpoint, the default first."""
+    schemes: dict[Scheme | None, None] = dict.fromkeys([config.default, *config.modules.values()])
+    return " + ".join(str(scheme) for scheme in schemes if scheme is not None)
+
+
+def _logical_weights(checkpoint: Checkpoint, parameter: str) -> int:
+    name = f"{parameter}_shape"
+    tensor = checkpoint.tensors[name]
+    if tensor.dtype != "I64" or tensor.shape != (2,):
+        raise CheckpointError(
+            f"{tensor.file}: tensor {name!r} is {tensor.dtype} {tensor.shape}; expected I64 (2,), the "
+            "logical shape. Quantize the model again."
+        )
+    shape = [int(size) for size in checkpoint.read(name)]
+    # A code has at least one bit: a shape that claims more than the words hold would flatter the figure.
+    words = next(
+        checkpoint.tensors[candidate]
+        for candidate in (f"{parameter}_packed", parameter)
+        if candidate in checkpoint.tensors
+    )
+    if min(shape) < 1 or math.prod(shape) > 8 * words.nbytes or shape[0] != words.shape[0]:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {name!r} says {shape}, but the words are {words.dtype} {words.shape}; "
+            "expected [N, K] with N rows of words and no more weights than bits. Quantize the model again."
+        )
+    return math.prod(shape)

@@ -1,0 +1,122 @@
+"""Texts to score on: read strictly, tokenized as one stream, cut into windows.
+
+The protocol is GPTQ's (arXiv 2210.17323): the whole text is one stream of tokens, no token is added to
+it (no BOS, not even for tokenizers that add one by default), windows do not overlap, the tokens after
+the last whole window are not used. Position 0 of a window has no context and is not scored, so a window
+of W tokens scores W - 1.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.errors import CheckpointError, UsageError
+
+DEFAULT_WINDOW = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class TextWindows:
+    """A text as windows of tokens: int64 [windows, window], and what the reader should know of it."""
+
+    name: str
+    tokens: torch.Tensor
+    notes: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of the windows' shape and tokens."""
+        digest = hashlib.sha256(str(tuple(self.tokens.shape)).encode())
+        digest.update(self.tokens.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, without a byte order mark; line ends stay as they are in the file.
+
+    `UsageError` for a file that cannot be read, is not UTF-8 (names the line), is binary or has
+    nothing but whitespace.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error}). Check the path.") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # `error.object` lacks the byte order mark, so positions count in it.
+        line = bytes(error.object)[: error.start].count(b"\n") + 1
+        raise UsageError(
+            f"{path}: line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x}). "
+            "Convert the file to UTF-8, or give a text file."
+        ) from None
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise UsageError(f"{path}: line {line} has a NUL byte; this is a binary file. Give a text file.")
+    if not text.strip():
+        raise UsageError(f"{path}: the file has no text. Give a file with at least two tokens.")
+    return text
+
+
+def text_names(paths: Sequence[Path]) -> tuple[str, ...]:
+    """A distinct name per text for reports: the file name, the whole path where that is not distinct.
+
+    `UsageError` if there is no text or one is given twice.
+    """
+    if not paths:
+        raise UsageError("no text to score on was given. Give at least one UTF-8 text file.")
+    for path, count in Counter(paths).items():
+        if count > 1:
+            raise UsageError(f"text {path} is given {count} times. Give each text once.")
+    names = Counter(path.name for path in paths)
+    return tuple(path.name if names[path.name] == 1 else str(path) for path in paths)
+
+
+def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
+    """The tokens of `text` alone, int64 [n]: no BOS, no EOS, no other special token is added."""
+    # verbose=False: windows make the length warning of the tokenizer pointless.
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def usable_window(window: int, limit: int | None) -> tuple[int, str | None]:
+    """`window` cut to the `limit` of positions a model has, and the note to show if it was cut."""
+    if window < 2:
+        raise UsageError(f"window is {window}; a window has at least 2 tokens, one to predict from.")
+    if limit is None or window <= limit:
+        return window, None
+    return limit, f"window {window} was cut to {limit}, the positions that the model has"
+
+
+def cut(name: str, tokens: torch.Tensor, window: int, max_windows: int | None = None) -> TextWindows:
+    """The first `max_windows` (default all) windows of `window` tokens of a stream (int64 [n]).
+
+    A stream shorter than one window becomes one short window; `UsageError` below two tokens.
+    """
+    if max_windows is not None and max_windows < 1:
+        raise UsageError(f"max_windows is {max_windows}; use at least 1, or none for the whole text.")
+    length = len(tokens)
+    if length < 2:
+        raise UsageError(f"{name}: the text has {length} tokens; scoring takes at least 2. Give more text.")
+    if length < window:
+        note = f"{name}: {length} tokens are less than one window of {window}; scored as one short window"
+        return TextWindows(name, tokens[None], (note,))
+    count = length // window
+    if max_windows is not None:
+        count = min(count, max_windows)
+    return TextWindows(name, tokens[: count * window].view(count, window))
+
+
+def check_tokens(text: TextWindows, rows: int, model: Path) -> None:
+    """`CheckpointError` if a token of `text` has no row in the embedding of `model`."""
+    largest = int(text.tokens.max())
+    if largest >= rows:
+        raise CheckpointError(
+            f"{model}: the tokenizer gives token {largest} for {text.name}, but the embedding has {rows} "
+            "rows. The tokenizer belongs to another model; restore the files of one revision."
+        )

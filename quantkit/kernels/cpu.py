@@ -1,0 +1,199 @@
+"""CPU rows: torch's own weight-only products, an exact integer product, and unpacking that always works.
+
+The limits in `supports` and the crossovers in `pays` were measured with torch 2.13 on 2 cores of an
+AVX512 machine with `benchmarks/cpu_decode.py`; `docs/performance.md` has the figures.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.kernels.digits import DIGITS_ROW
+from quantkit.kernels.problem import KernelRow, Problem, always
+from quantkit.packing.formats import IntFormat
+from quantkit.packing.tensor import PackedTensor, dequantize_codes
+
+#: Weights unpacked at a time: as float32 they take 4 MiB, which stays in cache, while one torch operation
+#: on them is long enough (about 50 us) to hide what starting it on all threads costs.
+BLOCK_WEIGHTS = 1 << 20
+
+_INT4_GROUPS = (32, 64, 128, 256)
+
+
+def block_rows(columns: int) -> int:
+    """Rows of the weight that are unpacked at a time."""
+    return max(1, BLOCK_WEIGHTS // max(1, columns))
+
+
+def dequantize_rows(
+    weight: PackedTensor, zero_point: torch.Tensor | None, start: int, stop: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """`weight.dequantize(dtype, start=start, stop=stop)`, faster, given `weight.zero_point_codes()`."""
+    codes = weight.codes(start, stop)
+    scale = weight.scale[start:stop]
+    zero = None if zero_point is None else zero_point[start:stop]
+    rows, columns = codes.shape
+    if columns % scale.shape[1]:
+        return dequantize_codes(codes, scale, zero, weight.scheme).to(dtype)
+    if zero is None:
+        values = weight.scheme.format.decode(codes)
+    else:
+        values = codes.to(torch.float32)
+    # Groups of equal length broadcast; only a ragged last group needs one scale spelled out per weight.
+    groups = values.view(rows, scale.shape[1], -1)
+    if zero is not None:
+        groups.sub_(zero.to(torch.float32).unsqueeze(2))
+    return groups.mul_(scale.to(torch.float32).unsqueeze(2)).view(rows, columns).to(dtype)
+
+
+def _launch_unpack(
+    x: torch.Tensor,
+    weight: PackedTensor,
+    layout: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, columns = weight.shape
+    zero_point = weight.zero_point_codes()
+    out = torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
+    step = block_rows(columns)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        block = dequantize_rows(weight, zero_point, start, stop, x.dtype)
+        out[:, start:stop] = F.linear(x, block, None if bias is None else bias[start:stop])
+    return out
+
+
+def _int4_supports(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    if scheme.format.name != "int4":
+        return f"it computes int4, the weight is {scheme.format.name}"
+    if scheme.group_size not in _INT4_GROUPS:
+        size = "channel" if scheme.group_size is None else scheme.group_size
+        return f"torch's operator takes group sizes 32, 64, 128 and 256, this is {size}; quantize with one of them"
+    if problem.k % scheme.group_size:
+        return f"torch's operator takes whole groups, K={problem.k} is not a multiple of {scheme.group_size}"
+    if problem.n % 16:
+        return f"torch's operator takes N in multiples of 16, this is {problem.n}"
+    if problem.dtype not in (scheme.scale_dtype, torch.float32):
+        return (
+            f"torch's operator holds scales in the activation dtype, and {scheme.scale_dtype} scales are "
+            f"not exact in {problem.dtype}; use {scheme.scale_dtype} activations"
+        )
+    if scheme.zero_point != "none" and problem.dtype != torch.float32:
+        return (
+            f"torch's operator holds scale * (8 - zero_point) in {problem.dtype}, which rounds it and "
+            "shifts whole groups; use a symmetric scheme"
+        )
+    return None
+
+
+def _torch_op_pays(problem: Problem, name: str, limit: int) -> str | None:
+    if problem.dtype != torch.bfloat16:
+        return f"torch's {name} operator is 4 to 15 times slower than dense at {problem.dtype}; use bfloat16"
+    if "avx2" not in problem.features:
+        return f"torch's {name} operator has no vector code for this CPU"
+    if problem.m > limit:
+        return f"torch's {name} operator is slower than unpacking for M above {limit}, this is {problem.m}"
+    return None
+
+
+def _int4_build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
+    rows, columns = weight.shape
+    step = -(-block_rows(columns) // 64) * 64
+    # Blocks of 64 rows are packed on their own, so cutting at a multiple of 64 changes nothing.
+    packed = [
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes(start, start + step).int(), 1)
+        for start in range(0, rows, step)
+    ]
+    # In float32, cast by the launch: this is built before the activations are known to be bfloat16.
+    scale = weight.scale
+    zero_point = weight.zero_point_codes()
+    if zero_point is None:
+        offset = torch.zeros_like(scale)
+    else:
+        scale = scale.float()
+        offset = scale * (8 - zero_point.float())
+    return torch.cat(packed), torch.stack([scale, offset], dim=-1).transpose(0, 1).contiguous()
+
+
+def _int4_launch(
+    x: torch.Tensor,
+    weight: PackedTensor,
+    layout: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    packed, scales = layout
+    group_size = weight.scheme.group_size
+    assert group_size is not None
+    y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales.to(x.dtype))
+    return y if bias is None else y.add_(bias)
+
+
+def _int8_supports(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    if scheme.format.name != "int8":
+        return f"it computes int8, the weight is {scheme.format.name}"
+    if scheme.zero_point != "none":
+        return "torch's operator has no zero-points; quantize symmetrically"
+    if scheme.group_size is not None:
+        return "torch's operator has one scale per output channel; quantize with group size 'channel'"
+    if problem.k % 16:
+        # Measured: at other K its bfloat16 loop reads past the row: wrong results, or a crash.
+        return f"torch's operator is wrong for K that is no multiple of 16, this is {problem.k}"
+    if problem.dtype not in (scheme.scale_dtype, torch.float32):
+        return (
+            f"torch's operator holds scales in the activation dtype, and {scheme.scale_dtype} scales are "
+            f"not exact in {problem.dtype}; use {scheme.scale_dtype} activations"
+        )
+    return None
+
+
+def _int8_build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
+    number_format = weight.scheme.format
+    assert isinstance(number_format, IntFormat)
+    # Offset binary to two's complement is flipping the sign bit.
+    return ((weight.codes() ^ number_format.offset).view(torch.int8), weight.scale.flatten())
+
+
+def _int8_launch(
+    x: torch.Tensor,
+    weight: PackedTensor,
+    layout: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    values, scale = layout
+    y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, values, scale.to(x.dtype))
+    return y if bias is None else y.add_(bias)
+
+
+CPU_ROWS = (
+    KernelRow(
+        name="torch-int4",
+        summary="torch's weight-only int4 product, for a few bfloat16 rows; float32 sums, rounded once, "
+        "and once more by a bias",
+        device="cpu",
+        supports=_int4_supports,
+        pays=lambda problem: _torch_op_pays(problem, "int4", 8),
+        build=_int4_build,
+        launch=_int4_launch,
+    ),
+    KernelRow(
+        name="torch-int8",
+        summary="torch's weight-only int8 product, for a few bfloat16 rows; float32 sums, rounded once, "
+        "and once more by a bias",
+        device="cpu",
+        supports=_int8_supports,
+        pays=lambda problem: _torch_op_pays(problem, "int8", 4),
+        build=_int8_build,
+        launch=_int8_launch,
+    ),
+    DIGITS_ROW,
+    KernelRow(
+        name="unpack",
+        summary="unpacks a block of rows into the activation dtype and multiplies; any scheme and shape",
+        device="cpu",
+        supports=always,
+        pays=always,
+        build=None,
+        launch=_launch_unpack,
+    ),
+)

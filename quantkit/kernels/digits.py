@@ -1,0 +1,112 @@
+"""The CPU row `int-digits`: float activations times integer weights, as exact int8 products.
+
+The values of most low-bit formats are small integers times one power of two: int4 is -8..7, fp6-e2m3 is
+(-60..60)/8, binary is -1 and 1. An activation is written in fixed point as three int8 digits,
+
+    x = unit * (65536*d2 + 256*d1 + d0)        unit a power of two, |x| <= unit * 2**22
+
+so a group's sum is three int8 dot products, which CPUs with VNNI compute exactly at four products a lane
+and cycle, on one byte per weight. Only then do floats enter: x is rounded to 2**-23 of the largest
+activation of its group, and the groups are added in float32. That is closer to the true sum than the
+float32 product of the dequantized weights, and faster, because a quarter of the bytes are read.
+"""
+
+from functools import lru_cache
+from math import frexp
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.kernels.problem import KernelRow, Problem
+from quantkit.packing.formats import IntFormat, NumberFormat
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor
+
+DIGITS = 3
+_FRACTION_BITS = 22
+_DIGIT_WEIGHTS = (65536.0, 256.0, 1.0)
+#: Below this exponent the unit would leave float32's normal range; such activations round to 2**-126.
+_MIN_EXPONENT = -126
+
+#: Columns of one product when a group is longer. 128 to 512 measure alike; 2048 at once is twice as slow.
+_SEGMENT = 256
+#: Sums of `segment` products of two int8 stay below 2**31.
+_MAX_SEGMENT = 1 << 16
+
+
+@lru_cache(maxsize=64)
+def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] | None:
+    """The format's values as int8 times `2**-shift`, with `shift`; None where they do not fit."""
+    shift = 0
+    while any(not (value * 2.0**shift).is_integer() for value in number_format.values):
+        shift += 1
+        if max(abs(value) for value in number_format.values) * 2.0**shift > 128:
+            return None
+    values = tuple(int(value * 2**shift) for value in number_format.values)
+    return (values, shift) if min(values) >= -128 and max(values) <= 127 else None
+
+
+def segment_size(scheme: Scheme, columns: int) -> int:
+    """Columns of one integer product: the group, or an even part of it."""
+    size = scheme.group_size
+    if size is None:
+        return min(_SEGMENT, columns)
+    while size > 2 * _SEGMENT and size % 2 == 0:
+        size //= 2
+    return size
+
+
+def _supports(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    if integer_values(scheme.format) is None:
+        return f"the values of {scheme.format.name} are not int8 integers times a power of two"
+    if scheme.zero_point != "none" and scheme.format.bits == 8:
+        return "8-bit codes less a zero-point need 9 bits; quantize symmetrically"
+    if segment_size(scheme, problem.k) > _MAX_SEGMENT:
+        return f"an int32 overflows in groups of {scheme.group_size}; use a group size up to {_MAX_SEGMENT}"
+    return None
+
+
+def _pays(problem: Problem) -> str | None:
+    if "vnni" not in problem.features:
+        return "this CPU has no VNNI instructions, without which int8 products are slow"
+    segment = segment_size(problem.scheme, problem.k)
+    if problem.n * segment < 1 << 15:
+        return f"its products of {problem.n} x {segment} weights are too small to be worth starting"
+    limit = 256 if problem.dtype == torch.float32 else 4
+    if problem.m > limit:
+        return f"it is slower than unpacking for M above {limit} at {problem.dtype}, this is {problem.m}"
+    return None
+
+
+def _build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
+    """int8 [segments, N, segment] and the scale of each, float32 [segments, N]."""
+    scheme = weight.scheme
+    rows, columns = weight.shape
+    found = integer_values(scheme.format)
+    assert found is not None
+    values, shift = found
+    segment = segment_size(scheme, columns)
+    segments = -(-columns // segment)
+    table = torch.tensor(values, dtype=torch.int8)
+    zero_point = weight.zero_point_codes()
+    out = torch.empty(segments, rows, segment, dtype=torch.int8)
+    step = max(1, (1 << 20) // columns)
+    for start in range(0, rows, step):
+        codes = weight.codes(start, start + step)
+        if isinstance(scheme.format, IntFormat) and zero_point is None:
+            block = (codes ^ scheme.format.offset).view(torch.int8) if scheme.format.bits == 8 else (
+                codes.view(torch.int8) - scheme.format.offset
+            )
+        elif zero_point is None:
+            block = table[codes.int()]
+        else:
+            block = codes.view(torch.int8)
+        block = F.pad(block, (0, segments * segment - columns)).view(-1, segments, segment)
+        if zero_point is not None:
+            repeat = segments // zero_point.shape[1]
+            zero = zero_point[start : start + step].view(torch.int8).repeat_interleave(repeat, dim=1)
+            block = block - zero.unsqueeze(2)
+        out[:, start : start + step] = block.transpose(0, 1)
+    scale = weight.scale.float().mul_(2.0**-shift).T
+    return out, scale.repeat_interleave(segments // scale.shape[0], dim=0).contiguous()

@@ -1,0 +1,240 @@
+"""Packed stand-ins for the fused experts modules of transformers."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from quantkit.model._shim import KernelLayout, build_layout, linear_parts
+from quantkit.model.packed_module import PackedModule, PartSpec
+from quantkit.packing.names import Container, part_name
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor
+
+GATE_UP = "gate_up_proj"
+DOWN = "down_proj"
+
+#: Words, scales, zero-points, scheme and [N, K] of one packed matrix.
+_Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Scheme, tuple[int, int]]
+
+
+class FusedExperts(Protocol):
+    """The experts modules of transformers that `PackedExperts` can replace."""
+
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    act_fn: nn.Module
+
+
+class PackedExperts(PackedModule):
+    """Fused experts with packed weights: `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
+
+    The gate and up halves are separate packed matrices [I, H] one above the other, as merging per-expert
+    tensors leaves them, so the zero-points (packed along N) of one half never share a word with the
+    other's. Entries of the state dict, container compressed-tensors: `gate_up_proj_packed` [E, 2I, W],
+    `_scale` [E, 2I, G], `_zero_point` [E, 2Z, G], `_shape` [E, 4], and the same for `down_proj`.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        act_fn: nn.Module,
+        gate_up_scheme: Scheme,
+        down_scheme: Scheme,
+        container: Container,
+    ) -> None:
+        super().__init__(container)
+        self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
+        self.act_fn = act_fn
+        self.gate_up_scheme = gate_up_scheme
+        self.down_scheme = down_scheme
+        self._register_parts(self.part_specs())
+
+    @classmethod
+    def replacing(
+        cls, experts: FusedExperts, gate_up_scheme: Scheme, down_scheme: Scheme, container: Container
+    ) -> "PackedExperts":
+        """An uninitialised stand-in for `experts`, for which `why_not_packable` must be None."""
+        count, hidden, intermediate = experts.down_proj.shape
+        return cls(
+            (count, hidden, intermediate),
+            experts.act_fn,
+            gate_up_scheme.for_columns(hidden),
+            down_scheme.for_columns(intermediate),
+            container,
+        )
+
+    def part_specs(self) -> dict[str, PartSpec]:
+        gate_up, down = (self.intermediate_dim, self.hidden_dim), (self.hidden_dim, self.intermediate_dim)
+        return {
+            **self._specs_of(GATE_UP, self.gate_up_scheme, gate_up, halves=2),
+            **self._specs_of(DOWN, self.down_scheme, down, halves=1),
+        }
+
+    def _specs_of(
+        self, parameter: str, scheme: Scheme, matrix: tuple[int, int], halves: int
+    ) -> dict[str, PartSpec]:
+        count = self.num_experts
+        specs = {}
+        for part, (dtype, size) in scheme.storage_shapes(matrix).items():
+            fused = (count, halves * size[0], *size[1:])
+            specs[part_name(parameter, part, self.container)] = PartSpec(
+                part, dtype, fused, {halves * count: size, 1: fused}, {halves * count: matrix}
+            )
+        return specs
+
+    def packed(self, parameter: str, expert: int) -> tuple[PackedTensor, ...]:
+        """The matrices of one expert: (gate, up) for `gate_up_proj`, (down,) for `down_proj`."""
+        return tuple(
+            PackedTensor(words, scale.to(scheme.scale_dtype), zero_point, scheme, shape)
+            for words, scale, zero_point, scheme, shape in self._matrices(parameter, expert)
+        )
+
+    def build_kernel_layouts(self) -> None:
+        for parameter in (GATE_UP, DOWN):
+            for expert in range(self.num_experts):
+                for index, matrix in enumerate(self._matrices(parameter, expert)):
+                    self._matrix_layout(parameter, 2 * expert + index, matrix)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of the chosen experts: [T, H] from [T, H] and [T, k] indices and weights.
+
+        An index that is not below the number of experts stands for none, as in transformers.
+        """
+        out = torch.zeros_like(hidden_states)
+        slots = top_k_index.shape[1]
+        chosen = top_k_index.flatten()
+        order = chosen.argsort(stable=True)
+        # The only synchronisation with the device in the layer.
+        counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts].tolist()
+        start = 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                continue
+            pairs = order[start : start + count]
+            start += count
+            tokens = pairs // slots
+            weights = top_k_weights[tokens, pairs % slots, None]
+            gate, up = self._project(GATE_UP, expert, hidden_states[tokens])
+            (down,) = self._project(DOWN, expert, self.act_fn(gate) * up)
+            out.index_add_(0, tokens, (down * weights).to(out.dtype))
+        return out
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, hidden_dim={self.hidden_dim}, "
+            f"intermediate_dim={self.intermediate_dim}, gate_up={self.gate_up_scheme}, "
+            f"down={self.down_scheme}"
+        )
+
+    def _matrices(self, parameter: str, expert: int) -> Iterator[_Matrix]:
+        """Words, scales, zero-points, scheme and shape of the packed matrices of one expert."""
+        scheme, rows, columns, halves = (
+            (self.gate_up_scheme, self.intermediate_dim, self.hidden_dim, 2)
+            if parameter == GATE_UP
+            else (self.down_scheme, self.hidden_dim, self.intermediate_dim, 1)
+        )
+        words, scale = self._part(parameter, "packed"), self._part(parameter, "scale")
+        zero_point = self._part(parameter, "zero_point")
+        assert words is not None and scale is not None
+        zeros = (None,) * halves if zero_point is None else zero_point[expert].chunk(halves)
+        parts = zip(words[expert].chunk(halves), scale[expert].chunk(halves), zeros, strict=True)
+        for half_words, half_scale, half_zero in parts:
+            yield half_words, half_scale, half_zero, scheme, (rows, columns)
+
+    def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:
+        results = []
+        for index, matrix in enumerate(self._matrices(parameter, expert)):
+            words, scale, zero_point, scheme, _ = matrix
+            layout = self._matrix_layout(parameter, 2 * expert + index, matrix)
+            results.append(linear_parts(x, words, scale, zero_point, None, scheme, words.shape[0], layout))
+        return results
+
+    def _matrix_layout(self, parameter: str, index: int, matrix: _Matrix) -> KernelLayout | None:
+        words, scale, zero_point, scheme, _ = matrix
+        return self._layout(parameter, index, lambda: build_layout(words, scale, zero_point, scheme))
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Whether `module` keeps all its experts in two parameters, `gate_up_proj` and `down_proj`."""
+    return all(module._parameters.get(name) is not None for name in (GATE_UP, DOWN))
+
+
+def why_not_packable_experts(experts: nn.Module) -> str | None:
+    """None if `PackedExperts` computes what `experts` computes, else the reason it does not.
+
+    `is_fused_experts(experts)` must hold. Works for modules on the meta device.
+    """
+    if set(experts._parameters) != {GATE_UP, DOWN} or experts._buffers:
+        return f"{type(experts).__name__} has more than gate_up_proj and down_proj, for example biases"
+    gate_up, down = experts._parameters[GATE_UP], experts._parameters[DOWN]
+    assert gate_up is not None and down is not None
+    if (
+        gate_up.ndim != 3
+        or down.ndim != 3
+        or gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1])
+    ):
+        return (
+            f"gate_up_proj {tuple(gate_up.shape)} and down_proj {tuple(down.shape)} of "
+            f"{type(experts).__name__} are not [E, 2I, H] and [E, H, I]"
+        )
+    if not isinstance(getattr(experts, "act_fn", None), nn.Module):
+        return f"{type(experts).__name__} has no act_fn"
+    return _why_another_function(experts)
+
+
+_verdicts: dict[tuple[type, type], str | None] = {}
+
+
+def _why_another_function(experts: nn.Module) -> str | None:
+    """None if `experts` computes down(act(gate) * up), found by running it on tiny weights.
+
+    The shapes do not tell: a model may interleave gate and up, clamp them, or normalise the result.
+    """
+    key = (type(experts), type(experts.act_fn))
+    if key not in _verdicts:
+        _verdicts[key] = _probe(experts)
+    return _verdicts[key]
+
+
+def _probe(experts: Any) -> str | None:
+    count, hidden, intermediate, tokens = 3, 8, 6, 5
+    reason = f"{type(experts).__name__} computes something else than down(act(gate) * up)"
+    # Loading runs under `torch.device("meta")`; the probe needs numbers, on a generator of its own.
+    with torch.device("cpu"), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+
+        def numbers(*shape: int) -> torch.Tensor:
+            # Large enough to meet the clamps that some models apply.
+            return 4 * torch.randn(*shape, generator=generator, dtype=torch.float32)
+
+        gate_up, down = numbers(count, 2 * intermediate, hidden), numbers(count, hidden, intermediate)
+        x, weights = numbers(tokens, hidden), numbers(tokens, 2)
+        index = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0]])
+        tiny = copy.copy(experts)
+        tiny.__dict__ = {
+            **experts.__dict__,
+            "_parameters": {GATE_UP: nn.Parameter(gate_up), DOWN: nn.Parameter(down)},
+            "num_experts": count,
+            "hidden_dim": hidden,
+            "hidden_size": hidden,
+            "intermediate_dim": intermediate,
+            "intermediate_size": intermediate,
+        }
+        # The eager function below transformers' dispatch to its grouped kernels.
+        forward = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
+        try:
+            found = forward(tiny, x, index, weights)
+        except Exception as error:  # another model's code, called with guessed sizes, may fail in any way
+            return f"{reason} ({type(error).__name__}: {error})"
+        expected = torch.zeros_like(x)
+        for token in range(tokens):
+            for slot, expert in enumerate(index[token].tolist()):
+                gate, up = (gate_up[expert] @ x[token]).chunk(2)
+                expected[token] += weights[token, slot] * (down[expert] @ (experts.act_fn(gate) * up))
+    same = isinstance(found, torch.Tensor) and found.shape == expected.shape
+    return None if same and torch.allclose(found, expected, rtol=1e-3, atol=1e-2) else reason

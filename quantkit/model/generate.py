@@ -1,0 +1,148 @@
+"""Text from a model, streamed, with what it took."""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated, and in how many seconds: the prompt's forward, then one per token."""
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed. The first token comes out of the prompt's forward and is not counted."""
+        decoded = len(self.tokens) - 1
+        return decoded / self.decode_seconds if decoded > 0 and self.decode_seconds > 0 else 0.0
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    on_text: Callable[[str], object] | None = None,
+) -> Generation:
+    """Continue `prompt`; `on_text` gets each piece of text as it comes. Arguments as for `stream`."""
+    chunks = stream(
+        model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+    )
+    while True:
+        try:
+            text = next(chunks)
+        except StopIteration as stop:
+            result: Generation = stop.value
+            return result
+        if on_text is not None:
+            on_text(text)
+
+
+@torch.inference_mode()
+def stream(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Generator[str, None, Generation]:
+    """Yield the continuation of `prompt` piece by piece; the generator returns the `Generation`.
+
+    Greedy at temperature 0, else sampled with `seed`. Ends after `max_new_tokens` or at an end-of-text
+    token of the model's generation config. Raises `UsageError` for an empty prompt or arguments out of
+    range.
+    """
+    if max_new_tokens < 1 or temperature < 0:
+        raise UsageError(
+            f"max_new_tokens is {max_new_tokens} and temperature {temperature}; "
+            "use at least 1 and at least 0."
+        )
+    ids: torch.Tensor = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+    if ids.shape[1] == 0:
+        raise UsageError("the prompt has no tokens; write something.")
+    prompt_tokens = ids.shape[1]
+    ends = _end_tokens(model)
+    generator = torch.Generator(device=ids.device).manual_seed(seed)
+    text = _TextOf(tokenizer)
+    started = time.perf_counter()
+    prefilled: float | None = None
+    cache = None
+    while True:
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        ids = _choose(output.logits[:, -1], temperature, generator)
+        token = int(ids.item())
+        now = time.perf_counter()
+        prefilled = now if prefilled is None else prefilled
+        last = token in ends or len(text.tokens) + 1 >= max_new_tokens
+        piece = text.add(token, flush=last)
+        if piece:
+            yield piece
+        if last:
+            break
+    return Generation(text.text, tuple(text.tokens), prompt_tokens, prefilled - started, now - prefilled)
+
+
+def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
+    """The next token, int64 [1, 1], from logits [1, V]."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    return torch.multinomial(probabilities, 1, generator=generator)
+
+
+def _end_tokens(model: Any) -> frozenset[int]:
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset(ends if isinstance(ends, Sequence) else [ends])
+
+
+class _TextOf:
+    """Text of a growing list of tokens, piece by piece.
+
+    A character may need several tokens, and a token's text may depend on the one before it. So each
+    piece is the difference between the texts of the last tokens with and without the new ones, held back
+    while it ends in the middle of a character.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._context = 0
+        self._shown = 0
+
+    def add(self, token: int, *, flush: bool) -> str:
+        self.tokens.append(token)
+        before = self._decode(self.tokens[self._context : self._shown])
+        after = self._decode(self.tokens[self._context :])
+        if after.endswith("\ufffd") and not flush:
+            return ""
+        self._context, self._shown = self._shown, len(self.tokens)
+        piece = after[len(before) :]
+        self.text += piece
+        return piece
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

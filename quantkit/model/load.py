@@ -1,0 +1,88 @@
+"""Load a packed or dense checkpoint as a transformers model that is ready for inference."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.hub import resolve
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.versions import register_plugin, require_transformers
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: torch.dtype | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | Path | None = None,
+) -> Any:
+    """The causal language model in `path`, a directory or a hub id, packed weights staying packed.
+
+    The model is in evaluation mode, with kernel layouts built where the weights are. `device` "auto" is
+    the first GPU if there is one, else the CPU. `device_map`, `max_memory` and `offload_folder` are those
+    of `from_pretrained` and place a model that does not fit one device. `dtype` is that of activations and
+    dense weights, by default the one in config.json; scales keep their own. Code in the checkpoint is
+    never run.
+
+    Raises `CheckpointError` for a checkpoint that breaks the rules of its format or lacks tensors,
+    `UsageError` for contradicting arguments, `EnvironmentProblem` for an unsupported transformers.
+    """
+    if device_map is not None and str(device) != "auto":
+        raise UsageError(
+            f"device={str(device)!r} and device_map={device_map!r} contradict each other; give one."
+        )
+    require_transformers()
+    directory = resolve(path)
+    register_plugin()
+    from transformers import AutoModelForCausalLM
+
+    placement: dict[str, Any] = {"device_map": device_map or {"": _pick(device)}}
+    if max_memory is not None:
+        placement["max_memory"] = dict(max_memory)
+    if offload_folder is not None:
+        placement["offload_folder"] = str(offload_folder)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype="auto" if dtype is None else dtype,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        **placement,
+    )
+    _refuse_incomplete(directory, info)
+    return model.eval()
+
+
+def tokenizer(path: str | Path) -> Any:
+    """The tokenizer in `path`, a directory or a hub id; code in the checkpoint is never run."""
+    require_transformers()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=False)
+
+
+def _pick(device: str | torch.device) -> torch.device:
+    if str(device) == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device {device!r} is not known; use auto, cpu or cuda.") from error
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {str(device)!r} was asked for, but torch finds no GPU; use cpu or auto.")
+    return picked
+
+
+def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:
+    """transformers fills what is missing with random numbers and goes on with a warning."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"{directory}: the checkpoint has no tensor for {missing[0]!r}{more}. Download it again, or "
+            "quantize the model again."
+        )

@@ -1,0 +1,153 @@
+"""Which modules of a model have a packed stand-in, and the one for linear layers."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.errors import FormatError
+from quantkit.model._shim import KernelLayout, build_layout, linear_parts
+from quantkit.model.experts import DOWN, GATE_UP, PackedExperts, is_fused_experts, why_not_packable_experts
+from quantkit.model.packed_module import PackedModule, PartSpec
+from quantkit.packing.names import Container, part_name
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor
+
+
+class PackedLinear(PackedModule):
+    """A linear layer, y [..., N] = x [..., K] W^T + b, with W packed.
+
+    `scheme` is the effective one, `Scheme.for_columns(in_features)`. Entries of the state dict, for the
+    container compressed-tensors: `weight_packed` int32, `weight_scale`, `weight_zero_point` int32 when
+    asymmetric, `weight_shape` int64 [2], and `bias` [N]; see `Scheme.storage_shapes`. In the container
+    quantkit the words are called `weight`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        container: Container,
+        *,
+        bias_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(container)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = scheme
+        self._register_parts(self.part_specs())
+        bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    @classmethod
+    def from_packed(
+        cls, packed: PackedTensor, bias: torch.Tensor | None = None, container: Container = "quantkit"
+    ) -> "PackedLinear":
+        """A layer that owns the tensors of `packed` and `bias` ([N]), without copying them."""
+        rows, columns = packed.shape
+        with torch.device("meta"):
+            layer = cls(
+                columns, rows, packed.scheme, container, bias_dtype=bias.dtype if bias is not None else None
+            )
+        for part, tensor in packed.parts():
+            setattr(layer, part_name("weight", part, container), nn.Parameter(tensor, requires_grad=False))
+        shape = torch.tensor(packed.shape, dtype=torch.int64, device=packed.device)
+        layer.register_buffer(part_name("weight", "shape", container), shape)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+        return layer
+
+    def part_specs(self) -> dict[str, PartSpec]:
+        shape = (self.out_features, self.in_features)
+        return {
+            part_name("weight", part, self.container): PartSpec(part, dtype, size, {1: size}, {1: shape})
+            for part, (dtype, size) in self.scheme.storage_shapes(shape).items()
+        }
+
+    @property
+    def packed(self) -> PackedTensor:
+        """The weight as a `PackedTensor` that shares storage with the parameters.
+
+        Only the scales are a copy, and only after the model was cast to another dtype.
+        """
+        words, scale, zero_point = self._parts()
+        shape = (self.out_features, self.in_features)
+        return PackedTensor(words, scale.to(self.scheme.scale_dtype), zero_point, self.scheme, shape)
+
+    def build_kernel_layouts(self) -> None:
+        self._kernel_layout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words, scale, zero_point = self._parts()
+        # The words and not `out_features` say how many rows there are: a tensor-parallel rank has a shard.
+        return linear_parts(
+            x, words, scale, zero_point, self.bias, self.scheme, words.shape[0], self._kernel_layout()
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, scheme={self.scheme}"
+        )
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        words, scale = self._part("weight", "packed"), self._part("weight", "scale")
+        assert words is not None and scale is not None
+        return words, scale, self._part("weight", "zero_point")
+
+    def _kernel_layout(self) -> KernelLayout | None:
+        return self._layout("weight", 0, lambda: build_layout(*self._parts(), self.scheme))
+
+
+def why_not_packable(module: nn.Module) -> str | None:
+    """None if quantkit has a packed stand-in for `module`, else the reason it has none.
+
+    Packable are `nn.Linear` itself, not its subclasses, and fused experts that compute what
+    `PackedExperts` computes. Works for modules on the meta device.
+    """
+    if type(module) is nn.Linear:
+        return None
+    if not is_fused_experts(module):
+        return f"{type(module).__name__} is neither nn.Linear nor a fused experts module"
+    return why_not_packable_experts(module)
+
+
+def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
+    """The packed modules of `model` by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedModule):
+            yield name, module
+
+
+def packed_replacement(
+    name: str, module: nn.Module, scheme_of: Callable[[str], Scheme | None], container: Container
+) -> PackedModule | None:
+    """The uninitialised stand-in for `module`, called `name` in the model; None if it stays dense.
+
+    Raises `FormatError` if a scheme is assigned to experts that cannot be packed.
+    """
+    if type(module) is nn.Linear:
+        scheme = scheme_of(name)
+        if scheme is None:
+            return None
+        return PackedLinear(
+            module.in_features,
+            module.out_features,
+            scheme.for_columns(module.in_features),
+            container,
+            bias_dtype=None if module.bias is None else module.bias.dtype,
+        )
+    if not is_fused_experts(module):
+        return None
+    gate_up, down = scheme_of(f"{name}.{GATE_UP}"), scheme_of(f"{name}.{DOWN}")
+    if gate_up is None and down is None:
+        return None
+    reason = why_not_packable(module)
+    if gate_up is None or down is None:
+        reason = "gate_up_proj and down_proj are packed together or not at all"
+    if reason is not None or gate_up is None or down is None:
+        raise FormatError(f"experts {name!r} cannot be packed: {reason}. Quantize the model again.")
+    experts: Any = module
+    return PackedExperts.replacing(experts, gate_up, down, container)

@@ -1,0 +1,108 @@
+"""The base of the modules that compute on packed weights."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from quantkit.model._shim import KernelLayout
+from quantkit.packing.names import Container, part_name
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """What a checkpoint must hold for one state-dict entry of a packed module.
+
+    `stored` maps a number of stored tensors to the shape that each of them then has: fused experts are
+    filled either by one tensor per expert and projection or by a single fused one.
+    """
+
+    part: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stored: Mapping[int, tuple[int, ...]]
+    #: Logical [N, K] of one stored matrix, by number of stored tensors.
+    logical: Mapping[int, tuple[int, int]]
+
+
+class PackedModule(nn.Module):
+    """What packed modules share: frozen storage, and kernel layouts that follow it.
+
+    The words, scales and zero-points are parameters in the storage layout, so the state dict is the
+    checkpoint. The logical shape is a buffer: no cast and no tensor-parallel plan touches it.
+    """
+
+    # Tensor parallelism in transformers hands the forward local shards instead of DTensors.
+    _hf_quantized_needs_local_tp = True
+
+    def __init__(self, container: Container) -> None:
+        super().__init__()
+        self.container = container
+        self._layouts: dict[tuple[str, int], KernelLayout | None] = {}
+        self._layout_owners: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def part_specs(self) -> dict[str, PartSpec]:
+        """The state-dict entries of packed matrices by name."""
+        raise NotImplementedError
+
+    def build_kernel_layouts(self) -> None:
+        """Build what the kernels want for the device the words are on; no-op for offloaded modules."""
+        raise NotImplementedError
+
+    def drop_kernel_layouts(self) -> None:
+        """Forget the kernel layouts; the next forward builds them again."""
+        self._layouts.clear()
+        self._layout_owners.clear()
+
+    def _register_parts(self, specs: Mapping[str, PartSpec]) -> None:
+        for name, spec in specs.items():
+            empty = torch.empty(spec.shape, dtype=spec.dtype)
+            if spec.part == "shape":
+                self.register_buffer(name, empty)
+            else:
+                self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+    def _part(self, parameter: str, part: str) -> torch.Tensor | None:
+        name = part_name(parameter, part, self.container)
+        tensor: torch.Tensor | None = getattr(self, name, None)
+        return tensor
+
+    def _layout(
+        self, parameter: str, index: int, build: Callable[[], KernelLayout | None]
+    ) -> KernelLayout | None:
+        """The layout of one matrix of `parameter`, from `build` unless it is known and still valid."""
+        words = self._part(parameter, "packed")
+        assert words is not None
+        owner = self._layout_owners.get(parameter)
+        if owner is None or owner() is not words:
+            # Offloaded parameters are replaced in every forward, and a layout costs more than one use.
+            if _is_offloaded(self) or words.is_meta:
+                return None
+            self._layouts = {key: value for key, value in self._layouts.items() if key[0] != parameter}
+            self._layout_owners[parameter] = weakref.ref(words)
+        if (parameter, index) not in self._layouts:
+            if torch.compiler.is_compiling():
+                return None
+            self._layouts[parameter, index] = build()
+        return self._layouts[parameter, index]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # Moves and casts keep the Parameter objects, so their identity does not give them away.
+        self.drop_kernel_layouts()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.drop_kernel_layouts()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_layouts": {}, "_layout_owners": {}}
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))

@@ -1,0 +1,170 @@
+"""The transformers plug-in: packed checkpoints load packed and are written back as they were.
+
+`register` adds the quantizer "quantkit" and puts thin dispatchers in front of "compressed-tensors": a
+configuration with a `quantkit` section is quantkit's, every other goes to the class that was there.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
+from quantkit.errors import CheckpointError, FormatError
+from quantkit.model.experts import PackedExperts
+from quantkit.model.headers import check_headers
+from quantkit.model.modules import packed_modules, packed_replacement
+from quantkit.packing.names import Container, part_name
+
+COMPRESSED_TENSORS: Container = "compressed-tensors"
+_PARTS = ("scale", "packed", "zero_point", "shape")
+
+
+class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` of a packed checkpoint, kept verbatim so that saving writes it back.
+
+    Raises `CheckpointError` for anything `QuantizationConfig.from_dict` refuses.
+    """
+
+    def __init__(self, **data: Any) -> None:
+        self.parsed = QuantizationConfig.from_dict(data)
+        self.quant_method = data["quant_method"]
+        self._data = copy.deepcopy(data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Exactly the dict that config.json held."""
+        return copy.deepcopy(self._data)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The same: nothing has a default."""
+        return self.to_dict()
+
+
+class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Swaps linear layers and fused experts for packed ones before transformers loads the weights."""
+
+    requires_calibration = True
+    quantization_config: QuantkitConfig
+
+    def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        container = quantization_config.parsed.container
+        # transformers finds per-expert tensors of packed experts by the first name that is not "weight".
+        self.serialized_names = {"weight": [part_name("weight", part, container) for part in _PARTS]}
+        self._has_experts = False
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        swap_modules(model, self.quantization_config.parsed)
+        self._has_experts = any(isinstance(module, PackedExperts) for module in model.modules())
+        files = kwargs.get("checkpoint_files")
+        if files:
+            check_headers(model, self, [Path(file) for file in files])
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for _, module in packed_modules(model):
+            # The loader makes every floating-point parameter trainable.
+            module.requires_grad_(False)
+            module.build_kernel_layouts()
+        return model
+
+    def _convert_model_for_quantization(self, model: nn.Module) -> None:
+        # For compressed-tensors transformers unfuses some experts here, which would rename their layers.
+        return None
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        # Experts route on the host.
+        return not self._has_experts
+
+
+def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
+    """Replace, on the meta device, the modules of `model` that `config` packs.
+
+    Raises `CheckpointError` if `config` names modules that the model does not have or cannot pack, or
+    packs a matrix that is tied to the embedding.
+    """
+    matched = set()
+
+    def scheme_of(name: str) -> Any:
+        matched.add(name)
+        return config.scheme_of(name)
+
+    for name, module in list(model.named_modules()):
+        try:
+            with torch.device("meta"):
+                packed = packed_replacement(name, module, scheme_of, config.container)
+        except FormatError as error:
+            raise CheckpointError(str(error)) from error
+        if packed is not None:
+            _refuse_tied(model, name)
+            packed.train(module.training)
+            model.set_submodule(name, packed)
+    unknown = sorted(name for name, scheme in config.modules.items() if scheme and name not in matched)
+    if unknown:
+        raise CheckpointError(
+            f"quantization_config packs {unknown[0]!r}{_others(unknown)}, which {type(model).__name__} "
+            "does not have. Quantize the model again, or use the transformers version it was made with."
+        )
+
+
+def _refuse_tied(model: nn.Module, name: str) -> None:
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    weight = f"{name}.weight"
+    if weight in tied or weight in tied.values():
+        raise CheckpointError(
+            f"{name!r} is packed, but config.json ties its weight to the embedding. Set "
+            '"tie_word_embeddings": false in config.json, or quantize the model again.'
+        )
+
+
+def _others(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def register() -> None:
+    """Register with transformers. Does nothing when that was done already."""
+    configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
+    if "quantkit" in configs:
+        return
+    configs["quantkit"] = QuantkitConfig
+    quantizers["quantkit"] = QuantkitQuantizer
+    configs[COMPRESSED_TENSORS] = _config_dispatcher(configs[COMPRESSED_TENSORS])
+    quantizers[COMPRESSED_TENSORS] = _quantizer_dispatcher(quantizers[COMPRESSED_TENSORS])
+
+
+def _config_dispatcher(original: Any) -> type:
+    # A subclass, so that `issubclass` checks and class attributes answer as the original's do; `__new__`
+    # returns another class's instance, so no instance of the dispatcher ever exists.
+    class CompressedTensorsConfig(original):  # type: ignore[misc]
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return QuantkitConfig(**kwargs) if SECTION in kwargs else original(*args, **kwargs)
+
+        @classmethod
+        def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            target = QuantkitConfig if SECTION in config_dict else original
+            return target.from_dict(config_dict, *args, **kwargs)
+
+    return CompressedTensorsConfig
+
+
+def _quantizer_dispatcher(original: Any) -> type:
+    class CompressedTensorsHfQuantizer(original):  # type: ignore[misc]
+        def __new__(cls, quantization_config: Any, **kwargs: Any) -> Any:
+            target = QuantkitQuantizer if isinstance(quantization_config, QuantkitConfig) else original
+            return target(quantization_config, **kwargs)
+
+    return CompressedTensorsHfQuantizer

@@ -1,0 +1,361 @@
+"""Quantizing a checkpoint: plan, stream, write.
+
+Every tensor goes through memory in chunks of rows. Two workers each read a chunk, quantize it and put the
+result where the plan says, so reading, arithmetic and writing overlap and the memory in use does not grow
+with the model. Chunk boundaries follow from shapes alone, so the bytes do not depend on the workers.
+"""
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from quantkit.calibrate.methods import CHUNK_WEIGHTS, QuantizedRows, pack_zero_points, quantize_rows
+from quantkit.calibrate.recipe import Choice, GroupSize, Recipe, parse_rule, read_recipe
+from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.source import Checkpoint, check_not_quantized
+from quantkit.checkpoint.writer import Mode, OutputDirectory
+from quantkit.errors import FormatError, UsageError
+from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, Shard, Task, make_plan
+from quantkit.model.structure import read_structure
+from quantkit.packing.words import BLOCK
+
+#: Bytes of a source tensor that a worker holds at a time, by device.
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+WORKERS = 2
+
+Progress = Callable[[int, int, str], None]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """A finished packed checkpoint: its directory, plan, and the relative error of each packed linear.
+
+    The error is sum((w - stored)^2) / sum(w^2) over the linear's weights.
+    """
+
+    directory: Path
+    plan: Plan
+    relative_errors: Mapping[str, float]
+
+
+def make_recipe(
+    *,
+    format: str | None = None,
+    method: str | None = None,
+    group_size: GroupSize = None,
+    asymmetric: bool = False,
+    recipe: str | Path | None = None,
+    lm_head: str | None = None,
+    rules: tuple[str, ...] = (),
+) -> Recipe:
+    """The recipe of these options: `rules` first, then `lm_head`, then the recipe file's, then the default.
+
+    Raises `UsageError` or `FormatError` naming the option.
+    """
+    default = Choice(format or "int4", group_size, asymmetric, method or "mse")
+    if recipe is not None:
+        from_file = read_recipe(Path(recipe), default)
+        if format is not None and from_file.default.format != format:
+            raise UsageError(
+                f"--format {format} and the [default] of recipe {recipe} ({from_file.default.format}) differ. "
+                "Give the format in one place."
+            )
+    else:
+        from_file = Recipe(default)
+    first = [parse_rule(rule, from_file.default) for rule in rules]
+    if lm_head is not None:
+        first.append(parse_rule(f"*lm_head={lm_head}", Choice(method=from_file.default.method)))
+    return Recipe(from_file.default, (*first, *from_file.rules))
+
+
+def plan(
+    source: str | Path, recipe: Recipe | None = None, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> tuple[Checkpoint, Plan]:
+    """The source, opened, and what quantizing it would write. Reads headers only, also from the hub."""
+    checkpoint = Checkpoint.open(resolve(source, headers_only=True))
+    check_not_quantized(checkpoint)
+    structure = read_structure(checkpoint)
+    return checkpoint, make_plan(checkpoint, structure, recipe or Recipe(), max_shard_bytes=max_shard_bytes)
+
+
+def quantize(
+    source: str | Path,
+    out: str | Path,
+    *,
+    format: str | None = None,
+    method: str | None = None,
+    group_size: GroupSize = None,
+    asymmetric: bool = False,
+    recipe: Recipe | str | Path | None = None,
+    lm_head: str | None = None,
+    rules: tuple[str, ...] = (),
+    device: Device = "auto",
+    resume: bool = False,
+    overwrite: bool = False,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress | None = None,
+    on_plan: Callable[[Checkpoint, Plan], None] | None = None,
+) -> QuantizeResult:
+    """Quantize a checkpoint (a directory or a hub id) into the packed checkpoint directory `out`.
+
+    `format` (default int4), `method` (mse), `group_size` and `asymmetric` apply to every linear of the
+    decoder; `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a format) and a
+    recipe file refine that. `device` is where the arithmetic runs; "auto" takes a GPU if there is one.
+    `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
+    before anything is written.
+
+    Raises `QuantkitError` for every refusal; nothing was written then, or `resume=True` continues.
+    """
+    if resume and overwrite:
+        raise UsageError("resume and overwrite exclude each other: continue the run, or start it anew.")
+    if not isinstance(recipe, Recipe):
+        recipe = make_recipe(
+            format=format,
+            method=method,
+            group_size=group_size,
+            asymmetric=asymmetric,
+            recipe=recipe,
+            lm_head=lm_head,
+            rules=rules,
+        )
+    target = pick_device(device)
+    checkpoint = Checkpoint.open(resolve(source))
+    check_not_quantized(checkpoint)
+    planned = make_plan(checkpoint, read_structure(checkpoint), recipe, max_shard_bytes=max_shard_bytes)
+    if on_plan is not None:
+        on_plan(checkpoint, planned)
+    mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
+    run = _run_record(checkpoint, recipe, target, max_shard_bytes)
+    with OutputDirectory.open(Path(out), checkpoint.directory, mode, run, planned.output_bytes) as output:
+        errors = _stream(checkpoint, planned, output, target, progress)
+        checkpoint.check_unchanged()
+        if not output.complete:
+            output.finish(
+                planned.weight_map,
+                planned.output_bytes,
+                planned.model_config,
+                checkpoint.side_files,
+                _manifest(str(source), planned, recipe, errors),
+            )
+    return QuantizeResult(Path(out), planned, errors)
+
+
+def pick_device(device: str) -> torch.device:
+    """The torch device of "auto", "cpu" or "cuda"; `UsageError` if CUDA is asked for and not there."""
+    available = torch.cuda.is_available()
+    if device == "auto":
+        return torch.device("cuda" if available else "cpu")
+    if device == "cuda" and not available:
+        raise UsageError(
+            "device 'cuda' is not available: this torch sees no GPU. Install a CUDA build of torch, or use "
+            "--device cpu."
+        )
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"device {device!r} is unknown; use auto, cpu or cuda.")
+    return torch.device(device)
+
+
+def _stream(
+    checkpoint: Checkpoint,
+    planned: Plan,
+    output: OutputDirectory,
+    device: torch.device,
+    progress: Progress | None,
+) -> dict[str, float]:
+    """Write every shard that is not done; the relative error of each packed linear.
+
+    Empty when the directory was complete already.
+    """
+    sums: dict[str, list[float]] = {}
+    total = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
+    done = 0
+
+    def report(nbytes: int, name: str) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total, name)
+
+    if output.complete:
+        report(total, "")
+        return {}
+    threads = torch.get_num_threads()
+    # Each worker is one core's worth of arithmetic; nested parallelism would only fight over cores.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
+    workers = ThreadPoolExecutor(
+        WORKERS, "quantize", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+    )
+    try:
+        for shard in planned.shards:
+            if output.is_done(shard.filename):
+                detail = output.details(shard.filename)["squared"]
+                report(sum(task.source.nbytes for task in shard.tasks), shard.filename)
+            else:
+                with output.shard(shard.filename, shard.specs, {"format": "pt"}) as file:
+                    detail = _write_shard(checkpoint, shard, file, device, workers, report)
+                    file.detail["squared"] = detail
+            for module, pair in detail.items():
+                entry = sums.setdefault(module, [0.0, 0.0])
+                entry[0] += pair[0]
+                entry[1] += pair[1]
+    finally:
+        workers.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+    return {module: error / norm if norm else 0.0 for module, (error, norm) in sums.items()}
+
+
+def _write_shard(
+    checkpoint: Checkpoint,
+    shard: Shard,
+    file: ShardFile,
+    device: torch.device,
+    workers: ThreadPoolExecutor,
+    report: Callable[[int, str], None],
+) -> dict[str, list[float]]:
+    """Fill one shard; per module, the sums of squared error and squared weights."""
+    futures = {}
+    for task in shard.tasks:
+        work = _copy_rows if task.scheme is None else _quantize_rows
+        for start, stop in _chunks(task, device):
+            future = workers.submit(work, checkpoint, task, file, start, stop, device)
+            futures[future] = (task, start, stop)
+    results: dict[tuple[str, int], tuple[float, float]] = {}
+    try:
+        for future in as_completed(futures):
+            task, start, stop = futures[future]
+            squares = future.result()
+            if squares is not None:
+                results[task.source.name, start] = squares
+            rows = task.source.shape[0] if task.source.shape else 1
+            report(task.source.nbytes * (stop - start) // max(rows, 1), task.source.name)
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+    sums: dict[str, list[float]] = {}
+    # In the order of the plan, so that float addition gives the same sums every time.
+    for task, start, _ in futures.values():
+        if (task.source.name, start) in results and task.module is not None:
+            entry = sums.setdefault(task.module, [0.0, 0.0])
+            for i, value in enumerate(results[task.source.name, start]):
+                entry[i] += value
+    return sums
+
+
+def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
+    """Row ranges of a tensor that are worked on at a time: whole blocks of zero-points, bounded bytes."""
+    rows = task.source.shape[0] if task.source.shape else 1
+    row_bytes = max(1, task.source.nbytes // max(rows, 1))
+    step = max(1, CHUNK_BYTES[device.type] // row_bytes // BLOCK) * BLOCK
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _copy_rows(
+    checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int, device: torch.device
+) -> None:
+    (spec,) = task.outputs
+    whole = not task.source.shape
+    data = checkpoint.read(task.source.name) if whole else checkpoint.read(task.source.name, start, stop)
+    file.write(spec.name, data, offset=start * (spec.elements // max(spec.shape[0], 1) if spec.shape else 1))
+
+
+def _quantize_rows(
+    checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int, device: torch.device
+) -> tuple[float, float]:
+    assert task.scheme is not None and task.method is not None
+    weights = checkpoint.read(task.source.name, start, stop).to(device)
+    columns = weights.shape[1]
+    step = CHUNK_WEIGHTS // columns // BLOCK * BLOCK if device.type == "cpu" else stop - start
+    step = max(step, BLOCK)
+    try:
+        pieces = [
+            quantize_rows(weights[at : at + step], task.scheme, task.method)
+            for at in range(0, stop - start, step)
+        ]
+    except FormatError as error:
+        raise FormatError(f"{task.source.name!r}, rows {start} to {stop}: {error}") from error
+    for part, tensor in _parts(pieces, task).items():
+        spec = dict(task.parts)[part]
+        # Zero-points are packed along N: whole words of them belong to whole blocks of rows.
+        first = start if part != "zero_point" else start // BLOCK * task.scheme.format.bits
+        file.write(spec.name, tensor.cpu(), offset=first * spec.shape[1])
+    if start == 0:
+        file.write(dict(task.parts)["shape"].name, torch.tensor(task.source.shape, dtype=torch.int64))
+    return sum(p.squared_error for p in pieces), sum(p.squared_norm for p in pieces)
+
+
+def _parts(pieces: list[QuantizedRows], task: Task) -> dict[str, torch.Tensor]:
+    assert task.scheme is not None
+    parts = {
+        "packed": torch.cat([piece.words for piece in pieces]),
+        "scale": torch.cat([piece.scale for piece in pieces]),
+    }
+    zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
+    if zeros:
+        parts["zero_point"] = pack_zero_points(torch.cat(zeros), task.scheme)
+    return parts
+
+
+def _run_record(
+    checkpoint: Checkpoint, recipe: Recipe, device: torch.device, max_shard_bytes: int
+) -> dict[str, Any]:
+    """All that determines the bytes written."""
+    return {
+        "source": checkpoint.fingerprint(),
+        "recipe": recipe.to_dict(),
+        "device": device.type,
+        "max_shard_bytes": max_shard_bytes,
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    from quantkit import __version__
+
+    return {
+        "quantkit": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
+
+
+def _manifest(
+    source: str, planned: Plan, recipe: Recipe, errors: Mapping[str, float]
+) -> dict[str, Any]:
+    return {
+        "quantkit_manifest": 1,
+        "source": source,
+        "recipe": recipe.to_dict(),
+        "seed": None,
+        "calibration": None,
+        "versions": _versions(),
+        "container": planned.config.container,
+        "needs_quantkit": list(planned.not_portable),
+        "bits_per_weight": planned.bits_per_weight,
+        "layers": {
+            layer.linear.module: {
+                "kind": layer.linear.kind,
+                "shape": list(layer.linear.shape),
+                "matrices": len(layer.linear.stored),
+                "scheme": None if layer.scheme is None else str(layer.scheme),
+                "method": None if layer.fate.method is None else layer.fate.method.name,
+                "reason": layer.fate.reason,
+                "bits_per_weight": layer.bits_per_weight if layer.scheme is not None else None,
+                "relative_error": errors.get(layer.linear.module),
+            }
+            for layer in planned.layers
+        },
+        "dense": dict(planned.dense),
+    }
+

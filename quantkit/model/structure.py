@@ -1,0 +1,239 @@
+"""What the tensors of a checkpoint are: which are linears of the decoder, and what the rest is.
+
+The model is built from its config on the meta device, so its own modules say what each tensor is, and
+transformers' own loading rules say which tensor goes where. A new architecture needs nothing here as
+long as its linears are linears.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Last name of a linear that chooses experts: tiny, and wrong choices cost more than its bytes.
+ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
+
+Kind = Literal["linear", "experts", "lm_head"]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of the model, or one fused set of experts.
+
+    `module` is its name in the loaded model, `stored` the names of its matrices in the file (one per
+    expert and half for experts), and `shape` the [N, K] of each of them.
+    """
+
+    module: str
+    kind: Kind
+    stored: tuple[str, ...]
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Linears by module name, and every other tensor's or module's reason to stay dense.
+
+    `dense` is keyed by stored tensor. `embedding` is the stored name of the token embedding, from which a
+    tied lm_head takes its weights when the file has none of its own.
+    """
+
+    linears: Mapping[str, Linear]
+    dense: Mapping[str, str]
+    embedding: str | None
+    tied: bool
+
+
+def read_structure(checkpoint: Checkpoint) -> Structure:
+    """Classify every tensor of `checkpoint`.
+
+    Raises `CheckpointError` when transformers does not know the architecture, when a linear of the model
+    has no tensor, or when a tensor's shape is not the one the config gives it.
+    """
+    model = meta_model(checkpoint.config, checkpoint.directory)
+    return _classify(model, checkpoint)
+
+
+def meta_model(config: Mapping[str, Any], directory: Path) -> "nn.Module":
+    """The model of a config, without weights; `CheckpointError` if transformers cannot build it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    fields = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    model_type = fields.get("model_type")
+    try:
+        parsed = CONFIG_MAPPING[model_type].from_dict(fields)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(parsed)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: transformers cannot build a causal language model of model_type "
+            f"{model_type!r} from it ({type(error).__name__}: {error}). Check the config, or install a "
+            "transformers that knows the architecture."
+        ) from error
+
+
+def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
+    from torch import nn
+
+    from quantkit.model.names import model_names
+
+    modules = dict(model.named_modules())
+    head = _head_name(model, modules)
+    decoder = _decoder_prefix(model, modules)
+    parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
+
+    gathered: dict[str, list[str]] = {}
+    dense: dict[str, str] = {}
+    for stored, (parameter, fused) in model_names(model, checkpoint.tensors).items():
+        owner, _, leaf = parameter.rpartition(".")
+        module = modules.get(owner)
+        if parameter not in parameters:
+            dense[stored] = "not a parameter of the model"
+        elif fused:
+            reason = _why_dense_experts(module, leaf, decoder, owner)
+            _file(stored, parameter, reason, gathered, dense)
+        elif leaf == "weight" and isinstance(module, nn.Linear):
+            reason = _why_dense_linear(module, owner, decoder, head)
+            _file(stored, owner, reason, gathered, dense)
+        else:
+            dense[stored] = _what(module, leaf)
+
+    linears = {
+        name: _linear(name, tuple(stored), checkpoint, parameters, head) for name, stored in gathered.items()
+    }
+    _check_complete(modules, linears, dense, head, decoder, checkpoint)
+    embedding = _embedding_name(model, modules, checkpoint)
+    if head is not None and head not in linears and embedding is not None:
+        rows, columns = checkpoint.tensors[embedding].shape
+        linears[head] = Linear(head, "lm_head", (head,), (rows, columns))
+    return Structure(linears, dense, embedding, bool(getattr(model.config, "tie_word_embeddings", False)))
+
+
+def _file(
+    stored: str, module: str, reason: str | None, gathered: dict[str, list[str]], dense: dict[str, str]
+) -> None:
+    if reason is None:
+        gathered.setdefault(module, []).append(stored.removesuffix(".weight"))
+    else:
+        dense[stored] = reason
+
+
+def _linear(
+    name: str,
+    stored: tuple[str, ...],
+    checkpoint: Checkpoint,
+    parameters: Mapping[str, tuple[int, ...]],
+    head: str | None,
+) -> Linear:
+    shapes = {checkpoint.tensors[f"{one}.weight"].shape for one in stored}
+    expected = parameters.get(f"{name}.weight")
+    if expected is None:
+        kind: Kind = "experts"
+        # A fused parameter is [E, N of all halves, K]; its stored matrices are [N, K] each.
+        experts, rows, columns = parameters[name]
+        halves = len(stored) // experts
+        expected = (rows // max(halves, 1), columns)
+    else:
+        kind = "lm_head" if name == head else "linear"
+    if shapes != {expected}:
+        raise CheckpointError(
+            f"the stored weights of {name!r} ({stored[0]}.weight, ...) have the shapes {sorted(shapes)}; "
+            f"config.json says {expected}. The config does not belong to these weights."
+        )
+    return Linear(name, kind, stored, (expected[0], expected[1]))
+
+
+def _check_complete(
+    modules: Mapping[str, "nn.Module"],
+    linears: Mapping[str, Linear],
+    dense: Mapping[str, str],
+    head: str | None,
+    decoder: str,
+    checkpoint: Checkpoint,
+) -> None:
+    from torch import nn
+
+    missing = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear)
+        and name not in linears
+        and name != head
+        and _why_dense_linear(module, name, decoder, head) is None
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.directory} has no weights for {len(missing)} linears of the model, such as "
+            f"{missing[0]!r}. Download the checkpoint again, or check that config.json belongs to it."
+        )
+
+
+def _why_dense_linear(module: "nn.Module", name: str, decoder: str, head: str | None) -> str | None:
+    from quantkit.model.modules import why_not_packable
+
+    if name != head:
+        if not name.startswith(decoder):
+            return "a linear outside the decoder"
+        if name.rpartition(".")[2] in ROUTER_NAMES:
+            return "a router: it chooses experts and is tiny"
+    return why_not_packable(module)
+
+
+def _why_dense_experts(module: "nn.Module | None", leaf: str, decoder: str, owner: str) -> str | None:
+    from quantkit.model.modules import why_not_packable
+
+    if not owner.startswith(decoder):
+        return "experts outside the decoder"
+    assert module is not None
+    return why_not_packable(module)
+
+
+def _what(module: "nn.Module | None", leaf: str) -> str:
+    from torch import nn
+
+    if module is None:
+        return "a parameter of the model itself"
+    kind = type(module).__name__
+    if isinstance(module, nn.Embedding):
+        return "an embedding"
+    if "Norm" in kind:
+        return "a norm"
+    if "Router" in kind or "Gate" in kind:
+        return "a router: it chooses experts and is tiny"
+    if leaf == "bias":
+        return "a bias"
+    return f"{leaf!r} of a {kind}, which is not a linear"
+
+
+def _head_name(model: "nn.Module", modules: Mapping[str, "nn.Module"]) -> str | None:
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return (
+        next((name for name, module in modules.items() if module is head), None) if head is not None else None
+    )
+
+
+def _decoder_prefix(model: "nn.Module", modules: Mapping[str, "nn.Module"]) -> str:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    name = next((name for name, module in modules.items() if module is decoder), "")
+    return f"{name}." if name else ""
+
+
+def _embedding_name(
+    model: "nn.Module", modules: Mapping[str, "nn.Module"], checkpoint: Checkpoint
+) -> str | None:
+    from quantkit.model.names import model_names
+
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    name = next(name for name, module in modules.items() if module is embedding)
+    for stored, (parameter, _) in model_names(model, checkpoint.tensors).items():
+        if parameter == f"{name}.weight":
+            return stored
+    return None

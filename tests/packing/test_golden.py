@@ -1,0 +1,115 @@
+"""Golden bytes: what is on disk today stays readable.
+
+The files in `golden/` are the format. When the format changes on purpose, raise the version
+(`quantkit.checkpoint.quantization_config.VERSION`), then write them again from the repository root:
+
+    python -m tests.packing.test_golden
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.packing.schemes import PRESETS, Scheme, scheme
+from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.words import pack, unpack
+
+GOLDEN = Path(__file__).parent / "golden"
+ROWS, COLUMNS = 5, 140  # odd rows; a ragged last group of 12 and a ragged last block
+SCHEMES: dict[str, Scheme] = {
+    **{name: scheme(name) for name in PRESETS},
+    "int4-asymmetric": scheme("int4", group_size=28, asymmetric=True),
+    "int8-asymmetric": scheme("int8", asymmetric=True, scale_dtype=torch.float32),
+}
+
+
+def example(scheme: Scheme) -> PackedTensor:
+    """Integer arithmetic only, so that it is the same under every version of torch."""
+    top = 2**scheme.format.bits
+    groups = scheme.groups(COLUMNS)
+    codes = [[(37 * n + 11 * k + k * k // 7) % top for k in range(COLUMNS)] for n in range(ROWS)]
+    scale = [[(3 * n + g + 1) / 64 for g in range(groups)] for n in range(ROWS)]
+    zero = [[(5 * n + 3 * g + 1) % top for g in range(groups)] for n in range(ROWS)]
+    return PackedTensor.from_codes(
+        torch.tensor(codes, dtype=torch.uint8),
+        torch.tensor(scale),
+        torch.tensor(zero, dtype=torch.uint8) if scheme.zero_point == "integer" else None,
+        scheme,
+    )
+
+
+def little_endian(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def described(packed: PackedTensor) -> dict[str, Any]:
+    """Codes as hex digits, each stored part as the hex of its bytes, one string per row."""
+    parts = dict(packed.parts())
+    digest = hashlib.sha256(b"".join(little_endian(part) for part in parts.values()))
+    return {
+        "scheme": packed.scheme.to_dict(),
+        "shape": list(packed.shape),
+        "codes": [bytes(row).hex() for row in packed.codes().tolist()],
+        "parts": {name: [little_endian(row).hex() for row in part] for name, part in parts.items()},
+        "sha256": digest.hexdigest(),
+        "weights_sha256": hashlib.sha256(little_endian(packed.dequantize())).hexdigest(),
+    }
+
+
+def words_of_every_width() -> dict[str, Any]:
+    def row(bits: int) -> dict[str, str]:
+        codes = [(11 * k + k * k // 7) % 2**bits for k in range(45)]
+        words = pack(torch.tensor(codes, dtype=torch.uint8), bits)
+        return {"codes": bytes(codes).hex(), "words": little_endian(words).hex()}
+
+    return {str(bits): row(bits) for bits in range(1, 9)}
+
+
+def files() -> dict[str, Any]:
+    return {"words": words_of_every_width(), **{name: described(example(s)) for name, s in SCHEMES.items()}}
+
+
+def read(name: str) -> Any:
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["words", *SCHEMES])
+def test_the_bytes_written_today_are_the_golden_bytes(name: str) -> None:
+    assert files()[name] == read(name)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_golden_bytes_read_back_as_the_golden_codes(name: str) -> None:
+    golden = read(name)
+    scheme = Scheme.from_dict(golden["scheme"])
+    parts = {
+        part: torch.frombuffer(bytearray.fromhex("".join(rows)), dtype=dtype).reshape(shape)
+        for part, (dtype, shape) in scheme.storage_shapes(tuple(golden["shape"])).items()
+        if (rows := golden["parts"].get(part))
+    }
+    packed = PackedTensor(
+        parts["packed"], parts["scale"], parts.get("zero_point"), scheme, tuple(golden["shape"])
+    )
+    assert [bytes(row).hex() for row in packed.codes().tolist()] == golden["codes"]
+    assert hashlib.sha256(little_endian(packed.dequantize())).hexdigest() == golden["weights_sha256"]
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_golden_words_of_every_width_read_back(bits: int) -> None:
+    golden = read("words")[str(bits)]
+    words = torch.frombuffer(bytearray.fromhex(golden["words"]), dtype=torch.int32)
+    assert bytes(unpack(words, bits, 45).tolist()).hex() == golden["codes"]
+
+
+def test_every_preset_has_a_golden_file_and_no_file_is_an_orphan() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.json")} == {"words", *SCHEMES}
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name, content in files().items():
+        (GOLDEN / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,245 @@
+"""Packed tensors: codes and weights come back, bytes are counted, nonsense is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+from quantkit.errors import FormatError
+from quantkit.packing.formats import FORMATS, IntFormat
+from quantkit.packing.schemes import Scheme, scheme
+from quantkit.packing.tensor import PackedTensor, dequantize_codes, encode_groups, spread
+
+SHAPES = [(1, 1), (1, 33), (5, 7), (3, 128), (9, 140), (33, 64)]
+SCHEMES = [
+    Scheme(fmt, size, zero_point, dtype)
+    for fmt in FORMATS.values()
+    for size in (None, 1, 24, 32)
+    for zero_point in ("none", "integer")
+    for dtype in (torch.bfloat16, torch.float32)
+    if zero_point == "none" or isinstance(fmt, IntFormat)
+]
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def random_parts(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> Parts:
+    """Codes, scales as stored and zero-point codes."""
+    generator = torch.Generator().manual_seed(seed)
+    top = 2**scheme.format.bits
+    per_group = (shape[0], scheme.groups(shape[1]))
+    codes = torch.randint(0, top, shape, generator=generator, dtype=torch.uint8)
+    scale = torch.rand(per_group, generator=generator).to(scheme.scale_dtype)
+    zero = torch.randint(0, top, per_group, generator=generator, dtype=torch.uint8)
+    return codes, scale, zero if scheme.zero_point == "integer" else None
+
+
+def double_precision(scheme: Scheme, codes: torch.Tensor, scale: torch.Tensor, zero: Any) -> torch.Tensor:
+    """The definition, one weight at a time."""
+    rows, columns = codes.shape
+    weights = torch.empty(rows, columns, dtype=torch.float64)
+    for n in range(rows):
+        for k in range(columns):
+            g = 0 if scheme.group_size is None else k // scheme.group_size
+            code = int(codes[n, k])
+            value = scheme.format.values[code] if zero is None else code - int(zero[n, g])
+            weights[n, k] = value * float(scale[n, g])
+    return weights
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_codes_zero_points_and_weights_come_back(scheme: Scheme) -> None:
+    for shape in SHAPES:
+        codes, scale, zero = random_parts(scheme, shape)
+        packed = PackedTensor.from_codes(codes, scale, zero, scheme)
+        assert packed.shape == shape
+        assert torch.equal(packed.codes(), codes)
+        unpacked_zero = packed.zero_point_codes()
+        assert (unpacked_zero is None) if zero is None else torch.equal(unpacked_zero, zero)
+        expected = double_precision(scheme, codes, scale, zero)
+        assert torch.equal(packed.dequantize(), expected.float())
+        if scheme.scale_dtype == torch.bfloat16:  # the product is exact in float32, so one rounding follows
+            assert torch.equal(packed.dequantize(torch.bfloat16), expected.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES[0], scheme("int4", group_size=24, asymmetric=True)], ids=str)
+def test_a_slice_of_rows_is_the_slice_of_the_whole(scheme: Scheme) -> None:
+    packed = PackedTensor.from_codes(*random_parts(scheme, (9, 70)), scheme)
+    whole = packed.dequantize()
+    for start, stop in [(0, 9), (0, 1), (3, 8), (8, 9), (4, None), (4, 4)]:
+        assert torch.equal(packed.dequantize(start=start, stop=stop), whole[start:stop])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [None, 32])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_compressed_tensors_reads_the_same_weights(
+    bits: int, group_size: int | None, symmetric: bool, dtype: torch.dtype
+) -> None:
+    ours = Scheme(FORMATS[f"int{bits}"], group_size, "none" if symmetric else "integer", dtype)
+    packed = PackedTensor.from_codes(*random_parts(ours, (11, 96)), ours)
+    args = QuantizationArgs(
+        num_bits=bits,
+        symmetric=symmetric,
+        strategy="channel" if group_size is None else "group",
+        group_size=group_size,
+    )
+    state = {f"weight_{part}": tensor for part, tensor in packed.parts()}
+    state["weight_shape"] = torch.tensor(packed.shape)
+    theirs = PackedQuantizationCompressor.decompress(
+        state, QuantizationScheme(targets=["Linear"], weights=args)
+    )["weight"]
+    assert theirs.dtype == dtype
+    assert torch.equal(packed.dequantize(dtype), theirs)
+
+
+def test_stored_parts_are_laid_out_row_major() -> None:
+    asymmetric = scheme("int4", group_size="channel", asymmetric=True)
+    for rows in (1, 5, 33):
+        packed = PackedTensor.from_codes(*random_parts(asymmetric, (rows, 40)), asymmetric)
+        assert all(part.stride() == (part.shape[1], 1) for _, part in packed.parts())
+
+
+def test_bits_per_weight_counts_every_byte() -> None:
+    big = scheme("int4")
+    packed = PackedTensor.from_codes(*random_parts(big, (1024, 1024)), big)
+    assert packed.nbytes == 1024 * 512 + 1024 * 8 * 2 + 16
+    assert packed.bits_per_weight == 4.125 + 16 * 8 / 1024**2
+    asymmetric = replace(big, zero_point="integer")
+    packed = PackedTensor.from_codes(*random_parts(asymmetric, (1024, 1024)), asymmetric)
+    assert packed.bits_per_weight == 4.125 + 4 / 128 + 16 * 8 / 1024**2
+
+
+def test_bits_per_weight_counts_padding() -> None:
+    tiny = scheme("int4", group_size="channel")
+    packed = PackedTensor.from_codes(*random_parts(tiny, (1, 1)), tiny)
+    assert packed.bits_per_weight == 8 * (4 + 2 + 16)
+
+
+def test_moving_to_the_same_device_gives_the_same_tensor() -> None:
+    packed = PackedTensor.from_codes(*random_parts(SCHEMES[0], (4, 64)), SCHEMES[0])
+    packed.kernel_cache["layout"] = object()
+    assert packed.to("cpu") is packed
+    assert packed.device == torch.device("cpu")
+
+
+def test_moving_takes_every_part_along_and_drops_the_kernel_cache() -> None:
+    asymmetric = scheme("int4", asymmetric=True)
+    packed = PackedTensor.from_codes(*random_parts(asymmetric, (4, 64)), asymmetric)
+    packed.kernel_cache["layout"] = object()
+    moved = packed.to("meta")
+    assert {part.device.type for _, part in moved.parts()} == {"meta"}
+    assert [name for name, _ in moved.parts()] == ["packed", "scale", "zero_point"]
+    assert moved.kernel_cache == {}
+
+
+def test_a_group_of_zeros_has_scale_zero_and_weights_zero() -> None:
+    for original in SCHEMES:
+        zero = torch.full((1, 1), 5, dtype=torch.uint8) if original.zero_point == "integer" else None
+        codes = encode_groups(torch.zeros(1, 32), torch.zeros(1, 1), zero, original)
+        one_group = replace(original, group_size=None)
+        weights = dequantize_codes(codes, torch.zeros(1, 1), zero, one_group)
+        assert torch.equal(weights, torch.zeros(1, 32))
+        if zero is not None:
+            assert codes.unique().tolist() == [5]
+
+
+def test_encode_groups_uses_each_groups_own_grid() -> None:
+    int4 = scheme("int4", asymmetric=True)
+    groups = torch.tensor([[0.0, 1.0, 2.0], [0.0, 10.0, -20.0]])
+    scale, zero = torch.tensor([[1.0], [10.0]]), torch.tensor([[8], [3]], dtype=torch.uint8)
+    assert encode_groups(groups, scale, zero, int4).tolist() == [[8, 9, 10], [3, 4, 1]]
+    assert encode_groups(groups, scale, None, scheme("int4")).tolist() == [[8, 9, 10], [8, 9, 6]]
+
+
+def test_spread_cuts_the_last_group() -> None:
+    per_group = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    grouped = spread(per_group, 5, scheme("int4", group_size=3))
+    assert grouped.tolist() == [[1, 1, 1, 2, 2], [3, 3, 3, 4, 4]]
+    assert spread(per_group[:, :1], 5, scheme("int8")).shape == (2, 1)
+
+
+INT4 = scheme("int4", group_size=32)
+ASYMMETRIC = replace(INT4, zero_point="integer")
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("words", "scale", "zero", "scheme", "message"),
+    [
+        (
+            int32(4, 7),
+            bf16(4, 2),
+            None,
+            INT4,
+            r"part 'packed' .* is torch.int32 \(4, 7\); expected .*\(4, 8\)",
+        ),
+        (int32(8, 4).T.long(), bf16(4, 2), None, INT4, r"part 'packed' .* is torch.int64 \(4, 8\); expected"),
+        (int32(4, 8), bf16(4, 1), None, INT4, r"part 'scale' .* \(4, 1\); expected torch.bfloat16 \(4, 2\)"),
+        (
+            int32(4, 8),
+            bf16(4, 2).half(),
+            None,
+            INT4,
+            r"part 'scale' .* torch.float16 .* expected torch.bfloat16",
+        ),
+        (
+            int32(4, 8),
+            bf16(4, 2),
+            int32(4, 2),
+            ASYMMETRIC,
+            r"part 'zero_point' .* \(4, 2\); expected .*\(1, 2\)",
+        ),
+        (
+            int32(4, 8),
+            bf16(4, 2),
+            None,
+            ASYMMETRIC,
+            "zero_point='integer' but a zero-point tensor was not given",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_the_scheme_are_refused(
+    words: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme, message: str
+) -> None:
+    with pytest.raises(FormatError, match=message):
+        PackedTensor(words, scale, zero, scheme, (4, 64))
+
+
+def test_a_zero_point_under_a_symmetric_scheme_is_refused() -> None:
+    with pytest.raises(FormatError, match="zero_point='none' but a zero-point tensor was given"):
+        PackedTensor(int32(4, 8), bf16(4, 2), int32(1, 2), INT4, (4, 64))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (-1, 64)])
+def test_empty_shapes_are_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(FormatError, match="at least one row and one column"):
+        PackedTensor(int32(4, 8), bf16(4, 2), None, INT4, shape)
+
+
+def test_from_codes_refuses_what_it_would_have_to_guess() -> None:
+    codes, scale = torch.zeros(40, 64, dtype=torch.uint8), torch.ones(40, 2)
+    with pytest.raises(FormatError, match=r"codes of a packed tensor are \[N, K\], got shape \(2, 20, 64\)"):
+        PackedTensor.from_codes(codes.view(2, 20, 64), scale, None, INT4)
+    with pytest.raises(FormatError, match=r"codes are torch.uint8, got torch.int8"):
+        PackedTensor.from_codes(codes.view(torch.int8), scale, None, INT4)
+    with pytest.raises(FormatError, match=r"zero-points of 40 rows .* have shape \(40, 2\), got \(33, 2\)"):
+        PackedTensor.from_codes(codes, scale, torch.zeros(33, 2, dtype=torch.uint8), ASYMMETRIC)
+
+
+def test_a_scale_that_overflows_its_dtype_is_refused() -> None:
+    half = replace(INT4, scale_dtype=torch.float16)
+    codes = torch.zeros(1, 64, dtype=torch.uint8)
+    with pytest.raises(FormatError, match=r"scales up to 1e\+06 are not finite as torch.float16; choose"):
+        PackedTensor.from_codes(codes, torch.tensor([[1.0, 1e6]]), None, half)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.hub import resolve
 from quantkit.errors import UsageError
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
 from quantkit.eval.models import (
@@ -84,7 +85,7 @@ class EvalReport:
 
 
 def evaluate(
-    model_dir: Path | str,
+    model: Path | str,
     *,
     against: Path | str | None = None,
     texts: Sequence[Path | str],
@@ -96,9 +97,9 @@ def evaluate(
     reference: Reference | None = None,
     progress: Progress | None = None,
 ) -> EvalReport:
-    """`evaluate_many` for one checkpoint directory."""
+    """`evaluate_many` for one checkpoint."""
     return evaluate_many(
-        [model_dir],
+        [model],
         against=against,
         texts=texts,
         window=window,
@@ -112,7 +113,7 @@ def evaluate(
 
 
 def evaluate_many(
-    model_dirs: Sequence[Path | str],
+    models: Sequence[Path | str],
     *,
     against: Path | str | None = None,
     texts: Sequence[Path | str],
@@ -126,9 +127,9 @@ def evaluate_many(
     cache_dir: Path | str | None = None,
     progress: Progress | None = None,
 ) -> tuple[EvalReport, ...]:
-    """Score checkpoint directories, packed or dense, on text files; one report each, in order.
+    """Score checkpoints (directories or hub ids, packed or dense) on text files; a report each, in order.
 
-    Without `against` or `reference` there is only perplexity. `against` is the directory to compare
+    Without `against` or `reference` there is only perplexity. `against` is the checkpoint to compare
     with, whose logits are kept in at most `budget_bytes` of temporary files, or in `cache_dir` for the
     next run. `reference` is one that the caller opened, of the same settings, to be reused by later
     calls. Only one model is in memory at a time.
@@ -139,9 +140,9 @@ def evaluate_many(
     settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch)
     if reference is not None:
         _check_reference(reference, settings, against)
-        return _evaluate(list(map(Path, model_dirs)), settings, reference, progress)
+        return _evaluate(models, settings, reference, progress)
     if against is None:
-        return _evaluate(list(map(Path, model_dirs)), settings, None, progress)
+        return _evaluate(models, settings, None, progress)
     with Reference(
         against,
         texts=settings.texts,
@@ -153,11 +154,11 @@ def evaluate_many(
         budget_bytes=budget_bytes,
         cache_dir=cache_dir,
     ) as opened:
-        return _evaluate(list(map(Path, model_dirs)), settings, opened, progress)
+        return _evaluate(models, settings, opened, progress)
 
 
 def _check_reference(reference: Reference, settings: Settings, against: Path | str | None) -> None:
-    if against is not None and Path(against).resolve() != reference.directory.resolve():
+    if against is not None and resolve(against).resolve() != reference.directory.resolve():
         raise UsageError(
             f"against is {against}, but the reference given is {reference.directory}. Give one of the two."
         )
@@ -179,12 +180,12 @@ class _Run:
 
 
 def _evaluate(
-    directories: Sequence[Path], settings: Settings, reference: Reference | None, progress: Progress | None
+    models: Sequence[Path | str], settings: Settings, reference: Reference | None, progress: Progress | None
 ) -> tuple[EvalReport, ...]:
     # Headers, tokenizers and vocabularies of all models are checked before any model runs.
     runs = []
-    for directory in directories:
-        subject = Subject.open(directory, settings)
+    for model in models:
+        subject = Subject.open(model, settings)
         if reference is not None:
             check_comparable(subject, reference.subject)
         runs.append(_Run(subject, measure(subject.checkpoint), [[] for _ in subject.texts]))

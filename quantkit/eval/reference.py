@@ -86,7 +86,7 @@ class Reference:
 
     def __init__(
         self,
-        directory: Path | str,
+        source: Path | str,
         *,
         texts: Sequence[Path | str],
         window: int = DEFAULT_WINDOW,
@@ -97,14 +97,14 @@ class Reference:
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
         cache_dir: Path | str | None = None,
     ) -> None:
-        """Read headers, tokenizer and texts; the model is loaded by the first `prepare`.
+        """Read headers, tokenizer and texts of a directory or hub id; `prepare` loads the model.
 
         `budget_bytes` bounds the logits on disk at a time. `OutputError` if that much is needed and
         not free.
         """
-        self.directory = Path(directory)
         self.settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch)
-        self.subject = Subject.open(self.directory, self.settings)
+        self.subject = Subject.open(source, self.settings)
+        self.directory = self.subject.checkpoint.directory
         #: Seconds spent so far on running the reference model.
         self.seconds = 0.0
         window_bytes = [
@@ -114,14 +114,14 @@ class Reference:
             [len(text.tokens) for text in self.subject.texts], batch, max(window_bytes), budget_bytes
         )
         self._device = resolve_device(device)
+        total = sum(len(t.tokens) * size for t, size in zip(self.subject.texts, window_bytes, strict=True))
+        place = Path(tempfile.gettempdir() if cache_dir is None else cache_dir) / self._key()
+        _check_space(place, min(total, budget_bytes))
         self._temporary = None
+        self._files = place
         if cache_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="quantkit-reference-")
             self._files = Path(self._temporary.name)
-        else:
-            self._files = Path(cache_dir) / self._key()
-        total = sum(len(t.tokens) * size for t, size in zip(self.subject.texts, window_bytes, strict=True))
-        self._check_space(min(total, budget_bytes))
 
     def __enter__(self) -> "Reference":
         return self
@@ -217,12 +217,14 @@ class Reference:
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
-    def _check_space(self, needed: int) -> None:
-        place = next(path for path in (self._files, *self._files.parents) if path.is_dir())
-        free = shutil.disk_usage(place).free
-        stored = sum(path.stat().st_size for path in self._files.glob("*.f32"))
-        if needed > free + stored:
-            raise OutputError(
-                f"the reference logits take {needed} bytes in {self._files}, where {free} are free. Use a "
-                "smaller budget, name another cache directory, or set TMPDIR."
-            )
+
+def _check_space(directory: Path, needed: int) -> None:
+    """`OutputError` if `directory`, with its logits of an earlier run, has no room for `needed` bytes."""
+    place = next(path for path in (directory, *directory.parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    stored = sum(path.stat().st_size for path in directory.glob("*.f32"))
+    if needed > free + stored:
+        raise OutputError(
+            f"the reference logits take {needed} bytes in {place}, where {free} are free. Use a smaller "
+            "budget, name another cache directory, or set TMPDIR."
+        )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.models import dtype_named, language_limits, open_tokenizer
@@ -47,12 +48,13 @@ class Subject:
     notes: tuple[str, ...]
 
     @classmethod
-    def open(cls, directory: Path, settings: Settings) -> "Subject":
-        """Read headers, tokenizer and texts. Loads no weights.
+    def open(cls, source: Path | str, settings: Settings) -> "Subject":
+        """Read headers, tokenizer and texts of a directory or hub id. Loads no weights.
 
         `UsageError` for a text or option, `CheckpointError` for a checkpoint that cannot be used.
         """
-        checkpoint = Checkpoint.open(directory)
+        checkpoint = Checkpoint.open(resolve(source))
+        directory = checkpoint.directory
         tokenizer = open_tokenizer(directory)
         vocabulary, limit = language_limits(directory)
         window, note = usable_window(settings.window, limit)

@@ -34,10 +34,7 @@ def dequantize_rows(
     rows, columns = codes.shape
     if columns % scale.shape[1]:
         return dequantize_codes(codes, scale, zero, weight.scheme).to(dtype)
-    if zero is None:
-        values = weight.scheme.format.decode(codes)
-    else:
-        values = codes.to(torch.float32)
+    values = weight.scheme.format.decode(codes) if zero is None else codes.to(torch.float32)
     # Groups of equal length broadcast; only a ragged last group needs one scale spelled out per weight.
     groups = values.view(rows, scale.shape[1], -1)
     if zero is not None:
@@ -68,7 +65,9 @@ def _int4_supports(problem: Problem) -> str | None:
         return f"it computes int4, the weight is {scheme.format.name}"
     if scheme.group_size not in _INT4_GROUPS:
         size = "channel" if scheme.group_size is None else scheme.group_size
-        return f"torch's operator takes group sizes 32, 64, 128 and 256, this is {size}; quantize with one of them"
+        return (
+            f"torch's operator takes groups of 32, 64, 128 or 256, this is {size}; quantize with one of them"
+        )
     if problem.k % scheme.group_size:
         return f"torch's operator takes whole groups, K={problem.k} is not a multiple of {scheme.group_size}"
     if problem.n % 16:
@@ -77,11 +76,6 @@ def _int4_supports(problem: Problem) -> str | None:
         return (
             f"torch's operator holds scales in the activation dtype, and {scheme.scale_dtype} scales are "
             f"not exact in {problem.dtype}; use {scheme.scale_dtype} activations"
-        )
-    if scheme.zero_point != "none" and problem.dtype != torch.float32:
-        return (
-            f"torch's operator holds scale * (8 - zero_point) in {problem.dtype}, which rounds it and "
-            "shifts whole groups; use a symmetric scheme"
         )
     return None
 
@@ -96,7 +90,7 @@ def _torch_op_pays(problem: Problem, name: str, limit: int) -> str | None:
     return None
 
 
-def _int4_build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
+def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     rows, columns = weight.shape
     step = -(-block_rows(columns) // 64) * 64
     # Blocks of 64 rows are packed on their own, so cutting at a multiple of 64 changes nothing.
@@ -104,15 +98,11 @@ def _int4_build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
         torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes(start, start + step).int(), 1)
         for start in range(0, rows, step)
     ]
-    # In float32, cast by the launch: this is built before the activations are known to be bfloat16.
-    scale = weight.scale
+    scale = weight.scale.float()
     zero_point = weight.zero_point_codes()
-    if zero_point is None:
-        offset = torch.zeros_like(scale)
-    else:
-        scale = scale.float()
-        offset = scale * (8 - zero_point.float())
-    return torch.cat(packed), torch.stack([scale, offset], dim=-1).transpose(0, 1).contiguous()
+    offset = torch.zeros_like(scale) if zero_point is None else scale * (8 - zero_point.float())
+    scales = torch.stack([scale, offset], dim=-1).transpose(0, 1)
+    return torch.cat(packed), scales.to(dtype).contiguous()
 
 
 def _int4_launch(
@@ -124,7 +114,7 @@ def _int4_launch(
     packed, scales = layout
     group_size = weight.scheme.group_size
     assert group_size is not None
-    y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales.to(x.dtype))
+    y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
     return y if bias is None else y.add_(bias)
 
 
@@ -147,11 +137,11 @@ def _int8_supports(problem: Problem) -> str | None:
     return None
 
 
-def _int8_build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
+def _int8_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     number_format = weight.scheme.format
     assert isinstance(number_format, IntFormat)
     # Offset binary to two's complement is flipping the sign bit.
-    return ((weight.codes() ^ number_format.offset).view(torch.int8), weight.scale.flatten())
+    return ((weight.codes() ^ number_format.offset).view(torch.int8), weight.scale.flatten().to(dtype))
 
 
 def _int8_launch(
@@ -161,7 +151,7 @@ def _int8_launch(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     values, scale = layout
-    y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, values, scale.to(x.dtype))
+    y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, values, scale)
     return y if bias is None else y.add_(bias)
 
 
@@ -169,7 +159,7 @@ CPU_ROWS = (
     KernelRow(
         name="torch-int4",
         summary="torch's weight-only int4 product, for a few bfloat16 rows; float32 sums, rounded once, "
-        "and once more by a bias",
+        "and once more by a bias; scale * (8 - zero_point) is rounded too; holds the codes twice",
         device="cpu",
         supports=_int4_supports,
         pays=lambda problem: _torch_op_pays(problem, "int4", 8),
@@ -179,7 +169,7 @@ CPU_ROWS = (
     KernelRow(
         name="torch-int8",
         summary="torch's weight-only int8 product, for a few bfloat16 rows; float32 sums, rounded once, "
-        "and once more by a bias",
+        "and once more by a bias; holds the codes twice",
         device="cpu",
         supports=_int8_supports,
         pays=lambda problem: _torch_op_pays(problem, "int8", 4),

@@ -12,13 +12,12 @@ float32 product of the dequantized weights, and faster, because a quarter of the
 """
 
 from functools import lru_cache
-from math import frexp
 
 import torch
 import torch.nn.functional as F
 
 from quantkit.kernels.problem import KernelRow, Problem
-from quantkit.packing.formats import IntFormat, NumberFormat
+from quantkit.packing.formats import NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -46,14 +45,16 @@ def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] |
     return (values, shift) if min(values) >= -128 and max(values) <= 127 else None
 
 
-def segment_size(scheme: Scheme, columns: int) -> int:
-    """Columns of one integer product: the group, or an even part of it."""
+def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
+    """Columns of one integer product (the group, or an even part of it), and products per row."""
     size = scheme.group_size
     if size is None:
-        return min(_SEGMENT, columns)
+        parts = -(-columns // _SEGMENT)
+        return -(-columns // parts), parts
+    whole = size
     while size > 2 * _SEGMENT and size % 2 == 0:
         size //= 2
-    return size
+    return size, scheme.groups(columns) * (whole // size)
 
 
 def _supports(problem: Problem) -> str | None:
@@ -62,7 +63,7 @@ def _supports(problem: Problem) -> str | None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
     if scheme.zero_point != "none" and scheme.format.bits == 8:
         return "8-bit codes less a zero-point need 9 bits; quantize symmetrically"
-    if segment_size(scheme, problem.k) > _MAX_SEGMENT:
+    if segmentation(scheme, problem.k)[0] > _MAX_SEGMENT:
         return f"an int32 overflows in groups of {scheme.group_size}; use a group size up to {_MAX_SEGMENT}"
     return None
 
@@ -70,7 +71,7 @@ def _supports(problem: Problem) -> str | None:
 def _pays(problem: Problem) -> str | None:
     if "vnni" not in problem.features:
         return "this CPU has no VNNI instructions, without which int8 products are slow"
-    segment = segment_size(problem.scheme, problem.k)
+    segment, _ = segmentation(problem.scheme, problem.k)
     if problem.n * segment < 1 << 15:
         return f"its products of {problem.n} x {segment} weights are too small to be worth starting"
     limit = 256 if problem.dtype == torch.float32 else 4
@@ -79,34 +80,75 @@ def _pays(problem: Problem) -> str | None:
     return None
 
 
-def _build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
+def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """int8 [segments, N, segment] and the scale of each, float32 [segments, N]."""
     scheme = weight.scheme
     rows, columns = weight.shape
     found = integer_values(scheme.format)
     assert found is not None
     values, shift = found
-    segment = segment_size(scheme, columns)
-    segments = -(-columns // segment)
-    table = torch.tensor(values, dtype=torch.int8)
+    segment, segments = segmentation(scheme, columns)
+    device = weight.device
+    table = torch.tensor(values, dtype=torch.int8, device=device)
     zero_point = weight.zero_point_codes()
-    out = torch.empty(segments, rows, segment, dtype=torch.int8)
+    out = torch.empty(segments, rows, segment, dtype=torch.int8, device=device)
     step = max(1, (1 << 20) // columns)
     for start in range(0, rows, step):
-        codes = weight.codes(start, start + step)
-        if isinstance(scheme.format, IntFormat) and zero_point is None:
-            block = (codes ^ scheme.format.offset).view(torch.int8) if scheme.format.bits == 8 else (
-                codes.view(torch.int8) - scheme.format.offset
-            )
-        elif zero_point is None:
+        # What pads a row does not matter: the launch pads activations with zeros.
+        codes = F.pad(weight.codes(start, start + step), (0, segments * segment - columns))
+        if zero_point is None:
             block = table[codes.int()]
         else:
-            block = codes.view(torch.int8)
-        block = F.pad(block, (0, segments * segment - columns)).view(-1, segments, segment)
-        if zero_point is not None:
-            repeat = segments // zero_point.shape[1]
-            zero = zero_point[start : start + step].view(torch.int8).repeat_interleave(repeat, dim=1)
-            block = block - zero.unsqueeze(2)
-        out[:, start : start + step] = block.transpose(0, 1)
+            zero = zero_point[start : start + step].repeat_interleave(
+                codes.shape[1] // zero_point.shape[1], dim=1
+            )
+            # uint8 wraps around, so its bits are those of the signed difference.
+            block = (codes - zero).view(torch.int8)
+        out[:, start : start + step] = block.view(-1, segments, segment).transpose(0, 1)
     scale = weight.scale.float().mul_(2.0**-shift).T
     return out, scale.repeat_interleave(segments // scale.shape[0], dim=0).contiguous()
+
+
+def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations (float32 [S, M, g]) as digits (int8 [S, M*3, g]) and what each counts (float32 [S, M, 3]).
+
+    A group with an infinity or a NaN counts NaN, so its products do.
+    """
+    largest = groups.abs().amax(dim=2, keepdim=True)
+    exponent = torch.frexp(largest).exponent.sub_(_FRACTION_BITS).clamp_(min=_MIN_EXPONENT)
+    # A power of two from its bits: exact, which exp2 need not be.
+    unit = ((exponent + 127) << 23).view(torch.float32)
+    fixed = torch.round(groups / unit).to(torch.int32).add_(0x808080)
+    digits = torch.stack([(fixed >> shift).to(torch.uint8) ^ 0x80 for shift in (16, 8, 0)], dim=2)
+    counts = torch.where(largest.isfinite(), unit, torch.nan) * unit.new_tensor(_DIGIT_WEIGHTS)
+    return digits.view(torch.int8).flatten(1, 2), counts
+
+
+def _launch(
+    x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
+) -> torch.Tensor:
+    values, scale = layout
+    segments, rows, segment = values.shape
+    count = x.shape[0]
+    padded = F.pad(x.float(), (0, segments * segment - x.shape[1]))
+    digits, counts = _split(padded.view(count, segments, segment).transpose(0, 1))
+    y = torch.zeros(count, rows, dtype=torch.float32, device=x.device)
+    for index in range(segments):
+        # Each digit's sum is below 2**31, and float32 rounds it to 2**-24 of itself.
+        sums = torch._int_mm(digits[index], values[index].T).float().view(count, DIGITS, rows)
+        y.addcmul_(torch.bmm(counts[index].unsqueeze(1), sums).squeeze(1), scale[index])
+    if bias is not None:
+        y.add_(bias)
+    return y.to(x.dtype)
+
+
+DIGITS_ROW = KernelRow(
+    name="int-digits",
+    summary="exact int8 products of the weights and three digits of the activations; float32 sums; holds "
+    "one more byte per weight",
+    device="cpu",
+    supports=_supports,
+    pays=_pays,
+    build=_build,
+    launch=_launch,
+)

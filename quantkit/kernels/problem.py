@@ -49,9 +49,9 @@ class KernelRow:
     `supports` says why the row cannot compute a problem, `pays` why it can but a later row is faster.
     Forcing a row by name overrides `pays`, never `supports`.
 
-    `build` makes the row's kernel layout from the storage layout, once per weight; None for a row that
-    reads the storage layout. `launch(x [m, k], weight, layout, bias)` returns y [m, n] of x's dtype for
-    m >= 1 and contiguous x.
+    `build(weight, activation dtype)` makes the row's kernel layout from the storage layout, once per
+    weight; None for a row that reads the storage layout. `launch(x [m, k], weight, layout, bias)` returns
+    y [m, n] of x's dtype, for m >= 1 and contiguous x.
     """
 
     name: str
@@ -59,7 +59,7 @@ class KernelRow:
     device: str
     supports: Verdict
     pays: Verdict
-    build: Callable[[PackedTensor], tuple[torch.Tensor, ...]] | None
+    build: Callable[[PackedTensor, torch.dtype], tuple[torch.Tensor, ...]] | None
     launch: Callable[
         [torch.Tensor, PackedTensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor
     ]
@@ -70,10 +70,11 @@ def device_features(device: str) -> frozenset[str]:
     """Facts about a device type that rows decide by: for cpu its vector instructions."""
     if device != "cpu":
         return frozenset()
-    facts = {torch.backends.cpu.get_cpu_capability().lower().split()[0]}
+    # What torch dispatches on, as "AVX2", "AVX512" or "AVX512_VNNI"; an AVX512 machine runs AVX2 code too.
+    facts = {torch.backends.cpu.get_cpu_capability().lower().split("_")[0]}
     if "avx512" in facts:
-        # The capability that torch dispatches on: with ATEN_CPU_CAPABILITY=default VNNI stays unused too.
         facts.add("avx2")
-        if torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported():
+        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        if has_onednn and torch.cpu._is_vnni_supported():
             facts.add("vnni")
     return frozenset(facts)

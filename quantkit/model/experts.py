@@ -7,17 +7,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from quantkit.model._shim import KernelLayout, build_layout, linear_parts
-from quantkit.model.packed_module import PackedModule, PartSpec
+from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.packing.names import Container, part_name
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
 GATE_UP = "gate_up_proj"
 DOWN = "down_proj"
-
-#: Words, scales, zero-points, scheme and [N, K] of one packed matrix.
-_Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Scheme, tuple[int, int]]
 
 
 class FusedExperts(Protocol):
@@ -87,16 +83,13 @@ class PackedExperts(PackedModule):
 
     def packed(self, parameter: str, expert: int) -> tuple[PackedTensor, ...]:
         """The matrices of one expert: (gate, up) for `gate_up_proj`, (down,) for `down_proj`."""
-        return tuple(
-            PackedTensor(words, scale.to(scheme.scale_dtype), zero_point, scheme, shape)
-            for words, scale, zero_point, scheme, shape in self._matrices(parameter, expert)
-        )
+        return tuple(matrix.packed for matrix in self._matrices(parameter, expert))
 
-    def build_kernel_layouts(self) -> None:
+    def build_kernel_layouts(self, dtype: torch.dtype) -> None:
         for parameter in (GATE_UP, DOWN):
             for expert in range(self.num_experts):
-                for index, matrix in enumerate(self._matrices(parameter, expert)):
-                    self._matrix_layout(parameter, 2 * expert + index, matrix)
+                for half, matrix in enumerate(self._matrices(parameter, expert)):
+                    self._layout(parameter, 2 * expert + half, matrix, dtype)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -131,32 +124,25 @@ class PackedExperts(PackedModule):
             f"down={self.down_scheme}"
         )
 
-    def _matrices(self, parameter: str, expert: int) -> Iterator[_Matrix]:
-        """Words, scales, zero-points, scheme and shape of the packed matrices of one expert."""
-        scheme, rows, columns, halves = (
-            (self.gate_up_scheme, self.intermediate_dim, self.hidden_dim, 2)
+    def _matrices(self, parameter: str, expert: int) -> Iterator[Matrix]:
+        scheme, columns, halves = (
+            (self.gate_up_scheme, self.hidden_dim, 2)
             if parameter == GATE_UP
-            else (self.down_scheme, self.hidden_dim, self.intermediate_dim, 1)
+            else (self.down_scheme, self.intermediate_dim, 1)
         )
         words, scale = self._part(parameter, "packed"), self._part(parameter, "scale")
         zero_point = self._part(parameter, "zero_point")
         assert words is not None and scale is not None
-        zeros = (None,) * halves if zero_point is None else zero_point[expert].chunk(halves)
+        zeros = [None] * halves if zero_point is None else zero_point[expert].chunk(halves)
         parts = zip(words[expert].chunk(halves), scale[expert].chunk(halves), zeros, strict=True)
         for half_words, half_scale, half_zero in parts:
-            yield half_words, half_scale, half_zero, scheme, (rows, columns)
+            yield Matrix.of(half_words, half_scale, half_zero, scheme, columns)
 
     def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:
-        results = []
-        for index, matrix in enumerate(self._matrices(parameter, expert)):
-            words, scale, zero_point, scheme, _ = matrix
-            layout = self._matrix_layout(parameter, 2 * expert + index, matrix)
-            results.append(linear_parts(x, words, scale, zero_point, None, scheme, words.shape[0], layout))
-        return results
-
-    def _matrix_layout(self, parameter: str, index: int, matrix: _Matrix) -> KernelLayout | None:
-        words, scale, zero_point, scheme, _ = matrix
-        return self._layout(parameter, index, lambda: build_layout(words, scale, zero_point, scheme))
+        return [
+            self._product(parameter, 2 * expert + half, matrix, x)
+            for half, matrix in enumerate(self._matrices(parameter, expert))
+        ]
 
 
 def is_fused_experts(module: nn.Module) -> bool:

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from quantkit.errors import FormatError
-from quantkit.model._shim import KernelLayout, build_layout, linear_parts
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts, is_fused_experts, why_not_packable_experts
-from quantkit.model.packed_module import PackedModule, PartSpec
+from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.packing.names import Container, part_name
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -68,23 +67,14 @@ class PackedLinear(PackedModule):
 
     @property
     def packed(self) -> PackedTensor:
-        """The weight as a `PackedTensor` that shares storage with the parameters.
+        """The weight as a `PackedTensor` on the parameters' storage."""
+        return self._matrix(self.in_features).packed
 
-        Only the scales are a copy, and only after the model was cast to another dtype.
-        """
-        words, scale, zero_point = self._parts()
-        shape = (self.out_features, self.in_features)
-        return PackedTensor(words, scale.to(self.scheme.scale_dtype), zero_point, self.scheme, shape)
-
-    def build_kernel_layouts(self) -> None:
-        self._kernel_layout()
+    def build_kernel_layouts(self, dtype: torch.dtype) -> None:
+        self._layout("weight", 0, self._matrix(self.in_features), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        words, scale, zero_point = self._parts()
-        # The words and not `out_features` say how many rows there are: a tensor-parallel rank has a shard.
-        return linear_parts(
-            x, words, scale, zero_point, self.bias, self.scheme, words.shape[0], self._kernel_layout()
-        )
+        return self._product("weight", 0, self._matrix(x.shape[-1]), x, self.bias)
 
     def extra_repr(self) -> str:
         return (
@@ -92,13 +82,10 @@ class PackedLinear(PackedModule):
             f"bias={self.bias is not None}, scheme={self.scheme}"
         )
 
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _matrix(self, columns: int) -> Matrix:
         words, scale = self._part("weight", "packed"), self._part("weight", "scale")
         assert words is not None and scale is not None
-        return words, scale, self._part("weight", "zero_point")
-
-    def _kernel_layout(self) -> KernelLayout | None:
-        return self._layout("weight", 0, lambda: build_layout(*self._parts(), self.scheme))
+        return Matrix.of(words, scale, self._part("weight", "zero_point"), self.scheme, columns)
 
 
 def why_not_packable(module: nn.Module) -> str | None:

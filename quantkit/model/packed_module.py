@@ -2,14 +2,16 @@
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from quantkit.model._shim import KernelLayout
+from quantkit.kernels.linear import KernelLayout, build_layout, linear_parts
 from quantkit.packing.names import Container, part_name
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,37 @@ class PartSpec:
     logical: Mapping[int, tuple[int, int]]
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """One packed matrix [N, K] in a module's parameters, with the scheme that these have now."""
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    scheme: Scheme
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        words: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        scheme: Scheme,
+        columns: int,
+    ) -> "Matrix":
+        # A cast of the model casts the scales too. The words say how many rows there are: a
+        # tensor-parallel rank has a shard of them.
+        if scale.dtype != scheme.scale_dtype:
+            scheme = replace(scheme, scale_dtype=scale.dtype)
+        return cls(words, scale, zero_point, scheme, (words.shape[0], columns))
+
+    @property
+    def packed(self) -> PackedTensor:
+        """The matrix as a `PackedTensor` on the same storage."""
+        return PackedTensor(self.words, self.scale, self.zero_point, self.scheme, self.shape)
+
+
 class PackedModule(nn.Module):
     """What packed modules share: frozen storage, and kernel layouts that follow it.
 
@@ -41,15 +74,18 @@ class PackedModule(nn.Module):
     def __init__(self, container: Container) -> None:
         super().__init__()
         self.container = container
-        self._layouts: dict[tuple[str, int], KernelLayout | None] = {}
+        self._layouts: dict[tuple[str, int, torch.dtype], KernelLayout | None] = {}
         self._layout_owners: dict[str, weakref.ref[torch.Tensor]] = {}
 
     def part_specs(self) -> dict[str, PartSpec]:
         """The state-dict entries of packed matrices by name."""
         raise NotImplementedError
 
-    def build_kernel_layouts(self) -> None:
-        """Build what the kernels want for the device the words are on; no-op for offloaded modules."""
+    def build_kernel_layouts(self, dtype: torch.dtype) -> None:
+        """Build what the kernels want for activations of `dtype` where the words are.
+
+        A no-op for offloaded modules, whose words come anew for every forward.
+        """
         raise NotImplementedError
 
     def drop_kernel_layouts(self) -> None:
@@ -70,24 +106,39 @@ class PackedModule(nn.Module):
         tensor: torch.Tensor | None = getattr(self, name, None)
         return tensor
 
-    def _layout(
-        self, parameter: str, index: int, build: Callable[[], KernelLayout | None]
-    ) -> KernelLayout | None:
-        """The layout of one matrix of `parameter`, from `build` unless it is known and still valid."""
+    def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
+        """The layout of the matrix number `index` of `parameter`, built unless it is there and valid."""
         words = self._part(parameter, "packed")
         assert words is not None
         owner = self._layout_owners.get(parameter)
         if owner is None or owner() is not words:
-            # Offloaded parameters are replaced in every forward, and a layout costs more than one use.
-            if _is_offloaded(self) or words.is_meta:
+            # A layout costs more than one forward gains from it.
+            if words.is_meta or _is_offloaded(self):
                 return None
             self._layouts = {key: value for key, value in self._layouts.items() if key[0] != parameter}
             self._layout_owners[parameter] = weakref.ref(words)
-        if (parameter, index) not in self._layouts:
+        key = (parameter, index, dtype)
+        if key not in self._layouts:
             if torch.compiler.is_compiling():
                 return None
-            self._layouts[parameter, index] = build()
-        return self._layouts[parameter, index]
+            self._layouts[key] = build_layout(
+                matrix.words, matrix.scale, matrix.zero_point, matrix.scheme, matrix.shape, dtype
+            )
+        return self._layouts[key]
+
+    def _product(
+        self, parameter: str, index: int, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return linear_parts(
+            x,
+            matrix.words,
+            matrix.scale,
+            matrix.zero_point,
+            bias,
+            matrix.scheme,
+            matrix.shape[0],
+            self._layout(parameter, index, matrix, x.dtype),
+        )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Moves and casts keep the Parameter objects, so their identity does not give them away.

@@ -71,7 +71,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         for _, module in packed_modules(model):
             # The loader makes every floating-point parameter trainable.
             module.requires_grad_(False)
-            module.build_kernel_layouts()
+            module.build_kernel_layouts(model.dtype)
         return model
 
     def _convert_model_for_quantization(self, model: nn.Module) -> None:
@@ -168,3 +168,7 @@ def _quantizer_dispatcher(original: Any) -> type:
             return target(quantization_config, **kwargs)
 
     return CompressedTensorsHfQuantizer
+
+
+# On import, and not only in the hook: whoever imports this module first is who makes transformers run it.
+register()

@@ -1,7 +1,7 @@
 """The transformers versions that quantkit works with."""
 
 import warnings
-from importlib import metadata
+from importlib import import_module, metadata
 from types import ModuleType
 
 from quantkit.errors import EnvironmentProblem
@@ -26,9 +26,7 @@ def register_plugin(module: ModuleType | None = None) -> None:
     if problem is not None:
         warnings.warn(f"quantkit's formats are not registered with transformers: {problem}", stacklevel=2)
         return
-    from quantkit.model.plugin import register
-
-    register()
+    import_module("quantkit.model.plugin")
 
 
 def _problem() -> str | None:

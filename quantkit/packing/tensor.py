@@ -64,7 +64,8 @@ class PackedTensor:
                 f"zero-points of {rows} rows of {columns} under {scheme} have shape "
                 f"{(rows, scheme.groups(columns))}, got {tuple(zero_point.shape)}."
             )
-        stored_scale = scale.to(scheme.scale_dtype)
+        # Clones, as `contiguous` leaves a single column with the stride of the matrix it came from.
+        stored_scale = scale.to(scheme.scale_dtype).clone(memory_format=torch.contiguous_format)
         if not bool(torch.isfinite(stored_scale).all()):
             raise FormatError(
                 f"scales up to {scale.abs().max().item():.3g} are not finite as {scheme.scale_dtype}; "
@@ -73,7 +74,6 @@ class PackedTensor:
         bits = scheme.format.bits
         packed_zero = None
         if zero_point is not None:
-            # A clone, as `contiguous` leaves a single column with the stride of the row it came from.
             packed_zero = pack(zero_point.T, bits).T.clone(memory_format=torch.contiguous_format)
         return cls(
             pack(codes, bits),

@@ -1,5 +1,6 @@
 """Scores against the definitions written out with Python floats, closed forms, and their invariants."""
 
+import itertools
 import math
 
 import pytest
@@ -127,7 +128,7 @@ def test_divergence_is_never_negative_and_ignores_shifts(seed, vocabulary, sprea
 def test_merging_windows_is_scoring_them_together(seed, cuts):
     logits, targets, reference = example(seed, 6, 3, 5)
     edges = sorted({0, 6, *cuts})
-    parts = [score(logits[a:b], targets[a:b], reference[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [score(logits[a:b], targets[a:b], reference[a:b]) for a, b in itertools.pairwise(edges)]
     assert summarize(merge(parts)) == summarize(score(logits, targets, reference))
 
 

@@ -1,0 +1,155 @@
+"""Decoding on a CPU: one row of activations through the linear layers of a 1B model, dense against packed.
+
+The layers are those of a Llama of hidden size 2048, intermediate size 8192, 32 heads and 8 key-value heads
+of 64. `--layers` of its 16 blocks are built with weights of their own, so no weight is still in cache when
+its turn comes again; times are scaled to the 16.
+
+    python benchmarks/cpu_decode.py [--threads 2] [--json out.json]
+
+GB/s counts the bytes of weights, scales and layouts that a row reads, over the time.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.errors import KernelError
+from quantkit.kernels.linear import linear
+from quantkit.kernels.problem import Problem, device_features
+from quantkit.kernels.table import FORCE_VARIABLE, ROWS, choose
+from quantkit.packing.schemes import Scheme, scheme
+from quantkit.packing.tensor import PackedTensor
+
+MODEL_LAYERS = 16
+#: (N, K) of q, k, v, o, gate, up, down.
+SHAPES = ((2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192))
+FORMATS = ("int4", "int8", "fp6", "binary")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row of the table; `ms` is the median over repeats for all linear layers of a token."""
+
+    dtype: str
+    weights: str
+    kernel: str
+    chosen: bool
+    ms: float
+    ms_min: float
+    megabytes: float
+    gb_per_s: float
+    speedup: float
+
+
+def random_packed(layout: Scheme, shape: tuple[int, int], generator: torch.Generator) -> PackedTensor:
+    rows, columns = shape
+    codes = torch.randint(0, 2**layout.format.bits, shape, dtype=torch.uint8, generator=generator)
+    scale = torch.rand(rows, layout.groups(columns), generator=generator) * 0.01
+    return PackedTensor.from_codes(codes, scale, None, layout)
+
+
+def timed(calls: list[Callable[[], torch.Tensor]], repeats: int) -> list[float]:
+    """Seconds of one pass over all calls, `repeats` times after a first pass that does not count."""
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def bytes_read(weight: PackedTensor, row: str) -> int:
+    for entry in weight.kernel_cache.values():
+        built = entry[1]
+        if built is not None and built.row == row:
+            return sum(tensor.nbytes for tensor in built.tensors)
+    return weight.nbytes
+
+
+def measure(dtype: torch.dtype, layers: int, repeats: int) -> list[Measurement]:
+    generator = torch.Generator().manual_seed(0)
+    xs = {k: torch.randn(1, k, generator=generator).to(dtype) for _, k in SHAPES}
+    name = str(dtype).removeprefix("torch.")
+    scale = MODEL_LAYERS / layers
+
+    dense = [torch.randn(s, generator=generator).to(dtype) for _ in range(layers) for s in SHAPES]
+    times = timed([lambda w=w: F.linear(xs[w.shape[1]], w) for w in dense], repeats)
+    base = statistics.median(times) * scale
+    size = sum(w.nbytes for w in dense) * scale
+    found = [
+        Measurement(name, "dense", "torch", True, base * 1e3, min(times) * scale * 1e3, size / 1e6,
+                    size / base / 1e9, 1.0)
+    ]  # fmt: skip
+    del dense
+    for format_name in FORMATS:
+        layout = scheme(format_name)
+        packed = [random_packed(layout, s, generator) for _ in range(layers) for s in SHAPES]
+        n, k = SHAPES[4]
+        best = choose(Problem(1, n, k, layout, dtype, "cpu", device_features("cpu"))).name
+        for row in ROWS:
+            os.environ[FORCE_VARIABLE] = row.name
+            # Building a layout is no part of decoding; one that a row would only lose with is skipped.
+            try:
+                linear(xs[packed[0].shape[1]], packed[0])
+            except KernelError:
+                continue
+            slow = row.name == "unpack" or dict(reasons(n, k, layout, dtype))[row.name] is not None
+            times = timed([lambda p=p: linear(xs[p.shape[1]], p) for p in packed], 1 if slow else repeats)
+            middle = statistics.median(times) * scale
+            size = sum(bytes_read(p, row.name) for p in packed) * scale
+            found.append(
+                Measurement(name, str(layout), row.name, row.name == best, middle * 1e3,
+                            min(times) * scale * 1e3, size / 1e6, size / middle / 1e9, base / middle)
+            )  # fmt: skip
+        os.environ.pop(FORCE_VARIABLE, None)
+    return found
+
+
+def reasons(n: int, k: int, layout: Scheme, dtype: torch.dtype) -> tuple[tuple[str, str | None], ...]:
+    from quantkit.kernels.table import explain
+
+    return explain(Problem(1, n, k, layout, dtype, "cpu", device_features("cpu")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    found: list[Measurement] = []
+    with torch.inference_mode():
+        for dtype in (torch.bfloat16, torch.float32):
+            found += measure(dtype, arguments.layers, arguments.repeats)
+    print(
+        f"{arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    )
+    print(
+        f"{'dtype':9} {'weights':24} {'kernel':11} {'ms/token':>9} {'min':>7} {'MB read':>8} {'GB/s':>6} {'speedup':>8}"
+    )
+    for m in found:
+        mark = "*" if m.chosen else " "
+        print(
+            f"{m.dtype:9} {m.weights:24} {m.kernel:10}{mark} {m.ms:9.1f} {m.ms_min:7.1f} {m.megabytes:8.0f} "
+            f"{m.gb_per_s:6.1f} {m.speedup:8.2f}"
+        )
+    print("* what the table chooses")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(m) for m in found], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

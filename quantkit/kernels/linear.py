@@ -1,0 +1,255 @@
+"""y = x W^T on packed weights: the functions to call, and the torch operator behind them.
+
+The operator `quantkit::linear` is opaque to torch.compile, which therefore never breaks the graph, and
+chooses its row from the table by the number of rows at run time. It is differentiable in x and bias.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.kernels.cpu import block_rows, dequantize_rows
+from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
+from quantkit.kernels.table import choose, forced_row, log_choice
+from quantkit.packing.schemes import Scheme, parse_token
+from quantkit.packing.tensor import PackedTensor
+
+
+@dataclass(frozen=True, eq=False)
+class KernelLayout:
+    """What a row built from a weight: private to the row, for one activation dtype and one device."""
+
+    row: str
+    dtype: torch.dtype
+    tensors: tuple[torch.Tensor, ...]
+
+
+def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x [..., K] @ packed [N, K]^T + bias [N]`, in x's dtype (float32, bfloat16 or float16).
+
+    The first call per activation dtype outside torch.compile builds the layout that is fastest for
+    decoding and keeps it with `packed`; compiled code uses the layout if it is there already.
+    Gradients flow to x and bias. Raises `KernelError` where shapes, dtypes or devices do not fit.
+    """
+    _check_operands(x, packed, bias)
+    cached: tuple[str, KernelLayout | None] | None = packed.kernel_cache.get(_cache_key(x.dtype))
+    if not torch.compiler.is_compiling() and (cached is None or cached[0] != forced_row()):
+        built = build_layout(
+            packed.words, packed.scale, packed.zero_point, packed.scheme, packed.shape, x.dtype
+        )
+        cached = (forced_row(), built)
+        packed.kernel_cache[_cache_key(x.dtype)] = cached
+    return linear_parts(
+        x,
+        packed.words,
+        packed.scale,
+        packed.zero_point,
+        bias,
+        packed.scheme,
+        packed.shape[0],
+        None if cached is None else cached[1],
+    )
+
+
+def linear_parts(  # noqa: PLR0917
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scheme: Scheme | str,
+    out_features: int,
+    layout: KernelLayout | None,
+) -> torch.Tensor:
+    """`linear` for a module that holds the parts of the packed weight and its layout itself.
+
+    `scheme` may be given as its token. A layout built for another activation dtype is not used.
+    """
+    token = scheme if isinstance(scheme, str) else _token(scheme)
+    use = layout is not None and layout.dtype == x.dtype
+    tensors = list(layout.tensors) if layout is not None and use else []
+    name = layout.row if layout is not None and use else ""
+    y: torch.Tensor = torch.ops.quantkit.linear(
+        x, words, scale, zero_point, tensors, bias, token, out_features, name
+    )
+    return y
+
+
+def build_layout(  # noqa: PLR0917
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+    shape: tuple[int, int],
+    activation_dtype: torch.dtype,
+) -> KernelLayout | None:
+    """The layout that decoding (one row of x) is fastest with where the parts are; None for none.
+
+    None says that the storage layout itself is what runs. Raises `FormatError` where the parts do not
+    fit scheme and shape [N, K], and `KernelError` where no row runs them.
+    """
+    weight = PackedTensor(words, scale, zero_point, scheme, shape)
+    device = words.device.type
+    problem = Problem(1, *shape, scheme, activation_dtype, device, device_features(device))
+    row = choose(problem)
+    if row.build is None:
+        return None
+    with torch.no_grad():
+        return KernelLayout(row.name, activation_dtype, row.build(weight, activation_dtype))
+
+
+@lru_cache(maxsize=1024)
+def _cached_token(scheme: Scheme) -> str:
+    return scheme.token
+
+
+def _token(scheme: Scheme) -> str:
+    return _cached_token(scheme)
+
+
+# torch.compile cannot trace json and need not: a scheme is frozen, so its token is a constant. This is all
+# that torch.compiler.assume_constant_result does, less its import of torch._dynamo, which takes 1.5 s.
+_token._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _cache_key(dtype: torch.dtype) -> str:
+    return f"linear {dtype}"
+
+
+def _check_operands(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
+    rows, columns = packed.shape
+    if x.dim() == 0 or x.shape[-1] != columns:
+        raise KernelError(
+            f"x has shape {tuple(x.shape)}; its last dimension must be the packed weight's "
+            f"{columns} input features."
+        )
+    _check_activations(x, packed.words, bias, rows)
+
+
+def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
+    if x.dtype not in ACTIVATION_DTYPES:
+        raise KernelError(
+            f"x is {x.dtype}; packed products take float32, bfloat16 or float16. Cast x to one of them."
+        )
+    if x.device != words.device:
+        raise KernelError(
+            f"x is on {x.device} and the packed weight on {words.device}; move one of them with .to()."
+        )
+    if bias is None:
+        return
+    if tuple(bias.shape) != (rows,):
+        raise KernelError(f"bias has shape {tuple(bias.shape)}; the weight has {rows} output features.")
+    if bias.dtype != x.dtype or bias.device != x.device:
+        raise KernelError(
+            f"bias is {bias.dtype} on {bias.device} and x is {x.dtype} on {x.device}; "
+            "cast or move the bias to match x."
+        )
+
+
+@torch.library.custom_op("quantkit::linear", mutates_args=())
+def _linear(  # noqa: PLR0917
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    layout: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    scheme: str,
+    out_features: int,
+    layout_row: str,
+) -> torch.Tensor:
+    if x.dim() == 0:
+        raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
+    columns = x.shape[-1]
+    parsed = parse_token(scheme)
+    weight = PackedTensor(words, scale, zero_point, parsed, (out_features, columns))
+    _check_activations(x, words, bias, out_features)
+    flat = x.reshape(-1, columns).contiguous()
+    if flat.shape[0] == 0 or out_features == 0:
+        return x.new_empty(*x.shape[:-1], out_features)
+    device = x.device.type
+    problem = Problem(
+        flat.shape[0], out_features, columns, parsed, x.dtype, device, device_features(device), layout_row
+    )
+    row = choose(problem)
+    log_choice(problem, row)
+    y = row.launch(flat, weight, tuple(layout) if row.build is not None else (), bias)
+    return y.view(*x.shape[:-1], out_features)
+
+
+@_linear.register_fake
+def _(  # noqa: PLR0917
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    layout: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    scheme: str,
+    out_features: int,
+    layout_row: str,
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@torch.library.custom_op("quantkit::linear_grad_x", mutates_args=())
+def _linear_grad_x(  # noqa: PLR0917
+    grad: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: str,
+    in_features: int,
+) -> torch.Tensor:
+    """`grad [..., N] @ W [N, K]` in grad's dtype, unpacking a block of rows at a time."""
+    rows = grad.shape[-1]
+    weight = PackedTensor(words, scale, zero_point, parse_token(scheme), (rows, in_features))
+    zeros = weight.zero_point_codes()
+    flat = grad.reshape(-1, rows).float()
+    out = torch.zeros(flat.shape[0], in_features, dtype=torch.float32, device=grad.device)
+    step = block_rows(in_features)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        block = dequantize_rows(weight, zeros, start, stop, torch.float32)
+        out.addmm_(flat[:, start:stop], block)
+    return out.to(grad.dtype).view(*grad.shape[:-1], in_features)
+
+
+@_linear_grad_x.register_fake
+def _(  # noqa: PLR0917
+    grad: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: str,
+    in_features: int,
+) -> torch.Tensor:
+    return grad.new_empty(*grad.shape[:-1], in_features)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, words, scale, zero_point, layout, _, scheme, _, _ = inputs
+    ctx.save_for_backward(words, scale, zero_point)
+    ctx.scheme = scheme
+    ctx.in_features = x.shape[-1]
+    ctx.layout_tensors = len(layout)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    words, scale, zero_point = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    if needs[2]:
+        raise KernelError(
+            "the scale of a packed weight asks for a gradient and has none; call requires_grad_(False) on it."
+        )
+    grad_x = None
+    if needs[0]:
+        grad_x = torch.ops.quantkit.linear_grad_x(grad, words, scale, zero_point, ctx.scheme, ctx.in_features)
+    grad_bias = grad.flatten(0, -2).sum(0) if needs[5] else None
+    return grad_x, None, None, None, [None] * ctx.layout_tensors, grad_bias, None, None, None
+
+
+_linear.register_autograd(_backward, setup_context=_setup_context)

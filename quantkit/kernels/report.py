@@ -1,0 +1,57 @@
+"""Which kernel runs what, and why others do not: the data behind `quantkit doctor`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.kernels.problem import KernelRow, Problem, device_features
+from quantkit.kernels.table import ROWS, explain
+from quantkit.packing.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the table says of one problem; `row` is None where nothing runs it."""
+
+    problem: Problem
+    row: str | None
+    #: (row, reason) of every row that does not run it, in table order; those of other devices left out.
+    refusals: tuple[tuple[str, str], ...]
+
+
+def choices(
+    schemes: Iterable[Scheme],
+    dtypes: Iterable[torch.dtype],
+    rows_of_x: Iterable[int],
+    *,
+    shape: tuple[int, int] = (4096, 4096),
+    device: str = "cpu",
+) -> tuple[Choice, ...]:
+    """The table's answer for each scheme x activation dtype x M, for a weight `shape` [N, K] on `device`.
+
+    `QUANTKIT_KERNEL` is not applied: this is what runs when nothing is forced.
+    """
+    dtypes, rows_of_x = tuple(dtypes), tuple(rows_of_x)
+    return tuple(
+        choice_of(Problem(m, *shape, scheme, dtype, device, device_features(device)))
+        for scheme in schemes
+        for dtype in dtypes
+        for m in rows_of_x
+    )
+
+
+def choice_of(problem: Problem) -> Choice:
+    """The table's answer for one problem."""
+    here = {row.name for row in device_rows(problem.device)}
+    verdicts = [(name, reason) for name, reason in explain(problem) if name in here]
+    return Choice(
+        problem,
+        next((name for name, reason in verdicts if reason is None), None),
+        tuple((name, reason) for name, reason in verdicts if reason is not None),
+    )
+
+
+def device_rows(device: str) -> tuple[KernelRow, ...]:
+    """The rows there are for a device type."""
+    return tuple(row for row in ROWS if row.device == device)

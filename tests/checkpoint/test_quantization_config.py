@@ -1,0 +1,184 @@
+"""`quantization_config`: it survives JSON, foreign readers accept it, and nonsense is refused."""
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig as PeerConfig
+
+from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig, why_not_compressed_tensors
+from quantkit.errors import CheckpointError
+from quantkit.packing.schemes import Scheme, scheme
+
+INT4, INT8, FP6 = scheme("int4"), scheme("int8"), scheme("fp6")
+
+
+def linear(name: str, scheme: Scheme | None, columns: int = 256) -> Assignment:
+    return Assignment(name, (name,), (64, columns), scheme)
+
+
+EXPRESSIBLE = [linear("a.q", INT4), linear("a.k", INT4), linear("b", INT8), linear("lm_head", None)]
+INEXPRESSIBLE = [linear("a.q", FP6), linear("a.k", FP6), linear("b", INT4), linear("lm_head", None)]
+
+
+def written(assignments: Sequence[Assignment]) -> dict[str, Any]:
+    config = QuantizationConfig.from_assignments(assignments)
+    return json.loads(json.dumps(config.to_dict(assignments)))
+
+
+def peer_groups(assignments: Sequence[Assignment]) -> dict[tuple[str, ...], Any]:
+    """What compressed-tensors itself understands, by targets."""
+    parsed = PeerConfig.model_validate(written(assignments))
+    return {tuple(group.targets): group.weights for group in parsed.config_groups.values()}
+
+
+@pytest.mark.parametrize(
+    "assignments",
+    [EXPRESSIBLE, INEXPRESSIBLE, [linear("a", None)], [], [linear("a", FP6)]],
+    ids=["compressed-tensors", "quantkit", "dense", "empty", "uniform"],
+)
+def test_every_scheme_survives_json(assignments: list[Assignment]) -> None:
+    config = QuantizationConfig.from_assignments(assignments)
+    read = QuantizationConfig.from_dict(written(assignments))
+    assert read == config
+    assert [read.scheme_of(a.module) for a in assignments] == [a.scheme for a in assignments]
+
+
+def test_the_commonest_scheme_is_the_default_and_is_not_listed() -> None:
+    config = QuantizationConfig.from_assignments(EXPRESSIBLE)
+    assert config.default == INT4
+    assert config.modules == {"b": INT8, "lm_head": None}
+    assert written(EXPRESSIBLE)["quantkit"] == {
+        "version": 1,
+        "schemes": [INT4.to_dict(), INT8.to_dict()],
+        "default": 0,
+        "modules": {"b": 1, "lm_head": None},
+    }
+
+
+def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
+    assert written(EXPRESSIBLE)["quant_method"] == "compressed-tensors"
+    assert written([*EXPRESSIBLE, linear("c", FP6)])["quant_method"] == "quantkit"
+    assert set(written(INEXPRESSIBLE)) == {"quant_method", "quantkit"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "columns", "reason"),
+    [
+        (INT4, 256, None),
+        (INT8, 250, None),
+        (scheme("int4", asymmetric=True), 256, None),
+        (INT4, 100, None),  # one short group is the whole row
+        (INT4, 200, "compressed-tensors needs groups that divide 200, not 128"),
+        (FP6, 256, "compressed-tensors has no fp6-e2m3"),
+        (scheme("binary"), 256, "compressed-tensors has no binary"),
+        (
+            scheme("int4", scale_dtype=torch.float32),
+            256,
+            "readers of compressed-tensors hold scales in the model's dtype, which rounds float32",
+        ),
+    ],
+)
+def test_why_not_compressed_tensors(scheme: Scheme, columns: int, reason: str | None) -> None:
+    assert why_not_compressed_tensors(scheme, columns) == reason
+    expected = "compressed-tensors" if reason is None else "quantkit"
+    assert written([linear("a", scheme, columns)])["quant_method"] == expected
+
+
+def test_compressed_tensors_understands_the_arguments() -> None:
+    weights = peer_groups([linear("a", INT4)])[("Linear",)]
+    assert (weights.num_bits, weights.symmetric, weights.strategy, weights.group_size) == (
+        4,
+        True,
+        "group",
+        128,
+    )
+    weights = peer_groups([linear("a", scheme("int8", asymmetric=True))])[("Linear",)]
+    assert (weights.num_bits, weights.symmetric, weights.strategy) == (8, False, "channel")
+    weights = peer_groups([linear("a", INT4, columns=100)])[("Linear",)]
+    assert weights.strategy == "channel"
+
+
+def test_only_the_commonest_group_targets_the_class_and_the_others_exact_names() -> None:
+    groups = peer_groups(EXPRESSIBLE)
+    assert {targets: weights.num_bits for targets, weights in groups.items()} == {("Linear",): 4, ("b",): 8}
+
+
+def test_groups_are_named_by_what_is_stored() -> None:
+    experts = Assignment("m.experts.gate_up", ("m.experts.0.gate", "m.experts.0.up"), (64, 256), INT8)
+    groups = peer_groups([linear("a", INT4), linear("b", INT4), linear("c", INT4), experts])
+    assert set(groups) == {("Linear",), experts.stored}
+    read = QuantizationConfig.from_dict(written([linear("a", INT4), linear("b", INT4), experts]))
+    assert read.scheme_of("m.experts.gate_up") == INT8
+
+
+def test_dense_layers_are_ignored_under_both_names() -> None:
+    dense = Assignment("m.experts.down", ("m.experts.0.down", "m.experts.1.down"), (64, 256), None)
+    parsed = PeerConfig.model_validate(written([linear("a", INT4), dense, linear("lm_head", None)]))
+    assert parsed.ignore == ["m.experts.down", "m.experts.0.down", "m.experts.1.down", "lm_head"]
+    assert parsed.format == "pack-quantized"
+    assert parsed.quantization_status == "compressed"
+
+
+def test_a_compressed_tensors_configuration_needs_its_assignments() -> None:
+    config = QuantizationConfig.from_assignments(EXPRESSIBLE)
+    with pytest.raises(ValueError, match="cannot be written without its assignments"):
+        config.to_dict()
+    own = QuantizationConfig.from_assignments(INEXPRESSIBLE)
+    assert own.to_dict() == own.to_dict(INEXPRESSIBLE)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"version": 2}, "version is 2; this quantkit reads version 1. Upgrade quantkit"),
+    ({"version": True}, "version is True; this quantkit reads version 1"),
+    ({"version": None}, "version is None"),
+    ({"schemes": {}}, "'schemes' is dict; expected a JSON array"),
+    ({"schemes": ["int4"]}, "quantkit.schemes: a scheme has the fields"),
+    ({"schemes": [{**INT4.to_dict(), "format": "int17"}]}, "schemes: unknown number format 'int17'"),
+    ({"default": 7}, "quantkit.default is 7; expected null or the number of one of the 2 schemes"),
+    ({"default": -1}, "quantkit.default is -1"),
+    ({"default": False}, "quantkit.default is False"),
+    ({"modules": []}, "'modules' is list; expected a JSON object"),
+    ({"modules": {"b": "int4"}}, "quantkit.modules['b'] is 'int4'; expected null or the number"),
+    ({"surprise": 1}, "quantkit has the keys ['default', 'modules', 'schemes', 'surprise', 'version']"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_a_wrong_section_is_refused(change: dict[str, Any], message: str) -> None:
+    data = copy.deepcopy(written(EXPRESSIBLE))
+    data["quantkit"].update(change)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        QuantizationConfig.from_dict(data)
+
+
+@pytest.mark.parametrize("key", ["version", "schemes", "default", "modules"])
+def test_a_missing_key_is_refused(key: str) -> None:
+    data = written(EXPRESSIBLE)
+    del data["quantkit"][key]
+    with pytest.raises(CheckpointError, match="version"):
+        QuantizationConfig.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "no section 'quantkit' (quant_method 'gptq'): the checkpoint was not",
+        ),
+        ({"quant_method": "quantkit", "quantkit": 4}, "'quantkit' is int; expected a JSON object"),
+        (
+            {**written(INEXPRESSIBLE), "quant_method": "awq"},
+            "quant_method is 'awq'; a quantkit checkpoint has one",
+        ),
+        ([], "'quantization_config' is list; expected a JSON object"),
+    ],
+)
+def test_a_foreign_configuration_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        QuantizationConfig.from_dict(data)

@@ -1,0 +1,320 @@
+"""Evaluation from files to figures, on a small real model and hand-made headers."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError, OutputError, UsageError
+from quantkit.eval import evaluate as evaluate_module
+from quantkit.eval import reference as reference_module
+from quantkit.eval.evaluate import evaluate, evaluate_many
+from quantkit.eval.reference import Batch, Reference, plan_blocks
+from quantkit.eval.sizes import measure
+from quantkit.packing.names import part_name
+from quantkit.packing.schemes import scheme
+from quantkit.packing.tensor import PackedTensor
+
+ROOT = Path(__file__).parents[2]
+STORIES = [ROOT / "examples" / "stories260K", ROOT.parent / "shared" / "models" / "stories260K"]
+BOOKS = ROOT.parent / "shared" / "models" / "books-28m"
+TEXTS = ROOT.parent / "shared" / "data" / "eval"
+
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play in the park with her dog. "
+    "One day, she found a big red ball under a tree. She was very happy and showed it to her mom. "
+)
+REQUIRED = {
+    "perplexity",
+    "reference_perplexity",
+    "excess",
+    "kl_mean",
+    "kl_p99",
+    "same_top1",
+    "tokens",
+}
+
+
+@pytest.fixture(scope="session")
+def stories() -> Path:
+    for path in STORIES:
+        if path.is_dir():
+            return path
+    pytest.skip("stories260K is not here")
+
+
+@pytest.fixture(scope="session")
+def perturbed(stories, tmp_path_factory) -> Path:
+    """A copy of stories260K whose linears are a few percent off."""
+    directory = tmp_path_factory.mktemp("models") / "perturbed"
+    shutil.copytree(stories, directory)
+    path = directory / "model.safetensors"
+    path.unlink()
+    tensors = load_file(stories / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight"):
+            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.1 * float(tensor.std()))
+    save_file(tensors, path, metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> list[Path]:
+    directory = tmp_path_factory.mktemp("texts")
+    paths = [directory / "a.txt", directory / "b.txt"]
+    paths[0].write_text(5 * STORY)
+    paths[1].write_text(3 * STORY.replace("Lily", "Tom"))
+    return paths
+
+
+def figures(report) -> dict:
+    return {name: metrics.to_dict() for name, metrics in report.texts.items()}
+
+
+def test_a_model_against_itself_loses_nothing(stories, texts):
+    report = evaluate(stories, against=stories, texts=texts, window=64, max_windows=3, device="cpu")
+    for metrics in report.texts.values():
+        assert metrics.kl_mean == metrics.kl_max == metrics.excess == metrics.excess_se == 0.0
+        assert metrics.same_top1 == 1.0
+        assert metrics.perplexity == metrics.reference_perplexity
+        assert metrics.tokens == 3 * 63
+
+
+def test_figures_are_those_of_the_whole_logits_in_float64(stories, perturbed, texts):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    report = evaluate(perturbed, against=stories, texts=texts[:1], window=64, device="cpu")
+    found = report.texts["a.txt"]
+    ids = AutoTokenizer.from_pretrained(stories)(texts[0].read_text(), add_special_tokens=False)["input_ids"]
+    windows = torch.tensor(ids)[: len(ids) // 64 * 64].view(-1, 64)
+    logs = []
+    for path in (perturbed, stories):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logs.append(model(windows).logits[:, :-1].double().log_softmax(-1))
+    q, p = logs
+    kl = (p.exp() * (p - q)).sum(-1)
+    nll, reference_nll = (-log.gather(-1, windows[:, 1:, None]).mean() for log in (q, p))
+    assert found.tokens == kl.numel() == len(windows) * 63
+    assert found.perplexity == pytest.approx(nll.exp().item(), rel=1e-5)
+    assert found.reference_perplexity == pytest.approx(reference_nll.exp().item(), rel=1e-5)
+    assert found.excess == pytest.approx(math.log(found.perplexity / found.reference_perplexity), abs=1e-9)
+    assert found.kl_mean == pytest.approx(kl.mean().item(), rel=1e-3)
+    assert found.kl_p99 == pytest.approx(kl.flatten().quantile(0.99).item(), rel=1e-3)
+    assert found.same_top1 == pytest.approx((q.argmax(-1) == p.argmax(-1)).double().mean().item(), abs=1e-3)
+    assert 0.0 < found.kl_mean < 1.0 and found.same_top1 < 1.0
+
+
+def counted(monkeypatch) -> list[Path]:
+    """The models opened from here on, in order."""
+    opened: list[Path] = []
+    original = reference_module.open_model
+
+    def open_model(path, dtype, device):
+        opened.append(Path(path))
+        return original(path, dtype, device)
+
+    monkeypatch.setattr(reference_module, "open_model", open_model)
+    monkeypatch.setattr(evaluate_module, "open_model", open_model)
+    return opened
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_taking_turns_gives_exactly_the_figures_of_one_pass(stories, perturbed, texts, batch, monkeypatch):
+    options = {"against": stories, "texts": texts, "window": 32, "device": "cpu", "batch": batch}
+    options["max_windows"] = 3
+    whole = evaluate_many([perturbed], **options)[0]
+    opened = counted(monkeypatch)
+    window_bytes = 31 * 512 * 4
+    in_turns = evaluate_many([perturbed], budget_bytes=3 * window_bytes, **options)[0]
+    assert figures(in_turns) == figures(whole)
+    assert len(opened) >= 4, opened
+    assert opened == [stories, perturbed] * (len(opened) // 2)
+
+
+def test_one_reference_serves_several_models(stories, perturbed, texts, monkeypatch):
+    options = {"texts": texts, "window": 64, "max_windows": 2, "device": "cpu"}
+    expected = evaluate(perturbed, against=stories, **options)
+    opened = counted(monkeypatch)
+    with Reference(stories, **options) as reference:
+        files = reference._files
+        first = evaluate(perturbed, reference=reference, **options)
+        evaluate(stories, reference=reference, **options)
+        assert any(files.iterdir())
+        with pytest.raises(UsageError, match="same settings"):
+            evaluate(perturbed, reference=reference, **options | {"window": 32})
+        with pytest.raises(UsageError, match="one of the two"):
+            evaluate(perturbed, reference=reference, against=perturbed, **options)
+    assert opened == [stories, perturbed, stories]
+    assert figures(first) == figures(expected)
+    assert not files.exists()
+
+
+def test_a_cache_directory_is_found_again(stories, perturbed, texts, tmp_path, monkeypatch):
+    options = {"against": stories, "texts": texts, "window": 32, "device": "cpu", "cache_dir": tmp_path}
+    options["max_windows"] = 2
+    first = evaluate_many([perturbed], **options)[0]
+    opened = counted(monkeypatch)
+    again = evaluate_many([perturbed], **options)[0]
+    assert opened == [perturbed] and figures(first) == figures(again)
+    # A file cut short is computed again, and another text is another key.
+    file = sorted(tmp_path.glob("*/*.f32"))[0]
+    file.write_bytes(file.read_bytes()[:-4])
+    assert figures(evaluate_many([perturbed], **options)[0]) == figures(first)
+    evaluate_many([perturbed], **options | {"texts": texts[:1]})
+    assert opened == [perturbed, stories, perturbed, stories, perturbed]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_report_is_json_with_the_agreed_names(stories, perturbed, texts):
+    seen = []
+    report = evaluate(
+        perturbed,
+        against=stories,
+        texts=texts,
+        window=2000,
+        device="cpu",
+        progress=lambda done, total, label: seen.append((done, total, label)),
+    )
+    content = json.loads(report.to_json(), parse_constant=pytest.fail)
+    assert content["version"] == 1 and content["window"] == 512 and content["dtype"] == "float32"
+    assert "cut to 512" in content["notes"][0]
+    assert set(content["texts"]) == {"a.txt", "b.txt"}
+    assert set(content["texts"]["a.txt"]) >= REQUIRED
+    assert content["bits_per_weight"] == {"linears": None, "model": 32.0}
+    assert content["bytes"]["model"] == (perturbed / "model.safetensors").stat().st_size
+    assert content["bytes"]["reference"] == (stories / "model.safetensors").stat().st_size
+    assert {"quantkit_version", "torch", "transformers", "seconds", "device"} <= set(content)
+    assert [done for done, total, _ in seen if done == total] and "perturbed on b.txt" in seen[-1][2]
+
+
+def test_without_a_reference_there_is_only_perplexity(stories, texts):
+    report = evaluate(stories, texts=texts[:1], window=64, max_windows=2, device="cpu")
+    content = json.loads(report.to_json())
+    assert content["against"] is None and content["bytes"]["reference"] is None
+    metrics = content["texts"]["a.txt"]
+    assert 1 < metrics["perplexity"] < 512 and metrics["tokens"] == 126
+    assert all(metrics[name] is None for name in REQUIRED - {"perplexity", "tokens"})
+
+
+def test_models_of_different_vocabularies_are_not_compared(stories, texts):
+    other = ROOT.parent / "shared" / "models" / "tinystories-656k"
+    if not other.is_dir():
+        pytest.skip("tinystories-656k is not here")
+    with pytest.raises(CheckpointError, match=r"vocabulary has 2048 and 512"):
+        evaluate(other, against=stories, texts=texts, window=64, device="cpu")
+
+
+def test_tokenizers_of_one_size_that_differ_are_not_compared(stories, perturbed, texts, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(perturbed, other)
+    path = other / "tokenizer.json"
+    content = json.loads(path.read_text())
+    path.unlink()
+    vocabulary = content["model"]["vocab"]
+    vocabulary["▁was"], vocabulary["▁her"] = vocabulary["▁her"], vocabulary["▁was"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="different tokens"):
+        evaluate(other, against=stories, texts=texts, window=64, device="cpu")
+
+
+def test_logits_that_are_not_finite_are_an_error(stories, texts, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(stories, broken)
+    tensors = load_file(stories / "model.safetensors")
+    tensors["model.norm.weight"][3] = math.nan
+    (broken / "model.safetensors").unlink()
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="not finite"):
+        evaluate(broken, texts=texts, window=64, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "unknown dtype"),
+        ({"batch": 0}, "batch is 0"),
+        ({"window": 1}, "window is 1"),
+        ({"max_windows": 0}, "max_windows is 0"),
+    ],
+)
+def test_wrong_options_are_named(stories, texts, options, message):
+    with pytest.raises(UsageError, match=message):
+        evaluate(stories, texts=texts, device="cpu", **options)
+
+
+def test_blocks_keep_batches_and_the_budget():
+    assert plan_blocks([5, 2], 2, 10, 40) == (
+        (Batch(0, 0, 2), Batch(0, 2, 4)),
+        (Batch(0, 4, 5), Batch(1, 0, 2)),
+    )
+    for budget in range(20, 100):
+        blocks = plan_blocks([5, 2], 2, 10, budget)
+        assert sum(blocks, ()) == plan_blocks([5, 2], 2, 10, 1000)[0]
+        assert all(sum(10 * (b.stop - b.start) for b in block) <= budget for block in blocks)
+    with pytest.raises(UsageError, match="take 20 bytes, the budget is 19"):
+        plan_blocks([5, 2], 2, 10, 19)
+
+
+def test_a_full_disk_is_told_before_the_model_runs(stories, texts, monkeypatch):
+    usage = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(reference_module.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OutputError, match="where 1000 are free"):
+        Reference(stories, texts=texts, window=64, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("format_name", "group_size", "asymmetric", "bits", "container"),
+    [
+        ("int4", 32, False, 4 + 16 / 32, "compressed-tensors"),
+        ("int4", 32, True, 4 + 20 / 32, "compressed-tensors"),
+        ("int8", "channel", False, 8 + 16 / 64, "compressed-tensors"),
+        ("binary", 32, False, 1 + 16 / 32, "quantkit"),
+    ],
+)
+def test_bits_per_weight_count_every_byte(tmp_path, format_name, group_size, asymmetric, bits, container):
+    chosen = scheme(format_name, group_size=group_size, asymmetric=asymmetric).for_columns(64)
+    rows, columns, dense = 96, 64, 1000
+    codes = torch.zeros(rows, columns, dtype=torch.uint8)
+    groups = chosen.groups(columns)
+    zero_point = torch.zeros(rows, groups, dtype=torch.uint8) if asymmetric else None
+    packed = PackedTensor.from_codes(codes, torch.ones(rows, groups), zero_point, chosen)
+    tensors = {part_name("layer.weight", part, container): tensor for part, tensor in packed.parts()}
+    tensors["layer.weight_shape"] = torch.tensor([rows, columns])
+    tensors["lm_head.weight"] = torch.zeros(10, 100, dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assignment = Assignment("layer", ("layer",), (rows, columns), chosen)
+    config = QuantizationConfig.from_assignments([assignment])
+    assert config.container == container
+    section = config.to_dict([assignment])
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
+
+    found = measure(Checkpoint.open(tmp_path))
+    assert found.linears == packed.bits_per_weight
+    assert found.linears == pytest.approx(bits + 128 / (rows * columns))
+    total = packed.nbytes + 2 * dense
+    assert found.model == 8 * total / (rows * columns + dense)
+    assert found.format == str(chosen)
+    assert found.file_bytes == (tmp_path / "model.safetensors").stat().st_size > total
+
+    tensors["layer.weight_shape"] = torch.tensor([rows, 100 * columns])
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no more weights than bits"):
+        measure(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.skipif(not (BOOKS.is_dir() and TEXTS.is_dir()), reason="books-28m is not here")
+def test_the_protocol_gives_the_known_perplexities():
+    report = evaluate(
+        BOOKS, texts=[TEXTS / "books.txt", TEXTS / "docs.txt"], window=1024, max_windows=8, device="cpu"
+    )
+    assert report.texts["books.txt"].perplexity == pytest.approx(21.98, abs=0.01)
+    assert report.texts["docs.txt"].perplexity == pytest.approx(6.56, abs=0.01)
+    assert report.texts["books.txt"].tokens == 8 * 1023

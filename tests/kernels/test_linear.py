@@ -1,0 +1,197 @@
+"""Packed linear layers against the float64 product of the dequantized weight."""
+
+import pytest
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.kernels.linear import build_layout, linear, linear_parts
+from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
+from quantkit.kernels.table import FORCE_VARIABLE, ROWS, explain
+from quantkit.packing.formats import IntFormat, number_format
+from quantkit.packing.schemes import PRESETS
+
+ROWS_OF_X = (0, 1, 3, 17, 65)
+#: Plain, both dimensions odd for the words, ragged groups and less than a block.
+SHAPES = ((80, 256), (37, 172), (5, 60))
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+def asymmetries(name):
+    return (False, True) if isinstance(number_format(PRESETS[name].format), IntFormat) else (False,)
+
+
+CASES = [(name, asymmetric) for name in PRESETS for asymmetric in asymmetries(name)]
+
+
+def integers(m, k, dtype):
+    return torch.randint(-4, 5, (m, k), generator=torch.Generator().manual_seed(m)).to(dtype)
+
+
+def computes(row, packed, m, dtype):
+    """Whether the row can be forced on this product."""
+    problem = Problem(m, *packed.shape, packed.scheme, dtype, "cpu", device_features("cpu"))
+    return row.device == "cpu" and row.supports(problem) is None
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "asymmetric"), CASES)
+def test_exact_operands_give_the_exact_product(
+    name, asymmetric, dtype, row, make_packed, reference, poisoned, monkeypatch
+):
+    monkeypatch.setenv(FORCE_VARIABLE, row.name)
+    for shape in SHAPES:
+        for group_size in ("channel", 32, 64, 128):
+            packed = make_packed(name, shape, group_size=group_size, asymmetric=asymmetric, exact=True)
+            for m in ROWS_OF_X:
+                if not computes(row, packed, m, dtype):
+                    continue
+                x = integers(m, shape[1], dtype)
+                y = linear(x, packed)
+                assert y.dtype == dtype
+                assert torch.equal(y, reference(x, packed).to(dtype)), (shape, group_size, m)
+                assert torch.equal(y, linear(x, packed)), "runs differ"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "asymmetric"), CASES)
+def test_error_on_random_data(
+    name, asymmetric, dtype, row, make_packed, reference, relative_error, monkeypatch
+):
+    monkeypatch.setenv(FORCE_VARIABLE, row.name)
+    packed = make_packed(name, (96, 512), asymmetric=asymmetric)
+    if not computes(row, packed, 3, dtype):
+        pytest.skip("the row does not compute this")
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 512, generator=generator)
+    x[:, 7] *= 300  # an outlier channel, as language models have them
+    x, bias = x.to(dtype), torch.randn(96, generator=generator).to(dtype)
+    assert relative_error(linear(x, packed), reference(x, packed)) < ERROR[dtype]
+    assert relative_error(linear(x, packed, bias), reference(x, packed, bias)) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.device == "cpu"], ids=lambda row: row.name)
+def test_every_cpu_row_computes_something(row, make_packed):
+    tried = [make_packed(name, (64, 256), asymmetric=a) for name, a in CASES]
+    assert any(computes(row, packed, 1, torch.bfloat16) for packed in tried)
+
+
+@pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
+def test_what_runs_unforced_is_right_for_every_m(dtype, make_packed, reference, relative_error):
+    for name in ("int4", "int8", "fp6", "binary"):
+        packed = make_packed(name, (512, 256))
+        for m in ROWS_OF_X[1:]:
+            x = torch.randn(m, 256, generator=torch.Generator().manual_seed(m)).to(dtype)
+            assert relative_error(linear(x, packed), reference(x, packed)) < ERROR[dtype]
+
+
+def test_unpack_crosses_block_boundaries(make_packed, reference, monkeypatch, poisoned):
+    monkeypatch.setattr("quantkit.kernels.cpu.BLOCK_WEIGHTS", 7 * 172)
+    monkeypatch.setenv(FORCE_VARIABLE, "unpack")
+    packed = make_packed("int4", (37, 172), group_size=32, asymmetric=True, exact=True)
+    x, bias = integers(3, 172, torch.float32), integers(1, 37, torch.float32)[0]
+    assert torch.equal(linear(x, packed, bias).double(), reference(x, packed, bias))
+
+
+def test_leading_dimensions_and_strides(make_packed):
+    packed = make_packed("int4", (16, 64), group_size=32, exact=True)
+    x = integers(12, 128, torch.float32).view(3, 4, 128)[:, :, ::2]
+    y = linear(x, packed)
+    assert y.shape == (3, 4, 16)
+    assert torch.equal(y.view(12, 16), linear(x.reshape(12, 64), packed))
+    assert linear(x[0, 0], packed).shape == (16,)
+    assert linear(x.new_empty(2, 0, 64), packed).shape == (2, 0, 16)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("row", ["int-digits", "unpack"])
+def test_non_finite_activations_stay_visible(row, value, make_packed, monkeypatch):
+    monkeypatch.setenv(FORCE_VARIABLE, row)
+    packed = make_packed("binary", (16, 64), group_size=32)
+    x = torch.ones(2, 64)
+    x[0, 3] = value
+    y = linear(x, packed)
+    assert not y[0].isfinite().any()
+    assert y[1].isfinite().all()
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-42, 1e-30, 1e30])
+def test_digits_of_extreme_activations(magnitude, make_packed, reference, monkeypatch):
+    monkeypatch.setenv(FORCE_VARIABLE, "int-digits")
+    packed = make_packed("int4", (16, 64), group_size=32)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)) * magnitude
+    # Absolute steps of 2**-126 are all that is promised near zero.
+    torch.testing.assert_close(
+        linear(x, packed).double(), reference(x, packed), rtol=1e-4, atol=magnitude * 1e-5 + 64 * 12 * 2.0**-126
+    )
+
+
+def test_layout_is_built_once_and_follows_the_forced_row(make_packed, monkeypatch):
+    packed = make_packed("int4", (512, 256))
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    linear(x, packed)
+    (first,) = packed.kernel_cache.values()
+    linear(x, packed)
+    assert packed.kernel_cache[next(iter(packed.kernel_cache))] is first
+    monkeypatch.setenv(FORCE_VARIABLE, "unpack")
+    linear(x, packed)
+    ((forced, layout),) = packed.kernel_cache.values()
+    assert (forced, layout) == ("unpack", None)
+
+
+def test_parts_take_a_token_and_ignore_a_layout_of_another_dtype(make_packed, monkeypatch):
+    packed = make_packed("int4", (512, 256), exact=True)
+    parts = (packed.words, packed.scale, packed.zero_point)
+    monkeypatch.setenv(FORCE_VARIABLE, "int-digits")
+    layout = build_layout(*parts, packed.scheme, packed.shape, torch.float32)
+    assert layout is not None
+    monkeypatch.delenv(FORCE_VARIABLE)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = integers(2, 256, dtype)
+        with_layout = linear_parts(x, *parts, None, packed.scheme, 512, layout)
+        without = linear_parts(x, *parts, None, packed.scheme.token, 512, None)
+        assert torch.equal(with_layout, without)
+
+
+def test_gradients_reach_x_and_bias(make_packed):
+    packed = make_packed("fp6", (24, 100), group_size=32, exact=True)
+    x = integers(3, 100, torch.float32).requires_grad_()
+    bias = torch.zeros(24, requires_grad=True)
+    grad = integers(3, 24, torch.float32)
+    linear(x, packed, bias).backward(grad)
+    assert torch.equal(x.grad, grad @ packed.dequantize())
+    assert torch.equal(bias.grad, grad.sum(0))
+
+
+def test_a_scale_that_wants_a_gradient_is_refused(make_packed):
+    packed = make_packed("int4", (16, 64), group_size=32)
+    scale = packed.scale.clone().requires_grad_()
+    y = linear_parts(torch.ones(1, 64), packed.words, scale, None, None, packed.scheme, 16, None)
+    with pytest.raises(KernelError, match=r"requires_grad_\(False\)"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "message"),
+    [
+        (torch.ones(2, 63), None, r"x has shape \(2, 63\).*64 input features"),
+        (torch.ones(()), None, r"x has shape \(\)"),
+        (torch.ones(2, 64, dtype=torch.float64), None, r"x is torch.float64.*Cast"),
+        (torch.ones(2, 64, device="meta"), None, r"x is on meta.*on cpu"),
+        (torch.ones(2, 64), torch.ones(15), r"bias has shape \(15,\).*16 output"),
+        (torch.ones(2, 64), torch.ones(16, dtype=torch.bfloat16), r"bias is torch.bfloat16.*float32"),
+    ],
+)
+def test_operands_that_do_not_fit(x, bias, message, make_packed):
+    packed = make_packed("int4", (16, 64), group_size=32)
+    with pytest.raises(KernelError, match=message):
+        linear(x, packed, bias)
+
+
+def test_explain_agrees_with_computes(make_packed):
+    packed = make_packed("int4", (80, 256))
+    problem = Problem(1, 80, 256, packed.scheme, torch.float32, "cpu", device_features("cpu"))
+    verdicts = dict(explain(problem))
+    assert verdicts["unpack"] is None
+    assert "bfloat16" in verdicts["torch-int4"]

@@ -1,0 +1,213 @@
+"""Tiny packed checkpoints and the dense models they stand for."""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
+from quantkit.packing.names import part_name
+from quantkit.packing.schemes import Scheme, scheme
+from quantkit.packing.tensor import PackedTensor, encode_groups
+
+VOCAB = 96
+
+SCHEMES: dict[str, Scheme] = {
+    "int4": scheme("int4", group_size=32),
+    "int4-asym": scheme("int4", group_size=32, asymmetric=True),
+    "int4-fp32": scheme("int4", group_size=32, scale_dtype=torch.float32),
+    "int4-asym-fp32": scheme("int4", group_size=32, asymmetric=True, scale_dtype=torch.float32),
+    "int4-ragged": scheme("int4", group_size=48),
+    "int8": scheme("int8"),
+    "int8-fp32": scheme("int8", scale_dtype=torch.float32),
+    "int8-asym": scheme("int8", group_size=32, asymmetric=True),
+    "fp6": scheme("fp6", group_size=32, scale_dtype=torch.float16),
+    "fp6-wide": scheme("fp6", group_size=128),
+    "binary": scheme("binary", group_size=64),
+}
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "mistral": ("MistralConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma2": ("Gemma2Config", {"query_pre_attn_scalar": 16, "sliding_window": 32}),
+    "gemma3": ("Gemma3TextConfig", {"query_pre_attn_scalar": 16, "sliding_window": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", _MOE),
+}
+
+_LINEAR = re.compile(r"\.(q|k|v|o|gate|up|down)_proj$|\.w[123]$")
+_EXPERT = re.compile(r"\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)$")
+_FUSED = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+}
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    name, fields = FAMILIES[family]
+    return getattr(transformers, name)(**{**_SIZES, **fields, **changes})
+
+
+def absmax_pack(weight: torch.Tensor, scheme: Scheme) -> PackedTensor:
+    """Round-to-nearest: float32 [N, K] on a grid from each group's extremes."""
+    rows, columns = weight.shape
+    scheme = scheme.for_columns(columns)
+    size = scheme.group_size or columns
+    padded = torch.nn.functional.pad(weight, (0, -columns % size))
+    groups = padded.reshape(-1, size)
+    zero = None
+    if scheme.zero_point == "none":
+        scale = groups.abs().amax(1, keepdim=True) / scheme.format.absmax
+    else:
+        low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
+        scale = (high - low) / (2**scheme.format.bits - 1)
+    scale = scale.to(scheme.scale_dtype)
+    if scheme.zero_point == "integer":
+        zero = torch.round(-low / scale.float())
+    codes = encode_groups(groups, scale.float(), zero, scheme).reshape(rows, -1)[:, :columns]
+    packed_zero = None if zero is None else zero.to(torch.uint8).reshape(rows, -1)
+    return PackedTensor.from_codes(codes.contiguous(), scale.reshape(rows, -1), packed_zero, scheme)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A packed checkpoint and a dense one with the dequantized weights."""
+
+    packed: Path
+    dense: Path
+
+    @property
+    def quantization_config(self) -> dict[str, Any]:
+        return json.loads((self.packed / "config.json").read_text())["quantization_config"]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return load_file(self.packed / "model.safetensors")
+
+    def rewrite(self, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, self.packed / "model.safetensors", metadata={"format": "pt"})
+
+    def dense_model(self, dtype: torch.dtype = torch.float32) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(self.dense, dtype=dtype).eval()
+
+
+def write_tiny(
+    directory: Path,
+    family: str,
+    scheme: Scheme | Callable[[str], Scheme | None],
+    *,
+    pack_head: bool = False,
+    **changes: Any,
+) -> Tiny:
+    """Write a random model of `family` packed and, with the same weights, dense."""
+    packed_dir, dense_dir = directory / "packed", directory / "dense"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(family, **changes)).float()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(dense_dir)
+    tensors = load_file(dense_dir / "model.safetensors")
+    scheme_of = scheme if callable(scheme) else lambda module: scheme
+
+    stored: dict[str, list[str]] = {}
+    for name in tensors:
+        base = name.removesuffix(".weight")
+        if _LINEAR.search(base) or (base == "lm_head" and pack_head):
+            expert = _EXPERT.search(base)
+            module = base if expert is None else f"{base[: expert.start()]}.mlp.experts.{_FUSED[expert[1]]}"
+            stored.setdefault(module, []).append(base)
+    assignments = [
+        Assignment(module, tuple(names), tuple(tensors[f"{names[0]}.weight"].shape), scheme_of(module))
+        for module, names in stored.items()
+    ]
+    skipped = [name for name in ("lm_head",) if name not in stored]
+    assignments += [Assignment(name, (name,), (VOCAB, 64), None) for name in skipped]
+    config = QuantizationConfig.from_assignments(assignments)
+
+    packed_tensors = dict(tensors)
+    for assignment in assignments:
+        for base in assignment.stored:
+            if assignment.scheme is None:
+                continue
+            weight = packed_tensors.pop(f"{base}.weight")
+            packed = absmax_pack(weight.float(), assignment.scheme)
+            tensors[f"{base}.weight"] = packed.dequantize().to(weight.dtype).contiguous()
+            for part, tensor in packed.parts():
+                packed_tensors[part_name(f"{base}.weight", part, config.container)] = tensor
+            shape = torch.tensor(packed.shape, dtype=torch.int64)
+            packed_tensors[part_name(f"{base}.weight", "shape", config.container)] = shape
+    save_file(tensors, dense_dir / "model.safetensors", metadata={"format": "pt"})
+    packed_dir.mkdir()
+    save_file(packed_tensors, packed_dir / "model.safetensors", metadata={"format": "pt"})
+    base_config = json.loads((dense_dir / "config.json").read_text())
+    base_config["quantization_config"] = config.to_dict(assignments)
+    (packed_dir / "config.json").write_text(json.dumps(base_config, indent=2, sort_keys=True))
+    return Tiny(packed_dir, dense_dir)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[..., Tiny]:
+    """`tiny(family, scheme, ...)` writes a checkpoint; see `write_tiny`."""
+
+    def write(family: str = "llama", scheme: str = "int4", **options: Any) -> Tiny:
+        directory = tmp_path / f"{family}-{scheme}-{len(list(tmp_path.iterdir()))}"
+        return write_tiny(directory, family, SCHEMES[scheme], **options)
+
+    return write
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    """Token ids [2, 7]."""
+    return torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def transformers_warnings() -> Iterator[list[str]]:
+    """Messages that transformers logs at level warning or above during the test."""
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("transformers"), Handler(logging.WARNING)
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def logits_of(model: Any, prompt: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(prompt.to(model.device)).logits.float().cpu()

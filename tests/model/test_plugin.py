@@ -1,0 +1,420 @@
+"""Packed checkpoints through transformers' own `from_pretrained` and `save_pretrained`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import quantkit  # noqa: F401  registers the plug-in
+from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.model.experts import PackedExperts
+from quantkit.model.modules import PackedLinear, packed_modules
+from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer, register
+
+from .conftest import FAMILIES, SCHEMES, logits_of
+
+CASES = [(family, "int4") for family in FAMILIES]
+CASES += [("llama", name) for name in SCHEMES if name != "int4"]
+CASES += [("qwen2", "fp6"), ("qwen2", "int4-asym")]
+CASES += [
+    (family, name)
+    for family in ("mixtral", "qwen3_moe")
+    for name in ("int4-asym", "int8", "int4-ragged", "fp6", "binary")
+]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_logits_equal_those_of_the_dequantized_model(tiny, prompt, transformers_warnings, family, name):
+    checkpoint = tiny(family, name)
+    model, info = AutoModelForCausalLM.from_pretrained(checkpoint.packed, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert transformers_warnings == []
+    assert any(True for _ in packed_modules(model))
+    expected = logits_of(checkpoint.dense_model(), prompt)
+    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "int4"), ("llama", "fp6"), ("qwen2", "int4-asym"), ("mixtral", "int4-asym"), ("qwen3_moe", "fp6")],
+)
+def test_saving_writes_back_the_same_tensors_and_configuration(tiny, prompt, tmp_path, family, name):
+    checkpoint = tiny(family, name)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+    before = logits_of(model, prompt)
+    model.save_pretrained(tmp_path / "again")
+    assert_same_checkpoint(tmp_path / "again", checkpoint.packed)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    torch.testing.assert_close(logits_of(again, prompt), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp6"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_tied_embeddings(tiny, prompt, family, name):
+    checkpoint = tiny(family, name, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    expected = logits_of(checkpoint.dense_model(), prompt)
+    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp6"])
+def test_a_packed_lm_head(tiny, prompt, tmp_path, name):
+    checkpoint = tiny("llama", name, pack_head=True)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+    assert isinstance(model.lm_head, PackedLinear)
+    expected = logits_of(checkpoint.dense_model(), prompt)
+    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "again")
+    assert_same_checkpoint(tmp_path / "again", checkpoint.packed)
+
+
+def test_a_packed_lm_head_that_the_config_ties_is_refused(tiny):
+    checkpoint = tiny("llama", "int4", pack_head=True)
+    edit_config(checkpoint.packed, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match="'lm_head' is packed, but config.json ties"):
+        AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["int4", "int4-asym-fp32", "fp6"])
+def test_scales_keep_their_dtype(tiny, prompt, dtype, name):
+    checkpoint = tiny("qwen2", name)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.packed, dtype=dtype)
+    layer = model.model.layers[0].self_attn.q_proj
+    assert layer.weight_scale.dtype == SCHEMES[name].scale_dtype
+    assert layer.bias.dtype == dtype
+    assert layer.packed.words.dtype == torch.int32
+    expected = logits_of(checkpoint.dense_model(dtype), prompt)
+    found = logits_of(model, prompt)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05 * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+def test_scales_of_experts_keep_their_dtype(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny("mixtral", "fp6").packed, dtype=torch.bfloat16)
+    assert model.model.layers[0].mlp.experts.gate_up_proj_scale.dtype == torch.float16
+
+
+def test_casting_the_loaded_model(tiny, prompt):
+    checkpoint = tiny("llama", "int4-fp32")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.packed).bfloat16()
+    assert model.model.layers[0].self_attn.q_proj.weight_scale.dtype == torch.bfloat16
+    expected = logits_of(checkpoint.dense_model(torch.bfloat16), prompt)
+    torch.testing.assert_close(
+        logits_of(model, prompt), expected, rtol=0, atol=0.1 * expected.abs().max().item()
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
+def test_generate(tiny, prompt, family):
+    checkpoint = tiny(family, "int4-fp32")
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    found = AutoModelForCausalLM.from_pretrained(checkpoint.packed).generate(prompt, **options)
+    assert found.tolist() == checkpoint.dense_model().generate(prompt, **options).tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("placement", ["auto", "cpu", "disk"])
+def test_device_maps(tiny, prompt, tmp_path, family, placement):
+    checkpoint = tiny(family, "int4-asym")
+    options: dict[str, Any] = {"device_map": placement}
+    if placement == "disk":
+        options = {"device_map": "auto", "max_memory": {"cpu": 40_000}, "offload_folder": tmp_path / "offload"}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.packed, **options)
+    if placement == "disk":
+        assert "disk" in model.hf_device_map.values()
+    expected = logits_of(checkpoint.dense_model(), prompt)
+    for _ in range(2):
+        torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "again")
+    assert_same_checkpoint(tmp_path / "again", checkpoint.packed)
+
+
+def test_the_model_is_frozen_and_says_so(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny("qwen2").packed)
+    assert not any(p.requires_grad for _, m in packed_modules(model) for p in m.parameters())
+    assert model.hf_quantizer.is_trainable is False
+    assert model.hf_quantizer.is_compileable is True
+
+
+def test_push_to_hub_sends_the_packed_files(tiny, tmp_path, monkeypatch):
+    from huggingface_hub import HfApi
+
+    checkpoint = tiny("llama", "fp6")
+    sent: dict[str, bytes] = {}
+
+    def create_commit(self: Any, repo_id: str, operations: Any, **options: Any) -> Any:
+        for operation in operations:
+            sent[operation.path_in_repo] = Path(operation.path_or_fileobj).read_bytes()
+
+    class Url:
+        repo_id = "someone/tiny"
+
+    import transformers.utils.hub as hub
+
+    for name in ("create_repo", "create_commit", "create_branch"):
+        replacement = create_commit if name == "create_commit" else lambda *a, **k: Url()
+        monkeypatch.setattr(HfApi, name, replacement)
+        if hasattr(hub, name):
+            bound = (lambda *a, **k: create_commit(None, *a, **k)) if name == "create_commit" else replacement
+            monkeypatch.setattr(hub, name, bound)
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *a, **k: _Card(), raising=False)
+    monkeypatch.setattr("transformers.modeling_utils.create_and_tag_model_card", lambda *a, **k: _Card(), raising=False)
+    AutoModelForCausalLM.from_pretrained(checkpoint.packed).push_to_hub("someone/tiny")
+    assert {"config.json", "model.safetensors"} <= set(sent)
+    received = tmp_path / "received"
+    received.mkdir()
+    for name, data in sent.items():
+        (received / name).write_bytes(data)
+    assert_same_checkpoint(received, checkpoint.packed)
+
+
+class _Card:
+    def save(self, path: str) -> None:
+        Path(path).write_text("card")
+
+
+# What is refused
+
+
+def drop(name: str):
+    return lambda tensors: tensors.pop(name)
+
+
+def replace(name: str, change: Any):
+    def apply(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = change(tensors[name])
+
+    return apply
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+E = "model.layers.1.mlp.experts.2.up_proj.weight"
+DAMAGES = [
+    ("llama", "int4", drop(f"{Q}_packed"), f"tensor '{Q}_packed' is missing"),
+    ("llama", "int4", drop(f"{Q}_scale"), f"tensor '{Q}_scale' is missing"),
+    ("llama", "int4", drop(f"{Q}_shape"), f"tensor '{Q}_shape' is missing"),
+    ("llama", "int4-asym", drop(f"{Q}_zero_point"), f"tensor '{Q}_zero_point' is missing"),
+    ("llama", "fp6", drop(Q), f"tensor '{Q}' is missing"),
+    ("llama", "int4", replace(f"{Q}_packed", lambda t: t.float()), r"torch.float32 .*expected torch.int32 \(64, 8\)"),
+    ("llama", "int4", replace(f"{Q}_packed", lambda t: t.long()), f"'{Q}_packed' .*torch.int64 .*torch.int32"),
+    ("llama", "int4", replace(f"{Q}_packed", lambda t: t.T.contiguous()), r"\(8, 64\); expected .*\(64, 8\)"),
+    ("llama", "int4", replace(f"{Q}_scale", lambda t: t.int()), f"'{Q}_scale' .*torch.int32 .*torch.bfloat16"),
+    ("llama", "int4", replace(f"{Q}_scale", lambda t: t[:, :1].contiguous()), r"\(64, 1\); expected .*\(64, 2\)"),
+    ("llama", "int4", replace(f"{Q}_shape", lambda t: t + 1), rf"'{Q}_shape' .* says \(65, 65\)"),
+    ("qwen3_moe", "int4", drop(f"{E}_packed"), f"tensor '{E}_packed' is missing"),
+    ("qwen3_moe", "int4-asym", drop(f"{E}_zero_point"), f"tensor '{E}_zero_point' is missing"),
+    ("qwen3_moe", "fp6", drop(E), f"tensor '{E}' is missing"),
+    ("qwen3_moe", "int4", replace(f"{E}_packed", lambda t: t.long()), f"tensor '{E}_packed' .*torch.int64"),
+    ("qwen3_moe", "int4", replace(f"{E}_shape", lambda t: t + 1), f"tensor '{E}_shape' .* says"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "damage", "message"), DAMAGES)
+def test_damaged_files_are_refused_before_loading(tiny, family, name, damage, message):
+    checkpoint = tiny(family, name)
+    tensors = checkpoint.tensors()
+    damage(tensors)
+    checkpoint.rewrite(tensors)
+    with pytest.raises(QuantkitError, match=message):
+        AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+
+
+def test_a_whole_missing_expert_is_refused(tiny):
+    checkpoint = tiny("qwen3_moe", "int4")
+    tensors = {k: v for k, v in checkpoint.tensors().items() if not k.startswith(E)}
+    checkpoint.rewrite(tensors)
+    with pytest.raises(QuantkitError, match=r"gate_up_proj' is stored as 7 matrices.* expected 8 or 1"):
+        AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+
+
+def test_a_tensor_in_two_shards_is_refused(tiny):
+    checkpoint = tiny()
+    tensors = checkpoint.tensors()
+    from safetensors.torch import save_file
+
+    (checkpoint.packed / "model.safetensors").unlink()
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    save_file(tensors, checkpoint.packed / names[0], metadata={"format": "pt"})
+    save_file({f"{Q}_scale": tensors[f"{Q}_scale"]}, checkpoint.packed / names[1], metadata={"format": "pt"})
+    weight_map = {name: names[name == f"{Q}_scale"] for name in tensors}
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (checkpoint.packed / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(QuantkitError, match=f"'{Q}_scale' is in .*00001.* and in .*00002"):
+        AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 99}, "version is 99"),
+        ({"modules": {"model.layers.9.self_attn.q_proj": 0}}, "model.layers.9.self_attn.q_proj.*does not have"),
+        ({"modules": []}, "'modules' is list"),
+        ({"default": 7}, "default is 7"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(tiny, changes, message):
+    checkpoint = tiny()
+    config = checkpoint.quantization_config
+    config["quantkit"] = {**config["quantkit"], **changes}
+    edit_config(checkpoint.packed, quantization_config=config)
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+
+
+def test_quantizing_while_loading_is_refused(tiny):
+    checkpoint = tiny()
+    with pytest.raises(ValueError, match="pre-quantized"):
+        AutoModelForCausalLM.from_pretrained(
+            checkpoint.dense, quantization_config=QuantkitConfig(**checkpoint.quantization_config)
+        )
+
+
+# Registration
+
+
+def test_registering_twice_changes_nothing():
+    from transformers.quantizers import auto
+
+    before = dict(auto.AUTO_QUANTIZER_MAPPING), dict(auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
+    register()
+    assert (dict(auto.AUTO_QUANTIZER_MAPPING), dict(auto.AUTO_QUANTIZATION_CONFIG_MAPPING)) == before
+
+
+def test_foreign_compressed_tensors_configurations_keep_their_classes(tiny):
+    from transformers.quantizers import auto
+    from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+    from transformers.utils.quantization_config import CompressedTensorsConfig
+
+    foreign = {k: v for k, v in tiny().quantization_config.items() if k != "quantkit"}
+    config = auto.AutoQuantizationConfig.from_dict(foreign)
+    assert type(config) is CompressedTensorsConfig
+    assert isinstance(config, auto.LOADING_ATTRIBUTES_CONFIG_TYPES)
+    assert type(auto.AutoHfQuantizer.from_config(config, pre_quantized=True)) is CompressedTensorsHfQuantizer
+    config_class = auto.AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"]
+    assert issubclass(config_class, CompressedTensorsConfig)
+    assert type(config_class(**foreign)) is CompressedTensorsConfig
+    assert issubclass(auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"], CompressedTensorsHfQuantizer)
+    with pytest.warns(UserWarning, match="loading attributes"):
+        merged = auto.AutoHfQuantizer.merge_quantization_configs(foreign, CompressedTensorsConfig())
+    assert type(merged) is CompressedTensorsConfig
+
+
+def test_a_foreign_compressed_tensors_checkpoint_loads_as_before(tiny, prompt):
+    checkpoint = tiny("llama", "int4-fp32")
+    config = {k: v for k, v in checkpoint.quantization_config.items() if k != "quantkit"}
+    edit_config(checkpoint.packed, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+    assert not any(True for _ in packed_modules(model))
+    expected = logits_of(checkpoint.dense_model(), prompt)
+    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp6"])
+def test_our_configuration_is_kept_verbatim(tiny, name):
+    from transformers.quantizers import auto
+
+    found = tiny("llama", name).quantization_config
+    config = auto.AutoQuantizationConfig.from_dict(found)
+    assert type(config) is QuantkitConfig
+    assert config.to_dict() == found
+    assert json.loads(config.to_json_string()) == found
+    assert isinstance(auto.AutoHfQuantizer.from_config(config), QuantkitQuantizer)
+    assert type(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[found["quant_method"]](**found)) is QuantkitConfig
+
+
+def test_without_compressed_tensors_installed(tiny, tmp_path):
+    checkpoint = tiny("llama", "int4-asym")
+    code = f"""
+import sys
+sys.modules["compressed_tensors"] = None
+import quantkit
+from importlib import metadata, util
+import transformers.utils.import_utils as iu
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(checkpoint.packed)!r})
+print(type(model.model.layers[0].self_attn.q_proj).__name__)
+"""
+    assert run_python(code).stdout.strip().endswith("PackedLinear")
+
+
+# Without quantkit
+
+PLAIN = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], **eval(sys.argv[3]))
+prompt = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(1))
+with torch.no_grad():
+    torch.save(model(prompt).logits, sys.argv[2])
+assert "quantkit" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "int4-fp32"), ("llama", "int8-fp32"), ("llama", "int4-asym-fp32"), ("qwen3_moe", "int4-fp32")],
+)
+def test_plain_transformers_reads_int4_and_int8(tiny, prompt, tmp_path, family, name):
+    pytest.importorskip("compressed_tensors")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22) and (family == "qwen3_moe" or "asym" in name):
+        pytest.skip("transformers' own compressed-tensors support of this case starts with 5.22")
+    checkpoint = tiny(family, name)
+    options = (
+        "dict(quantization_config=transformers.CompressedTensorsConfig(dequantize=True))" if "asym" in name else "{}"
+    )
+    run_python(PLAIN, str(checkpoint.packed), str(tmp_path / "logits.pt"), options)
+    found = torch.load(tmp_path / "logits.pt", weights_only=True)
+    expected = logits_of(checkpoint.dense_model(), prompt)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["fp6", "binary"])
+def test_plain_transformers_refuses_other_formats(tiny, tmp_path, family, name):
+    checkpoint = tiny(family, name)
+    result = run_python(PLAIN, str(checkpoint.packed), str(tmp_path / "logits.pt"), "{}", check=False)
+    assert result.returncode != 0
+    assert "size mismatch" in result.stderr or "mismatch" in result.stderr.lower()
+    assert not (tmp_path / "logits.pt").exists()
+
+
+def test_experts_are_packed(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny("mixtral", "fp6").packed)
+    assert isinstance(model.model.layers[0].mlp.experts, PackedExperts)
+    assert model.hf_quantizer.is_compileable is False
+
+
+def run_python(code: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=False,
+    )
+    assert not check or result.returncode == 0, result.stderr
+    return result
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def assert_same_checkpoint(found: Path, expected: Path) -> None:
+    tensors, wanted = (load_file(directory / "model.safetensors") for directory in (found, expected))
+    assert set(tensors) == set(wanted)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == wanted[name].dtype, name
+        assert torch.equal(tensor, wanted[name]), name
+    configs = [json.loads((directory / "config.json").read_text()) for directory in (found, expected)]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from quantkit.errors import KernelError
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import Problem, device_features
-from quantkit.kernels.table import FORCE_VARIABLE, ROWS, choose
+from quantkit.kernels.table import FORCE_VARIABLE, ROWS, choose, explain
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -94,15 +94,15 @@ def measure(dtype: torch.dtype, layers: int, repeats: int) -> list[Measurement]:
         layout = scheme(format_name)
         packed = [random_packed(layout, s, generator) for _ in range(layers) for s in SHAPES]
         n, k = SHAPES[4]
-        best = choose(Problem(1, n, k, layout, dtype, "cpu", device_features("cpu"))).name
+        problem = Problem(1, n, k, layout, dtype, "cpu", device_features("cpu"))
+        best, refusals = choose(problem).name, dict(explain(problem))
         for row in ROWS:
             os.environ[FORCE_VARIABLE] = row.name
-            # Building a layout is no part of decoding; one that a row would only lose with is skipped.
             try:
                 linear(xs[packed[0].shape[1]], packed[0])
             except KernelError:
                 continue
-            slow = row.name == "unpack" or dict(reasons(n, k, layout, dtype))[row.name] is not None
+            slow = row.name == "unpack" or refusals[row.name] is not None
             times = timed([lambda p=p: linear(xs[p.shape[1]], p) for p in packed], 1 if slow else repeats)
             middle = statistics.median(times) * scale
             size = sum(bytes_read(p, row.name) for p in packed) * scale
@@ -112,12 +112,6 @@ def measure(dtype: torch.dtype, layers: int, repeats: int) -> list[Measurement]:
             )  # fmt: skip
         os.environ.pop(FORCE_VARIABLE, None)
     return found
-
-
-def reasons(n: int, k: int, layout: Scheme, dtype: torch.dtype) -> tuple[tuple[str, str | None], ...]:
-    from quantkit.kernels.table import explain
-
-    return explain(Problem(1, n, k, layout, dtype, "cpu", device_features("cpu")))
 
 
 def main() -> None:
@@ -137,9 +131,8 @@ def main() -> None:
     print(
         f"{arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
     )
-    print(
-        f"{'dtype':9} {'weights':24} {'kernel':11} {'ms/token':>9} {'min':>7} {'MB read':>8} {'GB/s':>6} {'speedup':>8}"
-    )
+    heads = ("dtype", "weights", "kernel", "ms/token", "min", "MB read", "GB/s", "speedup")
+    print("{:9} {:24} {:11} {:>9} {:>7} {:>8} {:>6} {:>8}".format(*heads))
     for m in found:
         mark = "*" if m.chosen else " "
         print(

@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
-
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.names import CONTAINERS, Container
@@ -52,8 +50,6 @@ def why_not_compressed_tensors(scheme: Scheme, columns: int) -> str | None:
         return f"compressed-tensors has no {scheme.format.name}"
     if effective.group_size is not None and columns % effective.group_size:
         return f"compressed-tensors needs groups that divide {columns}, not {effective.group_size}"
-    if scheme.scale_dtype == torch.float32:
-        return "readers of compressed-tensors hold scales in the model's dtype, which rounds float32"
     return None
 
 
@@ -171,7 +167,7 @@ def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any
     by_scheme: dict[Scheme, list[str]] = {}
     for a in assignments:
         if a.scheme is not None:
-            by_scheme.setdefault(a.scheme.for_columns(a.shape[1]), []).extend(a.stored)
+            by_scheme.setdefault(_expressed(a.scheme, a.shape[1]), []).extend(a.stored)
     commonest = max(by_scheme, key=lambda scheme: len(by_scheme[scheme]), default=None)
     groups = {
         f"group_{i}": {
@@ -196,6 +192,17 @@ def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any
         "config_groups": groups,
         "ignore": list(ignore),
     }
+
+
+def _expressed(scheme: Scheme, columns: int) -> Scheme:
+    """`scheme` for rows of `columns`, per channel only where the group is longer than the row.
+
+    A row of exactly one group has the same bytes either way. It stays a group, as some readers want one
+    scheme for a whole model or for all experts of a layer.
+    """
+    if scheme.group_size is not None and columns % scheme.group_size == 0:
+        return scheme
+    return scheme.for_columns(columns)
 
 
 def _compressed_tensors_args(scheme: Scheme) -> dict[str, Any]:

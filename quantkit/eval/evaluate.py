@@ -60,6 +60,7 @@ class EvalReport:
             "model": self.model,
             "label": self.label,
             "format": self.sizes.format,
+            "method": self.sizes.method,
             "against": self.against,
             "texts": {name: metrics.to_dict() for name, metrics in self.texts.items()},
             "bits_per_weight": {"linears": self.sizes.linears, "model": self.sizes.model},

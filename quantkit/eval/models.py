@@ -2,12 +2,13 @@
 
 import gc
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quantkit import __version__
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.load import load, tokenizer
 
@@ -101,9 +102,5 @@ class Versions:
 
 
 def versions() -> Versions:
-    """The installed versions; `unknown` for quantkit run from a checkout that is not installed."""
-    try:
-        quantkit_version = version("quantkit")
-    except PackageNotFoundError:
-        quantkit_version = "unknown"
-    return Versions(quantkit_version, str(torch.__version__), version("transformers"))
+    """The versions that run."""
+    return Versions(__version__, str(torch.__version__), version("transformers"))

@@ -46,6 +46,7 @@ VERDICTS: tuple[Verdict, ...] = (
 _HEADINGS = (
     "model",
     "format",
+    "method",
     "bits/weight linears",
     "bits/weight model",
     "size",
@@ -58,7 +59,7 @@ _HEADINGS = (
 )
 
 #: Columns of words, aligned to the left.
-_TEXT_HEADINGS = {"model", "format", "text", "verdict"}
+_TEXT_HEADINGS = {"model", "format", "method", "text", "verdict"}
 
 
 def verdict(report: EvalReport) -> Verdict | None:
@@ -192,6 +193,7 @@ def plot(path: Path, reports: Sequence[EvalReport]) -> str | None:
     for (label, x), y in highest.items():
         axes.annotate(_plain(label), (x, y), textcoords="offset points", xytext=(4, 6), fontsize="small")
     axes.set(yscale="log", xlabel="bits per weight of the packed linears", ylabel="KL mean, nats per token")
+    axes.margins(0.1)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150, metadata={"Software": None})
@@ -212,6 +214,7 @@ def _rows(report: EvalReport) -> list[tuple[str, ...]]:
     head = (
         report.label,
         sizes.format,
+        sizes.method or "-",
         _number(sizes.linears, ".3f"),
         _number(sizes.model, ".3f"),
         _size(sizes.file_bytes),

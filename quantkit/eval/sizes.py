@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
@@ -22,16 +24,18 @@ class Sizes:
     model        8 x the bytes of all tensors over all logical parameters
     file_bytes   the weight files, headers included
     format       the schemes of the linears, `dense` for a checkpoint that is not packed
+    method       the methods that chose their codes, None if no manifest tells
     """
 
     linears: float | None
     model: float
     file_bytes: int
     format: str
+    method: str | None = None
 
 
 def measure(checkpoint: Checkpoint) -> Sizes:
-    """The sizes of `checkpoint`. Reads headers, and of the data only the 16 bytes of each logical shape.
+    """The sizes of `checkpoint`, from headers, manifest and the 16 bytes of each logical shape.
 
     `CheckpointError` for a quantization config or packed tensor that quantkit would not have written.
     """
@@ -56,6 +60,7 @@ def measure(checkpoint: Checkpoint) -> Sizes:
         8 * checkpoint.nbytes / (elements - packed_elements + packed_weights),
         sum(path.stat().st_size for path in checkpoint.shards),
         described,
+        _methods(checkpoint.directory),
     )
 
 
@@ -73,6 +78,15 @@ def describe(config: QuantizationConfig) -> str:
     """The distinct schemes of a packed checkpoint, the default first."""
     schemes: dict[Scheme | None, None] = dict.fromkeys([config.default, *config.modules.values()])
     return " + ".join(str(scheme) for scheme in schemes if scheme is not None)
+
+
+def _methods(directory: Path) -> str | None:
+    if not (directory / MANIFEST_NAME).is_file():
+        return None
+    layers = read_manifest(directory).get("layers")
+    rows = layers.values() if isinstance(layers, dict) else ()
+    found = dict.fromkeys(row["method"] for row in rows if isinstance(row, dict) and row.get("method"))
+    return " + ".join(map(str, found)) or None
 
 
 def _logical_weights(checkpoint: Checkpoint, parameter: str) -> int:

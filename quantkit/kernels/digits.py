@@ -74,7 +74,7 @@ def _pays(problem: Problem) -> str | None:
     segment, _ = segmentation(problem.scheme, problem.k)
     if problem.n * segment < 1 << 15:
         return f"its products of {problem.n} x {segment} weights are too small to be worth starting"
-    limit = 256 if problem.dtype == torch.float32 else 4
+    limit = 32 if problem.dtype == torch.bfloat16 else 64
     if problem.m > limit:
         return f"it is slower than unpacking for M above {limit} at {problem.dtype}, this is {problem.m}"
     return None
@@ -97,7 +97,7 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
         # What pads a row does not matter: the launch pads activations with zeros.
         codes = F.pad(weight.codes(start, start + step), (0, segments * segment - columns))
         if zero_point is None:
-            block = table[codes.int()]
+            block = table.index_select(0, codes.view(-1).int())
         else:
             zero = zero_point[start : start + step].repeat_interleave(
                 codes.shape[1] // zero_point.shape[1], dim=1

@@ -138,8 +138,11 @@ class _TextOf:
         after = self._decode(self.tokens[self._context :])
         if after.endswith("\ufffd") and not flush:
             return ""
-        self._context, self._shown = self._shown, len(self.tokens)
         piece = after[len(before) :]
+        if piece:
+            # A special token has no text and would hide that a word came before it.
+            self._context = self._shown
+        self._shown = len(self.tokens)
         self.text += piece
         return piece
 

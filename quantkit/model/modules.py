@@ -74,7 +74,8 @@ class PackedLinear(PackedModule):
         self._layout("weight", 0, self._matrix(self.in_features), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product("weight", 0, self._matrix(x.shape[-1]), x, self.bias)
+        bias: torch.Tensor | None = self._parameters["bias"]
+        return self._product("weight", 0, self._matrix(x.shape[-1]), x, bias)
 
     def extra_repr(self) -> str:
         return (

@@ -10,22 +10,23 @@ from typing import Any
 
 from quantkit.calibrate.methods import Method
 from quantkit.calibrate.recipe import Fate, Recipe
+from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
 from quantkit.checkpoint.quantization_config import (
     Assignment,
     QuantizationConfig,
     why_not_compressed_tensors,
 )
-from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.record import LayerRecord
 from quantkit.model.structure import Linear, Structure
 from quantkit.packing.names import Container, part_name
 from quantkit.packing.schemes import Scheme
 
 DEFAULT_SHARD_BYTES = 2 << 30
 
-HEAD_KEPT = "lm_head stays dense unless --lm-head or a rule says otherwise"
+HEAD_KEPT = "no --lm-head or rule for it"
 
 #: Weight dtypes that can be quantized. Others (float8 and integers) are some format's codes already.
 QUANTIZABLE_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -118,9 +119,25 @@ class Plan:
         """Logical weights of the whole model."""
         return sum(task.source.elements for shard in self.shards for task in shard.tasks)
 
+    def layer_records(self, errors: Mapping[str, float]) -> dict[str, LayerRecord]:
+        """Each linear's fate by module; `errors` are relative squared errors, as far as they are known."""
+        return {
+            layer.linear.module: LayerRecord(
+                layer.linear.kind,
+                layer.linear.shape,
+                len(layer.linear.stored),
+                None if layer.scheme is None else str(layer.scheme),
+                None if layer.fate.method is None else layer.fate.method.name,
+                None if layer.scheme is None else layer.bits_per_weight,
+                errors.get(layer.linear.module),
+                layer.fate.reason,
+            )
+            for layer in self.layers
+        }
+
     @property
     def bits_per_weight(self) -> dict[str, float | None]:
-        """All stored bits per logical weight: of the packed `linears` (None if there are none), of the `model`."""
+        """All stored bits per logical weight: of the packed `linears` (None without any), of the `model`."""
         linears = 8 * self.quantized_bytes / self.quantized_weights if self.quantized_weights else None
         return {"linears": linears, "model": 8 * self.output_bytes / self.model_weights}
 
@@ -293,7 +310,7 @@ def _model_config(
     config: QuantizationConfig,
     assignments: Sequence[Assignment],
 ) -> dict[str, Any]:
-    """The source's own config.json plus `quantization_config`, untied if lm_head no longer is the embedding."""
+    """The source's config.json plus `quantization_config`; untied if lm_head is packed on its own."""
     merged = {**checkpoint.config, "quantization_config": config.to_dict(assignments)}
     head = next((linear for linear in structure.linears.values() if linear.kind == "lm_head"), None)
     if head is not None and structure.tied and config.scheme_of(head.module) is not None:

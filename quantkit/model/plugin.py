@@ -67,7 +67,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             check_headers(model, self, [Path(file) for file in files])
         return model
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         for _, module in packed_modules(model):
             # The loader makes every floating-point parameter trainable.
             module.requires_grad_(False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,6 +23,7 @@ from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import FormatError, UsageError
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, Shard, Task, make_plan
+from quantkit.model.record import ModelRecord
 from quantkit.model.structure import read_structure
 from quantkit.packing.words import BLOCK
 
@@ -31,7 +32,6 @@ CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 WORKERS = 2
 
 Progress = Callable[[int, int, str], None]
-Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def make_recipe(
         from_file = read_recipe(Path(recipe), default)
         if format is not None and from_file.default.format != format:
             raise UsageError(
-                f"--format {format} and the [default] of recipe {recipe} ({from_file.default.format}) differ. "
+                f"--format {format} and [default] of recipe {recipe} ({from_file.default.format}) differ. "
                 "Give the format in one place."
             )
     else:
@@ -77,10 +77,14 @@ def make_recipe(
 
 
 def plan(
-    source: str | Path, recipe: Recipe | None = None, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    source: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    allow_auto_map: bool = False,
 ) -> tuple[Checkpoint, Plan]:
     """The source, opened, and what quantizing it would write. Reads headers only, also from the hub."""
-    checkpoint = Checkpoint.open(resolve(source, headers_only=True))
+    checkpoint = Checkpoint.open(resolve(source, headers_only=True), allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)
     structure = read_structure(checkpoint)
     return checkpoint, make_plan(checkpoint, structure, recipe or Recipe(), max_shard_bytes=max_shard_bytes)
@@ -97,10 +101,11 @@ def quantize(
     recipe: Recipe | str | Path | None = None,
     lm_head: str | None = None,
     rules: tuple[str, ...] = (),
-    device: Device = "auto",
+    device: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    allow_auto_map: bool = False,
     progress: Progress | None = None,
     on_plan: Callable[[Checkpoint, Plan], None] | None = None,
 ) -> QuantizeResult:
@@ -109,6 +114,7 @@ def quantize(
     `format` (default int4), `method` (mse), `group_size` and `asymmetric` apply to every linear of the
     decoder; `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a format) and a
     recipe file refine that. `device` is where the arithmetic runs; "auto" takes a GPU if there is one.
+    `allow_auto_map` accepts a config that names remote code, which is dropped and never run.
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
     before anything is written.
 
@@ -127,7 +133,7 @@ def quantize(
             rules=rules,
         )
     target = pick_device(device)
-    checkpoint = Checkpoint.open(resolve(source))
+    checkpoint = Checkpoint.open(resolve(source), allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)
     planned = make_plan(checkpoint, read_structure(checkpoint), recipe, max_shard_bytes=max_shard_bytes)
     if on_plan is not None:
@@ -143,9 +149,22 @@ def quantize(
                 planned.output_bytes,
                 planned.model_config,
                 checkpoint.side_files,
-                _manifest(str(source), planned, recipe, errors),
+                _record(str(source), planned, recipe, errors).to_dict(),
             )
     return QuantizeResult(Path(out), planned, errors)
+
+
+def peak_bytes(planned: Plan) -> int:
+    """About how much memory quantizing on a CPU takes beyond the libraries: what the workers hold."""
+    rows = [
+        BLOCK * t.source.nbytes // max(1, t.source.shape[0])
+        for s in planned.shards
+        for t in s.tasks
+        if t.source.shape
+    ]
+    chunk = max([CHUNK_BYTES["cpu"], *rows])
+    # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work.
+    return WORKERS * (3 * chunk + 64 * CHUNK_WEIGHTS)
 
 
 def pick_device(device: str) -> torch.device:
@@ -330,32 +349,15 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _manifest(
-    source: str, planned: Plan, recipe: Recipe, errors: Mapping[str, float]
-) -> dict[str, Any]:
-    return {
-        "quantkit_manifest": 1,
-        "source": source,
-        "recipe": recipe.to_dict(),
-        "seed": None,
-        "calibration": None,
-        "versions": _versions(),
-        "container": planned.config.container,
-        "needs_quantkit": list(planned.not_portable),
-        "bits_per_weight": planned.bits_per_weight,
-        "layers": {
-            layer.linear.module: {
-                "kind": layer.linear.kind,
-                "shape": list(layer.linear.shape),
-                "matrices": len(layer.linear.stored),
-                "scheme": None if layer.scheme is None else str(layer.scheme),
-                "method": None if layer.fate.method is None else layer.fate.method.name,
-                "reason": layer.fate.reason,
-                "bits_per_weight": layer.bits_per_weight if layer.scheme is not None else None,
-                "relative_error": errors.get(layer.linear.module),
-            }
-            for layer in planned.layers
-        },
-        "dense": dict(planned.dense),
-    }
-
+def _record(source: str, planned: Plan, recipe: Recipe, errors: Mapping[str, float]) -> ModelRecord:
+    return ModelRecord(
+        source=source,
+        source_bytes=planned.source_bytes,
+        container=planned.config.container,
+        needs_quantkit=planned.not_portable,
+        bits_per_weight=planned.bits_per_weight,
+        versions=_versions(),
+        recipe=recipe.to_dict(),
+        layers=planned.layer_records(errors),
+        dense=planned.dense,
+    )

@@ -213,25 +213,23 @@ def _what(module: "nn.Module | None", leaf: str) -> str:
     return f"{leaf!r} of a {kind}, which is not a linear"
 
 
-def _head_name(model: "nn.Module", modules: Mapping[str, "nn.Module"]) -> str | None:
-    head = model.get_output_embeddings()  # type: ignore[operator]
+def _head_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
+    head = model.get_output_embeddings()
     return (
         next((name for name, module in modules.items() if module is head), None) if head is not None else None
     )
 
 
-def _decoder_prefix(model: "nn.Module", modules: Mapping[str, "nn.Module"]) -> str:
+def _decoder_prefix(model: Any, modules: Mapping[str, "nn.Module"]) -> str:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     name = next((name for name, module in modules.items() if module is decoder), "")
     return f"{name}." if name else ""
 
 
-def _embedding_name(
-    model: "nn.Module", modules: Mapping[str, "nn.Module"], checkpoint: Checkpoint
-) -> str | None:
+def _embedding_name(model: Any, modules: Mapping[str, "nn.Module"], checkpoint: Checkpoint) -> str | None:
     from quantkit.model.names import model_names
 
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedding = model.get_input_embeddings()
     name = next(name for name, module in modules.items() if module is embedding)
     for stored, (parameter, _) in model_names(model, checkpoint.tensors).items():
         if parameter == f"{name}.weight":

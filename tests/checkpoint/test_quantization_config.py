@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from compressed_tensors.quantization import QuantizationConfig as PeerConfig
 
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig, why_not_compressed_tensors
@@ -76,11 +75,6 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
         (INT4, 200, "compressed-tensors needs groups that divide 200, not 128"),
         (FP6, 256, "compressed-tensors has no fp6-e2m3"),
         (scheme("binary"), 256, "compressed-tensors has no binary"),
-        (
-            scheme("int4", scale_dtype=torch.float32),
-            256,
-            "readers of compressed-tensors hold scales in the model's dtype, which rounds float32",
-        ),
     ],
 )
 def test_why_not_compressed_tensors(scheme: Scheme, columns: int, reason: str | None) -> None:
@@ -101,6 +95,11 @@ def test_compressed_tensors_understands_the_arguments() -> None:
     assert (weights.num_bits, weights.symmetric, weights.strategy) == (8, False, "channel")
     weights = peer_groups([linear("a", INT4, columns=100)])[("Linear",)]
     assert weights.strategy == "channel"
+
+
+def test_rows_of_exactly_one_group_share_the_configuration_of_longer_rows() -> None:
+    groups = peer_groups([linear("gate", INT4, columns=256), linear("down", INT4, columns=128)])
+    assert [(targets, weights.group_size) for targets, weights in groups.items()] == [(("Linear",), 128)]
 
 
 def test_only_the_commonest_group_targets_the_class_and_the_others_exact_names() -> None:

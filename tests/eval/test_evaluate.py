@@ -17,6 +17,7 @@ from quantkit.eval import reference as reference_module
 from quantkit.eval.evaluate import evaluate, evaluate_many
 from quantkit.eval.reference import Batch, Reference, plan_blocks
 from quantkit.eval.sizes import measure
+from quantkit.model.quantize import quantize
 from quantkit.packing.names import part_name
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -308,6 +309,21 @@ def test_bits_per_weight_count_every_byte(tmp_path, format_name, group_size, asy
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="no more weights than bits"):
         measure(Checkpoint.open(tmp_path))
+
+
+def test_packed_models_are_told_apart_from_their_original(stories, texts, tmp_path):
+    packed = {name: tmp_path / name for name in ("int8", "binary")}
+    for name, directory in packed.items():
+        quantize(stories, directory, format=name, method="rtn", device="cpu")
+    options = {"against": stories, "texts": texts, "window": 64, "max_windows": 2, "device": "cpu"}
+    int8, binary = evaluate_many(list(packed.values()), **options)
+    for text in ("a.txt", "b.txt"):
+        assert 0 < int8.texts[text].kl_mean < 0.01 < 0.3 < binary.texts[text].kl_mean
+        assert int8.texts[text].same_top1 > 0.95 > binary.texts[text].same_top1
+    for report in (int8, binary):
+        manifest = json.loads((Path(report.model) / "quantkit_manifest.json").read_text())
+        assert report.to_dict()["bits_per_weight"] == pytest.approx(manifest["bits_per_weight"])
+        assert report.sizes.method == "rtn" and report.sizes.format.startswith(report.label)
 
 
 @pytest.mark.skipif(not (BOOKS.is_dir() and TEXTS.is_dir()), reason="books-28m is not here")

@@ -42,7 +42,7 @@ def report(label: str = "model", linears: float | None = 4.125, **texts: TextMet
         model=f"/models/{label}",
         against="/models/original",
         texts=texts,
-        sizes=Sizes(linears, 5.0, 14_500_000, "int4 g128 bfloat16"),
+        sizes=Sizes(linears, 5.0, 14_500_000, "int4 g128 bfloat16", "mse"),
         reference_sizes=Sizes(None, 16.0, 55_000_000, "dense"),
         dtype="float32",
         window=1024,
@@ -113,7 +113,7 @@ def test_write_report(tmp_path):
     assert "cut to 1024" in markdown and "14.50 MB" in markdown
     rows = [line for line in markdown.splitlines() if line.startswith(("| int8", r"| binary\|x"))]
     assert len(rows) == 4
-    assert {line.replace(r"\|", "").count("|") for line in rows} == {12}
+    assert {line.replace(r"\|", "").count("|") for line in rows} == {13}
     content = json.loads(files[1].read_text(), parse_constant=pytest.fail)
     assert content["version"] == 1
     assert content["reports"][1]["texts"]["books.txt"]["kl_mean"] == 5.0
@@ -152,7 +152,9 @@ def test_the_table_takes_names_as_they_are():
     with console.capture() as captured:
         console.print(table([report("[bold]x[/bold]", **{"books.txt": text(5.0)}), report(a=text(None))]))
     out = captured.get()
-    assert "[bold]x[/bold]" in out and "unusable" in out and "4.125" in out and "90.00 %" in out
+    assert (
+        "[bold]x[/bold]" in out and "unusable" in out and "4.125" in out and "mse" in out and "90.00 %" in out
+    )
 
 
 def test_tasks_without_lm_eval_name_the_extra(monkeypatch):

@@ -24,10 +24,8 @@ SCHEMES: dict[str, Scheme] = {
     "int4": scheme("int4", group_size=32),
     "int4-asym": scheme("int4", group_size=32, asymmetric=True),
     "int4-fp32": scheme("int4", group_size=32, scale_dtype=torch.float32),
-    "int4-asym-fp32": scheme("int4", group_size=32, asymmetric=True, scale_dtype=torch.float32),
     "int4-ragged": scheme("int4", group_size=48),
     "int8": scheme("int8"),
-    "int8-fp32": scheme("int8", scale_dtype=torch.float32),
     "int8-asym": scheme("int8", group_size=32, asymmetric=True),
     "fp6": scheme("fp6", group_size=32, scale_dtype=torch.float16),
     "fp6-wide": scheme("fp6", group_size=128),
@@ -210,4 +208,4 @@ def transformers_warnings() -> Iterator[list[str]]:
 
 def logits_of(model: Any, prompt: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return model(prompt.to(model.device)).logits.float().cpu()
+        return model(prompt).logits.float()

@@ -1,0 +1,84 @@
+"""Options that several commands take, and what they mean."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.recipe import Recipe
+
+Source = Annotated[str, typer.Argument(help="A checkpoint directory, or a model id on the hub.")]
+PackedDirectory = Annotated[Path, typer.Argument(help="A packed checkpoint directory.")]
+Format = Annotated[
+    str | None,
+    typer.Option("--format", "-f", help="Number format: int8, int4, fp6, fp6-e2m3, fp6-e3m2, binary. [int4]"),
+]
+MethodName = Annotated[
+    str | None, typer.Option("--method", "-m", help="How grids are chosen: mse (searched) or rtn. [mse]")
+]
+GroupSizeText = Annotated[
+    str | None,
+    typer.Option("--group-size", "-g", help="Weights that share a scale, or 'channel'. [by format]"),
+]
+Asymmetric = Annotated[bool, typer.Option("--asymmetric", help="Store a zero-point per group (int formats).")]
+RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules; see docs/recipes.md.")]
+LmHead = Annotated[
+    str | None, typer.Option("--lm-head", help="Format for lm_head, which stays dense otherwise.")
+]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rule", help="PATTERN=FORMAT[:GROUP][:METHOD] or PATTERN=keep; repeatable, first match wins."
+    ),
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto: the config's.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say which kernels run and why not others.")]
+EveryLayer = Annotated[bool, typer.Option("--every-layer", help="A line per layer, not per kind of layer.")]
+AllowAutoMap = Annotated[
+    bool,
+    typer.Option("--allow-auto-map", help="Accept a config that names remote code; it is never run."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+ShardSize = Annotated[
+    str, typer.Option("--max-shard-size", help="Largest output file, such as 500MB or 2GB.")
+]
+
+
+def recipe_of(
+    format: str | None,
+    method: str | None,
+    group_size: str | None,
+    asymmetric: bool,
+    recipe: Path | None,
+    lm_head: str | None,
+    rules: list[str] | None,
+) -> "Recipe":
+    """The recipe that these options describe."""
+    from quantkit.calibrate.recipe import parse_group_size
+    from quantkit.model.quantize import make_recipe
+
+    return make_recipe(
+        format=format,
+        method=method,
+        group_size=parse_group_size(group_size),
+        asymmetric=asymmetric,
+        recipe=recipe,
+        lm_head=lm_head,
+        rules=tuple(rules or ()),
+    )
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `500MB` or `2GiB`; `UsageError` for anything else."""
+    from quantkit.errors import UsageError
+
+    digits = text.strip().rstrip("BKMGIbkmgi ")
+    unit = text.strip()[len(digits) :].strip().upper() or "B"
+    if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:
+        raise UsageError(f"size {text!r} is not a positive number with a unit, such as 500MB or 2GB.")
+    return int(digits) * _UNITS[unit]

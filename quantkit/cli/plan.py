@@ -1,0 +1,73 @@
+"""`quantkit plan`: what quantizing would write, from headers alone."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from quantkit.cli import options
+from quantkit.cli.console import note, out, print_json, size
+from quantkit.cli.layers import dense_summary, layer_table, totals
+
+if TYPE_CHECKING:
+    from quantkit.model.plan import Plan
+
+
+def plan(
+    source: options.Source,
+    format: options.Format = None,
+    method: options.MethodName = None,
+    group_size: options.GroupSizeText = None,
+    asymmetric: options.Asymmetric = False,
+    recipe: options.RecipeFile = None,
+    lm_head: options.LmHead = None,
+    rule: options.Rules = None,
+    max_shard_size: options.ShardSize = "2GB",
+    allow_auto_map: options.AllowAutoMap = False,
+    every_layer: options.EveryLayer = False,
+    json: options.Json = False,
+) -> None:
+    """Show bytes, bits per weight, peak memory and every layer's fate, without reading a weight."""
+    from quantkit.model import quantize as quantizing
+
+    chosen = options.recipe_of(format, method, group_size, asymmetric, recipe, lm_head, rule)
+    checkpoint, planned = quantizing.plan(
+        source,
+        chosen,
+        max_shard_bytes=options.parse_size(max_shard_size),
+        allow_auto_map=allow_auto_map,
+    )
+    if json:
+        print_json(plan_dict(planned))
+        return
+    for warning in checkpoint.warnings:
+        note(warning)
+    print_plan(planned, every_layer=every_layer)
+    out.print(f"peak memory beyond the libraries: about {size(quantizing.peak_bytes(planned))}")
+
+
+def print_plan(planned: "Plan", *, every_layer: bool) -> None:
+    """The fate of every tensor, sizes, and whether other tools can read the result."""
+    out.print(layer_table(planned.layer_records({}), every_layer=every_layer))
+    for line in dense_summary(planned.dense):
+        out.print(line)
+    out.print(totals(planned.source_bytes, planned.output_bytes, planned.bits_per_weight))
+    if planned.config.container == "compressed-tensors":
+        out.print("readable by: quantkit, and whatever reads compressed-tensors (vLLM, SGLang, transformers)")
+    else:
+        first, *more = planned.not_portable
+        others = f" and {len(more)} more" if more else ""
+        note(f"needs quantkit to load, compressed-tensors cannot express it: {first}{others}.")
+
+
+def plan_dict(planned: "Plan", errors: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The plan as JSON."""
+    return {
+        "source_bytes": planned.source_bytes,
+        "output_bytes": planned.output_bytes,
+        "bits_per_weight": planned.bits_per_weight,
+        "container": planned.config.container,
+        "needs_quantkit": list(planned.not_portable),
+        "files": {shard.filename: sum(task.nbytes for task in shard.tasks) for shard in planned.shards},
+        "layers": {name: asdict(layer) for name, layer in planned.layer_records(errors or {}).items()},
+        "dense": dict(planned.dense),
+    }

@@ -1,0 +1,66 @@
+"""`quantkit quantize`: a checkpoint in, a packed checkpoint out."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli import options
+from quantkit.cli.console import note, out, print_json, progress, size
+
+if TYPE_CHECKING:
+    from quantkit.checkpoint.source import Checkpoint
+    from quantkit.model.plan import Plan
+
+
+def quantize(
+    source: options.Source,
+    out_directory: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    format: options.Format = None,
+    method: options.MethodName = None,
+    group_size: options.GroupSizeText = None,
+    asymmetric: options.Asymmetric = False,
+    recipe: options.RecipeFile = None,
+    lm_head: options.LmHead = None,
+    rule: options.Rules = None,
+    device: options.Device = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
+    max_shard_size: options.ShardSize = "2GB",
+    allow_auto_map: options.AllowAutoMap = False,
+    every_layer: options.EveryLayer = False,
+    json: options.Json = False,
+) -> None:
+    """Quantize SOURCE into the packed checkpoint OUT."""
+    from quantkit.cli.plan import plan_dict, print_plan
+    from quantkit.model import quantize as quantizing
+
+    chosen = options.recipe_of(format, method, group_size, asymmetric, recipe, lm_head, rule)
+
+    def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
+        for warning in checkpoint.warnings:
+            note(warning)
+        if not json:
+            print_plan(plan, every_layer=every_layer)
+
+    with progress("quantizing") as report:
+        result = quantizing.quantize(
+            source,
+            out_directory,
+            recipe=chosen,
+            device=device,
+            resume=resume,
+            overwrite=overwrite,
+            max_shard_bytes=options.parse_size(max_shard_size),
+            allow_auto_map=allow_auto_map,
+            progress=report,
+            on_plan=show,
+        )
+    if json:
+        print_json({"directory": str(result.directory), **plan_dict(result.plan, result.relative_errors)})
+        return
+    if result.relative_errors:
+        worst = max(result.relative_errors, key=lambda name: result.relative_errors[name])
+        mean = sum(result.relative_errors.values()) / len(result.relative_errors)
+        out.print(f"relative error: mean {mean:.2e}, worst {result.relative_errors[worst]:.2e} in {worst}")
+    out.print(f"wrote {result.directory} ({size(result.plan.output_bytes)})")

@@ -1,0 +1,114 @@
+"""What a manifest says about the model: every linear's fate, sizes, versions. Written and read back here."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from quantkit.errors import CheckpointError
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One linear: [N, K] of each of its matrices, how it is stored and by what method, and why.
+
+    `scheme`, `method` and `bits_per_weight` are None for a dense one. `relative_error` is the sum of
+    (weight - stored)^2 over that of weight^2, None when it was not measured.
+    """
+
+    kind: str
+    shape: tuple[int, int]
+    matrices: int
+    scheme: str | None
+    method: str | None
+    bits_per_weight: float | None
+    relative_error: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """The model part of a manifest. `needs_quantkit` says why other tools cannot read it, if so."""
+
+    source: str
+    source_bytes: int
+    container: str
+    needs_quantkit: tuple[str, ...]
+    bits_per_weight: Mapping[str, float | None]
+    versions: Mapping[str, str]
+    recipe: Mapping[str, Any]
+    layers: Mapping[str, LayerRecord]
+    dense: Mapping[str, str]
+    seed: int | None = None
+    calibration: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form, the manifest without its files."""
+        return {"model_record": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> "ModelRecord":
+        """Parse a manifest; `CheckpointError` names the key that is missing or of the wrong type."""
+        if manifest.get("model_record") != VERSION:
+            raise CheckpointError(
+                f"quantkit_manifest.json: 'model_record' is {manifest.get('model_record')!r}; this quantkit "
+                f"reads {VERSION}. Upgrade quantkit, or quantize the model again."
+            )
+        values = {field.name: _get(manifest, field.name, _TYPES[field.name]) for field in fields(cls)}
+        values["layers"] = {name: _layer(name, data) for name, data in values["layers"].items()}
+        values["needs_quantkit"] = tuple(map(str, values["needs_quantkit"]))
+        for key in ("linears", "model"):
+            _get(values["bits_per_weight"], key, (int, float, type(None)))
+        for name, reason in values["dense"].items():
+            _get({name: reason}, name, (str,))
+        return cls(**values)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "source": (str,),
+    "source_bytes": (int,),
+    "container": (str,),
+    "needs_quantkit": (list,),
+    "bits_per_weight": (dict,),
+    "versions": (dict,),
+    "recipe": (dict,),
+    "layers": (dict,),
+    "dense": (dict,),
+    "seed": (int, type(None)),
+    "calibration": (str, type(None)),
+}
+
+_LAYER_TYPES: dict[str, tuple[type, ...]] = {
+    "kind": (str,),
+    "shape": (list,),
+    "matrices": (int,),
+    "scheme": (str, type(None)),
+    "method": (str, type(None)),
+    "bits_per_weight": (int, float, type(None)),
+    "relative_error": (int, float, type(None)),
+    "reason": (str,),
+}
+
+
+def _layer(name: str, data: Any) -> LayerRecord:
+    if not isinstance(data, dict):
+        raise CheckpointError(f"quantkit_manifest.json: layer {name!r} is not a JSON object. {_AGAIN}")
+    values = {key: _get(data, key, types) for key, types in _LAYER_TYPES.items()}
+    shape = values["shape"]
+    if len(shape) != 2 or any(type(n) is not int or n < 1 for n in shape):
+        raise CheckpointError(f"quantkit_manifest.json: shape of {name!r} is {shape!r}, not [N, K]. {_AGAIN}")
+    values["shape"] = (shape[0], shape[1])
+    return LayerRecord(**values)
+
+
+_AGAIN = "Download the checkpoint again, or quantize the model again."
+
+
+def _get(data: Mapping[str, Any], key: str, types: tuple[type, ...]) -> Any:
+    value = data.get(key)
+    if key not in data or not isinstance(value, types) or isinstance(value, bool):
+        expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
+        found = type(value).__name__ if key in data else "nothing"
+        raise CheckpointError(f"quantkit_manifest.json: {key!r} is {found}; expected {expected}. {_AGAIN}")
+    return value

@@ -1,0 +1,143 @@
+"""The registered operator: its contract with torch, and under torch.compile."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quantkit.errors import FormatError, KernelError
+from quantkit.kernels.linear import build_layout, linear, linear_parts
+from quantkit.kernels.table import FORCE_VARIABLE
+
+
+def arguments(packed, x, *, bias=None, layout=None):
+    tensors = list(layout.tensors) if layout else []
+    row = layout.row if layout else ""
+    token, rows = packed.scheme.token, packed.shape[0]
+    return (x, packed.words, packed.scale, packed.zero_point, tensors, bias, token, rows, row)
+
+
+@pytest.mark.parametrize("row", ["unpack", "int-digits"])
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_opcheck(row, asymmetric, needs_grad, make_packed, monkeypatch):
+    monkeypatch.setenv(FORCE_VARIABLE, row)
+    packed = make_packed("int4", (17, 60), group_size=32, asymmetric=asymmetric)
+    parts = (packed.words, packed.scale, packed.zero_point)
+    layout = build_layout(*parts, packed.scheme, packed.shape, torch.float32)
+    x = torch.randn(2, 3, 60, requires_grad=needs_grad)
+    bias = torch.randn(17, requires_grad=needs_grad)
+    torch.library.opcheck(torch.ops.quantkit.linear, arguments(packed, x, bias=bias, layout=layout))
+
+
+def test_opcheck_of_the_gradient(make_packed):
+    packed = make_packed("fp6", (17, 60), group_size=32)
+    grad = torch.randn(2, 3, 17)
+    operands = (grad, packed.words, packed.scale, None, packed.scheme.token, 60)
+    torch.library.opcheck(torch.ops.quantkit.linear_grad_x, operands)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["no layout", "layout"])
+def test_compiles_in_one_graph(warm, make_packed, monkeypatch):
+    packed = make_packed("int4", (512, 256), exact=True)
+    x = torch.ones(3, 256)
+    eager = linear(x, packed)
+    if not warm:
+        packed.kernel_cache.clear()
+    compiled = torch.compile(lambda x: linear(x, packed).relu(), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), eager.relu())
+
+
+def test_compiles_for_any_number_of_rows(make_packed):
+    packed = make_packed("int4", (64, 128), exact=True)
+    compiled = torch.compile(lambda x: linear(x, packed), fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in (2, 5, 70):
+        x = torch.ones(m, 128)
+        assert torch.equal(compiled(x), linear(x, packed))
+
+
+def test_compiles_with_gradients(make_packed):
+    packed = make_packed("int4", (16, 64), group_size=32, exact=True)
+    x = torch.ones(2, 64, requires_grad=True)
+    compiled = torch.compile(lambda x: linear(x, packed), fullgraph=True, backend="aot_eager")
+    compiled(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 16) @ packed.dequantize())
+
+
+class Packed(torch.nn.Module):
+    """A module over the parts, as `quantkit.model` has."""
+
+    def __init__(self, packed):
+        super().__init__()
+        self.words = torch.nn.Parameter(packed.words, requires_grad=False)
+        self.scale = torch.nn.Parameter(packed.scale, requires_grad=False)
+        self.scheme, self.rows = packed.scheme, packed.shape[0]
+
+    def forward(self, x):
+        return linear_parts(x, self.words, self.scale, None, None, self.scheme, self.rows, None)
+
+
+def test_a_module_over_the_parts_compiles(make_packed):
+    first, second = make_packed("int4", (32, 64), exact=True), make_packed("fp6", (16, 32), exact=True)
+    model = torch.nn.Sequential(Packed(first), Packed(second))
+    x = torch.ones(2, 64)
+    with torch.inference_mode():
+        assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_runs_it(make_packed):
+    packed = make_packed("int4", (16, 64), group_size=32, exact=True)
+    x = torch.ones(2, 64)
+    with torch.no_grad():
+        assert torch.equal(
+            torch.compile(lambda x: linear(x, packed) + 1, fullgraph=True)(x), linear(x, packed) + 1
+        )
+
+
+def test_the_fake_result_is_the_real_one(make_packed):
+    packed = make_packed("int4", (17, 60), group_size=32)
+    x = torch.randn(2, 5, 60, dtype=torch.bfloat16)
+    fake = torch.ops.quantkit.linear(
+        *(a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments(packed, x))
+    )
+    real = linear(x, packed)
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: torch.ones(2, 96)}, r"part 'packed'.*\(16, 8\); expected torch.int32 \(16, 12\)"),
+        ({7: 24}, r"part 'packed'.*expected torch.int32 \(24, 8\)"),
+        (
+            {2: torch.ones(16, 3, dtype=torch.bfloat16)},
+            r"part 'scale'.*\(16, 3\); expected torch.bfloat16 \(16, 2\)",
+        ),
+        ({2: torch.ones(16, 2)}, r"part 'scale'.*torch.float32"),
+        ({1: torch.zeros(16, 8, dtype=torch.int64)}, r"part 'packed'.*torch.int64"),
+        ({3: torch.zeros(2, 2, dtype=torch.int32)}, r"zero-point"),
+        ({0: torch.ones(2, 64, dtype=torch.float64)}, r"x is torch.float64"),
+        ({5: torch.ones(3)}, r"bias has shape \(3,\)"),
+    ],
+)
+def test_parts_that_do_not_fit_never_reach_a_kernel(change, message, make_packed):
+    packed = make_packed("int4", (16, 64), group_size=32)
+    operands = list(arguments(packed, torch.ones(2, 64)))
+    for position, value in change.items():
+        operands[position] = value
+    with pytest.raises((FormatError, KernelError, KeyError), match=message):
+        torch.ops.quantkit.linear(*operands)
+
+
+def test_importing_is_light():
+    code = (
+        "import sys, quantkit.kernels.linear, quantkit.kernels.report, torch\n"
+        "heavy = {'triton', 'transformers', 'torch._dynamo'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

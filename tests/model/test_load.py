@@ -1,0 +1,296 @@
+"""`quantkit.load`, generation, and what importing and loading cost."""
+
+import json
+import sys
+
+import pytest
+import torch
+import transformers
+
+import quantkit
+from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
+from quantkit.model import versions
+from quantkit.model.generate import Generation, generate, stream
+from quantkit.model.load import load, tokenizer
+from quantkit.model.modules import packed_modules
+
+from .conftest import VOCAB, logits_of
+from .test_plugin import run_python
+
+
+@pytest.mark.parametrize("name", ["int4", "fp6"])
+def test_load(tiny, prompt, name):
+    checkpoint = tiny("qwen2", name)
+    model = load(checkpoint.packed, device="cpu")
+    assert not model.training
+    assert any(True for _ in packed_modules(model))
+    assert quantkit.load is load
+    expected = logits_of(checkpoint.dense_model(), prompt)
+    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_load_dense(tiny, prompt):
+    checkpoint = tiny()
+    model = load(checkpoint.dense, device="cpu")
+    assert torch.equal(logits_of(model, prompt), logits_of(checkpoint.dense_model(), prompt))
+
+
+def test_dtype_and_disk_offload(tiny, prompt, tmp_path):
+    checkpoint = tiny()
+    model = load(checkpoint.packed, device="cpu", dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    offloaded = load(
+        checkpoint.packed,
+        dtype=torch.bfloat16,
+        device_map="auto",
+        max_memory={"cpu": 30_000},
+        offload_folder=tmp_path / "offload",
+    )
+    assert "disk" in offloaded.hf_device_map.values()
+    expected = logits_of(model, prompt)
+    torch.testing.assert_close(
+        logits_of(offloaded, prompt), expected, rtol=0, atol=0.05 * expected.abs().max().item()
+    )
+
+
+def test_a_missing_dense_tensor_is_refused(tiny):
+    checkpoint = tiny()
+    tensors = checkpoint.tensors()
+    del tensors["model.norm.weight"]
+    checkpoint.rewrite(tensors)
+    with pytest.raises(CheckpointError, match=r"no tensor for 'model.norm.weight'"):
+        load(checkpoint.packed, device="cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda"])
+def test_a_device_that_is_not_there(tiny, device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UsageError, match=f"device '{device}'"):
+        load(tiny().packed, device=device)
+
+
+def test_contradicting_placement(tiny):
+    with pytest.raises(UsageError, match="contradict"):
+        load(tiny().packed, device="cpu", device_map="auto")
+
+
+def test_a_path_that_does_not_exist(tmp_path):
+    with pytest.raises(UsageError, match="nowhere"):
+        load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.11.0", "6.0.0.dev0"])
+def test_other_versions_of_transformers(monkeypatch, tiny, version):
+    monkeypatch.setattr(versions.metadata, "version", lambda name: version)
+    with pytest.raises(EnvironmentProblem, match=rf">=5.12,<6.0; found {version}.*pip install"):
+        load(tiny().packed)
+    with pytest.warns(UserWarning, match="not registered"):
+        versions.register_plugin()
+
+
+def test_no_transformers(monkeypatch):
+    def missing(name: str) -> str:
+        raise versions.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions.metadata, "version", missing)
+    with pytest.raises(EnvironmentProblem, match="found none"):
+        versions.require_transformers()
+
+
+# Generation
+
+
+@pytest.fixture
+def words():
+    """A tokenizer of a word per token: "w17" is 17."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+
+
+def test_greedy_generation_is_that_of_transformers(tiny, words):
+    checkpoint = tiny("gemma3")
+    model = load(checkpoint.packed, device="cpu")
+    pieces: list[str] = []
+    result = generate(model, words, "w5 w6 w7", max_new_tokens=12, on_text=pieces.append)
+    ids = words("w5 w6 w7", return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+    assert list(result.tokens) == expected
+    assert "".join(pieces) == result.text == words.decode(expected, skip_special_tokens=True)
+    assert result.prompt_tokens == 3
+    assert len(pieces) > 1
+    assert result.seconds >= result.decode_seconds > 0
+    assert result.tokens_per_second == pytest.approx((len(expected) - 1) / result.decode_seconds)
+
+
+def test_sampling_is_reproducible(tiny, words):
+    model = load(tiny().packed, device="cpu")
+    options = {"max_new_tokens": 10, "temperature": 2.0}
+    first, second = (generate(model, words, "w5", seed=3, **options).tokens for _ in range(2))
+    assert first == second
+    assert generate(model, words, "w5", seed=4, **options).tokens != first
+
+
+def test_generation_ends_at_the_end_token(tiny, words):
+    model = load(tiny().packed, device="cpu")
+    tokens = generate(model, words, "w5 w6", max_new_tokens=5).tokens
+    model.generation_config.eos_token_id = [2, tokens[2]]
+    assert generate(model, words, "w5 w6", max_new_tokens=5).tokens == tokens[: tokens.index(tokens[2]) + 1]
+    model.generation_config.eos_token_id = None
+    assert len(generate(model, words, "w5 w6", max_new_tokens=5).tokens) == 5
+
+
+def test_characters_of_several_tokens_are_held_back():
+    class Bytes:
+        """A token per byte."""
+
+        def __call__(self, prompt, return_tensors):
+            ids = torch.tensor([list(prompt.encode())])
+            return transformers.BatchEncoding({"input_ids": ids})
+
+        def decode(self, tokens, skip_special_tokens):
+            return bytes(tokens).decode(errors="replace")
+
+    text = "a€ü🙂b"
+
+    class Model:
+        device = torch.device("cpu")
+        generation_config = transformers.GenerationConfig()
+
+        def __call__(self, input_ids, past_key_values, use_cache):
+            at = past_key_values or 0
+            logits = torch.zeros(1, 1, 256)
+            logits[0, 0, text.encode()[at]] = 1
+            return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=at + 1)
+
+    count = len(text.encode())
+    assert list(stream(Model(), Bytes(), "x", max_new_tokens=count)) == list(text)
+    cut = generate(Model(), Bytes(), "x", max_new_tokens=2)
+    assert cut.text == "a\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": ""}, "no tokens"),
+        ({"prompt": "w5", "max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"prompt": "w5", "temperature": -1.0}, "temperature -1.0"),
+    ],
+)
+def test_wrong_arguments(tiny, words, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        generate(load(tiny().packed, device="cpu"), words, **arguments)
+
+
+def test_one_token_has_no_speed():
+    assert Generation("a", (1,), 1, 0.5, 0.0).tokens_per_second == 0.0
+
+
+def test_tokenizer(tiny, words):
+    checkpoint = tiny()
+    words.save_pretrained(checkpoint.packed)
+    assert tokenizer(checkpoint.packed)("w5 w6").input_ids == [5, 6]
+
+
+# Costs, each in a process of its own
+
+
+def test_importing_quantkit_imports_no_heavy_package():
+    code = """
+import sys, json
+import quantkit
+heavy = [name for name in ("torch", "transformers", "triton", "accelerate", "lm_eval") if name in sys.modules]
+assert quantkit.__version__ and "load" in dir(quantkit)
+quantkit.QuantkitError
+from quantkit import PackedTensor
+import torch
+print(json.dumps([heavy, "transformers" in sys.modules, torch.cuda.is_initialized()]))
+"""
+    assert json.loads(run_python(code).stdout) == [[], False, False]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import quantkit; from transformers.quantizers import auto",
+        "from transformers.quantizers import auto; import quantkit",
+        "import quantkit.model.plugin; from transformers.quantizers import auto",
+        "import quantkit, importlib; from transformers.quantizers import auto; importlib.reload(quantkit)",
+    ],
+)
+def test_the_plugin_is_registered_whatever_is_imported_first(order):
+    code = f"{order}\nprint(auto.AUTO_QUANTIZER_MAPPING['quantkit'].__name__)"
+    assert run_python(code).stdout.strip() == "QuantkitQuantizer"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="nonsense"):
+        quantkit.nonsense  # noqa: B018
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_takes_far_less_memory_than_the_dense_model(tmp_path):
+    write_big(tmp_path)
+    code = """
+import sys, threading, time, psutil
+import quantkit, torch, transformers, accelerate
+from quantkit.model.load import load
+from quantkit.model.modules import PackedLinear, packed_modules
+# What kernels keep beside the storage is theirs to bound.
+PackedLinear.build_kernel_layouts = lambda self, dtype: None
+process = psutil.Process()
+before, peak, done = process.memory_info().rss, 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, process.memory_info().rss)
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+model = load(sys.argv[1], device="cpu")
+done = True
+thread.join()
+weights = sum(module.in_features * module.out_features for _, module in packed_modules(model))
+print(4 * weights, peak - before)
+"""
+    dense, grown = map(int, run_python(code, str(tmp_path)).stdout.split())
+    assert dense > 300e6
+    assert grown < dense / 5
+
+
+def write_big(directory):
+    """A packed model of 80 million weights in random words, written without ever being dense."""
+    from safetensors.torch import save_file
+
+    from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
+
+    from .conftest import SCHEMES, config_of
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "head_dim": 64}
+    config = config_of("llama", **sizes, num_attention_heads=16, num_key_value_heads=16)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    tensors = {name: torch.ones(p.shape) for name, p in model.named_parameters() if "proj" not in name}
+    scheme, assignments = SCHEMES["int4"], [Assignment("lm_head", ("lm_head",), (VOCAB, 1024), None)]
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            shape = tuple(module.weight.shape)
+            assignments.append(Assignment(name, (name,), shape, scheme))
+            for part, (dtype, size) in scheme.storage_shapes(shape).items():
+                value = torch.full(size, 0.01).to(dtype)
+                if part == "packed":
+                    value = torch.randint(-(2**31), 2**31 - 1, size).to(torch.int32)
+                tensors[f"{name}.weight_{part}"] = torch.tensor(shape) if part == "shape" else value
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    quantization = QuantizationConfig.from_assignments(assignments).to_dict(assignments)
+    (directory / "config.json").write_text(
+        json.dumps(
+            {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": quantization}
+        )
+    )

@@ -1,0 +1,180 @@
+"""`PackedLinear` and what has a packed stand-in."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from quantkit.kernels import linear as kernels
+from quantkit.model import packed_module
+from quantkit.model.modules import PackedLinear, why_not_packable
+from quantkit.packing.schemes import Scheme
+
+from .conftest import SCHEMES, absmax_pack
+
+
+def make(
+    name: str = "int4", bias: bool = True, container: str = "quantkit"
+) -> tuple[PackedLinear, nn.Linear]:
+    torch.manual_seed(0)
+    dense = nn.Linear(96, 64, bias=bias)
+    packed = absmax_pack(dense.weight.detach(), SCHEMES[name])
+    dense.weight.data = packed.dequantize()
+    layer = PackedLinear.from_packed(packed, dense.bias.detach() if bias else None, container)
+    return layer, dense
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_forward(name, bias):
+    layer, dense = make(name, bias)
+    x = torch.randn(2, 3, 96)
+    torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.packed.dequantize(), dense.weight.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("container", "words"), [("quantkit", "weight"), ("compressed-tensors", "weight_packed")]
+)
+def test_state_dict_names(container, words):
+    layer, _ = make("int4-asym", container=container)
+    assert set(layer.state_dict()) == {words, "weight_scale", "weight_zero_point", "weight_shape", "bias"}
+    assert layer.weight_shape.tolist() == [64, 96]
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_from_packed_shares_storage():
+    layer, _ = make()
+    assert layer.packed.words.data_ptr() == layer.weight.data_ptr()
+    assert isinstance(layer.weight, nn.Parameter)
+
+
+def test_repr_names_the_scheme():
+    layer, _ = make("int4-asym")
+    assert repr(layer) == (
+        "PackedLinear(in_features=96, out_features=64, bias=True, scheme=int4 g32 asym bfloat16)"
+    )
+
+
+def test_gradients_reach_the_input():
+    layer, dense = make()
+    x = torch.randn(3, 96, requires_grad=True)
+    layer(x).square().sum().backward()
+    found, x.grad = x.grad, None
+    dense(x).square().sum().backward()
+    torch.testing.assert_close(found, x.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cast_of_the_scales_changes_no_code():
+    layer, dense = make("int4-fp32")
+    x = torch.randn(3, 96)
+    expected = dense(x)
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == torch.int32
+    torch.testing.assert_close(layer(x.bfloat16()).float(), expected, rtol=0.05, atol=0.05)
+
+
+# Kernel layouts
+
+
+@pytest.fixture
+def builds(monkeypatch) -> list[tuple[int, torch.dtype]]:
+    """Calls of `build_layout`, each as the address of the words and the activation dtype."""
+    calls: list[tuple[int, torch.dtype]] = []
+
+    def build(words, scale, zero_point, scheme: Scheme, shape, dtype):
+        calls.append((words.data_ptr(), dtype))
+        return kernels.build_layout(words, scale, zero_point, scheme, shape, dtype)
+
+    monkeypatch.setattr(packed_module, "build_layout", build)
+    return calls
+
+
+def test_a_layout_is_built_once_per_activation_dtype(builds):
+    layer, _ = make(bias=False)
+    layer.build_kernel_layouts(torch.float32)
+    for _ in range(3):
+        layer(torch.randn(1, 96))
+    layer(torch.randn(1, 96, dtype=torch.bfloat16))
+    assert [dtype for _, dtype in builds] == [torch.float32, torch.bfloat16]
+
+
+def frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, other: layer.load_state_dict(other.state_dict()),
+        lambda layer, other: setattr(
+            layer, "weight", nn.Parameter(other.weight.clone(), requires_grad=False)
+        ),
+        lambda layer, other: layer._parameters.__setitem__("weight", other.weight),
+        lambda layer, other: layer.to(torch.bfloat16).float(),
+    ],
+    ids=["load_state_dict", "setattr", "replaced behind its back", "to"],
+)
+def test_a_layout_does_not_survive_a_change_of_the_words(builds, change):
+    layer, _ = make(bias=False)
+    other, _ = make(bias=False)
+    other.weight.data.bitwise_not_()
+    layer(torch.randn(1, 96))
+    change(layer, other)
+    x = torch.randn(1, 96)
+    expected = x @ layer.packed.dequantize().T
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert len(builds) == 2
+
+
+def test_offloaded_layers_build_no_layout_and_keep_no_words(builds):
+    from accelerate import cpu_offload
+
+    layer, dense = make()
+    expected = dense(x := torch.randn(2, 96))
+    cpu_offload(layer, execution_device="cpu")
+    for _ in range(2):
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert layer.weight.is_meta
+    assert builds == []
+
+
+def test_the_cache_does_not_keep_replaced_words_alive():
+    import weakref
+
+    layer, _ = make()
+    layer(torch.randn(1, 96))
+    old = weakref.ref(layer.weight)
+    layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
+    gc.collect()
+    assert old() is None
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_work(duplicate):
+    layer, dense = make()
+    x = torch.randn(2, 96)
+    layer(x)
+    torch.testing.assert_close(duplicate(layer)(x), dense(x), rtol=1e-5, atol=1e-5)
+
+
+def test_torch_compile_keeps_one_graph():
+    layer, dense = make()
+    x = torch.randn(2, 96)
+    layer(x)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), dense(x), rtol=1e-5, atol=1e-5)
+
+
+# What can be packed
+
+
+def test_linear_is_packable_and_its_subclasses_are_not():
+    class Special(nn.Linear):
+        pass
+
+    assert why_not_packable(nn.Linear(4, 4)) is None
+    assert why_not_packable(Special(4, 4)) == "Special is neither nn.Linear nor a fused experts module"

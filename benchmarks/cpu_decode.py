@@ -6,7 +6,8 @@ its turn comes again; times are scaled to the 16.
 
     python benchmarks/cpu_decode.py [--threads 2] [--json out.json]
 
-GB/s counts the bytes of weights, scales and layouts that a row reads, over the time.
+GB/s counts the bytes of weights, scales and layouts that a row reads, over the time. On a machine that does
+other work, use `--threads 1`: threads that wait for a core hold up all others of their operation.
 """
 
 import argparse
@@ -21,7 +22,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from quantkit.errors import KernelError
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, ROWS, choose, explain
@@ -56,15 +56,23 @@ def random_packed(layout: Scheme, shape: tuple[int, int], generator: torch.Gener
     return PackedTensor.from_codes(codes, scale, None, layout)
 
 
-def timed(calls: list[Callable[[], torch.Tensor]], repeats: int) -> list[float]:
-    """Seconds of one pass over all calls, `repeats` times after a first pass that does not count."""
-    seconds = []
+Calls = list[Callable[[], torch.Tensor]]
+
+
+def timed(calls: Calls, dense: Calls, repeats: int) -> tuple[list[float], float]:
+    """Seconds of each pass over `calls`, and the median of how often faster it was than the dense pass just
+    before it: whatever else the machine does then slows both."""
+    seconds, ratios = [], []
     for _ in range(repeats + 1):
         start = time.perf_counter()
+        for call in dense:
+            call()
+        middle = time.perf_counter()
         for call in calls:
             call()
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+        seconds.append(time.perf_counter() - middle)
+        ratios.append((middle - start) / seconds[-1])
+    return seconds[1:], statistics.median(ratios[1:])
 
 
 def bytes_read(weight: PackedTensor, row: str) -> int:
@@ -81,15 +89,17 @@ def measure(dtype: torch.dtype, layers: int, repeats: int) -> list[Measurement]:
     name = str(dtype).removeprefix("torch.")
     scale = MODEL_LAYERS / layers
 
-    dense = [torch.randn(s, generator=generator).to(dtype) for _ in range(layers) for s in SHAPES]
-    times = timed([lambda w=w: F.linear(xs[w.shape[1]], w) for w in dense], repeats)
-    base = statistics.median(times) * scale
-    size = sum(w.nbytes for w in dense) * scale
-    found = [
-        Measurement(name, "dense", "torch", True, base * 1e3, min(times) * scale * 1e3, size / 1e6,
-                    size / base / 1e9, 1.0)
-    ]  # fmt: skip
-    del dense
+    weights = [torch.randn(s, generator=generator).to(dtype) for _ in range(layers) for s in SHAPES]
+    dense: Calls = [lambda w=w: F.linear(xs[w.shape[1]], w) for w in weights]
+    found: list[Measurement] = []
+
+    def record(what: str, kernel: str, chosen: bool, calls: Calls, count: int, size: int) -> None:
+        times, speedup = timed(calls, dense, count)
+        ms, least = statistics.median(times) * scale * 1e3, min(times) * scale * 1e3
+        megabytes = size * scale / 1e6
+        found.append(Measurement(name, what, kernel, chosen, ms, least, megabytes, megabytes / ms, speedup))
+
+    record("dense", "torch", True, dense, repeats, sum(w.nbytes for w in weights))
     for format_name in FORMATS:
         layout = scheme(format_name)
         packed = [random_packed(layout, s, generator) for _ in range(layers) for s in SHAPES]
@@ -98,18 +108,14 @@ def measure(dtype: torch.dtype, layers: int, repeats: int) -> list[Measurement]:
         best, refusals = choose(problem).name, dict(explain(problem))
         for row in ROWS:
             os.environ[FORCE_VARIABLE] = row.name
-            try:
-                linear(xs[packed[0].shape[1]], packed[0])
-            except KernelError:
+            if row.supports(problem) is not None:
                 continue
             slow = row.name == "unpack" or refusals[row.name] is not None
-            times = timed([lambda p=p: linear(xs[p.shape[1]], p) for p in packed], 1 if slow else repeats)
-            middle = statistics.median(times) * scale
-            size = sum(bytes_read(p, row.name) for p in packed) * scale
-            found.append(
-                Measurement(name, str(layout), row.name, row.name == best, middle * 1e3,
-                            min(times) * scale * 1e3, size / 1e6, size / middle / 1e9, base / middle)
-            )  # fmt: skip
+            calls: Calls = [lambda p=p: linear(xs[p.shape[1]], p) for p in packed]
+            for call in calls:
+                call()  # builds the layout, which is what bytes_read reads
+            size = sum(bytes_read(p, row.name) for p in packed)
+            record(str(layout), row.name, row.name == best, calls, 1 if slow else repeats, size)
         os.environ.pop(FORCE_VARIABLE, None)
     return found
 

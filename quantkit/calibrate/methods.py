@@ -12,8 +12,10 @@ from quantkit.packing.schemes import Scheme, default_scale_dtype, scheme
 from quantkit.packing.tensor import PackedTensor, encode_groups
 from quantkit.packing.words import pack
 
-#: Weights worked on at a time: their float32 copies and histograms stay in a core's cache.
+#: Weights worked on at a time on a CPU, so that their float32 copies stay in a core's cache. On a GPU only
+#: the memory of the search, up to 200 bytes a weight, sets a limit.
 CHUNK_WEIGHTS = 1 << 17
+GPU_CHUNK_WEIGHTS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def quantize_rows(rows: torch.Tensor, scheme: Scheme, method: Method) -> Quantiz
 
     Raises `FormatError` if a weight is NaN or infinite, or a scale overflows its dtype.
     """
-    weights = rows.to(torch.float32)
+    # Other strides would add up in another order.
+    weights = rows.to(torch.float32).contiguous()
     count, columns = weights.shape
     size = scheme.group_size or columns
     full = columns // size * size
@@ -72,7 +75,7 @@ def quantize_rows(rows: torch.Tensor, scheme: Scheme, method: Method) -> Quantiz
         groups = span.reshape(-1, min(size, span.shape[1]))
         squares = float(torch.linalg.vector_norm(groups, dtype=torch.float64)) ** 2
         if not squares < float("inf"):
-            _refuse_nonfinite(groups)
+            raise _nonfinite(weights)
         grid = method.fit(groups, scheme)
         span_codes = encode_groups(groups, grid.scale, grid.zero_point, scheme)
         codes.append(span_codes.view(count, -1))
@@ -99,13 +102,12 @@ def _squared_error(groups: torch.Tensor, codes: torch.Tensor, grid: Grid, scheme
     return float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
 
 
-def _refuse_nonfinite(weights: torch.Tensor) -> None:
+def _nonfinite(weights: torch.Tensor) -> FormatError:
     nan, infinite = int(weights.isnan().sum()), int(weights.isinf().sum())
-    if nan or infinite:
-        raise FormatError(
-            f"{nan} NaN and {infinite} infinite weights; a weight must be finite. "
-            "Repair the checkpoint, or keep the layer dense with a rule."
-        )
+    return FormatError(
+        f"{nan} NaN and {infinite} infinite weights (as float32); a weight must be finite. "
+        "Repair the checkpoint, or keep the layer dense with a rule."
+    )
 
 
 def quantize_tensor(
@@ -131,6 +133,11 @@ def quantize_tensor(
             "expected a non-empty floating-point matrix [N, K] with data."
         )
     if isinstance(format, Scheme):
+        if group_size is not None or asymmetric or scale_dtype is not None:
+            raise UsageError(
+                "a Scheme says all about the grid; leave out group_size, asymmetric and scale_dtype, or give "
+                "the format's name."
+            )
         chosen = format
     else:
         chosen = scheme(
@@ -141,7 +148,8 @@ def quantize_tensor(
         )
     rows, columns = weight.shape
     chosen = chosen.for_columns(columns)
-    chunk = max(1, CHUNK_WEIGHTS // columns) if weight.device.type == "cpu" else rows
+    limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS
+    chunk = max(1, limit // columns)
     chosen_method = method_named(method)
     done = [
         quantize_rows(weight.detach()[start : start + chunk], chosen, chosen_method)

@@ -15,8 +15,8 @@ What no rule matches gets the recipe's default. A pattern that matches no linear
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,8 @@ import torch
 
 from quantkit.calibrate.methods import Method, method_named
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.packing.schemes import Scheme, default_scale_dtype, scheme
+from quantkit.packing.formats import IntFormat
+from quantkit.packing.schemes import PRESETS, Scheme, default_scale_dtype, scheme
 
 GroupSize = int | Literal["channel"] | None
 
@@ -55,6 +56,14 @@ class Choice:
         """Raise the error that using this choice would raise."""
         self.scheme(torch.bfloat16)
         method_named(self.method)
+
+    def of_format(self, name: str) -> "Choice":
+        """This choice in format `name`: another format brings its own group size, and has a zero-point if
+        it can."""
+        if name == self.format:
+            return replace(self, keep=False)
+        has_zero_point = name in PRESETS and isinstance(scheme(name).format, IntFormat)
+        return Choice(name, None, self.asymmetric and has_zero_point, self.method)
 
 
 @dataclass(frozen=True)
@@ -94,16 +103,17 @@ class Recipe:
         the reason, and `dense` the modules that no rule can quantize to the reason. Raises `UsageError`
         for a pattern that matches no linear.
         """
-        used: set[str] = set()
+        used: set[int] = set()
         fates = {}
         for name, dtype in linears.items():
-            rule = next((rule for rule in self.rules if fnmatchcase(name, rule.match)), None)
-            if rule is not None:
-                used.add(rule.match)
+            at = next((i for i, rule in enumerate(self.rules) if fnmatchcase(name, rule.match)), None)
+            if at is not None:
+                used.add(at)
+            rule = None if at is None else self.rules[at]
             fates[name] = _fate(rule, self.default, kept.get(name), dtype)
-        for rule in self.rules:
-            shadowed = any(fnmatchcase(name, rule.match) for name in linears)
-            if rule.match not in used:
+        for i, rule in enumerate(self.rules):
+            if i not in used:
+                shadowed = any(fnmatchcase(name, rule.match) for name in linears)
                 raise UsageError(_unmatched(rule.match, shadowed, linears, dense))
         return fates
 
@@ -138,7 +148,10 @@ def _unmatched(
 
 
 def parse_rule(text: str, default: Choice) -> Rule:
-    """A rule from `PATTERN=FORMAT[:GROUP][:METHOD]` or `PATTERN=keep`; what is left out is as in `default`."""
+    """A rule from `PATTERN=FORMAT[:GROUP][:METHOD]` or `PATTERN=keep`.
+
+    What is left out is as in `default`, as far as the format has it; see `Choice.of_format`.
+    """
     pattern, separator, value = text.partition("=")
     if not separator or not pattern or not value:
         raise UsageError(f"rule {text!r} is not PATTERN=FORMAT[:GROUP][:METHOD] or PATTERN=keep.")
@@ -147,16 +160,20 @@ def parse_rule(text: str, default: Choice) -> Rule:
     name, *options = value.split(":")
     if len(options) > 2:
         raise UsageError(f"rule {text!r} has more than FORMAT:GROUP:METHOD after the '='.")
-    group = options[0] if options and options[0] else None
-    method = options[1] if len(options) > 1 else default.method
-    return Rule(pattern, Choice(name, parse_group_size(group), method=method))
+    choice = default.of_format(name)
+    if options and options[0]:
+        choice = replace(choice, group_size=parse_group_size(options[0]))
+    if len(options) > 1:
+        choice = replace(choice, method=options[1])
+    return Rule(pattern, choice)
 
 
 def parse_group_size(text: str | None) -> GroupSize:
     """A group size from the command line: a positive integer, `channel`, or None for the format's own."""
     if text is None or text == "channel":
         return text  # type: ignore[return-value]
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 20:
+    # The length first: Python refuses to convert thousands of digits.
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= 1 << 20:
         raise UsageError(f"group size {text!r} is neither a positive integer nor 'channel'.")
     return int(text)
 
@@ -168,15 +185,15 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}.") from error
     if unknown := set(data) - {"default", "rule"}:
         raise UsageError(f"recipe {path} has unknown keys {sorted(unknown)}; it has 'default' and 'rule'.")
     try:
         base = _choice(data.get("default", {}), default)
         rules = data.get("rule", [])
-        if not isinstance(rules, Sequence) or not all(isinstance(rule, dict) for rule in rules):
-            raise UsageError("'rule' must be an array of tables, [[rule]]")
+        if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+            raise UsageError("'rule' must be an array of tables, [[rule]].")
         return Recipe(base, tuple(_rule(rule, base) for rule in rules))
     except QuantkitError as error:
         raise UsageError(f"recipe {path}: {error}") from error
@@ -185,7 +202,7 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
 def _rule(data: dict[str, Any], default: Choice) -> Rule:
     match = data.get("match")
     if not isinstance(match, str) or not match:
-        raise UsageError(f"a rule needs a 'match' pattern; found {match!r}")
+        raise UsageError(f"a rule needs a 'match' pattern; found {match!r}.")
     return Rule(match, _choice({k: v for k, v in data.items() if k != "match"}, default))
 
 
@@ -200,17 +217,16 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 def _choice(data: Any, default: Choice) -> Choice:
     if not isinstance(data, dict):
-        raise UsageError(f"'default' must be a table; found {type(data).__name__}")
+        raise UsageError(f"'default' must be a table; found {type(data).__name__}.")
     known = {field.name for field in fields(Choice)}
     if unknown := set(data) - known:
-        raise UsageError(f"unknown keys {sorted(unknown)}; known are {sorted(known)}")
+        raise UsageError(f"unknown keys {sorted(unknown)}; known are {sorted(known)}.")
     for key, value in data.items():
         if not isinstance(value, _TYPES[key]) or (isinstance(value, bool) and bool not in _TYPES[key]):
-            raise UsageError(f"{key!r} is {value!r}; expected {' or '.join(t.__name__ for t in _TYPES[key])}")
-    merged = {**vars(default), **data}
-    if "format" in data and "group_size" not in data:
-        # Another format comes with its own granularity.
-        merged["group_size"] = None
+            expected = " or ".join(kind.__name__ for kind in _TYPES[key])
+            raise UsageError(f"{key!r} is {value!r}; expected {expected}.")
+    inherited = default.of_format(data["format"]) if "format" in data else default
+    merged = {**vars(inherited), **data}
     if isinstance(merged["group_size"], str):
         merged["group_size"] = parse_group_size(merged["group_size"])
     return Choice(**merged)

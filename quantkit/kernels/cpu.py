@@ -1,7 +1,7 @@
 """CPU rows: torch's own weight-only products, an exact integer product, and unpacking that always works.
 
 The limits in `supports` and the crossovers in `pays` were measured with torch 2.13 on 2 cores of an
-AVX512 machine with `benchmarks/cpu_decode.py`; `docs/performance.md` has the figures.
+AVX512 machine; `benchmarks/cpu_decode.py` measures the rows again.
 """
 
 from functools import lru_cache

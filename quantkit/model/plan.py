@@ -116,8 +116,9 @@ class Plan:
 
     @property
     def model_weights(self) -> int:
-        """Logical weights of the whole model."""
-        return sum(task.source.elements for shard in self.shards for task in shard.tasks)
+        """Logical weights of the whole model; those of a tied lm_head are the embedding's."""
+        sources = {task.source.name: task.source for shard in self.shards for task in shard.tasks}
+        return sum(source.elements for source in sources.values())
 
     def layer_records(self, errors: Mapping[str, float]) -> dict[str, LayerRecord]:
         """Each linear's fate by module; `errors` are relative squared errors, as far as they are known."""
@@ -168,7 +169,7 @@ def make_plan(
     assignments = tuple(
         Assignment(name, linear.stored, linear.shape, fates[name].scheme)
         for name, linear in structure.linears.items()
-    )
+    ) + tuple(Assignment(name, stored, (1, 1), None) for name, stored in structure.unpackable.items())
     config = QuantizationConfig.from_assignments(assignments)
 
     tasks = []

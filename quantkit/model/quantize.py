@@ -1,6 +1,6 @@
 """Quantizing a checkpoint: plan, stream, write.
 
-Every tensor goes through memory in chunks of rows. Two workers each read a chunk, quantize it and put the
+Every tensor goes through memory in chunks of rows. Some workers each read a chunk, quantize it and put the
 result where the plan says, so reading, arithmetic and writing overlap and the memory in use does not grow
 with the model. Chunk boundaries follow from shapes alone, so the bytes do not depend on the workers.
 """
@@ -8,16 +8,23 @@ with the model. Chunk boundaries follow from shapes alone, so the bytes do not d
 import os
 import platform
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit.calibrate.methods import CHUNK_WEIGHTS, QuantizedRows, pack_zero_points, quantize_rows
+from quantkit.calibrate.methods import (
+    CHUNK_WEIGHTS,
+    GPU_CHUNK_WEIGHTS,
+    QuantizedRows,
+    pack_zero_points,
+    quantize_rows,
+)
 from quantkit.calibrate.recipe import Choice, GroupSize, Recipe, parse_rule, read_recipe
 from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
@@ -29,7 +36,9 @@ from quantkit.packing.words import BLOCK
 
 #: Bytes of a source tensor that a worker holds at a time, by device.
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
-WORKERS = 2
+#: Each on one thread: the work is cut into pieces too small for more, and sums then have one order. A GPU
+#: only needs one to work while the other reads.
+WORKERS = {"cpu": min(8, max(2, os.cpu_count() or 1)), "cuda": 2}
 
 Progress = Callable[[int, int, str], None]
 
@@ -63,11 +72,20 @@ def make_recipe(
     default = Choice(format or "int4", group_size, asymmetric, method or "mse")
     if recipe is not None:
         from_file = read_recipe(Path(recipe), default)
-        if format is not None and from_file.default.format != format:
-            raise UsageError(
-                f"--format {format} and [default] of recipe {recipe} ({from_file.default.format}) differ. "
-                "Give the format in one place."
-            )
+        given = {
+            "format": format,
+            "group_size": group_size,
+            "method": method,
+            "asymmetric": asymmetric or None,
+        }
+        for key, value in given.items():
+            found = getattr(from_file.default, key)
+            if value is not None and found != value:
+                option = key.replace("_", "-")
+                raise UsageError(
+                    f"--{option} {value} and [default] of recipe {recipe} "
+                    f"({'its own' if found is None else found}) differ. Give the {option} in one place."
+                )
     else:
         from_file = Recipe(default)
     first = [parse_rule(rule, from_file.default) for rule in rules]
@@ -122,7 +140,13 @@ def quantize(
     """
     if resume and overwrite:
         raise UsageError("resume and overwrite exclude each other: continue the run, or start it anew.")
-    if not isinstance(recipe, Recipe):
+    if isinstance(recipe, Recipe):
+        if format or method or group_size is not None or asymmetric or lm_head or rules:
+            raise UsageError(
+                "a Recipe says all about format and rules; leave out format, method, group_size, asymmetric, "
+                "lm_head and rules, or make the recipe with them."
+            )
+    else:
         recipe = make_recipe(
             format=format,
             method=method,
@@ -156,15 +180,11 @@ def quantize(
 
 def peak_bytes(planned: Plan) -> int:
     """About how much memory quantizing on a CPU takes beyond the libraries: what the workers hold."""
-    rows = [
-        BLOCK * t.source.nbytes // max(1, t.source.shape[0])
-        for s in planned.shards
-        for t in s.tasks
-        if t.source.shape
-    ]
+    tasks = [task for shard in planned.shards for task in shard.tasks if task.source.shape]
+    rows = [_row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
     chunk = max([CHUNK_BYTES["cpu"], *rows])
     # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work.
-    return WORKERS * (3 * chunk + 64 * CHUNK_WEIGHTS)
+    return WORKERS["cpu"] * (3 * chunk + 128 * CHUNK_WEIGHTS)
 
 
 def pick_device(device: str) -> torch.device:
@@ -189,10 +209,7 @@ def _stream(
     device: torch.device,
     progress: Progress | None,
 ) -> dict[str, float]:
-    """Write every shard that is not done; the relative error of each packed linear.
-
-    Empty when the directory was complete already.
-    """
+    """Write every shard that is not done; the relative error of each packed linear."""
     sums: dict[str, list[float]] = {}
     total = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
     done = 0
@@ -205,12 +222,11 @@ def _stream(
 
     if output.complete:
         report(total, "")
-        return {}
+        layers = ModelRecord.from_manifest(read_manifest(output.path)).layers
+        return {n: layer.relative_error for n, layer in layers.items() if layer.relative_error is not None}
     threads = torch.get_num_threads()
-    # Each worker is one core's worth of arithmetic; nested parallelism would only fight over cores.
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
     workers = ThreadPoolExecutor(
-        WORKERS, "quantize", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+        WORKERS[device.type], "quantize", initializer=torch.set_num_threads, initargs=(1,)
     )
     try:
         for shard in planned.shards:
@@ -227,6 +243,7 @@ def _stream(
                 entry[1] += pair[1]
     finally:
         workers.shutdown(cancel_futures=True)
+        # A worker sets its own number and the one that threads to come start with.
         torch.set_num_threads(threads)
     return {module: error / norm if norm else 0.0 for module, (error, norm) in sums.items()}
 
@@ -258,6 +275,8 @@ def _write_shard(
     except BaseException:
         for future in futures:
             future.cancel()
+        # The file is closed next, and its descriptor may then be another file's.
+        wait(futures)
         raise
     sums: dict[str, list[float]] = {}
     # In the order of the plan, so that float addition gives the same sums every time.
@@ -270,11 +289,20 @@ def _write_shard(
 
 
 def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
-    """Row ranges of a tensor that are worked on at a time: whole blocks of zero-points, bounded bytes."""
+    """Row ranges of a tensor that are worked on at a time, of bounded bytes."""
     rows = task.source.shape[0] if task.source.shape else 1
     row_bytes = max(1, task.source.nbytes // max(rows, 1))
-    step = max(1, CHUNK_BYTES[device.type] // row_bytes // BLOCK) * BLOCK
+    unit = _row_unit(task)
+    step = max(1, CHUNK_BYTES[device.type] // row_bytes // unit) * unit
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _row_unit(task: Task) -> int:
+    """What the rows of a chunk are a multiple of: whole words of zero-points belong to whole blocks of rows.
+
+    A tensor that is copied may have large rows: all the weights of an expert.
+    """
+    return 1 if task.scheme is None else BLOCK
 
 
 def _copy_rows(
@@ -292,18 +320,16 @@ def _quantize_rows(
     assert task.scheme is not None and task.method is not None
     weights = checkpoint.read(task.source.name, start, stop).to(device)
     columns = weights.shape[1]
-    step = CHUNK_WEIGHTS // columns // BLOCK * BLOCK if device.type == "cpu" else stop - start
-    step = max(step, BLOCK)
+    step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else GPU_CHUNK_WEIGHTS) // columns)
     try:
         pieces = [
             quantize_rows(weights[at : at + step], task.scheme, task.method)
             for at in range(0, stop - start, step)
         ]
     except FormatError as error:
-        raise FormatError(f"{task.source.name!r}, rows {start} to {stop}: {error}") from error
+        raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
     for part, tensor in _parts(pieces, task).items():
         spec = dict(task.parts)[part]
-        # Zero-points are packed along N: whole words of them belong to whole blocks of rows.
         first = start if part != "zero_point" else start // BLOCK * task.scheme.format.bits
         file.write(spec.name, tensor.cpu(), offset=first * spec.shape[1])
     if start == 0:

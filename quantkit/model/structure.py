@@ -5,8 +5,9 @@ transformers' own loading rules say which tensor goes where. A new architecture 
 long as its linears are linears.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Last name of a linear that chooses experts: tiny, and wrong choices cost more than its bytes.
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
+
+REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
 
 Kind = Literal["linear", "experts", "lm_head"]
 
@@ -41,19 +44,22 @@ class Structure:
     """Linears by module name, and every other tensor's or module's reason to stay dense.
 
     `dense` is keyed by stored tensor. `embedding` is the stored name of the token embedding, from which a
-    tied lm_head takes its weights when the file has none of its own.
+    tied lm_head takes its weights when the file has none of its own. `unpackable` are the linears and
+    fused experts that stay dense whatever a recipe says, by module name, with their stored names without
+    `.weight`: a reader of the output takes every linear for packed that it is not told is dense.
     """
 
     linears: Mapping[str, Linear]
     dense: Mapping[str, str]
     embedding: str | None
     tied: bool
+    unpackable: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def read_structure(checkpoint: Checkpoint) -> Structure:
     """Classify every tensor of `checkpoint`.
 
-    Raises `CheckpointError` when transformers does not know the architecture, when a linear of the model
+    Raises `CheckpointError` when transformers does not know the architecture, when a parameter of the model
     has no tensor, or when a tensor's shape is not the one the config gives it.
     """
     model = meta_model(checkpoint.config, checkpoint.directory)
@@ -92,10 +98,11 @@ def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
 
     gathered: dict[str, list[str]] = {}
     dense: dict[str, str] = {}
-    for stored, (parameter, fused) in model_names(model, checkpoint.tensors).items():
+    names = model_names(model, checkpoint.tensors)
+    for stored, (parameter, fused) in names.items():
         owner, _, leaf = parameter.rpartition(".")
         module = modules.get(owner)
-        if parameter not in parameters:
+        if parameter not in parameters and not fused:
             dense[stored] = "not a parameter of the model"
         elif fused:
             reason = _why_dense_experts(module, leaf, decoder, owner)
@@ -105,16 +112,42 @@ def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
             _file(stored, owner, reason, gathered, dense)
         else:
             dense[stored] = _what(module, leaf)
+        if stored in dense and not fused and parameter in parameters:
+            _check_shape(stored, checkpoint.tensors[stored].shape, parameters[parameter])
 
     linears = {
         name: _linear(name, tuple(stored), checkpoint, parameters, head) for name, stored in gathered.items()
     }
-    _check_complete(modules, linears, dense, head, decoder, checkpoint)
-    embedding = _embedding_name(model, modules, checkpoint)
-    if head is not None and head not in linears and embedding is not None:
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    if REARRANGED not in dense.values():
+        found = {parameter for parameter, _ in names.values()}
+        _check_complete(model, found, f"{head}.weight" if tied else None, checkpoint)
+    embedding = _embedding_name(model, modules, names)
+    if tied and head not in linears and embedding is not None and type(modules.get(head or "")) is nn.Linear:
+        assert head is not None
         rows, columns = checkpoint.tensors[embedding].shape
         linears[head] = Linear(head, "lm_head", (head,), (rows, columns))
-    return Structure(linears, dense, embedding, bool(getattr(model.config, "tie_word_embeddings", False)))
+    return Structure(linears, dense, embedding, tied, _unpackable(modules, linears, names))
+
+
+def _unpackable(
+    modules: Mapping[str, "nn.Module"], linears: Mapping[str, Linear], names: Mapping[str, tuple[str, bool]]
+) -> dict[str, tuple[str, ...]]:
+    from torch import nn
+
+    from quantkit.model.experts import DOWN, GATE_UP, is_fused_experts
+
+    stored: dict[str, list[str]] = {}
+    for name, (parameter, _) in names.items():
+        stored.setdefault(parameter, []).append(name.removesuffix(".weight"))
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear):
+            found[name] = stored.get(f"{name}.weight", [name])
+        elif is_fused_experts(module):
+            for leaf in (GATE_UP, DOWN):
+                found[f"{name}.{leaf}"] = stored.get(f"{name}.{leaf}", [])
+    return {name: tuple(of) for name, of in found.items() if name not in linears}
 
 
 def _file(
@@ -133,45 +166,51 @@ def _linear(
     parameters: Mapping[str, tuple[int, ...]],
     head: str | None,
 ) -> Linear:
-    shapes = {checkpoint.tensors[f"{one}.weight"].shape for one in stored}
+    from quantkit.model.experts import GATE_UP
+
     expected = parameters.get(f"{name}.weight")
     if expected is None:
         kind: Kind = "experts"
         # A fused parameter is [E, N of all halves, K]; its stored matrices are [N, K] each.
         experts, rows, columns = parameters[name]
-        halves = len(stored) // experts
-        expected = (rows // max(halves, 1), columns)
+        halves = 2 if name.endswith(f".{GATE_UP}") else 1
+        expected = (rows // halves, columns)
+        if len(stored) != halves * experts:
+            raise CheckpointError(
+                f"{checkpoint.directory} has {len(stored)} matrices of {name!r}; config.json says "
+                f"{halves * experts}. Download the checkpoint again, or check that config.json belongs to it."
+            )
     else:
         kind = "lm_head" if name == head else "linear"
-    if shapes != {expected}:
-        raise CheckpointError(
-            f"the stored weights of {name!r} ({stored[0]}.weight, ...) have the shapes {sorted(shapes)}; "
-            f"config.json says {expected}. The config does not belong to these weights."
-        )
+    for one in stored:
+        _check_shape(f"{one}.weight", checkpoint.tensors[f"{one}.weight"].shape, expected)
     return Linear(name, kind, stored, (expected[0], expected[1]))
 
 
-def _check_complete(
-    modules: Mapping[str, "nn.Module"],
-    linears: Mapping[str, Linear],
-    dense: Mapping[str, str],
-    head: str | None,
-    decoder: str,
-    checkpoint: Checkpoint,
-) -> None:
-    from torch import nn
+def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise CheckpointError(
+            f"tensor {stored!r} has the shape {shape}; config.json says {expected}. "
+            "The config does not belong to these weights."
+        )
 
+
+def _check_complete(
+    model: "nn.Module", found: set[str], tied_head: str | None, checkpoint: Checkpoint
+) -> None:
+    """transformers fills what is missing with random numbers, so nothing may be."""
+    optional = [
+        re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    ]
+    tied = {tied_head, *(getattr(model, "all_tied_weights_keys", None) or {})}
     missing = [
         name
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear)
-        and name not in linears
-        and name != head
-        and _why_dense_linear(module, name, decoder, head) is None
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if name not in found and name not in tied and not any(p.search(name) for p in optional)
     ]
     if missing:
         raise CheckpointError(
-            f"{checkpoint.directory} has no weights for {len(missing)} linears of the model, such as "
+            f"{checkpoint.directory} has no weights for {len(missing)} parameters of the model, such as "
             f"{missing[0]!r}. Download the checkpoint again, or check that config.json belongs to it."
         )
 
@@ -188,11 +227,13 @@ def _why_dense_linear(module: "nn.Module", name: str, decoder: str, head: str | 
 
 
 def _why_dense_experts(module: "nn.Module | None", leaf: str, decoder: str, owner: str) -> str | None:
+    from quantkit.model.experts import DOWN, GATE_UP, is_fused_experts
     from quantkit.model.modules import why_not_packable
 
+    if module is None or not is_fused_experts(module) or leaf not in (GATE_UP, DOWN):
+        return REARRANGED
     if not owner.startswith(decoder):
         return "experts outside the decoder"
-    assert module is not None
     return why_not_packable(module)
 
 
@@ -215,9 +256,7 @@ def _what(module: "nn.Module | None", leaf: str) -> str:
 
 def _head_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
     head = model.get_output_embeddings()
-    return (
-        next((name for name, module in modules.items() if module is head), None) if head is not None else None
-    )
+    return None if head is None else next((name for name, module in modules.items() if module is head), None)
 
 
 def _decoder_prefix(model: Any, modules: Mapping[str, "nn.Module"]) -> str:
@@ -226,12 +265,9 @@ def _decoder_prefix(model: Any, modules: Mapping[str, "nn.Module"]) -> str:
     return f"{name}." if name else ""
 
 
-def _embedding_name(model: Any, modules: Mapping[str, "nn.Module"], checkpoint: Checkpoint) -> str | None:
-    from quantkit.model.names import model_names
-
+def _embedding_name(
+    model: Any, modules: Mapping[str, "nn.Module"], names: Mapping[str, tuple[str, bool]]
+) -> str | None:
     embedding = model.get_input_embeddings()
-    name = next(name for name, module in modules.items() if module is embedding)
-    for stored, (parameter, _) in model_names(model, checkpoint.tensors).items():
-        if parameter == f"{name}.weight":
-            return stored
-    return None
+    name = next((name for name, module in modules.items() if module is embedding), None)
+    return next((stored for stored, (parameter, _) in names.items() if parameter == f"{name}.weight"), None)

@@ -1,0 +1,31 @@
+# A fresh machine needs Python 3.11 or newer with pip, and a package index. Nothing is installed outside .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/quantkit demo examples/stories260K --text examples/stories.txt --out demo-output
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -n auto
+
+check: $(VENV)/test.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# torch comes first and pinned: asked for as a dependency, pip would take the newest build with its CUDA packages.
+$(VENV)/torch.stamp: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r constraints.txt
+	touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[plots]'
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@

@@ -1,0 +1,24 @@
+"""Importing quantkit is free: no transformers, no triton, no torch, no GPU, until something needs them."""
+
+import subprocess
+import sys
+
+
+def imported_by(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_import_loads_nothing_heavy() -> None:
+    assert not imported_by("import quantkit") & {"torch", "transformers", "triton", "lm_eval", "huggingface_hub"}
+
+
+def test_the_command_line_loads_nothing_heavy_for_help() -> None:
+    assert not imported_by("import quantkit.cli.main") & {"torch", "transformers", "triton", "matplotlib"}
+
+
+def test_quantize_tensor_needs_no_transformers() -> None:
+    modules = imported_by("import quantkit; quantkit.quantize_tensor")
+    assert "torch" in modules
+    assert not modules & {"transformers", "triton", "lm_eval", "huggingface_hub"}

@@ -9,12 +9,12 @@ import torch
 from quantkit.calibrate.grids import Grid, mse, rtn
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.schemes import Scheme, default_scale_dtype, scheme
-from quantkit.packing.tensor import PackedTensor, encode_groups
+from quantkit.packing.tensor import PackedTensor, quantize_units
 from quantkit.packing.words import pack
 
 #: Weights worked on at a time on a CPU, so that their float32 copies stay in a core's cache. On a GPU only
 #: the memory of the search, up to 200 bytes a weight, sets a limit.
-CHUNK_WEIGHTS = 1 << 17
+CHUNK_WEIGHTS = 1 << 18
 GPU_CHUNK_WEIGHTS = 1 << 23
 
 
@@ -73,17 +73,16 @@ def quantize_rows(rows: torch.Tensor, scheme: Scheme, method: Method) -> Quantiz
     codes, scales, zeros, error, norm = [], [], [], 0.0, 0.0
     for span in spans:
         groups = span.reshape(-1, min(size, span.shape[1]))
-        squares = float(torch.linalg.vector_norm(groups, dtype=torch.float64)) ** 2
-        if not squares < float("inf"):
-            raise _nonfinite(weights)
+        norm += _squared_norm(groups, weights)
         grid = method.fit(groups, scheme)
-        span_codes = encode_groups(groups, grid.scale, grid.zero_point, scheme)
+        units = groups / torch.where(grid.scale == 0, 1.0, grid.scale)
+        span_codes, values = quantize_units(units, grid.zero_point, scheme)
+        residual = torch.linalg.vector_norm(units.sub_(values), dim=-1, keepdim=True)
+        error += float((residual * grid.scale).double().square().sum())
         codes.append(span_codes.view(count, -1))
         scales.append(grid.scale.view(count, -1))
         if grid.zero_point is not None:
             zeros.append(grid.zero_point.view(count, -1))
-        error += _squared_error(groups, span_codes, grid, scheme)
-        norm += squares
     return QuantizedRows(
         pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0], scheme.format.bits),
         torch.cat(scales, 1).to(scheme.scale_dtype),
@@ -93,21 +92,19 @@ def quantize_rows(rows: torch.Tensor, scheme: Scheme, method: Method) -> Quantiz
     )
 
 
-def _squared_error(groups: torch.Tensor, codes: torch.Tensor, grid: Grid, scheme: Scheme) -> float:
-    if grid.zero_point is None:
-        stored = scheme.format.decode(codes)
-    else:
-        stored = codes.to(torch.float32).sub_(grid.zero_point)
-    difference = stored.mul_(grid.scale).sub_(groups)
-    return float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
-
-
-def _nonfinite(weights: torch.Tensor) -> FormatError:
-    nan, infinite = int(weights.isnan().sum()), int(weights.isinf().sum())
-    return FormatError(
-        f"{nan} NaN and {infinite} infinite weights (as float32); a weight must be finite. "
-        "Repair the checkpoint, or keep the layer dense with a rule."
-    )
+def _squared_norm(groups: torch.Tensor, weights: torch.Tensor) -> float:
+    """Sum of the squares of `groups`; refuses `weights`, of which they are a part, if one is not finite."""
+    # One fast pass in float32, and the slow exact one for what overflows or vanishes there.
+    norm = float(torch.linalg.vector_norm(groups, dim=-1).double().square().sum())
+    if not 1e-30 < norm < float("inf"):
+        norm = float(torch.linalg.vector_norm(groups, dtype=torch.float64)) ** 2
+    if not norm < float("inf"):
+        nan, infinite = int(weights.isnan().sum()), int(weights.isinf().sum())
+        raise FormatError(
+            f"{nan} NaN and {infinite} infinite weights (as float32); a weight must be finite. "
+            "Repair the checkpoint, or keep the layer dense with a rule."
+        )
+    return norm
 
 
 def quantize_tensor(

@@ -9,6 +9,9 @@ from rich.table import Table
 from quantkit.cli import options
 from quantkit.cli.console import out, print_json
 
+#: Rows of x: decoding, a small batch, a prompt.
+ROWS_OF_X = (1, 16, 512)
+
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "huggingface-hub", "accelerate", "lm-eval")
 
 
@@ -28,18 +31,24 @@ def doctor(
     for name, value in machine.items():
         out.print(f"{name:16} {value}")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("scheme", "activations", "rows", "kernel", "faster ones not used because"):
-        table.add_column(title)
-    for entry in kernels:
-        reasons = entry["refused"] if every_reason else entry["refused_faster"]
-        table.add_row(
-            entry["scheme"],
-            entry["dtype"],
-            str(entry["m"]),
-            entry["kernel"] or "none",
-            "\n".join(f"{name}: {reason}" for name, reason in reasons.items()),
-        )
+    for title in ("scheme", "activations", *(f"M={m}" for m in ROWS_OF_X)):
+        table.add_column(title, no_wrap=True)
+    for (scheme, dtype), entries in _by_scheme(kernels).items():
+        table.add_row(scheme, dtype, *(entry["kernel"] or "none" for entry in entries))
+    out.print("\nkernel that runs y = x W^T for M rows of x (--reasons: why no other)", style="bold")
     out.print(table)
+    if reasons:
+        for entry in kernels:
+            out.print(f"\n{entry['scheme']}, {entry['dtype']}, M={entry['m']}: {entry['kernel'] or 'none'}")
+            for name, reason in entry["refused"].items():
+                out.print(f"  not {name}: {reason}")
+
+
+def _by_scheme(kernels: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for entry in kernels:
+        grouped.setdefault((entry["scheme"], entry["dtype"]), []).append(entry)
+    return grouped
 
 
 def _packages() -> dict[str, str | None]:
@@ -73,28 +82,18 @@ def _machine() -> dict[str, str]:
 def _kernels() -> list[dict[str, Any]]:
     import torch
 
-    from quantkit.kernels.report import choices, device_rows
+    from quantkit.kernels.report import choices
     from quantkit.packing.schemes import PRESETS, scheme
 
+    schemes = dict.fromkeys(scheme(name) for name in PRESETS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    order = [row.name for row in device_rows(device)]
-    entries = []
-    for choice in choices(
-        [scheme(name) for name in PRESETS if name != "fp6"],
-        (torch.bfloat16, torch.float32),
-        (1, 16, 512),
-        device=device,
-    ):
-        position = order.index(choice.row) if choice.row is not None else len(order)
-        refused = dict(choice.refusals)
-        entries.append(
-            {
-                "scheme": str(choice.problem.scheme),
-                "dtype": str(choice.problem.dtype).removeprefix("torch."),
-                "m": choice.problem.m,
-                "kernel": choice.row,
-                "refused": refused,
-                "refused_faster": {n: r for n, r in refused.items() if order.index(n) < position},
-            }
-        )
-    return entries
+    return [
+        {
+            "scheme": str(choice.problem.scheme),
+            "dtype": str(choice.problem.dtype).removeprefix("torch."),
+            "m": choice.problem.m,
+            "kernel": choice.row,
+            "refused": dict(choice.refusals),
+        }
+        for choice in choices(schemes, (torch.bfloat16, torch.float32), ROWS_OF_X, device=device)
+    ]

@@ -1,83 +1,28 @@
-"""CPU rows: torch's own weight-only products, an exact integer product, and unpacking that always works.
+"""CPU rows that are faster than unpacking: torch's own weight-only products and an exact integer product.
 
 The limits in `supports` and the crossovers in `pays` were measured with torch 2.13 on 2 cores of an
 AVX512 machine; `benchmarks/cpu_decode.py` measures the rows again.
 """
 
-from functools import lru_cache
-
 import torch
-import torch.nn.functional as F
 
 from quantkit.kernels.digits import DIGITS_ROW
-from quantkit.kernels.problem import KernelRow, Problem, always
-from quantkit.packing.formats import IntFormat, NumberFormat
-from quantkit.packing.tensor import PackedTensor, dequantize_codes
-
-#: Weights unpacked at a time: as float32 they take 4 MiB, which stays in cache, while one torch operation
-#: on them is long enough (about 50 us) to hide what starting it on all threads costs.
-BLOCK_WEIGHTS = 1 << 20
+from quantkit.kernels.problem import KernelRow, Problem
+from quantkit.kernels.unpack import block_rows
+from quantkit.packing.formats import IntFormat
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor
 
 _INT4_GROUPS = (32, 64, 128, 256)
 
 
-def block_rows(columns: int) -> int:
-    """Rows of the weight that are unpacked at a time."""
-    return max(1, BLOCK_WEIGHTS // max(1, columns))
-
-
-@lru_cache(maxsize=64)
-def _values(number_format: NumberFormat, device: torch.device) -> torch.Tensor:
-    return torch.tensor(number_format.values, dtype=torch.float32, device=device)
-
-
-def _decode(number_format: NumberFormat, codes: torch.Tensor) -> torch.Tensor:
-    """`number_format.decode(codes)`; index_select is 8 times faster than indexing with a tensor."""
-    if isinstance(number_format, IntFormat):
-        return number_format.decode(codes)
-    table = _values(number_format, codes.device)
-    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
-
-
-def dequantize_rows(
-    weight: PackedTensor, zero_point: torch.Tensor | None, start: int, stop: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """`weight.dequantize(dtype, start=start, stop=stop)`, faster, given `weight.zero_point_codes()`."""
-    codes = weight.codes(start, stop)
-    scale = weight.scale[start:stop]
-    zero = None if zero_point is None else zero_point[start:stop]
-    rows, columns = codes.shape
-    size = weight.scheme.group_size
-    if size is not None and columns % size:
-        return dequantize_codes(codes, scale, zero, weight.scheme).to(dtype)
-    values = _decode(weight.scheme.format, codes) if zero is None else codes.to(torch.float32)
-    # Groups of equal length broadcast; only a ragged last group needs one scale spelled out per weight.
-    groups = values.view(rows, scale.shape[1], -1)
-    if zero is not None:
-        groups.sub_(zero.to(torch.float32).unsqueeze(2))
-    return groups.mul_(scale.to(torch.float32).unsqueeze(2)).view(rows, columns).to(dtype)
-
-
-def _launch_unpack(
-    x: torch.Tensor,
-    weight: PackedTensor,
-    layout: tuple[torch.Tensor, ...],
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    rows, columns = weight.shape
-    zero_point = weight.zero_point_codes()
-    out = torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
-    step = block_rows(columns)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        block = dequantize_rows(weight, zero_point, start, stop, x.dtype)
-        out[:, start:stop] = F.linear(x, block, None if bias is None else bias[start:stop])
-    return out
+def _is_int(scheme: Scheme, bits: int) -> bool:
+    return isinstance(scheme.format, IntFormat) and scheme.format.bits == bits
 
 
 def _int4_supports(problem: Problem) -> str | None:
     scheme = problem.scheme
-    if scheme.format.name != "int4":
+    if not _is_int(scheme, 4):
         return f"it computes int4, the weight is {scheme.format.name}"
     if scheme.group_size not in _INT4_GROUPS:
         size = "channel" if scheme.group_size is None else scheme.group_size
@@ -108,7 +53,7 @@ def _torch_op_pays(problem: Problem, name: str, limit: int) -> str | None:
 
 def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     rows, columns = weight.shape
-    step = -(-block_rows(columns) // 64) * 64
+    step = -(-block_rows(columns, weight.device) // 64) * 64
     # Blocks of 64 rows are packed on their own, so cutting at a multiple of 64 changes nothing.
     packed = [
         torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes(start, start + step).int(), 1)
@@ -136,7 +81,7 @@ def _int4_launch(
 
 def _int8_supports(problem: Problem) -> str | None:
     scheme = problem.scheme
-    if scheme.format.name != "int8":
+    if not _is_int(scheme, 8):
         return f"it computes int8, the weight is {scheme.format.name}"
     if scheme.zero_point != "none":
         return "torch's operator has no zero-points; quantize symmetrically"
@@ -176,7 +121,7 @@ CPU_ROWS = (
         name="torch-int4",
         summary="torch's weight-only int4 product, for a few bfloat16 rows; float32 sums, rounded once, "
         "and once more by a bias; scale * (8 - zero_point) is rounded too; holds the codes twice",
-        device="cpu",
+        devices=("cpu",),
         supports=_int4_supports,
         pays=lambda problem: _torch_op_pays(problem, "int4", 32),
         build=_int4_build,
@@ -186,20 +131,11 @@ CPU_ROWS = (
         name="torch-int8",
         summary="torch's weight-only int8 product, for a few bfloat16 rows; float32 sums, rounded once, "
         "and once more by a bias; holds the codes twice",
-        device="cpu",
+        devices=("cpu",),
         supports=_int8_supports,
         pays=lambda problem: _torch_op_pays(problem, "int8", 16),
         build=_int8_build,
         launch=_int8_launch,
     ),
     DIGITS_ROW,
-    KernelRow(
-        name="unpack",
-        summary="unpacks a block of rows into the activation dtype and multiplies; any scheme and shape",
-        device="cpu",
-        supports=always,
-        pays=always,
-        build=None,
-        launch=_launch_unpack,
-    ),
 )

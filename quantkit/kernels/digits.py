@@ -146,7 +146,7 @@ DIGITS_ROW = KernelRow(
     name="int-digits",
     summary="exact int8 products of the weights and three digits of the activations; float32 sums; holds "
     "one more byte per weight",
-    device="cpu",
+    devices=("cpu",),
     supports=_supports,
     pays=_pays,
     build=_build,

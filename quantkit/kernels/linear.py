@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels.cpu import block_rows, dequantize_rows
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
 from quantkit.kernels.table import choose, forced_row, log_choice
+from quantkit.kernels.unpack import block_rows, dequantize_rows
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
 
@@ -222,7 +222,7 @@ def _linear_grad_x(
     zeros = weight.zero_point_codes()
     flat = grad.reshape(-1, rows).float()
     out = torch.zeros(flat.shape[0], in_features, dtype=torch.float32, device=grad.device)
-    step = block_rows(in_features)
+    step = block_rows(in_features, grad.device)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         block = dequantize_rows(weight, zeros, start, stop, torch.float32)

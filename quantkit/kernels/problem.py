@@ -56,7 +56,7 @@ class KernelRow:
 
     name: str
     summary: str
-    device: str
+    devices: tuple[str, ...]
     supports: Verdict
     pays: Verdict
     build: Callable[[PackedTensor, torch.dtype], tuple[torch.Tensor, ...]] | None

@@ -54,4 +54,4 @@ def choice_of(problem: Problem) -> Choice:
 
 def device_rows(device: str) -> tuple[KernelRow, ...]:
     """The rows there are for a device type."""
-    return tuple(row for row in ROWS if row.device == device)
+    return tuple(row for row in ROWS if device in row.devices)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from quantkit.errors import KernelError
 from quantkit.kernels.cpu import CPU_ROWS
 from quantkit.kernels.problem import KernelRow, Problem
+from quantkit.kernels.unpack import UNPACK_ROW
 
 FORCE_VARIABLE = "QUANTKIT_KERNEL"
 VERBOSE_VARIABLE = "QUANTKIT_VERBOSE"
@@ -14,7 +15,7 @@ VERBOSE_VARIABLE = "QUANTKIT_VERBOSE"
 logger = logging.getLogger("quantkit.kernels")
 
 #: Every kernel there is, fastest first per device. Adding one is adding a row.
-ROWS: tuple[KernelRow, ...] = CPU_ROWS
+ROWS: tuple[KernelRow, ...] = (*CPU_ROWS, UNPACK_ROW)
 
 
 def row_named(name: str) -> KernelRow:
@@ -65,8 +66,8 @@ def _choose(problem: Problem, forced: str) -> KernelRow:
 
 
 def _cannot(row: KernelRow, problem: Problem) -> str | None:
-    if row.device != problem.device:
-        return f"it runs on {row.device}, the tensors are on {problem.device}"
+    if problem.device not in row.devices:
+        return f"it runs on {' and '.join(row.devices)}, the tensors are on {problem.device}"
     reason = row.supports(problem)
     if reason is None and row.build is not None and problem.layout not in (None, row.name):
         built = f"the one of {problem.layout} was" if problem.layout else "none was"
@@ -95,7 +96,7 @@ def _log_once(problem: Problem, row: KernelRow, key: tuple[str, int, int, int]) 
     for name, reason in explain(problem):
         if name == row.name:
             break
-        if reason is not None and row_named(name).device == problem.device:
+        if reason is not None and problem.device in row_named(name).devices:
             faster.append(f"; not {name}: {reason}")
     # A warning, because Python shows nothing below one unless the application configures logging, and
     # whoever sets the variable has asked to see this.

@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.errors import CheckpointError, FormatError
+from quantkit.model.drift import mend
 from quantkit.model.experts import PackedExperts
 from quantkit.model.headers import check_headers
 from quantkit.model.modules import packed_modules, packed_replacement
@@ -67,11 +68,12 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             check_headers(model, self, [Path(file) for file in files])
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for _, module in packed_modules(model):
             # The loader makes every floating-point parameter trainable.
             module.requires_grad_(False)
             module.build_kernel_layouts(model.dtype)
+        mend(model)
         return model
 
     def _convert_model_for_quantization(self, model: nn.Module) -> None:

@@ -162,6 +162,11 @@ def quantize(
     planned = make_plan(checkpoint, read_structure(checkpoint), recipe, max_shard_bytes=max_shard_bytes)
     if on_plan is not None:
         on_plan(checkpoint, planned)
+    if not planned.quantized_weights:
+        raise UsageError(
+            f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
+            "linear that can be packed. `quantkit plan` shows why each is kept."
+        )
     mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
     run = _run_record(checkpoint, recipe, target, max_shard_bytes)
     with OutputDirectory.open(Path(out), checkpoint.directory, mode, run, planned.output_bytes) as output:

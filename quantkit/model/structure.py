@@ -153,6 +153,8 @@ def _unpackable(
 def _file(
     stored: str, module: str, reason: str | None, gathered: dict[str, list[str]], dense: dict[str, str]
 ) -> None:
+    if reason is None and not stored.endswith(".weight"):
+        reason = "stored as a whole set of experts or under an unusual name"
     if reason is None:
         gathered.setdefault(module, []).append(stored.removesuffix(".weight"))
     else:

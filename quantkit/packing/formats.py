@@ -65,11 +65,17 @@ class NumberFormat(ABC):
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Values (float32) of `codes` (uint8, each below `2**bits`)."""
-        return _table(self, codes.device)[codes.int()]
+        # index_select is several times faster than indexing with a tensor.
+        return _table(self, codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """The nearest values (float32) to `x`: `decode(encode(x))`."""
         return self.decode(self.encode(x))
+
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`encode(x)` and `round(x)` in one go."""
+        codes = self.encode(x)
+        return codes, self.decode(codes)
 
     @cached_property
     def max(self) -> float:
@@ -127,8 +133,7 @@ class IntFormat(NumberFormat):
         return 1 << (self.bits - 1)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        codes = torch.round(x).add_(self.offset)
-        return codes.clamp_(0, 2 * self.offset - 1).to(torch.uint8)
+        return self.quantize(x)[0]
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.to(torch.float32).sub_(self.offset)
@@ -136,10 +141,21 @@ class IntFormat(NumberFormat):
     def round(self, x: torch.Tensor) -> torch.Tensor:
         return torch.round(x).clamp_(-self.offset, self.offset - 1)
 
-    def encode_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-        """Codes of `x` (in units of the scale) about the code `zero_point`, which stands for zero."""
-        codes = torch.round(x).add_(zero_point.to(x.dtype))
-        return codes.clamp_(0, 2 * self.offset - 1).to(torch.uint8)
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = self.round(x)
+        # By way of int8, to which torch converts seven times faster; the sum wraps around to the code.
+        return values.to(torch.int8).view(torch.uint8).add_(self.offset), values
+
+    def round_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
+        """The nearest values to `x` where the code `zero_point` (float32, broadcastable) stands for zero."""
+        return torch.round(x).clamp_(-zero_point, (2 * self.offset - 1) - zero_point)
+
+    def quantize_affine(
+        self, x: torch.Tensor, zero_point: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and values of `x` where the code `zero_point` (float32, broadcastable) stands for zero."""
+        values = self.round_affine(x, zero_point)
+        return (values + (zero_point - 128)).to(torch.int8).view(torch.uint8).add_(128), values
 
 
 @dataclass(frozen=True)

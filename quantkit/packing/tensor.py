@@ -167,7 +167,14 @@ def encode_groups(
     A zero scale stands for a group of zeros; its codes are those of zero weights.
     """
     units = groups / torch.where(scale == 0, 1.0, scale)
+    return quantize_units(units, zero_point, scheme)[0]
+
+
+def quantize_units(
+    units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (uint8) and values (float32) nearest to `units`, weights over their scale, float32."""
     if zero_point is None:
-        return scheme.format.encode(units)
+        return scheme.format.quantize(units)
     assert isinstance(scheme.format, IntFormat)
-    return scheme.format.encode_affine(units, zero_point)
+    return scheme.format.quantize_affine(units, zero_point.to(units.dtype))

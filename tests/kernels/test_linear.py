@@ -7,6 +7,7 @@ from quantkit.errors import KernelError
 from quantkit.kernels.linear import build_layout, linear, linear_parts
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, ROWS, explain
+from quantkit.kernels.unpack import BLOCK_WEIGHTS
 from quantkit.packing.formats import IntFormat, number_format
 from quantkit.packing.schemes import PRESETS
 
@@ -30,7 +31,7 @@ def integers(m, k, dtype):
 def computes(row, packed, m, dtype):
     """Whether the row can be forced on this product."""
     problem = Problem(m, *packed.shape, packed.scheme, dtype, "cpu", device_features("cpu"))
-    return row.device == "cpu" and row.supports(problem) is None
+    return "cpu" in row.devices and row.supports(problem) is None
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -71,7 +72,7 @@ def test_error_on_random_data(
     assert relative_error(linear(x, packed, bias), reference(x, packed, bias)) < ERROR[dtype]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.device == "cpu"], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in ROWS if "cpu" in row.devices], ids=lambda row: row.name)
 def test_every_cpu_row_computes_something(row, make_packed):
     tried = [make_packed(name, (64, 256), asymmetric=a) for name, a in CASES]
     assert any(computes(row, packed, 1, torch.bfloat16) for packed in tried)
@@ -87,7 +88,7 @@ def test_what_runs_unforced_is_right_for_every_m(dtype, make_packed, reference, 
 
 
 def test_unpack_crosses_block_boundaries(make_packed, reference, monkeypatch, poisoned):
-    monkeypatch.setattr("quantkit.kernels.cpu.BLOCK_WEIGHTS", 7 * 172)
+    monkeypatch.setitem(BLOCK_WEIGHTS, "cpu", 7 * 172)
     monkeypatch.setenv(FORCE_VARIABLE, "unpack")
     packed = make_packed("int4", (37, 172), group_size=32, asymmetric=True, exact=True)
     x, bias = integers(3, 172, torch.float32), integers(1, 37, torch.float32)[0]

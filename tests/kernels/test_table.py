@@ -79,7 +79,7 @@ def test_choice(asked, row):
         ("int-digits", problem(features=frozenset({"avx2"})), "no VNNI instructions"),
         ("int-digits", problem(n=64), "products of 64 x 128 weights are too small"),
         ("int-digits", problem(m=33), "slower than unpacking for M above 32 at torch.bfloat16, this is 33"),
-        ("unpack", replace(problem(), device="meta"), "it runs on cpu, the tensors are on meta"),
+        ("unpack", replace(problem(), device="meta"), "it runs on cpu and cuda, the tensors are on meta"),
         (
             "torch-int4",
             replace(problem(), layout=""),

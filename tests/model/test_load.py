@@ -14,7 +14,7 @@ from quantkit.model.generate import Generation, generate, stream
 from quantkit.model.load import load, tokenizer
 from quantkit.model.modules import packed_modules
 
-from .conftest import VOCAB, logits_of
+from .conftest import HALF_ON_DISK, VOCAB, logits_of
 from .test_plugin import run_python
 
 
@@ -42,15 +42,23 @@ def test_dtype_and_disk_offload(tiny, prompt, tmp_path):
     offloaded = load(
         checkpoint.packed,
         dtype=torch.bfloat16,
-        device_map="auto",
-        max_memory={"cpu": 30_000},
+        device_map=HALF_ON_DISK,
         offload_folder=tmp_path / "offload",
     )
-    assert "disk" in offloaded.hf_device_map.values()
+    assert offloaded.model.layers[1].self_attn.q_proj.weight_packed.is_meta
     expected = logits_of(model, prompt)
     torch.testing.assert_close(
         logits_of(offloaded, prompt), expected, rtol=0, atol=0.05 * expected.abs().max().item()
     )
+
+
+def test_max_memory_moves_layers_to_disk(tiny, prompt, tmp_path):
+    checkpoint = tiny()
+    options = {"device_map": "auto", "max_memory": {"cpu": 80_000}, "offload_folder": tmp_path / "offload"}
+    model = load(checkpoint.packed, **options)
+    assert {"cpu", "disk"} == set(model.hf_device_map.values())
+    expected = logits_of(checkpoint.dense_model(), prompt)
+    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_missing_dense_tensor_is_refused(tiny):
@@ -261,7 +269,8 @@ print(4 * weights, peak - before)
 """
     dense, grown = map(int, run_python(code, str(tmp_path)).stdout.split())
     assert dense > 300e6
-    assert grown < dense / 5
+    # Versions that do not map the file hold a tensor twice while they load it.
+    assert grown < dense / 2.5
 
 
 def write_big(directory):

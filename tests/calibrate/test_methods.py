@@ -1,0 +1,183 @@
+"""`quantize_tensor` takes any sensible matrix, and each row of the result depends on that row alone."""
+
+import math
+
+import pytest
+import torch
+
+from quantkit.calibrate import methods
+from quantkit.calibrate.methods import METHODS, quantize_rows, quantize_tensor
+from quantkit.errors import FormatError, UsageError
+from quantkit.packing.schemes import scheme
+from quantkit.packing.tensor import PackedTensor
+
+# int4 and int8 keep zero-points, the others show the rest of the formats.
+CASES = [
+    ("int4", False),
+    ("int4", True),
+    ("int8", False),
+    ("int8", True),
+    ("fp6", False),
+    ("fp6-e3m2", False),
+    ("binary", False),
+]
+RELATIVE_ERROR = {"int8": 1e-4, "int4": 0.012, "fp6": 8e-4, "fp6-e3m2": 2.5e-3, "binary": 0.5}
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same(one: PackedTensor, other: PackedTensor) -> bool:
+    parts = zip(one.parts(), other.parts(), strict=True)
+    return one.scheme == other.scheme and all(
+        name == twin and a.dtype == b.dtype and torch.equal(a, b) for (name, a), (twin, b) in parts
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("name", "asymmetric"), CASES)
+@pytest.mark.parametrize("shape", [(64, 256), (33, 172), (7, 129), (1, 31), (129, 1)])
+def test_error_is_small_at_any_shape(method, name, asymmetric, shape):
+    weight = gaussian(*shape)
+    packed = quantize_tensor(weight, name, group_size=32, method=method, asymmetric=asymmetric)
+    assert packed.shape == shape
+    stored = packed.dequantize()
+    error = (stored - weight).square().sum() / weight.square().sum()
+    assert float(error) < RELATIVE_ERROR[name] * (2 if method == "rtn" else 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [128, 32])
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_the_tail_group_is_fitted_on_its_own(method, size, asymmetric):
+    weight = gaussian(40, 172)
+    tail = weight[:, 172 // size * size :] * 1000
+    weight[:, -tail.shape[1] :] = tail
+    packed = quantize_tensor(weight, "int4", group_size=size, method=method, asymmetric=asymmetric)
+    alone = quantize_tensor(tail, "int4", group_size="channel", method=method, asymmetric=asymmetric)
+    assert torch.equal(packed.dequantize()[:, -tail.shape[1] :], alone.dequantize())
+    assert packed.scale.shape == (40, math.ceil(172 / size))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("name", "asymmetric"), CASES)
+@pytest.mark.parametrize("size", [32, "channel"])
+def test_the_whole_is_its_rows(monkeypatch, method, name, asymmetric, size):
+    weight = gaussian(37, 172)
+    options = {"group_size": size, "method": method, "asymmetric": asymmetric}
+    whole = quantize_tensor(weight, name, **options)
+    monkeypatch.setattr(methods, "CHUNK_WEIGHTS", 5 * 172)
+    assert same(whole, quantize_tensor(weight, name, **options))
+    rows = [quantize_tensor(weight[i : i + 1], name, **options) for i in range(37)]
+    assert torch.equal(whole.words, torch.cat([row.words for row in rows]))
+    assert torch.equal(whole.scale, torch.cat([row.scale for row in rows]))
+    if asymmetric:
+        assert torch.equal(whole.zero_point_codes(), torch.cat([row.zero_point_codes() for row in rows]))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_do_not_change_a_bit(threads):
+    weight = gaussian(1, 70_000)
+    expected = quantize_tensor(weight, "int4", group_size="channel")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert same(expected, quantize_tensor(weight, "int4", group_size="channel"))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("name", "asymmetric"), CASES)
+def test_strides_do_not_matter(method, name, asymmetric):
+    wide = gaussian(48, 300, seed=1)
+    views = [wide.T, wide[:, 3:99], wide[::3], wide[:1].expand(48, 300), wide[:, 7:8]]
+    for view in views:
+        options = {"group_size": "channel", "method": method, "asymmetric": asymmetric}
+        contiguous = view.clone(memory_format=torch.contiguous_format)
+        assert same(quantize_tensor(view, name, **options), quantize_tensor(contiguous, name, **options))
+
+
+def test_a_parameter_is_read_and_left_alone():
+    weight = torch.nn.Parameter(gaussian(8, 64))
+    before = weight.detach().clone()
+    packed = quantize_tensor(weight)
+    assert not packed.dequantize().requires_grad
+    assert torch.equal(weight.detach(), before) and weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_quantized_as_their_float32_values(dtype):
+    weight = gaussian(16, 128).to(dtype)
+    expected = quantize_tensor(weight.float(), scale_dtype=torch.bfloat16)
+    assert same(quantize_tensor(weight, scale_dtype=torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_float16_weights_have_float16_scales_and_all_others_bfloat16(dtype):
+    expected = torch.float16 if dtype is torch.float16 else torch.bfloat16
+    assert quantize_tensor(gaussian(4, 64).to(dtype)).scale.dtype is expected
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.empty(4, 4, device="meta"),
+        torch.zeros(4, 4, dtype=torch.int8),
+        torch.zeros(2, 4, 4),
+        torch.zeros(4),
+        torch.zeros(0, 4),
+        torch.zeros(4, 0),
+        torch.zeros(4, 4, dtype=torch.complex64),
+    ],
+    ids=lambda weight: f"{weight.dtype}-{tuple(weight.shape)}-{weight.device}",
+)
+def test_what_is_no_floating_point_matrix_is_refused(weight):
+    with pytest.raises(FormatError, match=rf"the weight is {weight.dtype} .* expected a non-empty floating"):
+        quantize_tensor(weight)
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    with pytest.raises(UsageError, match="unknown method 'best'; known are rtn, mse"):
+        quantize_tensor(gaussian(2, 32), method="best")
+    with pytest.raises(FormatError, match="unknown format 'int5'; known are int8, int4, .*binary"):
+        quantize_tensor(gaussian(2, 32), "int5")
+
+
+@pytest.mark.parametrize("size", [0, -5, 1 << 31])
+def test_group_sizes_out_of_range_are_refused(size):
+    with pytest.raises(FormatError, match=f"group size {size} is out of range"):
+        quantize_tensor(gaussian(2, 32), group_size=size)
+
+
+@pytest.mark.parametrize("name", ["fp6", "binary"])
+def test_zero_points_are_for_ints(name):
+    with pytest.raises(FormatError, match="no integer zero-point"):
+        quantize_tensor(gaussian(2, 32), name, asymmetric=True)
+
+
+def test_a_scheme_is_used_as_it_is_and_takes_no_more_options():
+    chosen = scheme("int4", group_size=16, asymmetric=True, scale_dtype=torch.float32)
+    assert quantize_tensor(gaussian(4, 64), chosen).scheme == chosen
+    with pytest.raises(UsageError, match="leave out group_size"):
+        quantize_tensor(gaussian(4, 64), chosen, group_size=32)
+
+
+def test_a_group_longer_than_the_row_is_the_row():
+    weight = gaussian(4, 64)
+    assert same(quantize_tensor(weight, group_size=128), quantize_tensor(weight, group_size="channel"))
+
+
+def test_quantized_rows_report_the_error_that_dequantizing_shows():
+    weight = gaussian(20, 172)
+    chosen = scheme("int4", group_size=32, asymmetric=True)
+    rows = quantize_rows(weight, chosen, METHODS["mse"])
+    stored = quantize_tensor(weight, chosen).dequantize().double()
+    assert rows.squared_error == pytest.approx(float((stored - weight).square().sum()), rel=1e-5)
+    assert rows.squared_norm == pytest.approx(float(weight.double().square().sum()))
+
+
+# A weight of 2**31 elements takes 4 GB and is not made here. Rows are quantized in chunks of at most
+# `CHUNK_WEIGHTS` weights, or one row, and offsets are Python integers, so no index passes 2**31 unless a
+# single row has that many.

@@ -1,0 +1,292 @@
+"""The first rule that matches a linear decides, and a rule that does nothing is an error."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.calibrate.recipe import Choice, Recipe, Rule, parse_group_size, parse_rule, read_recipe
+from quantkit.errors import FormatError, QuantkitError, UsageError
+from quantkit.model.quantize import make_recipe
+
+NAMES = [f"model.layers.{i}.{m}" for i in range(3) for m in ("self_attn.q_proj", "mlp.down_proj")]
+LINEARS = {name: torch.bfloat16 for name in [*NAMES, "lm_head"]}
+KEPT = {"lm_head": "kept unless asked for"}
+DENSE = {"model.norm": "a norm", "model.embed_tokens": "an embedding"}
+
+
+def fates(recipe: Recipe) -> dict[str, str]:
+    """`format group method` of each linear, or the reason it stays dense."""
+    found = recipe.fates(LINEARS, KEPT, DENSE)
+    return {
+        name: fate.reason
+        if fate.scheme is None or fate.method is None
+        else f"{fate.scheme.format.name} {fate.scheme.group_size} {fate.method.name}"
+        for name, fate in found.items()
+    }
+
+
+def rules(*texts: str) -> Recipe:
+    return Recipe(rules=tuple(parse_rule(text, Choice()) for text in texts))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_rules_everything_but_the_kept_gets_the_default():
+    found = fates(Recipe())
+    assert found.pop("lm_head") == "kept unless asked for"
+    assert set(found) == set(NAMES) and set(found.values()) == {"int4 128 mse"}
+
+
+def test_the_first_rule_that_matches_decides():
+    found = fates(rules("model.layers.0.*=keep", "*.down_proj=int8", "*_proj=fp6:64:rtn"))
+    assert found["model.layers.0.mlp.down_proj"] == "kept by rule 'model.layers.0.*'"
+    assert found["model.layers.1.mlp.down_proj"] == "int8 None mse"
+    assert found["model.layers.1.self_attn.q_proj"] == "fp6-e2m3 64 rtn"
+
+
+def test_exact_names_and_character_classes_are_patterns():
+    found = fates(rules("model.layers.1.mlp.down_proj=int8", "model.layers.[02].mlp.down_proj=fp6"))
+    assert [found[name].split()[0] for name in NAMES[1::2]] == ["fp6-e2m3", "int8", "fp6-e2m3"]
+
+
+def test_patterns_are_case_sensitive_and_match_whole_names():
+    for pattern in ("Model.*", "layers.0.*", "*.q_pro"):
+        with pytest.raises(UsageError, match="matches no linear"):
+            fates(rules(f"{pattern}=int8"))
+
+
+def test_a_rule_quantizes_what_is_otherwise_kept():
+    assert fates(rules("lm_head=int8"))["lm_head"] == "int8 None mse"
+
+
+def test_fates_say_which_rule_decided():
+    found = rules("*.q_proj=int8").fates(LINEARS, KEPT, DENSE)
+    assert found[NAMES[0]].reason == "rule '*.q_proj'"
+    assert found[NAMES[1]].reason == "default"
+
+
+def test_a_default_can_keep_all_but_what_rules_name(tmp_path):
+    path = write(tmp_path, '[default]\nkeep = true\n[[rule]]\nmatch = "*.q_proj"\nformat = "int4"\n')
+    found = fates(read_recipe(path, Choice()))
+    assert found["model.layers.0.self_attn.q_proj"] == "int4 128 mse"
+    assert found["model.layers.0.mlp.down_proj"] == "kept by default"
+
+
+def test_scales_follow_the_dtype_of_the_weight():
+    found = Recipe().fates({"a": torch.float16, "b": torch.float32}, {}, {})
+    assert found["a"].scheme is not None and found["a"].scheme.scale_dtype is torch.float16
+    assert found["b"].scheme is not None and found["b"].scheme.scale_dtype is torch.bfloat16
+
+
+def test_a_pattern_that_matches_nothing_shows_what_names_look_like():
+    with pytest.raises(UsageError, match=r"rule 'blocks\.\*' matches no linear .* 'model.layers.0.self_attn"):
+        fates(rules("blocks.*=int8"))
+
+
+def test_a_pattern_that_matches_only_dense_modules_shows_why_they_are_dense():
+    with pytest.raises(UsageError, match=r"rule '\*norm' matches no linear; 'model.norm' stays dense: a norm"):
+        fates(rules("*norm=int8"))
+
+
+@pytest.mark.parametrize("pattern", ["*.q_proj", "model.layers.1.self_attn.q_proj"])
+def test_a_rule_behind_one_that_takes_all_it_matches_is_an_error(pattern):
+    with pytest.raises(UsageError, match="never applies: earlier rules match all it matches"):
+        fates(rules("*.q_proj=int8", f"{pattern}=keep"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a=keep", Choice(keep=True)),
+        ("a=int8", Choice("int8", None, True, "rtn")),
+        ("a=int8:64", Choice("int8", 64, True, "rtn")),
+        ("a=int4:channel", Choice("int4", "channel", True, "rtn")),
+        ("a=int4", Choice("int4", 32, True, "rtn")),
+        ("a=fp6::mse", Choice("fp6", None, False, "mse")),
+        ("a=int4:16:mse", Choice("int4", 16, True, "mse")),
+    ],
+)
+def test_rules_on_the_command_line(text, expected):
+    assert parse_rule(text, Choice("int4", 32, True, "rtn")) == Rule("a", expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("down_proj", "is not PATTERN=FORMAT"),
+        ("=int8", "is not PATTERN=FORMAT"),
+        ("a=", "is not PATTERN=FORMAT"),
+        ("a=int4:32:mse:1", "has more than FORMAT:GROUP:METHOD"),
+        ("a=int4:mse", "group size 'mse' is neither a positive integer nor 'channel'"),
+        ("a=int5", "unknown format 'int5'; known are int8"),
+        ("a=int4:32:best", "unknown method 'best'; known are rtn, mse"),
+        ("a=int4::", "unknown method ''"),
+    ],
+)
+def test_rules_that_are_refused(text, message):
+    with pytest.raises(QuantkitError, match=message):
+        rules(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "1.5", "\u0661", "9" * 5000, "1048577", "32 ", ""])
+def test_group_sizes_that_are_refused(text):
+    with pytest.raises(UsageError, match="neither a positive integer nor 'channel'"):
+        parse_group_size(text)
+
+
+def test_group_sizes_that_are_taken():
+    assert [parse_group_size(text) for text in ("1", "128", "1048576", "channel", None)] == [
+        1,
+        128,
+        1 << 20,
+        "channel",
+        None,
+    ]
+
+
+def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        [default]
+        group_size = 32
+
+        [[rule]]
+        match = "a"
+        format = "int8"
+
+        [[rule]]
+        match = "b"
+        format = "int4"
+        method = "mse"
+
+        [[rule]]
+        match = "c"
+        keep = true
+
+        [[rule]]
+        match = "d"
+        group_size = "channel"
+        asymmetric = false
+
+        [[rule]]
+        match = "e"
+        format = "fp6"
+        """,
+    )
+    recipe = read_recipe(path, Choice(asymmetric=True, method="rtn"))
+    assert recipe.default == Choice("int4", 32, True, "rtn")
+    assert {rule.match: rule.choice for rule in recipe.rules} == {
+        "a": Choice("int8", None, True, "rtn"),
+        "b": Choice("int4", 32, True, "mse"),
+        "c": Choice("int4", 32, True, "rtn", keep=True),
+        "d": Choice("int4", "channel", False, "rtn"),
+        "e": Choice("fp6", None, False, "rtn"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rule = [", "cannot be read: Invalid value"),
+        ("[options]", r"unknown keys \['options'\]; it has 'default' and 'rule'"),
+        ("default = 3", "'default' must be a table; found int"),
+        ("rule = 'x'", r"'rule' must be an array of tables"),
+        ("rule = ''", r"'rule' must be an array of tables"),
+        ("[rule]\nmatch = 'a'", r"'rule' must be an array of tables"),
+        ("rule = [1]", r"'rule' must be an array of tables"),
+        ("[[rule]]\nformat = 'int4'", "a rule needs a 'match' pattern; found None"),
+        ("[[rule]]\nmatch = ''", "a rule needs a 'match' pattern; found ''"),
+        ("[[rule]]\nmatch = 3", "a rule needs a 'match' pattern; found 3"),
+        ("[[rule]]\nmatch = 'a'\nbits = 4", r"unknown keys \['bits'\]; known are \['asymmetric'"),
+        ("[default]\nformat = 4", "'format' is 4; expected str"),
+        ("[default]\nkeep = 'yes'", "'keep' is 'yes'; expected bool"),
+        ("[default]\nasymmetric = 1", "'asymmetric' is 1; expected bool"),
+        ("[default]\ngroup_size = true", "'group_size' is True; expected int or str"),
+        ("[default]\ngroup_size = 1.5", "'group_size' is 1.5; expected int or str"),
+        ("[default]\ngroup_size = 'row'", "group size 'row' is neither"),
+        ("[default]\ngroup_size = 0", "group size 0 is out of range"),
+        ("[default]\nformat = 'int5'", "unknown format 'int5'"),
+        ("[default]\nmethod = 'best'", "unknown method 'best'"),
+        ("[[rule]]\nmatch = 'a'\nformat = 'fp6'\nasymmetric = true", "no integer zero-point"),
+    ],
+)
+def test_recipe_files_that_are_refused(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(UsageError, match=message) as refusal:
+        read_recipe(path, Choice())
+    assert str(path) in str(refusal.value)
+
+
+def test_recipe_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read: .*No such file"):
+        read_recipe(tmp_path / "none.toml", Choice())
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="cannot be read: .*decode"):
+        read_recipe(binary, Choice())
+
+
+def test_options_come_before_the_rules_of_the_file(tmp_path):
+    path = write(tmp_path, '[[rule]]\nmatch = "*"\nformat = "fp6"\n')
+    found = fates(make_recipe(recipe=path, rules=("*.q_proj=int8",), lm_head="int8"))
+    assert found["model.layers.0.self_attn.q_proj"] == "int8 None mse"
+    assert found["lm_head"] == "int8 None mse"
+    assert found["model.layers.0.mlp.down_proj"] == "fp6-e2m3 128 mse"
+
+
+def test_the_lm_head_flag_takes_the_method_and_not_the_grid_of_the_default():
+    recipe = make_recipe(format="int4", group_size=32, asymmetric=True, method="rtn", lm_head="int8")
+    assert fates(recipe)["lm_head"] == "int8 None rtn"
+    assert fates(make_recipe(lm_head="keep"))["lm_head"] == "kept by rule '*lm_head'"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "fp6"}, r"--format fp6 and \[default\] of recipe .* \(int8\) differ"),
+        ({"group_size": 128}, r"--group-size 128 and .* \(64\) differ"),
+        ({"method": "rtn"}, r"--method rtn and .* \(mse\) differ"),
+        ({"asymmetric": True}, r"--asymmetric True and .* \(False\) differ"),
+    ],
+)
+def test_options_that_contradict_the_recipe_file_are_refused(tmp_path, options, message):
+    path = write(tmp_path, "[default]\nformat='int8'\ngroup_size=64\nmethod='mse'\nasymmetric=false\n")
+    with pytest.raises(UsageError, match=message):
+        make_recipe(recipe=path, **options)
+    agreeing = make_recipe(recipe=path, format="int8", group_size=64, method="mse")
+    assert agreeing.default == Choice("int8", 64, False, "mse")
+
+
+def test_a_recipe_that_cannot_work_is_refused_when_it_is_made():
+    with pytest.raises(FormatError, match="unknown format"):
+        Recipe(Choice("int5"))
+    with pytest.raises(FormatError, match="no integer zero-point"):
+        Recipe(Choice(), (Rule("a", Choice("binary", asymmetric=True)),))
+
+
+def test_the_record_of_a_recipe_holds_all_of_it():
+    assert rules("a=int8:64").to_dict() == {
+        "default": {
+            "format": "int4",
+            "group_size": None,
+            "asymmetric": False,
+            "method": "mse",
+            "keep": False,
+        },
+        "rules": [
+            {
+                "match": "a",
+                "format": "int8",
+                "group_size": 64,
+                "asymmetric": False,
+                "method": "mse",
+                "keep": False,
+            }
+        ],
+    }

@@ -16,8 +16,8 @@ _PACKAGES = ("torch", "triton", "transformers", "safetensors", "huggingface-hub"
 
 
 def doctor(
-    every_reason: Annotated[
-        bool, typer.Option("--all", help="Also why slower kernels are not used.")
+    reasons: Annotated[
+        bool, typer.Option("--reasons", help="Also, for every case, why no other kernel runs.")
     ] = False,
     json: options.Json = False,
 ) -> None:

@@ -164,4 +164,6 @@ def quantize_tensor(
 
 def pack_zero_points(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Zero-point codes (uint8 [N, G]) packed along N: int32 [words_per_row(N, bits), G]."""
-    return pack(codes.T.contiguous(), scheme.format.bits).T.contiguous()
+    # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
+    packed = pack(codes.T.contiguous(), scheme.format.bits)
+    return packed.T.clone(memory_format=torch.contiguous_format)

@@ -1,6 +1,7 @@
 """What every command shares: where output goes, progress with time and memory, sizes as text."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-#: Columns where there is no terminal to ask: a pipe or a file should not break lines.
-PIPED_WIDTH = 180
+#: Columns where there is no terminal: lines in a pipe or a file are not broken, whatever their length.
+PIPED_WIDTH = 10_000
 
 #: Results go to stdout, which a program may read; progress, notes and errors to stderr.
 out = Console(highlight=False, markup=False, emoji=False)
@@ -30,9 +31,29 @@ for _console in (out, err):
 Report = Callable[[int, int, str], None]
 
 
+def printable(text: str) -> str:
+    """`text` with control characters and what cannot be encoded as escapes: names come from files."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def say(text: str, *, style: str | None = None) -> None:
+    """A line of the result."""
+    out.print(printable(text), style=style)
+
+
 def note(text: str) -> None:
     """Something the user should know and may want to change."""
-    err.print(f"note: {text}", style="yellow")
+    err.print(f"note: {printable(text)}", style="yellow")
+
+
+def fail(text: str) -> None:
+    """Why the command did not do what it was asked."""
+    err.print(f"error: {printable(text)}", style="red")
+
+
+def stream(text: str) -> None:
+    """A piece of a model's text: as it is into a pipe, without control characters onto a terminal."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def print_json(value: Any) -> None:

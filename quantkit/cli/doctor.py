@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from quantkit.cli import options
-from quantkit.cli.console import out, print_json
+from quantkit.cli.console import out, print_json, say
 
 #: Rows of x: decoding, a small batch, a prompt.
 ROWS_OF_X = (1, 16, 512)
@@ -21,27 +21,30 @@ def doctor(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Show versions, GPU, and per format and batch size which kernel runs here and why others do not."""
+    """Show what runs on this machine.
+
+    Versions, the GPU, and which kernel runs per scheme, dtype of the activations and rows of x.
+    """
     packages, machine, kernels = _packages(), _machine(), _kernels()
     if json:
         print_json({"packages": packages, "machine": machine, "kernels": kernels})
         return
     for name, version in packages.items():
-        out.print(f"{name:16} {version or 'not installed'}")
+        say(f"{name:16} {version or 'not installed'}")
     for name, value in machine.items():
-        out.print(f"{name:16} {value}")
+        say(f"{name:16} {value}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("scheme", "activations", *(f"M={m}" for m in ROWS_OF_X)):
         table.add_column(title, no_wrap=True)
     for (scheme, dtype), entries in _by_scheme(kernels).items():
         table.add_row(scheme, dtype, *(entry["kernel"] or "none" for entry in entries))
-    out.print("\nkernel that runs y = x W^T for M rows of x (--reasons: why no other)", style="bold")
+    say("\nkernel that runs y = x W^T for M rows of x (--reasons: why no other)", style="bold")
     out.print(table)
     if reasons:
         for entry in kernels:
-            out.print(f"\n{entry['scheme']}, {entry['dtype']}, M={entry['m']}: {entry['kernel'] or 'none'}")
+            say(f"\n{entry['scheme']}, {entry['dtype']}, M={entry['m']}: {entry['kernel'] or 'none'}")
             for name, reason in entry["refused"].items():
-                out.print(f"  not {name}: {reason}")
+                say(f"  not {name}: {reason}")
 
 
 def _by_scheme(kernels: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:

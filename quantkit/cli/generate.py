@@ -5,27 +5,38 @@ from typing import Annotated
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import err, print_json
+from quantkit.cli.console import err, print_json, stream
 
 
 def generate(
-    directory: options.Source,
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    directory: options.Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="The most tokens to generate.", min=1)
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token, more samples more freely.", min=0)
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> None:
-    """Continue PROMPT with the model in DIRECTORY."""
-    from quantkit.cli.models import open_model
+    """Continue a text with a model.
+
+    The text goes to stdout as it comes, the speed to stderr.
+    """
+    from quantkit.cli.models import log_kernels, open_model
     from quantkit.model.generate import generate as run
 
-    model, tokenizer = open_model(directory, device, dtype, verbose=verbose)
-    if not json:
-        print(prompt, end="", flush=True)
+    if verbose:
+        log_kernels()
+    model, tokenizer = open_model(directory, device, dtype)
+    # What is logged of the kernels would be in the middle of the text.
+    streaming = not json and not verbose
+    if streaming:
+        stream(prompt)
     result = run(
         model,
         tokenizer,
@@ -33,7 +44,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        on_text=None if json else lambda text: print(text, end="", flush=True),
+        on_text=stream if streaming else None,
     )
     if json:
         print_json(
@@ -47,5 +58,5 @@ def generate(
             }
         )
         return
-    print()
+    stream("\n" if streaming else f"{prompt}{result.text}\n")
     err.print(f"{len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s", style="dim")

@@ -1,8 +1,8 @@
 """`quantkit inspect`: what is in a packed checkpoint."""
 
 from quantkit.cli import options
-from quantkit.cli.console import note, out, print_json
-from quantkit.cli.layers import dense_summary, layer_table, totals
+from quantkit.cli.console import note, print_json, say
+from quantkit.cli.layers import needs_quantkit, print_layers, totals
 
 
 def inspect(
@@ -10,7 +10,11 @@ def inspect(
     every_layer: options.EveryLayer = False,
     json: options.Json = False,
 ) -> None:
-    """Show how every linear of DIRECTORY is stored, how well, and what stayed dense and why."""
+    """Show how a packed checkpoint stores each linear.
+
+    Reads the manifest and headers only. "bits" counts every stored bit per weight, "error" is the squared
+    error of the weights over their squares. With --json, prints the manifest.
+    """
     from quantkit.checkpoint.manifest import read_manifest
     from quantkit.checkpoint.source import Checkpoint
     from quantkit.model.record import ModelRecord
@@ -19,15 +23,13 @@ def inspect(
     record = ModelRecord.from_manifest(manifest)
     checkpoint = Checkpoint.open(directory)
     if json:
-        print_json(manifest)
+        print_json({**record.to_dict(), "files": manifest["files"]})
         return
     for warning in checkpoint.warnings:
         note(warning)
     made_by = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    out.print(f"made from {record.source} with {made_by}")
-    out.print(layer_table(record.layers, every_layer=every_layer))
-    for line in dense_summary(record.dense):
-        out.print(line)
-    out.print(totals(record.source_bytes, checkpoint.nbytes, record.bits_per_weight))
-    for reason in record.needs_quantkit[:1]:
-        note(f"needs quantkit to load, compressed-tensors cannot express it: {reason}")
+    say(f"made from {record.source} with {made_by}")
+    print_layers(record.layers, record.dense, every_layer=every_layer)
+    say(totals(record.source_bytes, checkpoint.nbytes, record.bits_per_weight))
+    if record.needs_quantkit:
+        note(needs_quantkit(record.needs_quantkit))

@@ -1,73 +1,106 @@
-"""The per-layer table that plan, quantize and inspect print: every fate with its reason."""
+"""What plan, quantize and inspect print of a model: a table of its linears, and what stays dense and why."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from quantkit.cli.console import size
+from quantkit.cli.console import out, printable, say, size
 
 if TYPE_CHECKING:
     from quantkit.model.record import LayerRecord
 
 
-def layer_table(layers: Mapping[str, "LayerRecord"], *, every_layer: bool) -> Table:
-    """A line per linear; unless `every_layer`, those that only differ in layer numbers share one."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("linear", overflow="fold")
-    for title in ("layers", "N x K"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("stored as", no_wrap=True)
-    table.add_column("method", no_wrap=True)
-    for title in ("bits", "rel. error"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("why")
-    for members in _grouped(layers, every_layer):
-        name, first = members[0]
-        rows, columns = first.shape
-        errors = [layer.relative_error for _, layer in members if layer.relative_error is not None]
-        table.add_row(
-            name if len(members) == 1 else _pattern(name),
-            str(len(members)),
-            f"{rows} x {columns}" + (f" x {first.matrices}" if first.matrices > 1 else ""),
-            first.scheme or "dense",
-            first.method or "",
-            "" if first.bits_per_weight is None else f"{first.bits_per_weight:.3f}",
-            f"{sum(errors) / len(errors):.2e}" if errors else "",
-            first.reason,
-        )
-    return table
+Layers = Mapping[str, "LayerRecord"]
 
 
-def _pattern(module: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", module)
-
-
-def _grouped(layers: Mapping[str, "LayerRecord"], every_layer: bool) -> list[list[tuple[str, "LayerRecord"]]]:
-    groups: dict[Any, list[tuple[str, LayerRecord]]] = {}
-    for name, layer in layers.items():
-        key = (name if every_layer else _pattern(name), replace(layer, relative_error=None))
-        groups.setdefault(key, []).append((name, layer))
-    return list(groups.values())
-
-
-def dense_summary(dense: Mapping[str, str]) -> list[str]:
-    """One line per reason that tensors other than linears stay dense."""
+def print_layers(layers: Layers, dense: Mapping[str, str], *, every_layer: bool) -> None:
+    """A line per linear, or per kind of linear unless `every_layer`, then all that is not by default."""
+    groups = _grouped(layers, every_layer)
+    out.print(_table(groups))
+    for members in groups:
+        _, first = members[0]
+        if first.reason != "default":
+            _print_reason(first.scheme or "dense", first.reason, [name for name, _ in members])
     by_reason: dict[str, list[str]] = {}
     for name, reason in dense.items():
         by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        _print_reason("dense", reason, names)
+
+
+def _print_reason(stored: str, reason: str, names: Sequence[str]) -> None:
+    patterns = list(dict.fromkeys(map(_pattern, names)))
+    shown = names[0] if len(names) == 1 else patterns[0] + (", ..." if len(patterns) > 1 else "")
+    say(f"{len(names)} {stored}: {reason} ({shown})")
+
+
+def _table(groups: Iterable[Sequence[tuple[str, "LayerRecord"]]]) -> Table:
+    """Narrow enough for 80 columns: only names are folded, figures never."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("linear", overflow="fold")
+    table.add_column("count", justify="right", no_wrap=True)
+    table.add_column("N x K", justify="right", no_wrap=True)
+    table.add_column("stored as", no_wrap=True)
+    table.add_column("method", no_wrap=True)
+    table.add_column("bits", justify="right", no_wrap=True)
+    measured = any(layer.relative_error is not None for members in groups for _, layer in members)
+    if measured:
+        table.add_column("error", justify="right", no_wrap=True)
+    for members in groups:
+        name, first = members[0]
+        rows, columns = first.shape
+        errors = [layer.relative_error for _, layer in members if layer.relative_error is not None]
+        cells = (
+            name if len(members) == 1 else _pattern(name),
+            str(len(members)),
+            f"{rows} x {columns}" + (f" x {first.matrices}" if first.matrices > 1 else ""),
+            "dense" if first.scheme is None else _without_scale(first.scheme),
+            first.method or "",
+            "" if first.bits_per_weight is None else f"{first.bits_per_weight:.3f}",
+            *([f"{sum(errors) / len(errors):.1e}" if errors else ""] if measured else []),
+        )
+        table.add_row(*map(printable, cells))
+    return table
+
+
+def _without_scale(scheme: str) -> str:
+    """The scheme without the dtype of its scales, its last word; the JSON outputs have it."""
+    return scheme.rpartition(" ")[0] or scheme
+
+
+def _pattern(module: str) -> str:
+    return re.sub(r"\.\d+(?=\.)", ".*", module)
+
+
+def _order(name: str) -> list[tuple[int, str]]:
+    """Sorts layer 10 after layer 9."""
     return [
-        f"{len(names)} dense: {reason} ({_pattern(names[0])}{', ...' if len(names) > 1 else ''})"
-        for reason, names in by_reason.items()
+        (int(part), "") if part.isdecimal() and len(part) < 10 else (-1, part) for part in name.split(".")
     ]
+
+
+def _grouped(layers: Layers, every_layer: bool) -> list[list[tuple[str, "LayerRecord"]]]:
+    groups: dict[Any, list[tuple[str, LayerRecord]]] = {}
+    for name in sorted(layers, key=_order):
+        key = (name if every_layer else _pattern(name), replace(layers[name], relative_error=None))
+        groups.setdefault(key, []).append((name, layers[name]))
+    return list(groups.values())
+
+
+def needs_quantkit(reasons: Sequence[str]) -> str:
+    """One line on the linears that other tools cannot read; `reasons` has one per linear."""
+    more = len(reasons) - 1
+    others = f", and {more} more linear{'s' if more > 1 else ''}" if more else ""
+    return f"only quantkit can load this: {reasons[0]}{others}."
 
 
 def totals(source_bytes: int, output_bytes: int, bits: Mapping[str, float | None]) -> str:
     """Sizes before and after, and bits per weight of the packed linears and the whole model."""
-    linears = "none packed" if bits["linears"] is None else f"{bits['linears']:.3f}"
+    linears = "none" if bits["linears"] is None else f"{bits['linears']:.3f}"
     return (
         f"{size(source_bytes)} -> {size(output_bytes)}; "
-        f"bits per weight: linears {linears}, whole model {bits['model']:.3f}"
+        f"bits per weight: packed linears {linears}, whole model {bits['model']:.3f}"
     )

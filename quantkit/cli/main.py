@@ -3,10 +3,11 @@
 import signal
 import sys
 from types import FrameType
+from typing import Annotated
 
 import typer
 
-from quantkit.cli.console import err
+from quantkit.cli.console import fail
 from quantkit.cli.demo import demo
 from quantkit.cli.doctor import doctor
 from quantkit.cli.evaluate import evaluate
@@ -22,6 +23,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help: rich would take what is in square brackets for markup.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(quantize)
@@ -34,17 +37,34 @@ app.command()(doctor)
 app.command()(demo)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from quantkit import __version__
+
+        print(f"quantkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 def main() -> None:
-    """Run the command line. A `QuantkitError` is one message and its exit code, never a traceback."""
+    """Run the command line. A `QuantkitError` is one message and its exit code, never a traceback.
+
+    typer turns an interrupt into exit code 130 and a closed pipe into 1, both without a word.
+    """
     signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except QuantkitError as error:
-        err.print(f"error: {error}", style="red")
+        fail(str(error))
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        err.print("interrupted. Finished files are kept; continue with --resume.")
-        sys.exit(128 + signal.SIGINT)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -1,24 +1,50 @@
-"""Loading a model for a command, without the chatter of the libraries underneath."""
+"""Opening models for a command: without the chatter of the libraries underneath, and without tracebacks."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from quantkit.errors import CheckpointError, EnvironmentProblem
 
-def open_model(source: str, device: str, dtype: str, *, verbose: bool) -> tuple[Any, Any]:
-    """The model and tokenizer of `source`; with `verbose`, which kernel runs is logged as it is chosen."""
-    if verbose:
-        os.environ["QUANTKIT_VERBOSE"] = "1"
-    quiet_transformers()
+
+def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
+    """The model and tokenizer of `source`."""
     from quantkit.eval.models import dtype_named
     from quantkit.model.load import load, tokenizer
 
-    loaded = load(source, device=device, dtype=None if dtype == "auto" else dtype_named(dtype))
-    return loaded, tokenizer(source)
+    named = None if dtype == "auto" else dtype_named(dtype)
+    with using_transformers(source):
+        return load(source, device=device, dtype=named), tokenizer(source)
 
 
-def quiet_transformers() -> None:
-    """Keep transformers' own progress bars and advice off the screen; errors still show."""
+def log_kernels() -> None:
+    """Have every choice of a kernel logged, with why no other was chosen."""
+    os.environ["QUANTKIT_VERBOSE"] = "1"
+
+
+@contextmanager
+def using_transformers(source: str) -> Iterator[None]:
+    """Keep transformers' progress bars and advice off the screen while the block opens or runs `source`.
+
+    What transformers raises for a checkpoint it cannot read (OSError, ValueError, KeyError, by the file)
+    becomes a `CheckpointError`, and a lack of GPU memory an `EnvironmentProblem`.
+    """
+    import torch
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EnvironmentProblem(
+            f"{source}: the GPU has too little memory ({error}). Use --device cpu, or a smaller batch or "
+            "window."
+        ) from error
+    except (OSError, ValueError, KeyError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{source} cannot be opened: {type(error).__name__}: {text} Check it with `quantkit verify`, or "
+            "download it again."
+        ) from error

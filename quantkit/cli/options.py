@@ -5,35 +5,66 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantkit.errors import OutputError, UsageError
+
 if TYPE_CHECKING:
     from quantkit.calibrate.recipe import Recipe
 
-Source = Annotated[str, typer.Argument(help="A checkpoint directory, or a model id on the hub.")]
-PackedDirectory = Annotated[Path, typer.Argument(help="A packed checkpoint directory.")]
+#: Names for the help texts, which must not import torch; a test compares them with the tables they are from.
+FORMATS = ("int8", "int4", "fp6", "fp6-e2m3", "fp6-e3m2", "binary")
+METHODS = {"rtn": "plain rounding", "mse": "searched"}
+
+Source = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a model id on the hub.")
+]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="DIR", help="A checkpoint directory, packed or not, or a model id on the hub."),
+]
+PackedDirectory = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A packed checkpoint directory."),
+]
 Format = Annotated[
     str | None,
-    typer.Option("--format", "-f", help="Number format: int8, int4, fp6, fp6-e2m3, fp6-e3m2, binary. [int4]"),
+    typer.Option("--format", "-f", help=f"Number format: {', '.join(FORMATS)}.", show_default="int4"),
 ]
 MethodName = Annotated[
-    str | None, typer.Option("--method", "-m", help="How grids are chosen: mse (searched) or rtn. [mse]")
+    str | None,
+    typer.Option(
+        "--method",
+        "-m",
+        help=f"How scales are chosen: {', '.join(f'{k} ({v})' for k, v in METHODS.items())}.",
+        show_default="mse",
+    ),
 ]
 GroupSizeText = Annotated[
     str | None,
-    typer.Option("--group-size", "-g", help="Weights that share a scale, or 'channel'. [by format]"),
+    typer.Option(
+        "--group-size",
+        "-g",
+        help="Weights of a row that share a scale, or 'channel'.",
+        show_default="by format",
+    ),
 ]
 Asymmetric = Annotated[bool, typer.Option("--asymmetric", help="Store a zero-point per group (int formats).")]
-RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules; see docs/recipes.md.")]
+RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules.")]
 LmHead = Annotated[
     str | None, typer.Option("--lm-head", help="Format for lm_head, which stays dense otherwise.")
 ]
 Rules = Annotated[
     list[str] | None,
     typer.Option(
-        "--rule", help="PATTERN=FORMAT[:GROUP][:METHOD] or PATTERN=keep; repeatable, first match wins."
+        "--rule",
+        metavar="RULE",
+        help="PATTERN=FORMAT[:GROUP][:METHOD] or PATTERN=keep, where PATTERN matches names of linears and "
+        "* any text; repeatable, the first match wins.",
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto: the config's.")]
+Device = Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu or cuda.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Of activations: float32, bfloat16, float16, or auto (as config.json).")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say which kernels run and why not others.")]
 EveryLayer = Annotated[bool, typer.Option("--every-layer", help="A line per layer, not per kind of layer.")]
 AllowAutoMap = Annotated[
@@ -70,13 +101,21 @@ def recipe_of(
     )
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory for results; `OutputError` if that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"cannot create the directory {path}: {error.strerror or error}. Choose another place."
+        ) from error
+
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as `500MB` or `2GiB`; `UsageError` for anything else."""
-    from quantkit.errors import UsageError
-
     digits = text.strip().rstrip("BKMGIbkmgi ")
     unit = text.strip()[len(digits) :].strip().upper() or "B"
     if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quantkit.cli import options
-from quantkit.cli.console import note, out, print_json, size
-from quantkit.cli.layers import dense_summary, layer_table, totals
+from quantkit.cli.console import note, print_json, say, size
+from quantkit.cli.layers import needs_quantkit, print_layers, totals
 
 if TYPE_CHECKING:
     from quantkit.model.plan import Plan
@@ -26,7 +26,11 @@ def plan(
     every_layer: options.EveryLayer = False,
     json: options.Json = False,
 ) -> None:
-    """Show bytes, bits per weight, peak memory and every layer's fate, without reading a weight."""
+    """Show what quantizing would write, without doing it.
+
+    Bytes, bits per weight, peak memory and what becomes of every layer and why. Reads no weights, and of a
+    model on the hub downloads only headers.
+    """
     from quantkit.model import quantize as quantizing
 
     chosen = options.recipe_of(format, method, group_size, asymmetric, recipe, lm_head, rule)
@@ -42,21 +46,17 @@ def plan(
     for warning in checkpoint.warnings:
         note(warning)
     print_plan(planned, every_layer=every_layer)
-    out.print(f"peak memory beyond the libraries: about {size(quantizing.peak_bytes(planned))}")
+    say(f"peak memory beyond the libraries: about {size(quantizing.peak_bytes(planned))}")
 
 
 def print_plan(planned: "Plan", *, every_layer: bool) -> None:
     """The fate of every tensor, sizes, and whether other tools can read the result."""
-    out.print(layer_table(planned.layer_records({}), every_layer=every_layer))
-    for line in dense_summary(planned.dense):
-        out.print(line)
-    out.print(totals(planned.source_bytes, planned.output_bytes, planned.bits_per_weight))
+    print_layers(planned.layer_records({}), planned.dense, every_layer=every_layer)
+    say(totals(planned.source_bytes, planned.output_bytes, planned.bits_per_weight))
     if planned.config.container == "compressed-tensors":
-        out.print("readable by: quantkit, and whatever reads compressed-tensors (vLLM, SGLang, transformers)")
-    else:
-        first, *more = planned.not_portable
-        others = f" and {len(more)} more" if more else ""
-        note(f"needs quantkit to load, compressed-tensors cannot express it: {first}{others}.")
+        say("readable by quantkit and by what reads compressed-tensors: vLLM, SGLang, transformers")
+    elif planned.not_portable:
+        note(needs_quantkit(planned.not_portable))
 
 
 def plan_dict(planned: "Plan", errors: Mapping[str, float] | None = None) -> dict[str, Any]:

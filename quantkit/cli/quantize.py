@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import note, out, print_json, progress, size
+from quantkit.cli.console import err, note, print_json, progress, say, size
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.source import Checkpoint
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 def quantize(
     source: options.Source,
-    out_directory: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    out_directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT",
+            help="The directory to write; new, empty or, with --resume or --overwrite, an earlier output.",
+        ),
+    ],
     format: options.Format = None,
     method: options.MethodName = None,
     group_size: options.GroupSizeText = None,
@@ -31,7 +37,12 @@ def quantize(
     every_layer: options.EveryLayer = False,
     json: options.Json = False,
 ) -> None:
-    """Quantize SOURCE into the packed checkpoint OUT."""
+    """Quantize a checkpoint to a packed one.
+
+    Every linear of the decoder gets --format, unless a --rule, --lm-head or the --recipe says otherwise, in
+    that order. Prints what becomes of every layer and why, then writes OUT. A run that is interrupted
+    continues with --resume.
+    """
     from quantkit.cli.plan import plan_dict, print_plan
     from quantkit.model import quantize as quantizing
 
@@ -43,24 +54,29 @@ def quantize(
         if not json:
             print_plan(plan, every_layer=every_layer)
 
-    with progress("quantizing") as report:
-        result = quantizing.quantize(
-            source,
-            out_directory,
-            recipe=chosen,
-            device=device,
-            resume=resume,
-            overwrite=overwrite,
-            max_shard_bytes=options.parse_size(max_shard_size),
-            allow_auto_map=allow_auto_map,
-            progress=report,
-            on_plan=show,
-        )
+    shard_bytes = options.parse_size(max_shard_size)
+    try:
+        with progress("quantizing") as report:
+            result = quantizing.quantize(
+                source,
+                out_directory,
+                recipe=chosen,
+                device=device,
+                resume=resume,
+                overwrite=overwrite,
+                max_shard_bytes=shard_bytes,
+                allow_auto_map=allow_auto_map,
+                progress=report,
+                on_plan=show,
+            )
+    except (KeyboardInterrupt, SystemExit):
+        err.print("interrupted; finished files are kept. Continue with the same command and --resume.")
+        raise
     if json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.relative_errors)})
         return
     if result.relative_errors:
         worst = max(result.relative_errors, key=lambda name: result.relative_errors[name])
         mean = sum(result.relative_errors.values()) / len(result.relative_errors)
-        out.print(f"relative error: mean {mean:.2e}, worst {result.relative_errors[worst]:.2e} in {worst}")
-    out.print(f"wrote {result.directory} ({size(result.plan.output_bytes)})")
+        say(f"relative error: mean {mean:.2e}, worst {result.relative_errors[worst]:.2e} in {worst}")
+    say(f"wrote {result.directory} ({size(result.plan.output_bytes)})")

@@ -5,17 +5,23 @@ from typing import Annotated
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import out, print_json, progress
+from quantkit.cli.console import fail, print_json, progress, say
+from quantkit.errors import CheckpointError
 
 
 def verify(
     directory: options.PackedDirectory,
     reload: Annotated[
-        bool, typer.Option(help="Also load the model in a fresh process and run a few tokens.")
+        bool,
+        typer.Option("--reload/--no-reload", help="Load the model in a fresh process and run a few tokens."),
     ] = True,
     json: options.Json = False,
 ) -> None:
-    """Check hashes, headers, missing tensors, and that a fresh process can load and run DIRECTORY."""
+    """Check that a packed checkpoint is whole and runs.
+
+    Files against the hashes of the manifest, headers, config.json and manifest against each other, and
+    that a fresh process loads the model and runs it. Exits with 3 if a check fails.
+    """
     from quantkit.model.verify import verify as check
 
     with progress("verifying") as report:
@@ -27,8 +33,12 @@ def verify(
         )
     else:
         for one in checks:
-            out.print(f"{'FAILED' if one.problems else 'ok':7}{one.name}: {one.detail}")
+            say(f"{'FAILED' if one.problems else 'ok':7}{one.name}: {one.detail}")
             for problem in one.problems:
-                out.print(f"       {problem}")
+                say(f"       {problem}")
     if failed:
-        raise typer.Exit(3)
+        fail(
+            f"{len(failed)} of {len(checks)} checks failed. Download the checkpoint again, or quantize the "
+            "model again."
+        )
+        raise typer.Exit(CheckpointError.exit_code)

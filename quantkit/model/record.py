@@ -49,7 +49,7 @@ class ModelRecord:
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "ModelRecord":
-        """Parse a manifest; `CheckpointError` names the key that is missing or of the wrong type."""
+        """Parse a manifest; `CheckpointError` names the key that is missing or has a value it cannot have."""
         if manifest.get("model_record") != VERSION:
             raise CheckpointError(
                 f"quantkit_manifest.json: 'model_record' is {manifest.get('model_record')!r}; this quantkit "
@@ -58,10 +58,11 @@ class ModelRecord:
         values = {field.name: _get(manifest, field.name, _TYPES[field.name]) for field in fields(cls)}
         values["layers"] = {name: _layer(name, data) for name, data in values["layers"].items()}
         values["needs_quantkit"] = tuple(map(str, values["needs_quantkit"]))
-        for key in ("linears", "model"):
-            _get(values["bits_per_weight"], key, (int, float, type(None)))
-        for name, reason in values["dense"].items():
-            _get({name: reason}, name, (str,))
+        _get(values["bits_per_weight"], "linears", (int, float, type(None)))
+        _get(values["bits_per_weight"], "model", (int, float))
+        for key in ("dense", "versions"):
+            for name in values[key]:
+                _get(values[key], name, (str,))
         return cls(**values)
 
 
@@ -96,13 +97,17 @@ def _layer(name: str, data: Any) -> LayerRecord:
         raise CheckpointError(f"quantkit_manifest.json: layer {name!r} is not a JSON object. {_AGAIN}")
     values = {key: _get(data, key, types) for key, types in _LAYER_TYPES.items()}
     shape = values["shape"]
-    if len(shape) != 2 or any(type(n) is not int or n < 1 for n in shape):
+    if len(shape) != 2 or any(type(n) is not int or not 1 <= n <= _LARGEST for n in shape):
         raise CheckpointError(f"quantkit_manifest.json: shape of {name!r} is {shape!r}, not [N, K]. {_AGAIN}")
     values["shape"] = (shape[0], shape[1])
+    if values["scheme"] is not None and not values["scheme"].strip():
+        raise CheckpointError(f"quantkit_manifest.json: the scheme of {name!r} is empty. {_AGAIN}")
     return LayerRecord(**values)
 
 
 _AGAIN = "Download the checkpoint again, or quantize the model again."
+#: No count in a manifest is larger; JSON has no limit, and Python's floats do.
+_LARGEST = 1 << 62
 
 
 def _get(data: Mapping[str, Any], key: str, types: tuple[type, ...]) -> Any:
@@ -111,4 +116,7 @@ def _get(data: Mapping[str, Any], key: str, types: tuple[type, ...]) -> Any:
         expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
         found = type(value).__name__ if key in data else "nothing"
         raise CheckpointError(f"quantkit_manifest.json: {key!r} is {found}; expected {expected}. {_AGAIN}")
+    # NaN and infinity are neither; comparisons with NaN are false.
+    if isinstance(value, (int, float)) and not 0 <= value <= _LARGEST:
+        raise CheckpointError(f"quantkit_manifest.json: {key!r} is {value}, which is out of range. {_AGAIN}")
     return value

@@ -13,15 +13,20 @@ from quantkit.errors import QuantkitError
 from quantkit.model.record import ModelRecord
 
 #: Loads the model of argv[1] on the CPU and runs a forward; a fresh interpreter shares no state with ours.
+#: The last line on stderr is what went wrong.
 _RELOAD = """
 import sys, torch, quantkit
 from transformers import logging
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-model = quantkit.load(sys.argv[1], device="cpu")
-with torch.inference_mode():
-    logits = model(torch.arange(1, 9)[None] % model.config.get_text_config().vocab_size).logits
-assert torch.isfinite(logits).all(), "the logits are not finite"
+try:
+    model = quantkit.load(sys.argv[1], device="cpu")
+    with torch.inference_mode():
+        logits = model(torch.arange(1, 9)[None] % model.config.get_text_config().vocab_size).logits
+except Exception as error:
+    sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))
+if not torch.isfinite(logits).all():
+    sys.exit("the logits are not finite")
 """
 
 
@@ -39,9 +44,10 @@ def verify(
 ) -> tuple[Check, ...]:
     """Run every check on `directory`; a check whose `problems` are empty passed.
 
-    Files against the hashes of the manifest, headers and index against each other, every layer of the
-    manifest against the tensors there are, and, with `reload`, loading and running the model in a fresh
-    process. Raises `CheckpointError` when there is no manifest to verify against.
+    Files against the hashes of the manifest, headers and index against each other, the layers of the
+    manifest against config.json and the packed tensors, and, with `reload`, loading and running the model
+    in a fresh process. Without files, headers or a manifest that can be read, the checks end there.
+    Raises `CheckpointError` when there is no manifest to verify against.
     """
     manifest = read_manifest(directory)
     total = sum(entry["size"] for entry in manifest["files"].values())
@@ -54,20 +60,23 @@ def verify(
             progress(done, total, "hashing")
 
     problems = verify_files(directory, manifest, advance)
-    checks = [Check("files", f"{len(manifest['files'])} hashed", tuple(str(p) for p in problems))]
+    checks = [Check("files", f"{len(manifest['files'])} in the manifest", tuple(str(p) for p in problems))]
     try:
         checkpoint = Checkpoint.open(directory, strict=True)
-        checks.append(Check("headers", f"{len(checkpoint.tensors)} tensors", ()))
-        checks.append(_check_layers(checkpoint, ModelRecord.from_manifest(manifest)))
     except QuantkitError as error:
         return (*checks, Check("headers", "unreadable", (str(error),)))
+    checks.append(Check("headers", f"{len(checkpoint.tensors)} tensors", ()))
+    try:
+        checks.append(_check_layers(checkpoint, ModelRecord.from_manifest(manifest)))
+    except QuantkitError as error:
+        return (*checks, Check("layers", "unreadable", (str(error),)))
     if reload:
         checks.append(_check_reload(directory))
     return tuple(checks)
 
 
 def _check_layers(checkpoint: Checkpoint, record: ModelRecord) -> Check:
-    """The model's own structure against the files: every linear has its tensors, in the config's scheme."""
+    """The layers of the manifest against config.json and the number of packed tensors."""
     config = QuantizationConfig.from_dict(checkpoint.config.get("quantization_config", {}))
     problems = []
     for module, layer in record.layers.items():
@@ -79,17 +88,26 @@ def _check_layers(checkpoint: Checkpoint, record: ModelRecord) -> Check:
             problems.append(
                 f"{module}: {found or 'dense'} in config.json, {expected or 'dense'} in the manifest"
             )
+    recorded = sum(layer.matrices for layer in record.layers.values() if layer.scheme is not None)
+    stored = sum(name.endswith("weight_shape") for name in checkpoint.tensors)
+    if recorded != stored:
+        problems.append(f"{stored} packed tensors in the files, {recorded} in the manifest")
     return Check("layers", f"{len(record.layers)} linears", tuple(problems))
 
 
 def _check_reload(directory: Path) -> Check:
+    # -P: with -c, Python would import modules from the working directory, which may be the checkpoint.
     done = subprocess.run(
-        [sys.executable, "-c", _RELOAD, str(directory)], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", _RELOAD, str(directory)],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
-    problems = () if done.returncode == 0 else (_last_line(done.stderr),)
-    return Check("reload", "loads and runs in a fresh process" if not problems else "does not run", problems)
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "the process ended without a message"
+    if done.returncode == 0:
+        return Check("reload", "loads and runs in a fresh process", ())
+    if done.returncode < 0:
+        problem = f"the process was killed by signal {-done.returncode}; 9 often means too little memory"
+    else:
+        problem = (done.stderr.strip().splitlines() or ["the process ended without a message"])[-1]
+    return Check("reload", "does not load and run in a fresh process", (problem,))

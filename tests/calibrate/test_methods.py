@@ -99,6 +99,15 @@ def test_strides_do_not_matter(method, name, asymmetric):
         assert same(quantize_tensor(view, name, **options), quantize_tensor(contiguous, name, **options))
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (40, 64), (1, 1)])
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_every_part_can_be_viewed_as_bytes(shape, asymmetric):
+    packed = quantize_tensor(gaussian(*shape), "int4", group_size="channel", asymmetric=asymmetric)
+    for _, tensor in packed.parts():
+        assert tensor.reshape(-1).view(torch.uint8).numel() == tensor.nbytes
+        assert tensor.stride() == torch.empty(tensor.shape).stride()
+
+
 def test_a_parameter_is_read_and_left_alone():
     weight = torch.nn.Parameter(gaussian(8, 64))
     before = weight.detach().clone()
@@ -141,7 +150,7 @@ def test_what_is_no_floating_point_matrix_is_refused(weight):
 def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(UsageError, match="unknown method 'best'; known are rtn, mse"):
         quantize_tensor(gaussian(2, 32), method="best")
-    with pytest.raises(FormatError, match="unknown format 'int5'; known are int8, int4, .*binary"):
+    with pytest.raises(FormatError, match=r"unknown format 'int5'; known are int8, int4, .*binary"):
         quantize_tensor(gaussian(2, 32), "int5")
 
 

@@ -10,7 +10,7 @@ from quantkit.errors import FormatError, QuantkitError, UsageError
 from quantkit.model.quantize import make_recipe
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(3) for m in ("self_attn.q_proj", "mlp.down_proj")]
-LINEARS = {name: torch.bfloat16 for name in [*NAMES, "lm_head"]}
+LINEARS = dict.fromkeys([*NAMES, "lm_head"], torch.bfloat16)
 KEPT = {"lm_head": "kept unless asked for"}
 DENSE = {"model.norm": "a norm", "model.embed_tokens": "an embedding"}
 
@@ -89,7 +89,9 @@ def test_a_pattern_that_matches_nothing_shows_what_names_look_like():
 
 
 def test_a_pattern_that_matches_only_dense_modules_shows_why_they_are_dense():
-    with pytest.raises(UsageError, match=r"rule '\*norm' matches no linear; 'model.norm' stays dense: a norm"):
+    with pytest.raises(
+        UsageError, match=r"rule '\*norm' matches no linear; 'model.norm' stays dense: a norm"
+    ):
         fates(rules("*norm=int8"))
 
 
@@ -224,11 +226,11 @@ def test_recipe_files_that_are_refused(tmp_path, text, message):
 
 
 def test_recipe_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(UsageError, match="cannot be read: .*No such file"):
+    with pytest.raises(UsageError, match=r"cannot be read: .*No such file"):
         read_recipe(tmp_path / "none.toml", Choice())
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="cannot be read: .*decode"):
+    with pytest.raises(UsageError, match=r"cannot be read: .*decode"):
         read_recipe(binary, Choice())
 
 

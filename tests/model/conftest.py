@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, encode_groups
 
 VOCAB = 96
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 SCHEMES: dict[str, Scheme] = {
     "int4": scheme("int4", group_size=32),
@@ -220,3 +224,15 @@ HALF_ON_DISK = {
 def logits_of(model: Any, prompt: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(prompt).logits.float()
+
+
+def run_python(code: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=False,
+    )
+    assert not check or result.returncode == 0, result.stderr
+    return result

@@ -14,8 +14,7 @@ from quantkit.model.generate import Generation, generate, stream
 from quantkit.model.load import load, tokenizer
 from quantkit.model.modules import packed_modules
 
-from .conftest import HALF_ON_DISK, VOCAB, logits_of
-from .test_plugin import run_python
+from .conftest import HALF_ON_DISK, VOCAB, logits_of, run_python
 
 
 @pytest.mark.parametrize("name", ["int4", "fp6"])

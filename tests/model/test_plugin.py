@@ -1,15 +1,12 @@
 """Packed checkpoints through transformers' own `from_pretrained` and `save_pretrained`."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -19,9 +16,7 @@ from quantkit.model.experts import PackedExperts
 from quantkit.model.modules import PackedLinear, packed_modules
 from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer, register
 
-from .conftest import FAMILIES, HALF_ON_DISK, SCHEMES, logits_of
-
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+from .conftest import FAMILIES, HALF_ON_DISK, SCHEMES, VERSION, logits_of, run_python
 
 CASES = [(family, "int4") for family in FAMILIES]
 CASES += [("llama", name) for name in SCHEMES if name != "int4"]
@@ -366,68 +361,10 @@ print(type(model.model.layers[0].self_attn.q_proj).__name__)
     assert run_python(code).stdout.strip().endswith("PackedLinear")
 
 
-# Without quantkit
-
-PLAIN = """
-import sys, torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], **eval(sys.argv[3]))
-prompt = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(1))
-with torch.no_grad():
-    torch.save(model(prompt).logits, sys.argv[2])
-assert "quantkit" not in sys.modules
-"""
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [("llama", "int4"), ("llama", "int8"), ("llama", "int4-asym"), ("qwen3_moe", "int4")],
-)
-def test_plain_transformers_reads_int4_and_int8(tiny, prompt, tmp_path, family, name):
-    pytest.importorskip("compressed_tensors")
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22) and (
-        family == "qwen3_moe" or "asym" in name
-    ):
-        pytest.skip("transformers' own compressed-tensors support of this case starts with 5.22")
-    checkpoint = tiny(family, name)
-    options = (
-        "dict(quantization_config=transformers.CompressedTensorsConfig(dequantize=True))"
-        if "asym" in name
-        else "{}"
-    )
-    run_python(PLAIN, str(checkpoint.packed), str(tmp_path / "logits.pt"), options)
-    found = torch.load(tmp_path / "logits.pt", weights_only=True)
-    expected = logits_of(checkpoint.dense_model(), prompt)
-    # Where transformers dequantizes while it loads, it does so in the scales' dtype, bfloat16.
-    tolerance = 1e-4 if options == "{}" and family == "llama" else 0.02
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=tolerance)
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("name", ["fp6", "binary"])
-def test_plain_transformers_refuses_other_formats(tiny, tmp_path, family, name):
-    checkpoint = tiny(family, name)
-    result = run_python(PLAIN, str(checkpoint.packed), str(tmp_path / "logits.pt"), "{}", check=False)
-    assert result.returncode != 0
-    assert "size mismatch" in result.stderr or "mismatch" in result.stderr.lower()
-    assert not (tmp_path / "logits.pt").exists()
-
-
 def test_experts_are_packed(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny("mixtral", "fp6").packed)
     assert isinstance(model.model.layers[0].mlp.experts, PackedExperts)
     assert model.hf_quantizer.is_compileable is False
-
-
-def run_python(code: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        check=False,
-    )
-    assert not check or result.returncode == 0, result.stderr
-    return result
 
 
 def edit_config(directory: Path, **changes: Any) -> None:

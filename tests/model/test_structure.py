@@ -201,7 +201,9 @@ def test_a_missing_tensor_is_refused(write, family, name):
 def test_a_missing_expert_is_refused(write, leaf):
     directory = write("qwen3_moe")
     edit_tensors(directory, lambda tensors: tensors.pop(f"model.layers.1.mlp.experts.2.{leaf}.weight"))
-    with pytest.raises(CheckpointError, match=r"has (7|3) matrices of 'model.layers.1.*config.json says (8|4)"):
+    with pytest.raises(
+        CheckpointError, match=r"has (7|3) matrices of 'model.layers.1.*config.json says (8|4)"
+    ):
         structure(directory)
 
 

@@ -10,14 +10,16 @@ candidates is one matrix product with a table that only depends on the scheme:
 
     error[R, C] = counts[R, bins] @ table[bins, C],    table[b, c] = (v_b - nearest_c(v_b))^2
 
-The table is in multiples of 2**-30, so the float64 product is exact, and a group's winner does not depend
-on which groups share its matrix or on the order of the additions.
+The table holds small integers, multiples of a step, so that every sum is exact and a group's winner does
+not depend on which groups share its matrix or on the order of the additions. Where float32 holds such sums
+at a step well below the rounding error itself, the product is in float32, else in float64.
 
 The winner is then refitted in closed form, s = <x, q> / <q, q> for its codes q, and kept only where that,
 measured exactly, is better. Plain rounding competes too, so `mse` is never worse than `rtn`. On Gaussian
 groups of 128 at int4 this ends 0.2 % above an exhaustive search (docs/accuracy.md).
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,8 +38,10 @@ BINS_PER_CODE = 8
 BINS_RANGE = (256, 1024)
 #: Cells of the histograms made at a time, by device: on a CPU 1 MB, which is a core's cache.
 HISTOGRAM_CELLS = {"cpu": 1 << 18, "cuda": 1 << 27}
-#: What the errors of the table, below 2, are multiples of: sums of 2**22 of them are exact in float64.
-ERROR_STEP = 2.0**-30
+#: Table entries are integers below this over the group size, so that their sums are exact, by dtype.
+EXACT_SUM = {torch.float32: 2**24, torch.float64: 2**53}
+#: A table is fine enough if its step is this small against the smallest mean error of a candidate.
+STEP_OF_ERROR = 1 / 32
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def rtn(groups: torch.Tensor, scheme: Scheme) -> Grid:
 
 def mse(groups: torch.Tensor, scheme: Scheme) -> Grid:
     """The grid with the smallest squared error per group; see the module docstring."""
-    table = _search_table(scheme, groups.device)
+    table = _search_table(scheme, groups.shape[1], groups.device)
     step = max(1, HISTOGRAM_CELLS[groups.device.type] // table.errors.shape[0])
     if len(groups) <= step:
         return _search(groups, table, scheme)
@@ -77,7 +81,7 @@ def _search(groups: torch.Tensor, table: "_SearchTable", scheme: Scheme) -> Grid
     # In units of absmax the squares neither overflow nor vanish, and one table serves every group.
     unit = torch.where(absmax == 0, 1.0, absmax)
     units = groups / unit
-    errors = _histogram(units, table.errors.shape[0]) @ table.errors
+    errors = _histogram(units, table.errors) @ table.errors
     choice = errors.argmin(-1, keepdim=True)
     zero_point = None if table.zero_points is None else table.zero_points[choice]
 
@@ -160,7 +164,7 @@ def _refit(units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme) 
 class _SearchTable:
     """Candidates in units of absmax: scales [C], zero-points [C] or None.
 
-    `errors`, float64 [bins, C], are their squared errors in multiples of `ERROR_STEP`.
+    `errors` [bins, C] are their squared errors in multiples of a step, float32 or float64.
     """
 
     scales: torch.Tensor
@@ -169,7 +173,7 @@ class _SearchTable:
 
 
 @lru_cache(maxsize=32)
-def _search_table(scheme: Scheme, device: torch.device) -> _SearchTable:
+def _search_table(scheme: Scheme, group_size: int, device: torch.device) -> _SearchTable:
     number_format = scheme.format
     ratios = torch.linspace(*SHRINK, CANDIDATES * (2 if isinstance(number_format, FloatFormat) else 1))
     zero_points = None
@@ -192,13 +196,24 @@ def _search_table(scheme: Scheme, device: torch.device) -> _SearchTable:
     return _SearchTable(
         scales[:, 0].to(device),
         None if zero_points is None else zero_points[:, 0].to(device),
-        torch.round(errors / ERROR_STEP).T.contiguous().to(device),
+        _integers(errors, group_size).T.contiguous().to(device),
     )
 
 
-def _histogram(units: torch.Tensor, bins: int) -> torch.Tensor:
-    """Counts of each group's weights, all in [-1, 1], in `bins` equal cells: float64 [R, bins]."""
+def _integers(errors: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Errors (float64) as proportional integers, in the fastest dtype that sums them exactly enough."""
+    worst, best = float(errors.max()), float(errors.mean(-1).min())
+    # Powers of two, so that dividing by them rounds nothing.
+    steps = {t: 2.0 ** math.ceil(math.log2(worst * group_size / limit)) for t, limit in EXACT_SUM.items()}
+    fine = steps[torch.float32] <= best * STEP_OF_ERROR
+    dtype = torch.float32 if fine else torch.float64
+    return torch.round(errors / steps[dtype]).to(dtype)
+
+
+def _histogram(units: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    """Counts of each group's weights, all in [-1, 1], in equal cells: [R, bins], in the dtype of `errors`."""
+    bins = errors.shape[0]
     # A hair under bins / 2 keeps 1.0 inside the last cell.
     cells = (units * (bins / 2 * (1 - 1e-6))).add_(bins / 2).to(torch.int64)
-    counts = torch.zeros(units.shape[0], bins, dtype=torch.float64, device=units.device)
+    counts = errors.new_zeros(units.shape[0], bins)
     return counts.scatter_add_(1, cells, counts.new_ones(1, 1).expand_as(cells))

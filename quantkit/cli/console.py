@@ -16,6 +16,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 #: Columns where there is no terminal: lines in a pipe or a file are not broken, whatever their length.
@@ -65,13 +66,20 @@ class _MemoryColumn(ProgressColumn):
     """Resident memory of this process."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         import psutil
 
         self._process = psutil.Process()
 
     def render(self, task: Task) -> Text:
-        return Text(f"{size(self._process.memory_info().rss)} in memory", style="dim")
+        return Text(f"{size(self._process.memory_info().rss)} RAM", style="dim", no_wrap=True)
+
+
+class _LabelColumn(ProgressColumn):
+    """What is at work, cut to the room there is: the only column that gives way."""
+
+    def render(self, task: Task) -> Text:
+        return Text(printable(task.fields["label"]), style="dim", no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
@@ -81,12 +89,12 @@ def progress(what: str) -> Iterator[Report]:
     The block gets `report(done, total, label)`. Nothing is drawn where stderr is not a terminal.
     """
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=20, table_column=Column(no_wrap=True)),
         TaskProgressColumn(),
         TimeRemainingColumn(),
         _MemoryColumn(),
-        TextColumn("{task.fields[label]}", style="dim"),
+        _LabelColumn(),
     )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(what, total=None, label="")

@@ -23,7 +23,7 @@ def inspect(
     record = ModelRecord.from_manifest(manifest)
     checkpoint = Checkpoint.open(directory)
     if json:
-        print_json({**record.to_dict(), "files": manifest["files"]})
+        print_json(manifest)
         return
     for warning in checkpoint.warnings:
         note(warning)

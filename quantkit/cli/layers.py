@@ -39,10 +39,10 @@ def _print_reason(stored: str, reason: str, names: Sequence[str]) -> None:
 
 def _table(groups: Iterable[Sequence[tuple[str, "LayerRecord"]]]) -> Table:
     """Narrow enough for 80 columns: only names are folded, figures never."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("linear", overflow="fold")
     table.add_column("count", justify="right", no_wrap=True)
-    table.add_column("N x K", justify="right", no_wrap=True)
+    table.add_column("NxK", justify="right", no_wrap=True)
     table.add_column("stored as", no_wrap=True)
     table.add_column("method", no_wrap=True)
     table.add_column("bits", justify="right", no_wrap=True)
@@ -56,7 +56,7 @@ def _table(groups: Iterable[Sequence[tuple[str, "LayerRecord"]]]) -> Table:
         cells = (
             name if len(members) == 1 else _pattern(name),
             str(len(members)),
-            f"{rows} x {columns}" + (f" x {first.matrices}" if first.matrices > 1 else ""),
+            f"{rows}x{columns}" + (f"x{first.matrices}" if first.matrices > 1 else ""),
             "dense" if first.scheme is None else _without_scale(first.scheme),
             first.method or "",
             "" if first.bits_per_weight is None else f"{first.bits_per_weight:.3f}",
@@ -84,7 +84,7 @@ def _order(name: str) -> list[tuple[int, str]]:
 
 def _grouped(layers: Layers, every_layer: bool) -> list[list[tuple[str, "LayerRecord"]]]:
     groups: dict[Any, list[tuple[str, LayerRecord]]] = {}
-    for name in sorted(layers, key=_order):
+    for name in sorted(layers, key=lambda name: (layers[name].kind == "lm_head", _order(name))):
         key = (name if every_layer else _pattern(name), replace(layers[name], relative_error=None))
         groups.setdefault(key, []).append((name, layers[name]))
     return list(groups.values())

@@ -1,5 +1,6 @@
 """The `quantkit` command: its subcommands, and how errors and signals end it."""
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -65,6 +66,16 @@ def main() -> None:
     except QuantkitError as error:
         fail(str(error))
         sys.exit(error.exit_code)
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """Flush stdout now: if its reader is gone, the interpreter would complain of it while it ends."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -27,10 +27,11 @@ def log_kernels() -> None:
 def using_transformers(source: str) -> Iterator[None]:
     """Keep transformers' progress bars and advice off the screen while the block opens or runs `source`.
 
-    What transformers raises for a checkpoint it cannot read (OSError, ValueError, KeyError, by the file)
-    becomes a `CheckpointError`, and a lack of GPU memory an `EnvironmentProblem`.
+    What transformers and torch raise for files that do not fit each other, of many kinds, becomes a
+    `CheckpointError`, and a lack of GPU memory an `EnvironmentProblem`.
     """
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -42,9 +43,9 @@ def using_transformers(source: str) -> Iterator[None]:
             f"{source}: the GPU has too little memory ({error}). Use --device cpu, or a smaller batch or "
             "window."
         ) from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
         text = " ".join(str(error).split())
         raise CheckpointError(
-            f"{source} cannot be opened: {type(error).__name__}: {text} Check it with `quantkit verify`, or "
-            "download it again."
+            f"{source} cannot be opened or run: {type(error).__name__}: {text} Check its files, a packed "
+            "checkpoint's with `quantkit verify`."
         ) from error

@@ -1,5 +1,6 @@
 """What a manifest says about the model: every linear's fate, sizes, versions. Written and read back here."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -55,6 +56,10 @@ class ModelRecord:
                 f"quantkit_manifest.json: 'model_record' is {manifest.get('model_record')!r}; this quantkit "
                 f"reads {VERSION}. Upgrade quantkit, or quantize the model again."
             )
+        try:
+            json.dumps(manifest, allow_nan=False)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"quantkit_manifest.json is not JSON: {error}. {_AGAIN}") from error
         values = {field.name: _get(manifest, field.name, _TYPES[field.name]) for field in fields(cls)}
         values["layers"] = {name: _layer(name, data) for name, data in values["layers"].items()}
         values["needs_quantkit"] = tuple(map(str, values["needs_quantkit"]))
@@ -116,7 +121,6 @@ def _get(data: Mapping[str, Any], key: str, types: tuple[type, ...]) -> Any:
         expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
         found = type(value).__name__ if key in data else "nothing"
         raise CheckpointError(f"quantkit_manifest.json: {key!r} is {found}; expected {expected}. {_AGAIN}")
-    # NaN and infinity are neither; comparisons with NaN are false.
     if isinstance(value, (int, float)) and not 0 <= value <= _LARGEST:
         raise CheckpointError(f"quantkit_manifest.json: {key!r} is {value}, which is out of range. {_AGAIN}")
     return value

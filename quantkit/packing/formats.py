@@ -173,6 +173,11 @@ class FloatFormat(NumberFormat):
                 f"number format {self.name!r} has {self.bits} bits but its fields take "
                 f"{1 + self.exponent_bits + self.mantissa_bits}; make them agree."
             )
+        if self.exponent_bits < 1 or self.mantissa_bits < 1:
+            raise FormatError(
+                f"number format {self.name!r} has {self.exponent_bits} exponent and {self.mantissa_bits} "
+                "mantissa bits; each is at least 1. Use a code book for powers of two."
+            )
 
     @cached_property
     def values(self) -> tuple[float, ...]:
@@ -189,19 +194,33 @@ class FloatFormat(NumberFormat):
         # The sign comes first: it tells the two zeros apart.
         return math.copysign(1.0, x) != math.copysign(1.0, self.values[code]), code % 2
 
+    @property
+    def _smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        # Rounding happens in the bits of a float32, whose exponent and mantissa sit above each other as
-        # ours do: drop 23 - m mantissa bits with round-to-nearest-even and let a carry run into the exponent.
+        return self.quantize(x)[0]
+
+    def round(self, x: torch.Tensor) -> torch.Tensor:
+        # Adding 1.5 * 2**23 times the spacing of the values around x leaves float32 no finer digits than that
+        # spacing, so its own addition rounds to nearest even. The spacing is 2**-m of the power of two below x,
+        # which is the exponent field alone; among subnormals it stays what it is at the smallest normal.
         magnitude = x.abs().clamp_(max=self.max)
-        bits = magnitude.view(torch.int32)
-        drop = 23 - self.mantissa_bits
-        rounded = bits + ((bits >> drop) & 1) + ((1 << (drop - 1)) - 1)
-        normal = (rounded >> drop) - ((127 - self.bias) << self.mantissa_bits)
-        # Below the smallest normal the spacing is constant, so the code is the rounded multiple of it.
-        subnormal_step = 2.0 ** (1 - self.bias - self.mantissa_bits)
-        subnormal = torch.round(magnitude / subnormal_step).to(torch.int32)
-        codes = torch.where(magnitude < 2.0 ** (1 - self.bias), subnormal, normal)
-        return codes.bitwise_or_(torch.signbit(x).int() << (self.bits - 1)).to(torch.uint8)
+        power = magnitude.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+        shift = power.clamp_(min=self._smallest_normal).mul_(1.5 * 2.0 ** (23 - self.mantissa_bits))
+        return magnitude.add_(shift).sub_(shift).copysign_(x)
+
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = self.round(x)
+        magnitude = values.abs()
+        # A float32 holds its exponent above its mantissa as we do: move both down and change the bias.
+        exponent_and_mantissa = magnitude.view(torch.int32) >> (23 - self.mantissa_bits)
+        normal = exponent_and_mantissa.sub_((127 - self.bias) << self.mantissa_bits)
+        # Subnormals are multiples of their spacing.
+        subnormal = (magnitude * (2.0**self.mantissa_bits / self._smallest_normal)).to(torch.int32)
+        codes = torch.where(magnitude < self._smallest_normal, subnormal, normal)
+        codes.bitwise_or_(torch.signbit(values).int() << (self.bits - 1))
+        return codes.to(torch.uint8), values
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ UNLISTED = (
     IntFormat("int2", 2),
     IntFormat("int3", 3),
     FloatFormat("e2m1", 4, exponent_bits=2, mantissa_bits=1, bias=1),
-    FloatFormat("e3m0", 4, exponent_bits=3, mantissa_bits=0, bias=3),
     FloatFormat("e4m3", 8, exponent_bits=4, mantissa_bits=3, bias=7),
     CodebookFormat("thirds", 2, book=tuple(float(np.float32(v)) for v in (-1 / 3, 0.1, 2 / 3, 1e20))),
     CodebookFormat("apart", 1, book=(2.0**-100, 1.0)),

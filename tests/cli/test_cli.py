@@ -1,0 +1,514 @@
+"""The command line as people use it: what it prints, how it ends, and that no mistake ends in a traceback."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.calibrate.methods import METHODS
+from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.writer import OutputDirectory
+from quantkit.cli import console, demo, options
+from quantkit.packing.schemes import PRESETS
+
+from .conftest import SOURCE, STORIES, Run
+
+COMMANDS = ("quantize", "plan", "inspect", "verify", "eval", "generate", "doctor", "demo")
+
+
+@pytest.fixture
+def damaged(packed: Path, tmp_path: Path) -> Path:
+    """A copy of `packed` to damage."""
+    return Path(shutil.copytree(packed, tmp_path / "damaged"))
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def test_the_whole_way(run: Run, tmp_path: Path) -> None:
+    """quantize, inspect, verify, eval, generate, plan: each on what the one before left."""
+    packed = tmp_path / "packed"
+    done = run("quantize", SOURCE, packed, "-f", "int8", "--lm-head", "int8", "--rule", "*.down_proj=int4:32")
+    assert done.code == 0
+    assert re.search(r"model\.layers\.\*\.mlp\.down_proj +5 +64x172 int4 g32 +mse ", done.out)
+    assert "5 int4 g32 bfloat16: rule '*.down_proj' (model.layers.*.mlp.down_proj)" in done.out
+    assert "1 dense: an embedding (model.embed_tokens.weight)" in done.out
+    assert "relative error: mean" in done.out
+    assert f"wrote {packed}" in done.out
+    assert "note: only quantkit can load this: model.layers.0.mlp.down_proj: " in done.err
+
+    done = run("inspect", packed)
+    assert done.code == 0
+    assert done.out.startswith(f"made from {SOURCE} with python ")
+    assert re.search(r"lm_head +1 +512x64 int8 channel mse +8\.254 \d\.\de-0\d", done.out)
+
+    done = run("verify", packed)
+    assert (done.code, done.err) == (0, "")
+    assert [line.split()[0] for line in done.out.splitlines()] == ["ok"] * 4
+
+    file, report = tmp_path / "eval.json", tmp_path / "report"
+    done = run(
+        *("eval", packed, "--against", SOURCE, "--text", STORIES, "--window", 128, "--max-windows", 2),
+        *("--json", file, "--report", report),
+    )
+    assert done.code == 0
+    assert "stories.txt: 254 tokens" in done.out
+    assert "packed: " in done.out
+    figures = json.loads(file.read_text())
+    assert set(figures["bits_per_weight"]) == {"linears", "model"}
+    (text,) = figures["texts"].values()
+    fields = {"perplexity", "reference_perplexity", "excess", "kl_mean", "kl_p99", "same_top1", "tokens"}
+    assert fields <= set(text)
+    assert text["tokens"] == 254
+    assert text["excess"] == pytest.approx(math.log(text["perplexity"] / text["reference_perplexity"]))
+    assert 0 < text["kl_mean"] < text["kl_p99"]
+    assert (report / "report.md").read_text().startswith("# Evaluation")
+
+    done = run("generate", packed, "Once upon a time", "-n", 8)
+    assert done.code == 0
+    assert done.out.startswith("Once upon a time, there was")
+    assert re.fullmatch(r"8 tokens, [\d.]+ tokens/s\n", done.err)
+
+    done = run("plan", packed)
+    assert done.code == 3
+    assert "the checkpoint is quantized already" in done.err
+
+
+def test_plan_promises_what_quantize_writes(run: Run, tmp_path: Path) -> None:
+    options_of_both = ("-f", "fp6", "-g", "64", "--max-shard-size", "100KB", "--json")
+    planned = json.loads(run("plan", SOURCE, *options_of_both).out)
+    done = run("quantize", SOURCE, tmp_path / "out", *options_of_both)
+    written = json.loads(done.out)
+    assert done.err == ""
+    assert written.pop("directory") == str(tmp_path / "out")
+    errors = [layer.pop("relative_error") for layer in written["layers"].values()]
+    assert all(0 < error < 1e-3 for error in errors if error is not None)
+    for layer in planned["layers"].values():
+        assert layer.pop("relative_error") is None
+    assert planned == written
+    assert planned["needs_quantkit"][0].endswith("compressed-tensors has no fp6-e2m3")
+    assert all((tmp_path / "out" / name).stat().st_size > size for name, size in written["files"].items())
+
+
+def test_plan_tells_memory_and_readers(run: Run) -> None:
+    done = run("plan", SOURCE, "-f", "int8", "--every-layer")
+    assert (done.code, done.err) == (0, "")
+    assert "model.layers.4.self_attn.v_proj" in done.out
+    assert "error" not in done.out
+    assert "readable by quantkit and by what reads compressed-tensors" in done.out
+    assert re.search(r"peak memory beyond the libraries: about [\d.]+ MB", done.out)
+
+
+def test_recipe_file(run: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[default]\nformat = "int4"\ngroup_size = 32\nasymmetric = true\n'
+        '[[rule]]\nmatch = "*.down_proj"\nformat = "int8"\n'
+        '[[rule]]\nmatch = "model.layers.0.*"\nkeep = true\n'
+    )
+    layers = json.loads(run("plan", SOURCE, "--recipe", recipe, "--json").out)["layers"]
+    assert layers["model.layers.0.mlp.down_proj"]["scheme"] == "int8 channel asym bfloat16"
+    assert layers["model.layers.0.mlp.up_proj"]["reason"] == "kept by rule 'model.layers.0.*'"
+    assert layers["model.layers.1.mlp.up_proj"]["scheme"] == "int4 g32 asym bfloat16"
+    done = run("plan", SOURCE, "--recipe", recipe, "-f", "int8")
+    assert done.code == 2
+    assert f"--format int8 and [default] of recipe {recipe} (int4) differ" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("-f", "int9"), 4, "unknown format 'int9'; known are int8, int4"),
+        (("-m", "magic"), 2, "unknown method 'magic'; known are rtn, mse"),
+        (("-g", "0"), 2, "group size '0' is neither a positive integer nor 'channel'"),
+        (("-f", "binary", "--asymmetric"), 4, "format 'binary' has no integer zero-point"),
+        (("--lm-head", "int99"), 4, "unknown format 'int99'"),
+        (("--rule", "down_proj"), 2, "rule 'down_proj' is not PATTERN=FORMAT[:GROUP][:METHOD]"),
+        (("--rule", "*.nothing=int8"), 2, "rule '*.nothing' matches no linear of the model"),
+        (("--rule", "*=int8", "--rule", "*.q_proj=keep"), 2, "rule '*.q_proj' never applies"),
+        (("--rule", "*=keep"), 2, "there is nothing to quantize"),
+        (("--recipe", "missing.toml"), 2, "recipe missing.toml cannot be read"),
+        (("--max-shard-size", "10x"), 2, "size '10x' is not a positive number with a unit"),
+        (("--device", "tpu"), 2, "device 'tpu' is unknown; use auto, cpu or cuda"),
+        (("--resume", "--overwrite"), 2, "resume and overwrite exclude each other"),
+    ],
+)
+def test_wrong_options_of_quantize(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    done = run("quantize", SOURCE, tmp_path / "out", *arguments)
+    assert done.code == code
+    assert message in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_places_that_cannot_be_written(run: Run, packed: Path, tmp_path: Path) -> None:
+    for place, message in (
+        (SOURCE, "is the source checkpoint itself"),
+        (STORIES, "is a file, not a directory"),
+        (packed, "already holds a finished quantkit checkpoint"),
+    ):
+        done = run("quantize", SOURCE, place)
+        assert done.code == 5
+        assert done.err.splitlines()[-1].startswith("error: output ")
+        assert message in done.err
+    done = run("quantize", SOURCE, packed, "--resume", "-f", "int8")
+    assert done.code == 5
+    assert "was finished by a run that differs from this one" in done.err
+    done = run("quantize", tmp_path / "missing", tmp_path / "out")
+    assert done.code == 2
+    assert "is no directory; expected a checkpoint directory or a hub id" in done.err
+
+
+def test_overwrite_and_resume_of_a_finished_run(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for arguments in ((), ("--resume",), ("--overwrite", "--json")):
+        assert run("quantize", SOURCE, out, "-m", "rtn", *arguments).code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_directory_to_resume(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    arguments = ("quantize", SOURCE, out, "-m", "rtn", "--max-shard-size", "50KB")
+    shard = OutputDirectory.shard
+
+    def interrupted(self: OutputDirectory, filename: str, *rest: Any) -> AbstractContextManager[ShardFile]:
+        if filename.startswith("model-00003"):
+            os.kill(os.getpid(), number)
+        return shard(self, filename, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputDirectory, "shard", interrupted)
+        done = run(*arguments)
+    assert done.code == 128 + number
+    assert done.err.endswith("Continue with the same command and --resume.\n")
+    kept = sorted(path.name[:11] for path in out.glob("*.safetensors"))
+    assert kept == ["model-00001", "model-00002"]
+    assert not (out / "config.json").exists()
+    done = run("inspect", out)
+    assert done.code == 3
+    assert "continue it with --resume" in done.err
+    assert run(*arguments, "--resume").code == 0
+    assert run("verify", out, "--no-reload").code == 0
+
+
+def flip_a_byte(directory: Path) -> None:
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def delete_the_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def delete_the_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def edit_the_config(directory: Path) -> None:
+    edit_json(directory / "config.json", lambda config: config.update(hidden_size=65))
+
+
+def forget_quantization(directory: Path) -> None:
+    edit_json(directory / "config.json", lambda config: config.pop("quantization_config"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "messages"),
+    [
+        (flip_a_byte, ["FAILED files", "model.safetensors has sha256", "1 of 3 checks failed"]),
+        (delete_the_weights, ["model.safetensors is missing", "FAILED headers", "found no weights"]),
+        (delete_the_config, ["config.json is missing", "FAILED headers: unreadable"]),
+        (forget_quantization, ["FAILED layers: unreadable", "quantization_config has no section"]),
+    ],
+)
+def test_verify_finds_damage(
+    run: Run, damaged: Path, damage: Callable[[Path], None], messages: list[str]
+) -> None:
+    damage(damaged)
+    done = run("verify", damaged, "--no-reload")
+    assert done.code == 3
+    for message in messages:
+        assert message in done.out + done.err
+    report = json.loads(run("verify", damaged, "--no-reload", "--json").out)
+    assert report["ok"] is False
+    assert any(check["problems"] for check in report["checks"])
+
+
+def test_verify_reloads_in_a_fresh_process(run: Run, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_the_config(damaged)
+    # What lies in a checkpoint is not imported, also not from within it.
+    (damaged / "transformers.py").write_text("raise SystemExit('code of the checkpoint ran')")
+    monkeypatch.chdir(damaged)
+    done = run("verify", ".")
+    assert done.code == 3
+    assert "FAILED reload: does not load and run in a fresh process" in done.out
+    assert "hidden size (65) is not a multiple" in done.out
+
+
+def _layers(manifest: dict[str, Any]) -> dict[str, Any]:
+    layers: dict[str, Any] = manifest["layers"]
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(layers=[]), "'layers' is list"),
+        (lambda m: m.update(model_record=2), "'model_record' is 2"),
+        (lambda m: m.update(bits_per_weight={"linears": None, "model": None}), "'model' is NoneType"),
+        (lambda m: m.update(versions={"torch": [1]}), "'torch' is list"),
+        (lambda m: m.update(recipe={"default": math.nan}), "not JSON"),
+        (lambda m: m.update(source_bytes=10**400), "out of range"),
+        (lambda m: m.update(source_bytes=-1), "out of range"),
+        (lambda m: _layers(m)["lm_head"].update(shape=[10**400, 1]), "not [N, K]"),
+        (lambda m: _layers(m)["lm_head"].update(scheme=""), "scheme of 'lm_head' is empty"),
+        (lambda m: m["files"].update({"../x": {}}), "must name a file in the directory itself"),
+    ],
+)
+def test_hostile_manifests(
+    run: Run, damaged: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    edit_json(damaged / MANIFEST_NAME, change)
+    for arguments in (
+        ("inspect", damaged),
+        ("inspect", damaged, "--json"),
+        ("verify", damaged, "--no-reload"),
+    ):
+        done = run(*arguments)
+        assert done.code == 3
+        assert message in done.err + done.out
+
+
+def test_verify_counts_the_layers(run: Run, damaged: Path) -> None:
+    edit_json(damaged / MANIFEST_NAME, lambda m: _layers(m).pop("model.layers.0.mlp.up_proj"))
+    done = run("verify", damaged, "--no-reload")
+    assert done.code == 3
+    assert "35 packed tensors in the files, 34 in the manifest" in done.out
+
+
+def test_names_from_files_do_not_reach_the_terminal_as_they_are(run: Run, damaged: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        _layers(manifest)["\x1b]0;evil\x07[/bold]"] = _layers(manifest)["lm_head"]
+
+    edit_json(damaged / MANIFEST_NAME, change)
+    done = run("inspect", damaged)
+    assert done.code == 0
+    assert "\x1b" not in done.out
+    assert "\\x1b]0;evil\\x07[/bold]" in done.out
+
+
+def test_inspect_json_is_the_manifest(run: Run, packed: Path) -> None:
+    done = run("inspect", packed, "--json")
+    assert json.loads(done.out) == json.loads((packed / MANIFEST_NAME).read_text())
+    assert done.err == ""
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_what_is_no_packed_checkpoint(run: Run, command: str) -> None:
+    done = run(command, SOURCE)
+    assert done.code == 3
+    assert "is not a finished quantkit checkpoint" in done.err
+    done = run(command, "missing")
+    assert done.code == 2
+    assert "dir 'missing' does not exist" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "nothing to evaluate: give --text FILE"),
+        (("--text", "missing.txt"), 2, "missing.txt: cannot be read"),
+        (("--tasks", ","), 2, "--tasks names no task"),
+        (("--tasks", "arc_easy", "--against", SOURCE), 2, "--against and --report are about texts"),
+        (("--text", STORIES, "--dtype", "int3"), 2, "unknown dtype 'int3'"),
+        (("--text", STORIES, "--device", "tpu", "--max-windows", "1"), 2, "device 'tpu' is not known"),
+        (("--text", STORIES, "--json", "missing/eval.json"), 5, "cannot write missing/eval.json"),
+        (("--text", STORIES, "--report", STORIES), 5, "cannot create the directory"),
+        (("--text", STORIES, "--window", "1"), 2, "Invalid value for '--window'"),
+    ],
+)
+def test_wrong_options_of_eval(
+    run: Run, packed: Path, arguments: tuple[object, ...], code: int, message: str
+) -> None:
+    done = run("eval", packed, *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert message in done.err
+
+
+def test_eval_without_lm_eval(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.cli.evaluate.find_spec", lambda name: None)
+    done = run("eval", packed, "--text", STORIES, "--tasks", "arc_easy")
+    assert (done.code, done.out) == (7, "")
+    assert "pip install 'quantkit[eval]'" in done.err
+
+
+def test_eval_without_a_reference(run: Run, packed: Path) -> None:
+    done = run("eval", packed, "--text", STORIES, "--window", 4096, "--max-windows", 1)
+    assert done.code == 0
+    assert "KL" not in done.out
+    assert "int4: not compared with a reference" in done.out
+    assert "window 4096 was cut to 512" in done.err
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+@pytest.mark.parametrize("damage", [delete_the_weights, delete_the_config, edit_the_config, "tokenizer"])
+def test_models_that_cannot_be_opened(
+    run: Run, damaged: Path, command: str, damage: Callable[[Path], None] | str
+) -> None:
+    if callable(damage):
+        damage(damaged)
+    else:
+        for path in damaged.glob("tokenizer*"):
+            path.unlink()
+    done = run(command, damaged, *(["hi"] if command == "generate" else ["--text", STORIES]))
+    assert done.code == 3
+    assert done.err.startswith("error: ")
+    assert len(done.err.splitlines()) == 1
+
+
+def test_generate(run: Run, packed: Path) -> None:
+    done = run("generate", packed, "Once upon a time", "-n", 6, "--json")
+    assert done.err == ""
+    result = json.loads(done.out)
+    assert len(result["tokens"]) == 6
+    assert result["prompt_tokens"] == 5
+    assert result["decode_seconds"] > 0
+
+    def sampled(seed: int) -> str:
+        return run("generate", packed, "One", "-n", 12, "--temperature", 2, "--seed", seed).out
+
+    assert sampled(1) == sampled(1) != sampled(2)
+    done = run("generate", packed, "One", "-n", 2, "--verbose")
+    assert done.out.startswith("One")
+    assert "float32 on cpu: " in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-n", "0"), "Invalid value for '--max-new-tokens'"),
+        (("--temperature", "-1"), "Invalid value for '--temperature'"),
+        (("--temperature", "nan"), "Invalid value for '--temperature'"),
+        (("--dtype", "int3"), "unknown dtype 'int3'"),
+        (("--device", "tpu"), "device 'tpu' is not known"),
+    ],
+)
+def test_wrong_options_of_generate(run: Run, packed: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = run("generate", packed, "hi", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+
+
+def test_doctor(run: Run) -> None:
+    done = run("doctor", "--reasons")
+    assert (done.code, done.err) == (0, "")
+    assert re.search(r"^torch +\d", done.out, re.MULTILINE)
+    assert re.search(r"^int8 channel bfloat16 +float32 ", done.out, re.MULTILINE)
+    assert "  not torch-int4: " in done.out
+    report = json.loads(run("doctor", "--json").out)
+    assert set(report) == {"packages", "machine", "kernels"}
+    assert all(entry["kernel"] or entry["refused"] for entry in report["kernels"])
+
+
+def test_demo(run: Run, tmp_path: Path) -> None:
+    arguments = ("demo", SOURCE, "--text", STORIES, "--window", 128, "--max-windows", 2, "--out", tmp_path)
+    done = run(*arguments)
+    assert done.code == 0
+    assert re.search(r"^int8 +8\.\d{3} ", done.out, re.MULTILINE)
+    assert "int8: indistinguishable" in done.out
+    assert "binary: unusable" in done.out
+    assert f"wrote {tmp_path / 'report' / 'report.md'}" in done.out
+    reports = json.loads((tmp_path / "report" / "report.json").read_text())["reports"]
+    assert [report["label"] for report in reports] == list(demo.FORMATS)
+    assert run(*arguments, "--formats", "int8").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--formats", "int8,int9"), 4, "unknown format 'int9'"),
+        (("--formats", ","), 2, "--formats is empty"),
+        (("--text", "missing.txt"), 2, "missing.txt: cannot be read"),
+        (("--out", STORIES), 5, "cannot create the directory"),
+    ],
+)
+def test_wrong_options_of_demo(
+    run: Run, tmp_path: Path, arguments: tuple[object, ...], code: int, message: str
+) -> None:
+    done = run("demo", SOURCE, "--text", STORIES, "--out", tmp_path / "out", *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert message in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_says_all(run: Run) -> None:
+    done = run("--help")
+    assert [command for command in COMMANDS if f"\n  {command} " in done.out] == list(COMMANDS)
+    assert "..." not in done.out.partition("Commands:")[2]
+    for command in COMMANDS:
+        text = run(command, "--help").out
+        assert max(map(len, text.splitlines())) <= 80
+        bare = re.findall(r"\n  (?:-\w, )?(--[\w-]+)(?: <[^>]*>| [A-Z]+)?\n(?! {10})", text)
+        assert bare == [], f"{command} does not explain {bare}"
+
+
+def test_help_names_every_format_and_method() -> None:
+    assert options.FORMATS == tuple(PRESETS)
+    assert list(options.METHODS) == list(METHODS)
+
+
+def test_version(run: Run) -> None:
+    assert re.fullmatch(r"quantkit \d+\.\d+\.\d+\n", run("--version").out)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1", 1), ("10B", 10), ("500MB", 500_000_000), ("2 GiB", 2 << 30), ("3kb", 3000)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert options.parse_size(text) == size
+
+
+def test_sizes_are_shown_in_powers_of_1000() -> None:
+    shown = [console.size(n) for n in (0, 999, 1000, 1_500_000, 2e9, 3e12, 4e15)]
+    assert shown == ["0 B", "999 B", "1.00 kB", "1.50 MB", "2.00 GB", "3.00 TB", "4000.00 TB"]
+
+
+def test_tables_fit_80_columns(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console.out, "width", 80)
+    out = run("inspect", packed).out
+    assert max(map(len, out.splitlines())) <= 80
+    assert re.search(
+        r"model\.layers\.\*\.self_attn\.k_proj +5 +32x64 int4 channel mse +4\.312 \d\.\de-03", out
+    )
+    out = run("eval", packed, "--against", SOURCE, "--text", STORIES, "--window", 64, "--max-windows", 1).out
+    assert re.search(r"\nint4 +4\.277 +7\.845 +\d+\.\d\d kB +[\d.]+ +[+-][\d.]+ +[\d.]+ +[\d.]+%\n", out)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{packed}", "--json"]])
+def test_a_closed_pipe_is_no_traceback(packed: Path, arguments: list[str]) -> None:
+    code = "from quantkit.cli.main import main; main()"
+    command = [sys.executable, "-c", code, *(argument.format(packed=packed) for argument in arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""

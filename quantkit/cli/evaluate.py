@@ -56,7 +56,7 @@ def evaluate(
         log_kernels()
     # Before hours of work, not after.
     if json is not None:
-        _touch(json)
+        _write(json, "", "a")
     figures: dict[str, Any] = {}
     if text:
         with progress("evaluating") as advance, using_transformers(directory):
@@ -110,10 +110,6 @@ def _check(
         raise EnvironmentProblem("--tasks needs lm-eval. Install it with `pip install 'quantkit[eval]'`.")
     if report is not None:
         options.make_directory(report)
-
-
-def _touch(path: Path) -> None:
-    _write(path, "", "a")
 
 
 def _write_figures(path: Path, figures: dict[str, Any]) -> None:

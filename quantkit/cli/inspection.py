@@ -2,7 +2,7 @@
 
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, say
-from quantkit.cli.layers import needs_quantkit, print_layers, totals
+from quantkit.cli.layers import print_layers, print_readers, totals
 
 
 def inspect(
@@ -31,5 +31,4 @@ def inspect(
     say(f"made from {record.source} with {made_by}")
     print_layers(record.layers, record.dense, every_layer=every_layer)
     say(totals(record.source_bytes, checkpoint.nbytes, record.bits_per_weight))
-    if record.needs_quantkit:
-        note(needs_quantkit(record.needs_quantkit))
+    print_readers(record.container, record.needs_quantkit)

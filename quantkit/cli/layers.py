@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from quantkit.cli.console import out, printable, say, size
+from quantkit.cli.console import note, out, printable, say, size
 
 if TYPE_CHECKING:
     from quantkit.model.record import LayerRecord
@@ -20,21 +20,16 @@ def print_layers(layers: Layers, dense: Mapping[str, str], *, every_layer: bool)
     """A line per linear, or per kind of linear unless `every_layer`, then all that is not by default."""
     groups = _grouped(layers, every_layer)
     out.print(_table(groups))
-    for members in groups:
-        _, first = members[0]
-        if first.reason != "default":
-            _print_reason(first.scheme or "dense", first.reason, [name for name, _ in members])
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for name, layer in (member for members in groups for member in members):
+        if layer.reason != "default":
+            by_reason.setdefault((layer.scheme or "dense", layer.reason), []).append(name)
     for name, reason in dense.items():
-        by_reason.setdefault(reason, []).append(name)
-    for reason, names in by_reason.items():
-        _print_reason("dense", reason, names)
-
-
-def _print_reason(stored: str, reason: str, names: Sequence[str]) -> None:
-    patterns = list(dict.fromkeys(map(_pattern, names)))
-    shown = names[0] if len(names) == 1 else patterns[0] + (", ..." if len(patterns) > 1 else "")
-    say(f"{len(names)} {stored}: {reason} ({shown})")
+        by_reason.setdefault(("dense", reason), []).append(name)
+    for (stored, reason), names in by_reason.items():
+        patterns = list(dict.fromkeys(map(_pattern, names)))
+        shown = names[0] if len(names) == 1 else patterns[0] + (", ..." if len(patterns) > 1 else "")
+        say(f"{len(names)} {stored}: {reason} ({shown})")
 
 
 def _table(groups: Iterable[Sequence[tuple[str, "LayerRecord"]]]) -> Table:
@@ -90,11 +85,14 @@ def _grouped(layers: Layers, every_layer: bool) -> list[list[tuple[str, "LayerRe
     return list(groups.values())
 
 
-def needs_quantkit(reasons: Sequence[str]) -> str:
-    """One line on the linears that other tools cannot read; `reasons` has one per linear."""
-    more = len(reasons) - 1
-    others = f", and {more} more linear{'s' if more > 1 else ''}" if more else ""
-    return f"only quantkit can load this: {reasons[0]}{others}."
+def print_readers(container: str, reasons: Sequence[str]) -> None:
+    """Which tools can read the checkpoint; `reasons` why only quantkit can, one per linear that is why."""
+    if container == "compressed-tensors":
+        say("readable by quantkit and by what reads compressed-tensors: vLLM, SGLang, transformers")
+    elif reasons:
+        more = len(reasons) - 1
+        others = f", and {more} more linear{'s' if more > 1 else ''}" if more else ""
+        note(f"only quantkit can load this: {reasons[0]}{others}.")
 
 
 def totals(source_bytes: int, output_bytes: int, bits: Mapping[str, float | None]) -> str:

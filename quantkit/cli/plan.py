@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, say, size
-from quantkit.cli.layers import needs_quantkit, print_layers, totals
+from quantkit.cli.layers import print_layers, print_readers, totals
 
 if TYPE_CHECKING:
     from quantkit.model.plan import Plan
@@ -53,10 +53,7 @@ def print_plan(planned: "Plan", *, every_layer: bool) -> None:
     """The fate of every tensor, sizes, and whether other tools can read the result."""
     print_layers(planned.layer_records({}), planned.dense, every_layer=every_layer)
     say(totals(planned.source_bytes, planned.output_bytes, planned.bits_per_weight))
-    if planned.config.container == "compressed-tensors":
-        say("readable by quantkit and by what reads compressed-tensors: vLLM, SGLang, transformers")
-    elif planned.not_portable:
-        note(needs_quantkit(planned.not_portable))
+    print_readers(planned.config.container, planned.not_portable)
 
 
 def plan_dict(planned: "Plan", errors: Mapping[str, float] | None = None) -> dict[str, Any]:

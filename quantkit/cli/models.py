@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quantkit.errors import CheckpointError, EnvironmentProblem
+from quantkit.errors import EnvironmentProblem
 
 
 def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
@@ -31,21 +31,17 @@ def using_transformers(source: str) -> Iterator[None]:
     `CheckpointError`, and a lack of GPU memory an `EnvironmentProblem`.
     """
     import torch
-    from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
+
+    from quantkit.model.load import explained
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with explained(source):
+            yield
     except torch.OutOfMemoryError as error:
         raise EnvironmentProblem(
             f"{source}: the GPU has too little memory ({error}). Use --device cpu, or a smaller batch or "
             "window."
-        ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
-        text = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{source} cannot be opened or run: {type(error).__name__}: {text} Check its files, a packed "
-            "checkpoint's with `quantkit verify`."
         ) from error

@@ -43,14 +43,18 @@ def choose(problem: Problem) -> KernelRow:
 
 def explain(problem: Problem) -> tuple[tuple[str, str | None], ...]:
     """For each row in order: its name, and why it does not run `problem` or None where it would."""
-    return tuple((row.name, _cannot(row, problem) or row.pays(problem)) for row in ROWS)
+    return tuple((row.name, _why_not(row, problem)) for row in ROWS)
+
+
+def _why_not(row: KernelRow, problem: Problem) -> str | None:
+    return _unsupported(row, problem) or row.pays(problem) or _unbuilt(row, problem)
 
 
 @lru_cache(maxsize=8192)
 def _choose(problem: Problem, forced: str) -> KernelRow:
     if forced:
         row = row_named(forced)
-        reason = _cannot(row, problem)
+        reason = _unsupported(row, problem) or _unbuilt(row, problem)
         if reason is not None:
             raise KernelError(
                 f"{FORCE_VARIABLE}={forced} cannot run {problem}: {reason}. "
@@ -65,17 +69,20 @@ def _choose(problem: Problem, forced: str) -> KernelRow:
     raise KernelError(f"no kernel runs {problem}:\n{reasons}")
 
 
-def _cannot(row: KernelRow, problem: Problem) -> str | None:
+def _unsupported(row: KernelRow, problem: Problem) -> str | None:
     if problem.device not in row.devices:
         return f"it runs on {' and '.join(row.devices)}, the tensors are on {problem.device}"
-    reason = row.supports(problem)
-    if reason is None and row.build is not None and problem.layout not in (None, row.name):
+    return row.supports(problem)
+
+
+def _unbuilt(row: KernelRow, problem: Problem) -> str | None:
+    if row.build is not None and problem.layout not in (None, row.name):
         built = f"the one of {problem.layout} was" if problem.layout else "none was"
         return (
             f"it needs its own weight layout and {built} built; call build_layout with this dtype outside "
             f"torch.compile (with {FORCE_VARIABLE} set, if it is to be forced)"
         )
-    return reason
+    return None
 
 
 def log_choice(problem: Problem, row: KernelRow) -> None:

@@ -82,7 +82,7 @@ def stream(
     prompt_tokens = ids.shape[1]
     ends = _end_tokens(model)
     generator = torch.Generator(device=ids.device).manual_seed(seed)
-    text = _TextOf(tokenizer)
+    text = _TextOf(tokenizer, ids[0].tolist())
     started = time.perf_counter()
     prefilled: float | None = None
     cache = None
@@ -125,24 +125,27 @@ class _TextOf:
     while it ends in the middle of a character.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
         self.tokens: list[int] = []
         self.text = ""
         self._tokenizer = tokenizer
+        # The prompt's end comes along: the first new token is in the middle of a text, not its beginning.
+        self._all = prompt[-8:]
         self._context = 0
-        self._shown = 0
+        self._shown = len(self._all)
 
     def add(self, token: int, *, flush: bool) -> str:
         self.tokens.append(token)
-        before = self._decode(self.tokens[self._context : self._shown])
-        after = self._decode(self.tokens[self._context :])
+        self._all.append(token)
+        before = self._decode(self._all[self._context : self._shown])
+        after = self._decode(self._all[self._context :])
         if after.endswith("\ufffd") and not flush:
             return ""
         piece = after[len(before) :]
         if piece:
             # A special token has no text and would hide that a word came before it.
             self._context = self._shown
-        self._shown = len(self.tokens)
+        self._shown = len(self._all)
         self.text += piece
         return piece
 

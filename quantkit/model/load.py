@@ -1,6 +1,7 @@
 """Load a packed or dense checkpoint as a transformers model that is ready for inference."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,15 @@ def load(
         placement["max_memory"] = dict(max_memory)
     if offload_folder is not None:
         placement["offload_folder"] = str(offload_folder)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype="auto" if dtype is None else dtype,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-        **placement,
-    )
+    with explained(path):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype="auto" if dtype is None else dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **placement,
+        )
     _refuse_incomplete(directory, info)
     return model.eval()
 
@@ -62,7 +64,25 @@ def tokenizer(path: str | Path) -> Any:
     require_transformers()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=False)
+    with explained(path):
+        return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=False)
+
+
+@contextmanager
+def explained(source: str | Path) -> Iterator[None]:
+    """What transformers raises, of many kinds, for files that do not fit each other, as `CheckpointError`."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{source} cannot be opened or run: {type(error).__name__}: {text} Check its files, a packed "
+            "checkpoint's with `quantkit verify`."
+        ) from error
 
 
 def _pick(device: str | torch.device) -> torch.device:

@@ -150,9 +150,7 @@ class IntFormat(NumberFormat):
         """The nearest values to `x` where the code `zero_point` (float32, broadcastable) stands for zero."""
         return torch.round(x).clamp_(-zero_point, (2 * self.offset - 1) - zero_point)
 
-    def quantize_affine(
-        self, x: torch.Tensor, zero_point: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and values of `x` where the code `zero_point` (float32, broadcastable) stands for zero."""
         values = self.round_affine(x, zero_point)
         return (values + (zero_point - 128)).to(torch.int8).view(torch.uint8).add_(128), values

@@ -129,7 +129,9 @@ def test_greedy_generation_is_that_of_transformers(tiny, words):
     ids = words("w5 w6 w7", return_tensors="pt").input_ids
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, 3:].tolist()
     assert list(result.tokens) == expected
-    assert "".join(pieces) == result.text == words.decode(expected, skip_special_tokens=True)
+    # The text continues the prompt: the space between them is part of it.
+    assert "".join(pieces) == result.text
+    assert "w5 w6 w7" + result.text == words.decode([5, 6, 7, *expected], skip_special_tokens=True)
     assert result.prompt_tokens == 3
     assert len(pieces) > 1
     assert result.seconds >= result.decode_seconds > 0

@@ -200,9 +200,9 @@ class FloatFormat(NumberFormat):
         return self.quantize(x)[0]
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        # Adding 1.5 * 2**23 times the spacing of the values around x leaves float32 no finer digits than that
-        # spacing, so its own addition rounds to nearest even. The spacing is 2**-m of the power of two below x,
-        # which is the exponent field alone; among subnormals it stays what it is at the smallest normal.
+        # Adding 1.5 * 2**23 times the spacing of the values around x leaves float32 no finer digits than
+        # that spacing, so its own addition rounds to nearest even. The spacing is 2**-m of the power of two
+        # below x, which is its exponent field alone; among subnormals it is that of the smallest normal.
         magnitude = x.abs().clamp_(max=self.max)
         power = magnitude.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
         shift = power.clamp_(min=self._smallest_normal).mul_(1.5 * 2.0 ** (23 - self.mantissa_bits))

@@ -20,19 +20,29 @@ groups of 128 at int4 this ends 0.2 % above an exhaustive search (docs/accuracy.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.packing.formats import FloatFormat, IntFormat
+from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
 
-#: Scale candidates per sign, between these fractions of the scale that just covers the group. Float formats
-#: get twice as many: their error has a minimum in every octave of the scale, and bumps within it.
+#: Scale candidates per sign. Formats that are not evenly spaced get twice as many, and so do small ones: the
+#: error of the former has a minimum in every octave of the scale, and of the latter a wide range to search.
 CANDIDATES = 32
-SHRINK = (0.4, 1.2)
+#: Candidates are fractions of the scale that just covers the group. The fewer values a format has, the more
+#: of a group its best scale clips: up to so many values, from here ...
+LOWEST = ((4, 0.1), (8, 0.25), (256, 0.4))
+#: ... up to here, evenly spaced or not: where the largest values are far apart, the second may cover better.
+HIGHEST = {True: 1.2, False: 1.6}
+#: How many of the best candidates are rounded and measured where scales have few digits.
+COARSE_CHOICES = 6
+#: Steps between candidate zero-points, in codes, and how often the winner is refitted.
+ZERO_STEP = {"integer": 1.0, "float": 0.125}
+REFITS = {"none": 1, "integer": 1, "float": 3}
 #: Histogram cells per code point, and their limits: a cell must be well below a quantization step.
 BINS_PER_CODE = 8
 BINS_RANGE = (256, 1024)
@@ -54,19 +64,36 @@ class Grid:
 
 def rtn(groups: torch.Tensor, scheme: Scheme) -> Grid:
     """Plain rounding: the scale maps the group's absmax (or range, or mean magnitude) to the format's."""
-    if scheme.zero_point == "integer":
+    if scheme.zero_point != "none":
         return _min_max(groups, scheme)
     magnitude = groups.abs()
+    largest = scheme.format.absmax
     if scheme.format.rounding_statistic == "absmax":
         statistic = magnitude.amax(-1, keepdim=True)
     else:
         # Divided first: the sum of weights near the float32 limit overflows, the mean does not.
         statistic = (magnitude / magnitude.shape[-1]).sum(-1, keepdim=True)
-    return Grid(storable(statistic / scheme.format.absmax, scheme))
+    if scheme.scale_type.digits == 1:
+        # OCP MX v1.0, 6.3: both are rounded down to powers of two.
+        statistic, largest = _power_below(statistic), 2.0 ** math.floor(math.log2(largest))
+    return Grid(storable(statistic / largest, scheme))
+
+
+def _power_below(x: torch.Tensor) -> torch.Tensor:
+    """The largest power of two up to each of `x` (float32, not negative); 0 for 0."""
+    return x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+
+
+def global_scale(absmax: float, scheme: Scheme) -> float:
+    """What all scales of a tensor with this absmax are divided by: its largest plain one becomes `max`."""
+    factor = scheme.scale_type.max * scheme.format.absmax / absmax if absmax > 0 else 1.0
+    return factor if 2.0**-100 < factor < 2.0**100 else 1.0
 
 
 def mse(groups: torch.Tensor, scheme: Scheme) -> Grid:
     """The grid with the smallest squared error per group; see the module docstring."""
+    if scheme.scale_type.digits == 1:
+        return _search_exponent(groups, scheme)
     table = _search_table(scheme, groups.shape[1], groups.device)
     step = max(1, HISTOGRAM_CELLS[groups.device.type] // table.errors.shape[0])
     if len(groups) <= step:
@@ -76,20 +103,45 @@ def mse(groups: torch.Tensor, scheme: Scheme) -> Grid:
     return Grid(torch.cat([grid.scale for grid in grids]), torch.cat(zeros) if zeros else None)
 
 
+def _search_exponent(groups: torch.Tensor, scheme: Scheme) -> Grid:
+    """Powers of two leave no choice but the plain one and its neighbours."""
+    plain = rtn(groups, scheme)
+    rivals = [Grid(_rounded(plain.scale * factor, scheme), plain.zero_point) for factor in (0.5, 2.0)]
+    unit = _unit(groups)
+    return _best(groups / unit, unit, plain, rivals, scheme)
+
+
 def _search(groups: torch.Tensor, table: "_SearchTable", scheme: Scheme) -> Grid:
-    absmax = groups.abs().amax(-1, keepdim=True)
-    # In units of absmax the squares neither overflow nor vanish, and one table serves every group.
-    unit = torch.where(absmax == 0, 1.0, absmax)
+    unit = _unit(groups)
     units = groups / unit
     errors = _histogram(units, table.errors) @ table.errors
-    choice = errors.argmin(-1, keepdim=True)
-    zero_point = None if table.zero_points is None else table.zero_points[choice]
+    # A scale of few digits may be rounded far from the best, and another candidate less far.
+    few_digits = scheme.scale_type.digits < 8
+    choices = errors.topk(COARSE_CHOICES if few_digits else 1, dim=-1, largest=False).indices
+    rivals = []
+    for rank in range(choices.shape[1]):
+        choice = choices[:, rank, None]
+        zero_point = None if table.zero_points is None else table.zero_points[choice]
+        rivals.append(Grid(_rounded(table.scales[choice] * unit, scheme), zero_point))
+    refitted = rivals[0]
+    for _ in range(REFITS[scheme.zero_point]):
+        refitted = _refit(units, refitted, unit, scheme)
+        rivals.append(refitted)
+    return _best(units, unit, rtn(groups, scheme), rivals, scheme)
 
-    searched = Grid(_rounded(table.scales[choice] * unit, scheme), zero_point)
-    refitted = Grid(_rounded(_refit(units, searched, unit, scheme) * unit, scheme), zero_point)
-    best = rtn(groups, scheme)
+
+def _unit(groups: torch.Tensor) -> torch.Tensor:
+    """Each group's absmax, 1 for zeros. In its units squares neither overflow nor vanish."""
+    absmax = groups.abs().amax(-1, keepdim=True)
+    return torch.where(absmax == 0, 1.0, absmax)
+
+
+def _best(
+    units: torch.Tensor, unit: torch.Tensor, best: Grid, rivals: Sequence[Grid], scheme: Scheme
+) -> Grid:
+    """For each group the first grid with the smallest squared error, measured exactly."""
     best_error = squared_error(units, best, unit, scheme)
-    for rival in (refitted, searched):
+    for rival in rivals:
         # NaN, where a rival's scale overflows its dtype, is not below anything.
         error = squared_error(units, rival, unit, scheme)
         better = error < best_error
@@ -131,6 +183,8 @@ def nearest(units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
     if zero_point is None:
         return scheme.format.round(units)
     assert isinstance(scheme.format, IntFormat)
+    if scheme.zero_point == "float":
+        return scheme.format.round_offset(units, zero_point)
     return scheme.format.round_affine(units, zero_point)
 
 
@@ -148,16 +202,29 @@ def _min_max(groups: torch.Tensor, scheme: Scheme) -> Grid:
     high = groups.amax(-1, keepdim=True).clamp_(min=0)
     # Divided apart: the range of weights near the float32 limit overflows, its levels do not.
     scale = storable(high / levels - low / levels, scheme)
-    return Grid(scale, torch.round(-low / scale).clamp_(0, levels))
+    zero_point = -low / scale
+    if scheme.zero_point == "float":
+        return Grid(scale, zero_point.to(scheme.zero_point_dtype).float())
+    return Grid(scale, torch.round(zero_point).clamp_(0, levels))
 
 
-def _refit(units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """The least-squares scale, in units, for the codes that `grid` gives."""
+def _refit(units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme) -> Grid:
+    """The least-squares grid for the codes that `grid` gives: its scale, and its float zero-point."""
     scale = grid.scale / unit
-    codes = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme)
-    squares = codes.square().sum(-1, keepdim=True, dtype=torch.float64)
-    fitted = codes.mul_(units).sum(-1, keepdim=True, dtype=torch.float64) / squares
-    return torch.where(squares > 0, fitted.float(), scale)
+    x = units.double()
+    values = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme).double()
+    free = scheme.zero_point == "float"
+    mean_x, mean_v = (t.mean(-1, keepdim=True) if free else 0.0 for t in (x, values))
+    centred = values - mean_v
+    squares = centred.square().sum(-1, keepdim=True)
+    fitted = (centred * (x - mean_x)).sum(-1, keepdim=True) / squares
+    fitted = torch.where((squares > 0) & (fitted != 0), fitted, scale)
+    zero_point = grid.zero_point
+    if free:
+        assert zero_point is not None
+        shifted = zero_point + (mean_v - mean_x / fitted)
+        zero_point = shifted.to(scheme.zero_point_dtype).float()
+    return Grid(_rounded(fitted.float() * unit, scheme), zero_point)
 
 
 @dataclass(frozen=True)
@@ -175,18 +242,21 @@ class _SearchTable:
 @lru_cache(maxsize=32)
 def _search_table(scheme: Scheme, group_size: int, device: torch.device) -> _SearchTable:
     number_format = scheme.format
-    ratios = torch.linspace(*SHRINK, CANDIDATES * (2 if isinstance(number_format, FloatFormat) else 1))
+    count, even = len(number_format.numbers), isinstance(number_format, IntFormat)
+    low = next(low for limit, low in LOWEST if count <= limit)
+    high = HIGHEST[even]
+    ratios = torch.linspace(low, high, CANDIDATES if even and count > 8 else 2 * CANDIDATES)
     zero_points = None
-    if scheme.zero_point == "integer":
+    if scheme.zero_point != "none":
         # The range of a group is between one and two absmax; every position of zero is a candidate.
         levels = 2**number_format.bits - 1
-        widths = torch.linspace(SHRINK[0], 2 * SHRINK[1], CANDIDATES) / levels
-        step = max(1, (levels + 1) // 32)
-        zeros = torch.arange(0, levels + 1, step, dtype=torch.float32)
+        widths = torch.linspace(low, 2 * high, CANDIDATES) / levels
+        step = max(ZERO_STEP[scheme.zero_point], (levels + 1) / 32)
+        zeros = torch.arange(0, levels + step / 2, step, dtype=torch.float32)
         scales, zero_points = (t.reshape(-1, 1) for t in torch.meshgrid(widths, zeros, indexing="ij"))
     else:
         scales = (ratios / max(number_format.max, -number_format.min))[:, None]
-        if number_format.max != -number_format.min:
+        if not number_format.is_symmetric and scheme.scale_type.signed:
             # The longer side of the range may face either way: the sign of the scale turns it.
             scales = torch.cat([scales, -scales])
     low, high = BINS_RANGE

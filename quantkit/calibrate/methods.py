@@ -6,10 +6,10 @@ from typing import Literal
 
 import torch
 
-from quantkit.calibrate.grids import Grid, mse, rtn
+from quantkit.calibrate.grids import Grid, global_scale, mse, rtn
 from quantkit.errors import FormatError, UsageError
-from quantkit.packing.schemes import Scheme, default_scale_dtype, scheme
-from quantkit.packing.tensor import PackedTensor, quantize_units
+from quantkit.packing.schemes import Scheme, ZeroPoint, scheme
+from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
 from quantkit.packing.words import pack
 
 #: Weights worked on at a time on a CPU, so that their float32 copies stay in a core's cache. On a GPU only
@@ -46,7 +46,7 @@ def method_named(name: str) -> Method:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Some rows of a weight, quantized: words int32 [n, W], scale [n, G], zero-points uint8 [n, G] or None.
+    """Some rows of a weight, quantized: words int32 [n, W], scale [n, G], zero-points [n, G] or None.
 
     `squared_error` and `squared_norm` are sums over the rows, of (weight - stored)^2 and weight^2.
     """
@@ -58,13 +58,19 @@ class QuantizedRows:
     squared_norm: float
 
 
-def quantize_rows(rows: torch.Tensor, scheme: Scheme, method: Method) -> QuantizedRows:
+def quantize_rows(
+    rows: torch.Tensor, scheme: Scheme, method: Method, global_scale: float = 1.0
+) -> QuantizedRows:
     """Quantize rows ([n, K], any float dtype) of a weight; each row only depends on itself.
+
+    `global_scale` is what all scales of the tensor are divided by.
 
     Raises `FormatError` if a weight is NaN or infinite, or a scale overflows its dtype.
     """
     # Other strides would add up in another order.
     weights = rows.to(torch.float32).contiguous()
+    if global_scale != 1.0:
+        weights = weights * global_scale
     count, columns = weights.shape
     size = scheme.group_size or columns
     full = columns // size * size
@@ -86,10 +92,14 @@ def quantize_rows(rows: torch.Tensor, scheme: Scheme, method: Method) -> Quantiz
     return QuantizedRows(
         pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0], scheme.format.bits),
         torch.cat(scales, 1).to(scheme.scale_dtype),
-        torch.cat(zeros, 1).to(torch.uint8) if zeros else None,
-        error,
-        norm,
+        torch.cat(zeros, 1).to(_zero_point_dtype(scheme)) if zeros else None,
+        error / global_scale**2,
+        norm / global_scale**2,
     )
+
+
+def _zero_point_dtype(scheme: Scheme) -> torch.dtype:
+    return scheme.zero_point_dtype if scheme.zero_point == "float" else torch.uint8
 
 
 def _squared_norm(groups: torch.Tensor, weights: torch.Tensor) -> float:
@@ -113,7 +123,7 @@ def quantize_tensor(
     *,
     group_size: int | Literal["channel"] | None = None,
     method: str = "mse",
-    asymmetric: bool = False,
+    zero_point: ZeroPoint = "none",
     scale_dtype: torch.dtype | None = None,
 ) -> PackedTensor:
     """Quantize one weight [N, K] (float16, bfloat16, float32 or float64) and pack it.
@@ -130,9 +140,9 @@ def quantize_tensor(
             "expected a non-empty floating-point matrix [N, K] with data."
         )
     if isinstance(format, Scheme):
-        if group_size is not None or asymmetric or scale_dtype is not None:
+        if group_size is not None or zero_point != "none" or scale_dtype is not None:
             raise UsageError(
-                "a Scheme says all about the grid; leave out group_size, asymmetric and scale_dtype, or give "
+                "a Scheme says all about the grid; leave out group_size, zero_point and scale_dtype, or give "
                 "the format's name."
             )
         chosen = format
@@ -140,30 +150,27 @@ def quantize_tensor(
         chosen = scheme(
             format,
             group_size=group_size,
-            asymmetric=asymmetric,
-            scale_dtype=scale_dtype or default_scale_dtype(weight.dtype),
+            zero_point=zero_point,
+            scale_dtype=scale_dtype,
+            weight_dtype=weight.dtype,
         )
     rows, columns = weight.shape
     chosen = chosen.for_columns(columns)
     limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS
     chunk = max(1, limit // columns)
     chosen_method = method_named(method)
+    data = weight.detach()
+    factor = global_scale(float(data.abs().max()), chosen) if chosen.global_scale else 1.0
     done = [
-        quantize_rows(weight.detach()[start : start + chunk], chosen, chosen_method)
+        quantize_rows(data[start : start + chunk], chosen, chosen_method, factor)
         for start in range(0, rows, chunk)
     ]
     zeros = [part.zero_point for part in done if part.zero_point is not None]
     return PackedTensor(
         torch.cat([part.words for part in done]),
         torch.cat([part.scale for part in done]),
-        pack_zero_points(torch.cat(zeros), chosen) if zeros else None,
+        store_zero_points(torch.cat(zeros), chosen) if zeros else None,
         chosen,
         (rows, columns),
+        torch.tensor([factor], device=data.device) if chosen.global_scale else None,
     )
-
-
-def pack_zero_points(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Zero-point codes (uint8 [N, G]) packed along N: int32 [words_per_row(N, bits), G]."""
-    # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
-    packed = pack(codes.T.contiguous(), scheme.format.bits)
-    return packed.T.clone(memory_format=torch.contiguous_format)

@@ -26,7 +26,7 @@ import torch
 from quantkit.calibrate.methods import Method, method_named
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.packing.formats import IntFormat
-from quantkit.packing.schemes import PRESETS, Scheme, default_scale_dtype, scheme
+from quantkit.packing.schemes import PRESETS, SCALE_DTYPES, ZERO_POINTS, Scheme, ZeroPoint, scheme
 
 GroupSize = int | Literal["channel"] | None
 
@@ -37,7 +37,8 @@ class Choice:
 
     format: str = "int4"
     group_size: GroupSize = None
-    asymmetric: bool = False
+    zero_point: ZeroPoint = "none"
+    scale_dtype: str | None = None
     method: str = "mse"
     keep: bool = False
 
@@ -48,8 +49,9 @@ class Choice:
         return scheme(
             self.format,
             group_size=self.group_size,
-            asymmetric=self.asymmetric,
-            scale_dtype=default_scale_dtype(weight_dtype),
+            zero_point=self.zero_point,
+            scale_dtype=scale_dtype_named(self.scale_dtype),
+            weight_dtype=weight_dtype,
         )
 
     def check(self) -> None:
@@ -58,12 +60,12 @@ class Choice:
         method_named(self.method)
 
     def of_format(self, name: str) -> "Choice":
-        """This choice in format `name`: another format brings its own group size, and has a zero-point if
-        it can."""
+        """This choice in format `name`: another format brings its own group size and scale dtype, and has
+        the zero-point if it can."""
         if name == self.format:
             return replace(self, keep=False)
-        has_zero_point = name in PRESETS and isinstance(scheme(name).format, IntFormat)
-        return Choice(name, None, self.asymmetric and has_zero_point, self.method)
+        can = name in PRESETS and isinstance(scheme(name).format, IntFormat)
+        return Choice(name, zero_point=self.zero_point if can else "none", method=self.method)
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,21 @@ def parse_group_size(text: str | None) -> GroupSize:
     return int(text)
 
 
+def parse_zero_point(text: str) -> ZeroPoint:
+    """A kind of zero-point from the command line or a file."""
+    for kind in ZERO_POINTS:
+        if text == kind:
+            return kind
+    raise UsageError(f"zero-point {text!r} is unknown; use one of {', '.join(ZERO_POINTS)}.")
+
+
+def scale_dtype_named(name: str | None) -> torch.dtype | None:
+    """The scale dtype called `name`; None for None, which is the format's own."""
+    if name is not None and name not in SCALE_DTYPES:
+        raise UsageError(f"scale dtype {name!r} is unknown; use one of {', '.join(SCALE_DTYPES)}.")
+    return None if name is None else SCALE_DTYPES[name]
+
+
 def read_recipe(path: Path, default: Choice) -> Recipe:
     """A recipe from a TOML file; rules inherit what they leave out from its `[default]`, then `default`.
 
@@ -209,7 +226,8 @@ def _rule(data: dict[str, Any], default: Choice) -> Rule:
 _TYPES: dict[str, tuple[type, ...]] = {
     "format": (str,),
     "group_size": (int, str),
-    "asymmetric": (bool,),
+    "zero_point": (str,),
+    "scale_dtype": (str,),
     "method": (str,),
     "keep": (bool,),
 }
@@ -229,4 +247,5 @@ def _choice(data: Any, default: Choice) -> Choice:
     merged = {**vars(inherited), **data}
     if isinstance(merged["group_size"], str):
         merged["group_size"] = parse_group_size(merged["group_size"])
+    merged["zero_point"] = parse_zero_point(merged["zero_point"])
     return Choice(**merged)

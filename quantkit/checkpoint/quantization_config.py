@@ -27,6 +27,8 @@ _FIELDS = {"version", "schemes", "default", "modules"}
 
 #: Widths and granularities that compressed-tensors' pack-quantized reads the same way in every version.
 _EXPRESSIBLE_BITS = (4, 8)
+#: Its scales are in the model's dtype, whose significand has at least so many bits.
+_EXPRESSIBLE_DIGITS = 8
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ def why_not_compressed_tensors(scheme: Scheme, columns: int) -> str | None:
     effective = scheme.for_columns(columns)
     if not isinstance(scheme.format, IntFormat) or scheme.format.bits not in _EXPRESSIBLE_BITS:
         return f"compressed-tensors has no {scheme.format.name}"
+    if scheme.zero_point == "float":
+        return "compressed-tensors has no float zero-points"
+    if scheme.scale_type.digits < _EXPRESSIBLE_DIGITS:
+        return f"compressed-tensors has no {scheme.scale_type.name} scales for {scheme.format.name}"
     if effective.group_size is not None and columns % effective.group_size:
         return f"compressed-tensors needs groups that divide {columns}, not {effective.group_size}"
     return None

@@ -47,7 +47,22 @@ GroupSizeText = Annotated[
         show_default="by format",
     ),
 ]
-Asymmetric = Annotated[bool, typer.Option("--asymmetric", help="Store a zero-point per group (int formats).")]
+ZeroPointKind = Annotated[
+    str | None,
+    typer.Option(
+        "--zero-point",
+        help="Of int formats, per group: none, integer or float.",
+        show_default="none",
+    ),
+]
+ScaleDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--scale-dtype",
+        help="float32, float16, bfloat16, e4m3 (with a float32 factor per tensor) or e8m0.",
+        show_default="by format and weights",
+    ),
+]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules.")]
 LmHead = Annotated[
     str | None, typer.Option("--lm-head", help="Format for lm_head, which stays dense otherwise.")
@@ -81,20 +96,22 @@ def recipe_of(
     format: str | None,
     method: str | None,
     group_size: str | None,
-    asymmetric: bool,
+    zero_point: str | None,
+    scale_dtype: str | None,
     recipe: Path | None,
     lm_head: str | None,
     rules: list[str] | None,
 ) -> "Recipe":
     """The recipe that these options describe."""
-    from quantkit.calibrate.recipe import parse_group_size
+    from quantkit.calibrate.recipe import parse_group_size, parse_zero_point
     from quantkit.model.quantize import make_recipe
 
     return make_recipe(
         format=format,
         method=method,
         group_size=parse_group_size(group_size),
-        asymmetric=asymmetric,
+        zero_point=None if zero_point is None else parse_zero_point(zero_point),
+        scale_dtype=scale_dtype,
         recipe=recipe,
         lm_head=lm_head,
         rules=tuple(rules or ()),

@@ -17,7 +17,8 @@ def plan(
     format: options.Format = None,
     method: options.MethodName = None,
     group_size: options.GroupSizeText = None,
-    asymmetric: options.Asymmetric = False,
+    zero_point: options.ZeroPointKind = None,
+    scale_dtype: options.ScaleDtype = None,
     recipe: options.RecipeFile = None,
     lm_head: options.LmHead = None,
     rule: options.Rules = None,
@@ -33,7 +34,7 @@ def plan(
     """
     from quantkit.model import quantize as quantizing
 
-    chosen = options.recipe_of(format, method, group_size, asymmetric, recipe, lm_head, rule)
+    chosen = options.recipe_of(format, method, group_size, zero_point, scale_dtype, recipe, lm_head, rule)
     checkpoint, planned = quantizing.plan(
         source,
         chosen,

@@ -25,7 +25,8 @@ def quantize(
     format: options.Format = None,
     method: options.MethodName = None,
     group_size: options.GroupSizeText = None,
-    asymmetric: options.Asymmetric = False,
+    zero_point: options.ZeroPointKind = None,
+    scale_dtype: options.ScaleDtype = None,
     recipe: options.RecipeFile = None,
     lm_head: options.LmHead = None,
     rule: options.Rules = None,
@@ -46,7 +47,7 @@ def quantize(
     from quantkit.cli.plan import plan_dict, print_plan
     from quantkit.model import quantize as quantizing
 
-    chosen = options.recipe_of(format, method, group_size, asymmetric, recipe, lm_head, rule)
+    chosen = options.recipe_of(format, method, group_size, zero_point, scale_dtype, recipe, lm_head, rule)
 
     def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
         for warning in checkpoint.warnings:

@@ -59,8 +59,8 @@ def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
         torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes(start, start + step).int(), 1)
         for start in range(0, rows, step)
     ]
-    scale = weight.scale.float()
-    zero_point = weight.zero_point_codes()
+    scale = weight.group_scale()
+    zero_point = weight.zero_points()
     offset = torch.zeros_like(scale) if zero_point is None else scale * (8 - zero_point.float())
     scales = torch.stack([scale, offset], dim=-1).transpose(0, 1)
     return torch.cat(packed), scales.to(dtype).contiguous()
@@ -102,7 +102,10 @@ def _int8_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     number_format = weight.scheme.format
     assert isinstance(number_format, IntFormat)
     # Offset binary to two's complement is flipping the sign bit.
-    return ((weight.codes() ^ number_format.offset).view(torch.int8), weight.scale.flatten().to(dtype))
+    return (
+        (weight.codes() ^ number_format.offset).view(torch.int8),
+        weight.group_scale().flatten().to(dtype),
+    )
 
 
 def _int8_launch(

@@ -11,6 +11,7 @@ activation of its group, and the groups are added in float32. That is closer to 
 float32 product of the dequantized weights, and faster, because a quarter of the bytes are read.
 """
 
+import math
 from functools import lru_cache
 
 import torch
@@ -36,12 +37,14 @@ _MAX_SEGMENT = 1 << 16
 @lru_cache(maxsize=64)
 def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] | None:
     """The format's values as int8 times `2**-shift`, with `shift`; None where they do not fit."""
+    numbers = number_format.numbers
     shift = 0
-    while any(not (value * 2.0**shift).is_integer() for value in number_format.values):
+    while any(not (value * 2.0**shift).is_integer() for value in numbers):
         shift += 1
-        if max(abs(value) for value in number_format.values) * 2.0**shift > 128:
+        if max(abs(value) for value in numbers) * 2.0**shift > 128:
             return None
-    values = tuple(int(value * 2**shift) for value in number_format.values)
+    # A code that stands for no number is never stored; what it gives does not matter.
+    values = tuple(0 if math.isnan(value) else int(value * 2**shift) for value in number_format.values)
     return (values, shift) if min(values) >= -128 and max(values) <= 127 else None
 
 
@@ -61,6 +64,8 @@ def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if integer_values(scheme.format) is None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
+    if scheme.zero_point == "float":
+        return "its weights are integers, and a float zero-point makes them fractions; use an integer one"
     if scheme.zero_point != "none" and scheme.format.bits == 8:
         return "8-bit codes less a zero-point need 9 bits; quantize symmetrically"
     if segmentation(scheme, problem.k)[0] > _MAX_SEGMENT:
@@ -90,7 +95,7 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
     segment, segments = segmentation(scheme, columns)
     device = weight.device
     table = torch.tensor(values, dtype=torch.int8, device=device)
-    zero_point = weight.zero_point_codes()
+    zero_point = weight.zero_points()
     out = torch.empty(segments, rows, segment, dtype=torch.int8, device=device)
     step = max(1, (1 << 20) // columns)
     for start in range(0, rows, step):
@@ -105,7 +110,7 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
             # uint8 wraps around, so its bits are those of the signed difference.
             block = (codes - zero).view(torch.int8)
         out[:, start : start + step] = block.view(-1, segments, segment).transpose(0, 1)
-    scale = weight.scale.float().mul_(2.0**-shift).T
+    scale = (weight.group_scale() * 2.0**-shift).T
     return out, scale.repeat_interleave(segments // scale.shape[0], dim=0).contiguous()
 
 

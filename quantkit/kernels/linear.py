@@ -4,6 +4,7 @@ The operator `quantkit::linear` is opaque to torch.compile, which therefore neve
 chooses its row from the table by the number of rows at run time. It is differentiable in x and bias.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,28 +38,22 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     _check_operands(x, packed, bias)
     cached: tuple[str, KernelLayout | None] | None = packed.kernel_cache.get(_cache_key(x.dtype))
     if not torch.compiler.is_compiling() and (cached is None or cached[0] != forced_row()):
-        built = build_layout(
-            packed.words, packed.scale, packed.zero_point, packed.scheme, packed.shape, x.dtype
-        )
+        built = build_layout(packed, x.dtype)
         cached = (forced_row(), built)
         packed.kernel_cache[_cache_key(x.dtype)] = cached
-    return linear_parts(
-        x,
-        packed.words,
-        packed.scale,
-        packed.zero_point,
-        bias,
-        packed.scheme,
-        packed.shape[0],
-        None if cached is None else cached[1],
-    )
+    parts = {
+        "packed": packed.words,
+        "scale": packed.scale,
+        "zero_point": packed.zero_point,
+        "global_scale": packed.global_scale,
+    }
+    layout = None if cached is None else cached[1]
+    return linear_parts(x, parts, bias, packed.scheme, packed.shape[0], layout)
 
 
 def linear_parts(
     x: torch.Tensor,
-    words: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
+    parts: Mapping[str, torch.Tensor | None],
     bias: torch.Tensor | None,
     scheme: Scheme | str,
     out_features: int,
@@ -66,34 +61,33 @@ def linear_parts(
 ) -> torch.Tensor:
     """`linear` for a module that holds the parts of the packed weight and its layout itself.
 
-    `scheme` may be given as its token. A layout built for another activation dtype is not used.
+    `parts` are packed, scale and, where the scheme has them, zero_point and global_scale. `scheme` may be
+    given as its token. A layout built for another activation dtype is not used.
     """
     token = scheme if isinstance(scheme, str) else _token(scheme)
     use = layout is not None and layout.dtype == x.dtype
-    tensors = list(layout.tensors) if layout is not None and use else []
-    name = layout.row if layout is not None and use else ""
     y: torch.Tensor = torch.ops.quantkit.linear(
-        x, words, scale, zero_point, tensors, bias, token, out_features, name
+        x,
+        parts["packed"],
+        parts["scale"],
+        parts.get("zero_point"),
+        parts.get("global_scale"),
+        list(layout.tensors) if layout is not None and use else [],
+        bias,
+        token,
+        out_features,
+        layout.row if layout is not None and use else "",
     )
     return y
 
 
-def build_layout(
-    words: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    scheme: Scheme,
-    shape: tuple[int, int],
-    activation_dtype: torch.dtype,
-) -> KernelLayout | None:
-    """The layout that decoding (one row of x) is fastest with where the parts are; None for none.
+def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelLayout | None:
+    """The layout that decoding (one row of x) is fastest with where the weight is; None for none.
 
-    None says that the storage layout itself is what runs. Raises `FormatError` where the parts do not
-    fit scheme and shape [N, K], and `KernelError` where no row runs them.
+    None says that the storage layout itself is what runs. Raises `KernelError` where no row runs it.
     """
-    weight = PackedTensor(words, scale, zero_point, scheme, shape)
-    device = words.device.type
-    problem = Problem(1, *shape, scheme, activation_dtype, device, device_features(device))
+    device = weight.device.type
+    problem = Problem(1, *weight.shape, weight.scheme, activation_dtype, device, device_features(device))
     row = choose(problem)
     if row.build is None:
         return None
@@ -153,12 +147,13 @@ def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor 
 # 30 us to every one.
 torch.library.define(
     "quantkit::linear",
-    "(Tensor x, Tensor words, Tensor scale, Tensor? zero_point, Tensor[] layout, Tensor? bias, str scheme, "
-    "int out_features, str layout_row) -> Tensor",
+    "(Tensor x, Tensor words, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor[] layout, "
+    "Tensor? bias, str scheme, int out_features, str layout_row) -> Tensor",
 )
 torch.library.define(
     "quantkit::linear_grad_x",
-    "(Tensor grad, Tensor words, Tensor scale, Tensor? zero_point, str scheme, int in_features) -> Tensor",
+    "(Tensor grad, Tensor words, Tensor scale, Tensor? zero_point, Tensor? global_scale, str scheme, "
+    "int in_features) -> Tensor",
 )
 
 
@@ -168,6 +163,7 @@ def _linear(
     words: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
     layout: list[torch.Tensor],
     bias: torch.Tensor | None,
     scheme: str,
@@ -178,7 +174,7 @@ def _linear(
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
     columns = x.shape[-1]
     parsed = parse_token(scheme)
-    weight = PackedTensor(words, scale, zero_point, parsed, (out_features, columns))
+    weight = PackedTensor(words, scale, zero_point, parsed, (out_features, columns), global_scale)
     _check_activations(x, words, bias, out_features)
     flat = x.reshape(-1, columns).contiguous()
     if flat.shape[0] == 0 or out_features == 0:
@@ -198,6 +194,7 @@ def _linear_fake(
     words: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
     layout: list[torch.Tensor],
     bias: torch.Tensor | None,
     scheme: str,
@@ -213,13 +210,14 @@ def _linear_grad_x(
     words: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
     scheme: str,
     in_features: int,
 ) -> torch.Tensor:
     """`grad [..., N] @ W [N, K]` in grad's dtype, unpacking a block of rows at a time."""
     rows = grad.shape[-1]
-    weight = PackedTensor(words, scale, zero_point, parse_token(scheme), (rows, in_features))
-    zeros = weight.zero_point_codes()
+    weight = PackedTensor(words, scale, zero_point, parse_token(scheme), (rows, in_features), global_scale)
+    zeros = weight.zero_points()
     flat = grad.reshape(-1, rows).float()
     out = torch.zeros(flat.shape[0], in_features, dtype=torch.float32, device=grad.device)
     step = block_rows(in_features, grad.device)
@@ -235,6 +233,7 @@ def _linear_grad_x_fake(
     words: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
     scheme: str,
     in_features: int,
 ) -> torch.Tensor:
@@ -242,15 +241,15 @@ def _linear_grad_x_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, words, scale, zero_point, layout, _, scheme, _, _ = inputs
-    ctx.save_for_backward(words, scale, zero_point)
+    x, words, scale, zero_point, global_scale, layout, _, scheme, _, _ = inputs
+    ctx.save_for_backward(words, scale, zero_point, global_scale)
     ctx.scheme = scheme
     ctx.in_features = x.shape[-1]
     ctx.layout_tensors = len(layout)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    words, scale, zero_point = ctx.saved_tensors
+    words, scale, zero_point, global_scale = ctx.saved_tensors
     needs = ctx.needs_input_grad
     if needs[2]:
         raise KernelError(
@@ -258,9 +257,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         )
     grad_x = None
     if needs[0]:
-        grad_x = torch.ops.quantkit.linear_grad_x(grad, words, scale, zero_point, ctx.scheme, ctx.in_features)
-    grad_bias = grad.flatten(0, -2).sum(0) if needs[5] else None
-    return grad_x, None, None, None, [None] * ctx.layout_tensors, grad_bias, None, None, None
+        grad_x = torch.ops.quantkit.linear_grad_x(
+            grad, words, scale, zero_point, global_scale, ctx.scheme, ctx.in_features
+        )
+    grad_bias = grad.flatten(0, -2).sum(0) if needs[6] else None
+    return grad_x, None, None, None, None, [None] * ctx.layout_tensors, grad_bias, None, None, None
 
 
 torch.library.register_fake("quantkit::linear", _linear_fake)

@@ -19,9 +19,9 @@ def block_rows(columns: int, device: torch.device) -> int:
 def dequantize_rows(
     weight: PackedTensor, zero_point: torch.Tensor | None, start: int, stop: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`weight.dequantize(dtype, start=start, stop=stop)`, faster, given `weight.zero_point_codes()`."""
+    """`weight.dequantize(dtype, start=start, stop=stop)`, faster, given `weight.zero_points()`."""
     codes = weight.codes(start, stop)
-    scale = weight.scale[start:stop]
+    scale = weight.group_scale(start, stop)
     zero = None if zero_point is None else zero_point[start:stop]
     rows, columns = codes.shape
     size = weight.scheme.group_size
@@ -32,7 +32,7 @@ def dequantize_rows(
     groups = values.view(rows, scale.shape[1], -1)
     if zero is not None:
         groups.sub_(zero.to(torch.float32).unsqueeze(2))
-    return groups.mul_(scale.to(torch.float32).unsqueeze(2)).view(rows, columns).to(dtype)
+    return groups.mul_(scale.unsqueeze(2)).view(rows, columns).to(dtype)
 
 
 def _launch_unpack(
@@ -42,7 +42,7 @@ def _launch_unpack(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     rows, columns = weight.shape
-    zero_point = weight.zero_point_codes()
+    zero_point = weight.zero_points()
     out = torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
     step = block_rows(columns, x.device)
     for start in range(0, rows, step):

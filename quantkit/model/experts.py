@@ -130,13 +130,12 @@ class PackedExperts(PackedModule):
             if parameter == GATE_UP
             else (self.down_scheme, self.intermediate_dim, 1)
         )
-        words, scale = self._part(parameter, "packed"), self._part(parameter, "scale")
-        zero_point = self._part(parameter, "zero_point")
-        assert words is not None and scale is not None
-        zeros = [None] * halves if zero_point is None else zero_point[expert].chunk(halves)
-        parts = zip(words[expert].chunk(halves), scale[expert].chunk(halves), zeros, strict=True)
-        for half_words, half_scale, half_zero in parts:
-            yield Matrix.of(half_words, half_scale, half_zero, scheme, columns)
+        shared = {
+            part: None if t is None else t[expert].chunk(halves) for part, t in self._parts(parameter).items()
+        }
+        for half in range(halves):
+            parts = {part: None if chunks is None else chunks[half] for part, chunks in shared.items()}
+            yield Matrix.of(parts, scheme, columns)
 
     def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:
         return [

@@ -84,9 +84,7 @@ class PackedLinear(PackedModule):
         )
 
     def _matrix(self, columns: int) -> Matrix:
-        words, scale = self._part("weight", "packed"), self._part("weight", "scale")
-        assert words is not None and scale is not None
-        return Matrix.of(words, scale, self._part("weight", "zero_point"), self.scheme, columns)
+        return Matrix.of(self._parts("weight"), self.scheme, columns)
 
 
 def why_not_packable(module: nn.Module) -> str | None:

@@ -13,6 +13,9 @@ from quantkit.packing.names import Container, part_name
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
+#: The parts of a packed matrix that computing needs.
+WEIGHT_PARTS = ("packed", "scale", "zero_point", "global_scale")
+
 
 @dataclass(frozen=True)
 class PartSpec:
@@ -34,31 +37,27 @@ class PartSpec:
 class Matrix:
     """One packed matrix [N, K] in a module's parameters, with the scheme that these have now."""
 
-    words: torch.Tensor
-    scale: torch.Tensor
-    zero_point: torch.Tensor | None
+    parts: Mapping[str, torch.Tensor | None]
     scheme: Scheme
     shape: tuple[int, int]
 
     @classmethod
-    def of(
-        cls,
-        words: torch.Tensor,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor | None,
-        scheme: Scheme,
-        columns: int,
-    ) -> "Matrix":
+    def of(cls, parts: Mapping[str, torch.Tensor | None], scheme: Scheme, columns: int) -> "Matrix":
+        words, scale = parts["packed"], parts["scale"]
+        assert words is not None and scale is not None
         # A cast of the model casts the scales too. The words say how many rows there are: a
         # tensor-parallel rank has a shard of them.
         if scale.dtype != scheme.scale_dtype:
             scheme = replace(scheme, scale_dtype=scale.dtype)
-        return cls(words, scale, zero_point, scheme, (words.shape[0], columns))
+        return cls(parts, scheme, (words.shape[0], columns))
 
     @property
     def packed(self) -> PackedTensor:
         """The matrix as a `PackedTensor` on the same storage."""
-        return PackedTensor(self.words, self.scale, self.zero_point, self.scheme, self.shape)
+        words, scale = self.parts["packed"], self.parts["scale"]
+        assert words is not None and scale is not None
+        zero_point, global_scale = self.parts.get("zero_point"), self.parts.get("global_scale")
+        return PackedTensor(words, scale, zero_point, self.scheme, self.shape, global_scale)
 
 
 class PackedModule(nn.Module):
@@ -106,6 +105,9 @@ class PackedModule(nn.Module):
         tensor: torch.Tensor | None = getattr(self, name, None)
         return tensor
 
+    def _parts(self, parameter: str) -> dict[str, torch.Tensor | None]:
+        return {part: self._part(parameter, part) for part in WEIGHT_PARTS}
+
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         """The layout of the matrix number `index` of `parameter`, built unless it is there and valid."""
         words = self._part(parameter, "packed")
@@ -121,9 +123,7 @@ class PackedModule(nn.Module):
         if key not in self._layouts:
             if torch.compiler.is_compiling():
                 return None
-            self._layouts[key] = build_layout(
-                matrix.words, matrix.scale, matrix.zero_point, matrix.scheme, matrix.shape, dtype
-            )
+            self._layouts[key] = build_layout(matrix.packed, dtype)
         return self._layouts[key]
 
     def _product(
@@ -131,9 +131,7 @@ class PackedModule(nn.Module):
     ) -> torch.Tensor:
         return linear_parts(
             x,
-            matrix.words,
-            matrix.scale,
-            matrix.zero_point,
+            matrix.parts,
             bias,
             matrix.scheme,
             matrix.shape[0],

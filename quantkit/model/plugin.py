@@ -24,7 +24,7 @@ from quantkit.model.modules import packed_modules, packed_replacement
 from quantkit.packing.names import Container, part_name
 
 COMPRESSED_TENSORS: Container = "compressed-tensors"
-_PARTS = ("scale", "packed", "zero_point", "shape")
+_PARTS = ("scale", "packed", "zero_point", "global_scale", "shape")
 
 
 class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]

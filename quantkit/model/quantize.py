@@ -1,44 +1,29 @@
 """Quantizing a checkpoint: plan, stream, write.
 
-Every tensor goes through memory in chunks of rows. Some workers each read a chunk, quantize it and put the
-result where the plan says, so reading, arithmetic and writing overlap and the memory in use does not grow
-with the model. Chunk boundaries follow from shapes alone, so the bytes do not depend on the workers.
+`model/plan.py` decides everything first, `model/stream.py` moves the tensors, `checkpoint/writer.py` writes.
 """
 
-import os
 import platform
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit.calibrate.methods import (
-    CHUNK_WEIGHTS,
-    GPU_CHUNK_WEIGHTS,
-    QuantizedRows,
-    pack_zero_points,
-    quantize_rows,
-)
+from quantkit.calibrate.methods import CHUNK_WEIGHTS
 from quantkit.calibrate.recipe import Choice, GroupSize, Recipe, parse_rule, read_recipe
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.manifest import read_manifest
-from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
-from quantkit.errors import FormatError, UsageError
-from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, Shard, Task, make_plan
+from quantkit.errors import UsageError
+from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.record import ModelRecord
+from quantkit.model.stream import CHUNK_BYTES, WORKERS, row_unit, write_shard
 from quantkit.model.structure import read_structure
-from quantkit.packing.words import BLOCK
-
-#: Bytes of a source tensor that a worker holds at a time, by device.
-CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
-#: Each on one thread: the work is cut into pieces too small for more, and sums then have one order. A GPU
-#: only needs one to work while the other reads.
-WORKERS = {"cpu": min(8, max(2, os.cpu_count() or 1)), "cuda": 2}
+from quantkit.packing.schemes import ZeroPoint
 
 Progress = Callable[[int, int, str], None]
 
@@ -60,7 +45,8 @@ def make_recipe(
     format: str | None = None,
     method: str | None = None,
     group_size: GroupSize = None,
-    asymmetric: bool = False,
+    zero_point: ZeroPoint | None = None,
+    scale_dtype: str | None = None,
     recipe: str | Path | None = None,
     lm_head: str | None = None,
     rules: tuple[str, ...] = (),
@@ -69,14 +55,15 @@ def make_recipe(
 
     Raises `UsageError` or `FormatError` naming the option.
     """
-    default = Choice(format or "int4", group_size, asymmetric, method or "mse")
+    default = Choice(format or "int4", group_size, zero_point or "none", scale_dtype, method or "mse")
     if recipe is not None:
         from_file = read_recipe(Path(recipe), default)
         given = {
             "format": format,
             "group_size": group_size,
             "method": method,
-            "asymmetric": asymmetric or None,
+            "zero_point": zero_point,
+            "scale_dtype": scale_dtype,
         }
         for key, value in given.items():
             found = getattr(from_file.default, key)
@@ -115,7 +102,8 @@ def quantize(
     format: str | None = None,
     method: str | None = None,
     group_size: GroupSize = None,
-    asymmetric: bool = False,
+    zero_point: ZeroPoint | None = None,
+    scale_dtype: str | None = None,
     recipe: Recipe | str | Path | None = None,
     lm_head: str | None = None,
     rules: tuple[str, ...] = (),
@@ -129,9 +117,10 @@ def quantize(
 ) -> QuantizeResult:
     """Quantize a checkpoint (a directory or a hub id) into the packed checkpoint directory `out`.
 
-    `format` (default int4), `method` (mse), `group_size` and `asymmetric` apply to every linear of the
-    decoder; `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a format) and a
-    recipe file refine that. `device` is where the arithmetic runs; "auto" takes a GPU if there is one.
+    `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float") and
+    `scale_dtype` (a name such as "bfloat16" or "e4m3") apply to every linear of the decoder; `rules`
+    ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a format) and a recipe file refine
+    that. `device` is where the arithmetic runs; "auto" takes a GPU if there is one.
     `allow_auto_map` accepts a config that names remote code, which is dropped and never run.
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
     before anything is written.
@@ -141,17 +130,18 @@ def quantize(
     if resume and overwrite:
         raise UsageError("resume and overwrite exclude each other: continue the run, or start it anew.")
     if isinstance(recipe, Recipe):
-        if format or method or group_size is not None or asymmetric or lm_head or rules:
+        if any((format, method, group_size, zero_point, scale_dtype, lm_head, rules)):
             raise UsageError(
-                "a Recipe says all about format and rules; leave out format, method, group_size, asymmetric, "
-                "lm_head and rules, or make the recipe with them."
+                "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
+                "scale_dtype, lm_head and rules, or make the recipe with them."
             )
     else:
         recipe = make_recipe(
             format=format,
             method=method,
             group_size=group_size,
-            asymmetric=asymmetric,
+            zero_point=zero_point,
+            scale_dtype=scale_dtype,
             recipe=recipe,
             lm_head=lm_head,
             rules=rules,
@@ -186,7 +176,7 @@ def quantize(
 def peak_bytes(planned: Plan) -> int:
     """About how much memory quantizing on a CPU takes beyond the libraries: what the workers hold."""
     tasks = [task for shard in planned.shards for task in shard.tasks if task.source.shape]
-    rows = [_row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
+    rows = [row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
     chunk = max([CHUNK_BYTES["cpu"], *rows])
     # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work.
     return WORKERS["cpu"] * (3 * chunk + 128 * CHUNK_WEIGHTS)
@@ -240,7 +230,7 @@ def _stream(
                 report(sum(task.source.nbytes for task in shard.tasks), shard.filename)
             else:
                 with output.shard(shard.filename, shard.specs, {"format": "pt"}) as file:
-                    detail = _write_shard(checkpoint, shard, file, device, workers, report)
+                    detail = write_shard(checkpoint, shard, file, device, workers, report)
                     file.detail["squared"] = detail
             for module, pair in detail.items():
                 entry = sums.setdefault(module, [0.0, 0.0])
@@ -251,107 +241,6 @@ def _stream(
         # A worker sets its own number and the one that threads to come start with.
         torch.set_num_threads(threads)
     return {module: error / norm if norm else 0.0 for module, (error, norm) in sums.items()}
-
-
-def _write_shard(
-    checkpoint: Checkpoint,
-    shard: Shard,
-    file: ShardFile,
-    device: torch.device,
-    workers: ThreadPoolExecutor,
-    report: Callable[[int, str], None],
-) -> dict[str, list[float]]:
-    """Fill one shard; per module, the sums of squared error and squared weights."""
-    futures = {}
-    for task in shard.tasks:
-        work = _copy_rows if task.scheme is None else _quantize_rows
-        for start, stop in _chunks(task, device):
-            future = workers.submit(work, checkpoint, task, file, start, stop, device)
-            futures[future] = (task, start, stop)
-    results: dict[tuple[str, int], tuple[float, float]] = {}
-    try:
-        for future in as_completed(futures):
-            task, start, stop = futures[future]
-            squares = future.result()
-            if squares is not None:
-                results[task.source.name, start] = squares
-            rows = task.source.shape[0] if task.source.shape else 1
-            report(task.source.nbytes * (stop - start) // max(rows, 1), task.source.name)
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        # The file is closed next, and its descriptor may then be another file's.
-        wait(futures)
-        raise
-    sums: dict[str, list[float]] = {}
-    # In the order of the plan, so that float addition gives the same sums every time.
-    for task, start, _ in futures.values():
-        if (task.source.name, start) in results and task.module is not None:
-            entry = sums.setdefault(task.module, [0.0, 0.0])
-            for i, value in enumerate(results[task.source.name, start]):
-                entry[i] += value
-    return sums
-
-
-def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
-    """Row ranges of a tensor that are worked on at a time, of bounded bytes."""
-    rows = task.source.shape[0] if task.source.shape else 1
-    row_bytes = max(1, task.source.nbytes // max(rows, 1))
-    unit = _row_unit(task)
-    step = max(1, CHUNK_BYTES[device.type] // row_bytes // unit) * unit
-    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def _row_unit(task: Task) -> int:
-    """What the rows of a chunk are a multiple of: whole words of zero-points belong to whole blocks of rows.
-
-    A tensor that is copied may have large rows: all the weights of an expert.
-    """
-    return 1 if task.scheme is None else BLOCK
-
-
-def _copy_rows(
-    checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int, device: torch.device
-) -> None:
-    (spec,) = task.outputs
-    whole = not task.source.shape
-    data = checkpoint.read(task.source.name) if whole else checkpoint.read(task.source.name, start, stop)
-    file.write(spec.name, data, offset=start * (spec.elements // max(spec.shape[0], 1) if spec.shape else 1))
-
-
-def _quantize_rows(
-    checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int, device: torch.device
-) -> tuple[float, float]:
-    assert task.scheme is not None and task.method is not None
-    weights = checkpoint.read(task.source.name, start, stop).to(device)
-    columns = weights.shape[1]
-    step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else GPU_CHUNK_WEIGHTS) // columns)
-    try:
-        pieces = [
-            quantize_rows(weights[at : at + step], task.scheme, task.method)
-            for at in range(0, stop - start, step)
-        ]
-    except FormatError as error:
-        raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
-    for part, tensor in _parts(pieces, task).items():
-        spec = dict(task.parts)[part]
-        first = start if part != "zero_point" else start // BLOCK * task.scheme.format.bits
-        file.write(spec.name, tensor.cpu(), offset=first * spec.shape[1])
-    if start == 0:
-        file.write(dict(task.parts)["shape"].name, torch.tensor(task.source.shape, dtype=torch.int64))
-    return sum(p.squared_error for p in pieces), sum(p.squared_norm for p in pieces)
-
-
-def _parts(pieces: list[QuantizedRows], task: Task) -> dict[str, torch.Tensor]:
-    assert task.scheme is not None
-    parts = {
-        "packed": torch.cat([piece.words for piece in pieces]),
-        "scale": torch.cat([piece.scale for piece in pieces]),
-    }
-    zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
-    if zeros:
-        parts["zero_point"] = pack_zero_points(torch.cat(zeros), task.scheme)
-    return parts
 
 
 def _run_record(

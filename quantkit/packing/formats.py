@@ -12,10 +12,10 @@ Codes are unsigned integers below `2**bits`, one per element, in a uint8 tensor:
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class NumberFormat(ABC):
         def rank(code: int) -> tuple[Fraction, tuple[float, ...]]:
             return abs(Fraction(self.values[code]) - exact), self._tie_break(code, x)
 
-        return min(range(2**self.bits), key=rank)
+        return min((code for code, value in enumerate(self.values) if not math.isnan(value)), key=rank)
 
     @abstractmethod
     def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
@@ -78,14 +78,24 @@ class NumberFormat(ABC):
         return codes, self.decode(codes)
 
     @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The values that are numbers, ascending: without the NaN of codes that stand for none."""
+        return tuple(sorted({value for value in self.values if not math.isnan(value)}))
+
+    @property
     def max(self) -> float:
         """Largest value."""
-        return max(self.values)
+        return self.numbers[-1]
 
-    @cached_property
+    @property
     def min(self) -> float:
         """Smallest value."""
-        return min(self.values)
+        return self.numbers[0]
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        """Whether the negative of every value is a value."""
+        return all(-value in self.numbers for value in self.numbers)
 
     @property
     def absmax(self) -> float:
@@ -100,7 +110,7 @@ class NumberFormat(ABC):
     @property
     def rounding_statistic(self) -> Literal["absmax", "absmean"]:
         """The statistic of a group that plain rounding maps to `absmax`."""
-        return "absmax" if self.has_zero else "absmean"
+        return "absmean" if len(self.numbers) <= 3 else "absmax"
 
 
 @lru_cache(maxsize=64)
@@ -155,14 +165,28 @@ class IntFormat(NumberFormat):
         values = self.round_affine(x, zero_point)
         return (values + (zero_point - 128)).to(torch.int8).view(torch.uint8).add_(128), values
 
+    def round_offset(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
+        """The nearest values to `x` where `zero_point`, a float between codes, stands for zero."""
+        return torch.round(x + zero_point).clamp_(0, 2 * self.offset - 1).sub_(zero_point)
+
+    def quantize_offset(self, x: torch.Tensor, zero_point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and values of `x` where `zero_point`, a float between codes, stands for zero."""
+        codes = torch.round(x + zero_point).clamp_(0, 2 * self.offset - 1)
+        return (codes - 128).to(torch.int8).view(torch.uint8).add_(128), codes - zero_point
+
 
 @dataclass(frozen=True)
 class FloatFormat(NumberFormat):
-    """Sign, `exponent_bits`, `mantissa_bits`; subnormals; no infinities and no NaN (OCP MX v1.0, 5.3)."""
+    """Sign, `exponent_bits`, `mantissa_bits`, subnormals (OCP MX v1.0, 5.3; OCP OFP8 v1.0 for 8 bits).
+
+    Of each sign, the `reserved` largest codes are no numbers (infinities and NaN): they are never encoded,
+    and decode to NaN.
+    """
 
     exponent_bits: int
     mantissa_bits: int
     bias: int
+    reserved: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,11 +203,15 @@ class FloatFormat(NumberFormat):
 
     @cached_property
     def values(self) -> tuple[float, ...]:
+        half = 1 << (self.bits - 1)
+
         def value(code: int) -> float:
             mantissa = code & ((1 << self.mantissa_bits) - 1)
             exponent = (code >> self.mantissa_bits) & ((1 << self.exponent_bits) - 1)
             sign = -1.0 if code >> (self.bits - 1) else 1.0
             significand = mantissa if exponent == 0 else mantissa + (1 << self.mantissa_bits)
+            if code & (half - 1) >= half - self.reserved:
+                return math.nan
             return sign * significand * 2.0 ** (max(exponent, 1) - self.bias - self.mantissa_bits)
 
         return tuple(value(code) for code in range(2**self.bits))
@@ -223,17 +251,20 @@ class FloatFormat(NumberFormat):
 
 @dataclass(frozen=True)
 class CodebookFormat(NumberFormat):
-    """An explicit, strictly increasing list of `2**bits` values; the code is the index."""
+    """An explicit, strictly increasing list of values; the code is the index.
+
+    With fewer than `2**bits` values, the codes beyond them decode to NaN.
+    """
 
     book: tuple[float, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         increasing = all(a < b for a, b in zip(self.book, self.book[1:], strict=False))
-        if len(self.book) != 2**self.bits or not increasing:
+        if not 2 ** (self.bits - 1) < len(self.book) <= 2**self.bits or not increasing:
             raise FormatError(
-                f"code book {self.name!r} needs {2**self.bits} strictly increasing values for "
-                f"{self.bits} bits; got {len(self.book)}: {self.book}."
+                f"code book {self.name!r} needs {2 ** (self.bits - 1) + 1} to {2**self.bits} strictly "
+                f"increasing values for {self.bits} bits; got {len(self.book)}: {self.book}."
             )
         inexact = [value for value in self.book if not math.isfinite(value) or _float32(value) != value]
         if inexact:
@@ -243,7 +274,7 @@ class CodebookFormat(NumberFormat):
 
     @cached_property
     def values(self) -> tuple[float, ...]:
-        return self.book
+        return (*self.book, *[math.nan] * (2**self.bits - len(self.book)))
 
     def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
         return (-self.book[code],)
@@ -275,20 +306,38 @@ def _float32_at_least(x: Fraction) -> float:
     return float(nearest if Fraction(float(nearest)) >= x else np.nextafter(nearest, np.float32(np.inf)))
 
 
+#: Quantiles of the normal distribution, from Dettmers et al., QLoRA (arXiv 2305.14314), appendix E.
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
 #: Every number format there is. Adding one is adding a row.
 FORMATS: dict[str, NumberFormat] = {
     number_format.name: number_format
     for number_format in (
-        IntFormat("int8", 8),
-        IntFormat("int4", 4),
+        *(IntFormat(f"int{bits}", bits) for bits in (8, 7, 6, 5, 4, 3, 2)),
+        FloatFormat("fp8-e4m3", 8, exponent_bits=4, mantissa_bits=3, bias=7, reserved=1),
+        FloatFormat("fp8-e5m2", 8, exponent_bits=5, mantissa_bits=2, bias=15, reserved=4),
         FloatFormat("fp6-e2m3", 6, exponent_bits=2, mantissa_bits=3, bias=1),
         FloatFormat("fp6-e3m2", 6, exponent_bits=3, mantissa_bits=2, bias=3),
+        FloatFormat("fp4-e2m1", 4, exponent_bits=2, mantissa_bits=1, bias=1),
+        CodebookFormat("nf4", 4, book=_NF4),
+        CodebookFormat("ternary", 2, book=(-1.0, 0.0, 1.0)),
         CodebookFormat("binary", 1, book=(-1.0, 1.0)),
     )
 }
 
 #: Shorter names. `fp6` is the one of the two with the smaller measured error (docs/accuracy.md).
-ALIASES: dict[str, str] = {"fp6": "fp6-e2m3"}
+ALIASES: dict[str, str] = {"fp8": "fp8-e4m3", "fp6": "fp6-e2m3", "fp4": "fp4-e2m1"}
+
+_KINDS: dict[str, type[NumberFormat]] = {
+    "int": IntFormat,
+    "float": FloatFormat,
+    "codebook": CodebookFormat,
+}
 
 
 def number_format(name: str) -> NumberFormat:
@@ -298,3 +347,35 @@ def number_format(name: str) -> NumberFormat:
     except KeyError:
         known = ", ".join([*FORMATS, *ALIASES])
         raise FormatError(f"unknown number format {name!r}; known are {known}.") from None
+
+
+def format_to_json(number_format: NumberFormat) -> str | dict[str, Any]:
+    """A format of the table by its name, any other by all its fields, so that it travels with its tensors."""
+    if FORMATS.get(number_format.name) == number_format:
+        return number_format.name
+    kind = next(kind for kind, cls in _KINDS.items() if type(number_format) is cls)
+    return {"kind": kind, **asdict(number_format)}
+
+
+def format_from_json(data: object) -> NumberFormat:
+    """The inverse of `format_to_json`; `FormatError` for anything else."""
+    if isinstance(data, str):
+        return number_format(data)
+    if not isinstance(data, dict) or data.get("kind") not in _KINDS:
+        raise FormatError(
+            f"a number format is a name or an object of kind {', '.join(_KINDS)}; found {data!r}."
+        )
+    cls = _KINDS[data["kind"]]
+    expected = {field.name for field in fields(cls)}
+    values = {key: value for key, value in data.items() if key != "kind"}
+    if set(values) != expected or not isinstance(values["name"], str) or values["name"] in FORMATS:
+        raise FormatError(
+            f"a custom number format of kind {data['kind']!r} has the fields {sorted(expected)} and a name "
+            f"of its own; found {data!r}."
+        )
+    if isinstance(values.get("book"), list) and all(type(v) is float for v in values["book"]):
+        values["book"] = tuple(values["book"])
+    numbers = [value for key, value in values.items() if key not in ("name", "book")]
+    if any(type(value) is not int for value in numbers) or not isinstance(values.get("book", ()), tuple):
+        raise FormatError(f"custom number format {values['name']!r} has fields of the wrong type: {data!r}.")
+    return cls(**values)

@@ -2,25 +2,58 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.packing.formats import IntFormat, NumberFormat, number_format
+from quantkit.packing.formats import (
+    IntFormat,
+    NumberFormat,
+    format_from_json,
+    format_to_json,
+    number_format,
+)
 from quantkit.packing.words import words_per_row
 
-ZeroPoint = Literal["none", "integer"]
+ZeroPoint = Literal["none", "integer", "float"]
+
+ZERO_POINTS: tuple[ZeroPoint, ...] = ("none", "integer", "float")
+
+
+@dataclass(frozen=True)
+class ScaleType:
+    """What scales may be stored as.
+
+    `max` is the largest scale, `digits` the bits of its significand, `signed` whether one may be negative,
+    and `relative` whether they are divided by one float32 factor per tensor, because the dtype's own range
+    is too small for weights.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    digits: int
+    signed: bool = True
+    relative: bool = False
+
+
+#: Scale types by dtype. Adding one is adding a row.
+SCALE_TYPES: dict[torch.dtype, ScaleType] = {
+    scale.dtype: scale
+    for scale in (
+        ScaleType("float32", torch.float32, torch.finfo(torch.float32).max, 24),
+        ScaleType("float16", torch.float16, torch.finfo(torch.float16).max, 11),
+        ScaleType("bfloat16", torch.bfloat16, torch.finfo(torch.bfloat16).max, 8),
+        ScaleType("e4m3", torch.float8_e4m3fn, 448.0, 4, relative=True),
+        ScaleType("e8m0", torch.float8_e8m0fnu, 2.0**127, 1, signed=False),
+    )
+}
 
 #: Scale dtypes by the name a file uses for them.
-SCALE_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-_SCALE_NAMES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
+SCALE_DTYPES: dict[str, torch.dtype] = {scale.name: scale.dtype for scale in SCALE_TYPES.values()}
 
 MAX_GROUP_SIZE = 1 << 20
 
@@ -29,15 +62,17 @@ MAX_GROUP_SIZE = 1 << 20
 class Scheme:
     """How the weight of one linear layer, [N output channels, K input features], is stored.
 
-    A weight is `scale * value(code)`, or `scale * (code - zero_point)` with an integer zero-point. A
-    scale is shared by `group_size` consecutive input features of one output channel; the last group of
-    a row holds what is left. `group_size` None is one group per output channel.
+    A weight is `scale * value(code)`, or with a zero-point, which is a code or a float between codes,
+    `scale * (code - zero_point)`. A scale is shared by `group_size` consecutive input features of one
+    output channel; the last group of a row holds what is left. `group_size` None is one group per output
+    channel. With `global_scale`, all scales of a tensor are divided by one float32.
     """
 
     format: NumberFormat
     group_size: int | None
     zero_point: ZeroPoint = "none"
     scale_dtype: torch.dtype = torch.bfloat16
+    global_scale: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size is not None and not 1 <= self.group_size <= MAX_GROUP_SIZE:
@@ -47,13 +82,21 @@ class Scheme:
             )
         if self.zero_point != "none" and not isinstance(self.format, IntFormat):
             raise FormatError(
-                f"format {self.format.name!r} has no integer zero-point; asymmetric schemes need an int "
-                "format."
+                f"format {self.format.name!r} has no zero-point; asymmetric schemes need an int format."
             )
-        if self.scale_dtype not in _SCALE_NAMES:
+        if self.scale_dtype not in SCALE_TYPES:
             raise FormatError(
                 f"scale dtype {self.scale_dtype} is not supported; use one of {', '.join(SCALE_DTYPES)}."
             )
+
+    @property
+    def scale_type(self) -> ScaleType:
+        return SCALE_TYPES[self.scale_dtype]
+
+    @property
+    def zero_point_dtype(self) -> torch.dtype:
+        """What a float zero-point is stored as: like the scales, but at least 16 bits."""
+        return torch.bfloat16 if self.scale_dtype.itemsize < 2 else self.scale_dtype
 
     def for_columns(self, columns: int) -> "Scheme":
         """The scheme as it applies to rows of `columns`: a group as long as the row is the row."""
@@ -78,44 +121,50 @@ class Scheme:
                 torch.int32,
                 (words_per_row(rows, self.format.bits), self.groups(columns)),
             )
+        if self.zero_point == "float":
+            parts["zero_point"] = (self.zero_point_dtype, (rows, self.groups(columns)))
+        if self.global_scale:
+            parts["global_scale"] = (torch.float32, (1,))
         parts["shape"] = (torch.int64, (2,))
         return parts
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; `from_dict` is its inverse."""
         return {
-            "format": self.format.name,
+            "format": format_to_json(self.format),
             "group_size": self.group_size,
             "zero_point": self.zero_point,
-            "scale_dtype": _SCALE_NAMES[self.scale_dtype],
+            "scale_dtype": self.scale_type.name,
+            "global_scale": self.global_scale,
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Scheme":
         """Parse what `to_dict` wrote; `FormatError` for a missing, unknown or ill-typed field."""
-        expected = {"format", "group_size", "zero_point", "scale_dtype"}
+        expected = {field.name for field in fields(cls)}
         if not isinstance(data, Mapping) or set(data) != expected:
             found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise FormatError(f"a scheme has the fields {sorted(expected)}; found {found}.")
         group_size = data["group_size"]
         if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
             raise FormatError(f"scheme field 'group_size' is {group_size!r}; it is an integer or null.")
-        if data["zero_point"] not in ("none", "integer"):
+        if not isinstance(data["zero_point"], str) or data["zero_point"] not in ZERO_POINTS:
             raise FormatError(
-                f"scheme field 'zero_point' is {data['zero_point']!r}; it is 'none' or 'integer'."
+                f"scheme field 'zero_point' is {data['zero_point']!r}; it is one of {', '.join(ZERO_POINTS)}."
             )
         if not isinstance(data["scale_dtype"], str) or data["scale_dtype"] not in SCALE_DTYPES:
             raise FormatError(
                 f"scheme field 'scale_dtype' is {data['scale_dtype']!r}; it is one of "
                 f"{', '.join(SCALE_DTYPES)}."
             )
-        if not isinstance(data["format"], str):
-            raise FormatError(f"scheme field 'format' is {data['format']!r}; it is a name.")
+        if not isinstance(data["global_scale"], bool):
+            raise FormatError(f"scheme field 'global_scale' is {data['global_scale']!r}; it is a boolean.")
         return cls(
-            number_format(data["format"]),
+            format_from_json(data["format"]),
             group_size,
             data["zero_point"],
             SCALE_DTYPES[data["scale_dtype"]],
+            data["global_scale"],
         )
 
     @property
@@ -125,8 +174,8 @@ class Scheme:
 
     def __str__(self) -> str:
         granularity = "channel" if self.group_size is None else f"g{self.group_size}"
-        zero = "" if self.zero_point == "none" else " asym"
-        return f"{self.format.name} {granularity}{zero} {_SCALE_NAMES[self.scale_dtype]}"
+        zero = {"none": "", "integer": " asym", "float": " asym-float"}[self.zero_point]
+        return f"{self.format.name} {granularity}{zero} {self.scale_type.name}"
 
 
 @lru_cache(maxsize=1024)
@@ -141,20 +190,35 @@ def parse_token(token: str) -> Scheme:
 
 @dataclass(frozen=True)
 class Preset:
-    """What a format name on the command line stands for until flags say otherwise."""
+    """What a format name on the command line stands for until flags say otherwise.
+
+    `scale_dtype` None follows the weights: `default_scale_dtype`.
+    """
 
     format: str
     group_size: int | None
+    scale_dtype: torch.dtype | None = None
 
 
-#: Default granularity per format. int8 needs no groups; the others do (docs/accuracy.md).
+#: Default granularity per name. 8 bits need no groups; the others do (docs/accuracy.md). The block formats
+#: are those of the OCP MX specification v1.0, and NVIDIA's NVFP4.
 PRESETS: dict[str, Preset] = {
     "int8": Preset("int8", None),
-    "int4": Preset("int4", 128),
+    **{f"int{bits}": Preset(f"int{bits}", 128) for bits in (7, 6, 5, 4, 3, 2)},
+    "ternary": Preset("ternary", 128),
+    "binary": Preset("binary", 128),
+    "fp8": Preset("fp8-e4m3", None),
+    "fp8-e4m3": Preset("fp8-e4m3", None),
+    "fp8-e5m2": Preset("fp8-e5m2", None),
     "fp6": Preset("fp6-e2m3", 128),
     "fp6-e2m3": Preset("fp6-e2m3", 128),
     "fp6-e3m2": Preset("fp6-e3m2", 128),
-    "binary": Preset("binary", 128),
+    "fp4": Preset("fp4-e2m1", 32),
+    "nf4": Preset("nf4", 64),
+    "mxfp8": Preset("fp8-e4m3", 32, torch.float8_e8m0fnu),
+    "mxfp6": Preset("fp6-e2m3", 32, torch.float8_e8m0fnu),
+    "mxfp4": Preset("fp4-e2m1", 32, torch.float8_e8m0fnu),
+    "nvfp4": Preset("fp4-e2m1", 16, torch.float8_e4m3fn),
 }
 
 
@@ -167,10 +231,13 @@ def scheme(
     name: str,
     *,
     group_size: int | Literal["channel"] | None = None,
-    asymmetric: bool = False,
-    scale_dtype: torch.dtype = torch.bfloat16,
+    zero_point: ZeroPoint = "none",
+    scale_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Scheme:
-    """The scheme of format `name` with its preset's granularity unless `group_size` is given.
+    """The scheme of format `name`, as its preset says where `group_size` and `scale_dtype` do not.
+
+    What neither says is bfloat16, or float16 for a float16 weight.
 
     Raises `FormatError` for an unknown format, a group size out of range, or a zero-point that the
     format cannot have.
@@ -179,9 +246,11 @@ def scheme(
     if preset is None:
         raise FormatError(f"unknown format {name!r}; known are {', '.join(PRESETS)}.")
     size = preset.group_size if group_size is None else group_size
+    dtype = scale_dtype or preset.scale_dtype or default_scale_dtype(weight_dtype)
     return Scheme(
         number_format(preset.format),
         None if size == "channel" else size,
-        "integer" if asymmetric else "none",
-        scale_dtype,
+        zero_point,
+        dtype,
+        dtype in SCALE_TYPES and SCALE_TYPES[dtype].relative,
     )

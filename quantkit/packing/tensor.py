@@ -18,7 +18,8 @@ class PackedTensor:
 
     words       int32 [N, words_per_row(K, bits)]   codes, packed along K
     scale       scale dtype [N, groups]
-    zero_point  int32 [words_per_row(N, bits), groups], or None   codes, packed along N
+    zero_point  int32 [words_per_row(N, bits), groups]   codes, packed along N; or float [N, groups]; or None
+    global_scale  float32 [1], by which all scales are divided, or None
     """
 
     words: torch.Tensor
@@ -26,6 +27,7 @@ class PackedTensor:
     zero_point: torch.Tensor | None
     scheme: Scheme
     shape: tuple[int, int]
+    global_scale: torch.Tensor | None = None
     #: What `quantkit.kernels` built from the words for a faster kernel; owned by it, never stored.
     kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -36,6 +38,11 @@ class PackedTensor:
             raise FormatError(
                 f"scheme {self.scheme} has zero_point={self.scheme.zero_point!r} but a zero-point "
                 f"tensor was {'not ' if self.zero_point is None else ''}given."
+            )
+        if (self.global_scale is None) == self.scheme.global_scale:
+            raise FormatError(
+                f"scheme {self.scheme} has global_scale={self.scheme.global_scale} but a global scale was "
+                f"{'not ' if self.global_scale is None else ''}given."
             )
         expected = self.scheme.storage_shapes(self.shape)
         for part, tensor in self.parts():
@@ -53,8 +60,12 @@ class PackedTensor:
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
         scheme: Scheme,
+        global_scale: torch.Tensor | None = None,
     ) -> "PackedTensor":
-        """Pack codes (uint8 [N, K]), scales ([N, groups]) and zero-point codes (uint8 [N, groups])."""
+        """Pack codes (uint8 [N, K]), scales as they are stored ([N, groups]) and zero-points ([N, groups]).
+
+        Integer zero-points are codes, uint8.
+        """
         if codes.ndim != 2:
             raise FormatError(f"codes of a packed tensor are [N, K], got shape {tuple(codes.shape)}.")
         rows, columns = codes.shape
@@ -71,43 +82,47 @@ class PackedTensor:
                 f"scales up to {scale.abs().max().item():.3g} are not finite as {scheme.scale_dtype}; "
                 "choose a scale dtype with more range, such as bfloat16, or keep the layer dense."
             )
-        bits = scheme.format.bits
-        packed_zero = None
-        if zero_point is not None:
-            packed_zero = pack(zero_point.T, bits).T.clone(memory_format=torch.contiguous_format)
         return cls(
-            pack(codes, bits),
+            pack(codes, scheme.format.bits),
             stored_scale,
-            packed_zero,
+            None if zero_point is None else store_zero_points(zero_point, scheme),
             scheme,
             (rows, columns),
+            global_scale,
         )
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stored tensors by part name: packed, scale and, when asymmetric, zero_point."""
+        """The stored tensors by part name: packed, scale and, where there are, zero_point, global_scale."""
         yield "packed", self.words
         yield "scale", self.scale
         if self.zero_point is not None:
             yield "zero_point", self.zero_point
+        if self.global_scale is not None:
+            yield "global_scale", self.global_scale
 
     def codes(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Codes of rows `start:stop`, uint8 [rows, K]."""
         return unpack(self.words[start:stop], self.scheme.format.bits, self.shape[1])
 
-    def zero_point_codes(self) -> torch.Tensor | None:
-        """Zero-points as codes, uint8 [N, groups]; None for a symmetric scheme."""
-        if self.zero_point is None:
-            return None
+    def group_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """What the values of rows `start:stop` are multiplied by, float32 [rows, groups]."""
+        scale = self.scale[start:stop].to(torch.float32)
+        return scale if self.global_scale is None else scale / self.global_scale
+
+    def zero_points(self) -> torch.Tensor | None:
+        """What is subtracted from codes, [N, groups]: uint8 codes, or floats; None for a symmetric scheme."""
+        if self.zero_point is None or self.scheme.zero_point == "float":
+            return self.zero_point
         return unpack(self.zero_point.T.contiguous(), self.scheme.format.bits, self.shape[0]).T
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, *, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
         """Weights of rows `start:stop`, `dtype` [rows, K]: exact products in float32, rounded once."""
-        zero_point = self.zero_point_codes()
+        zero_point = self.zero_points()
         return dequantize_codes(
             self.codes(start, stop),
-            self.scale[start:stop],
+            self.group_scale(start, stop),
             None if zero_point is None else zero_point[start:stop],
             self.scheme,
         ).to(dtype)
@@ -131,12 +146,12 @@ class PackedTensor:
         words = self.words.to(device)
         if words is self.words:
             return self
-        moved = None if self.zero_point is None else self.zero_point.to(device)
         return replace(
             self,
             words=words,
             scale=self.scale.to(device),
-            zero_point=moved,
+            zero_point=None if self.zero_point is None else self.zero_point.to(device),
+            global_scale=None if self.global_scale is None else self.global_scale.to(device),
             kernel_cache={},
         )
 
@@ -144,7 +159,7 @@ class PackedTensor:
 def dequantize_codes(
     codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
 ) -> torch.Tensor:
-    """float32 [N, K] from codes (uint8 [N, K]), scales and zero-point codes ([N, groups])."""
+    """float32 [N, K] from codes (uint8 [N, K]), scales and zero-points ([N, groups])."""
     if zero_point is None:
         values = scheme.format.decode(codes)
     else:
@@ -177,4 +192,15 @@ def quantize_units(
     if zero_point is None:
         return scheme.format.quantize(units)
     assert isinstance(scheme.format, IntFormat)
+    if scheme.zero_point == "float":
+        return scheme.format.quantize_offset(units, zero_point.to(units.dtype))
     return scheme.format.quantize_affine(units, zero_point.to(units.dtype))
+
+
+def store_zero_points(zero_point: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Zero-points [N, groups] as they are stored: codes packed along N, or floats."""
+    if scheme.zero_point == "float":
+        return zero_point.to(scheme.zero_point_dtype).clone(memory_format=torch.contiguous_format)
+    # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
+    packed = pack(zero_point.T.contiguous(), scheme.format.bits)
+    return packed.T.clone(memory_format=torch.contiguous_format)

@@ -65,7 +65,7 @@ def rtn_reference(group: list[float], scheme: Scheme) -> tuple[float, int]:
 def test_rtn_is_what_plain_loops_compute(name, asymmetric):
     if asymmetric and name not in INT_FORMATS:
         pytest.skip("only int formats have a zero-point")
-    chosen = scheme(name, asymmetric=asymmetric, scale_dtype=torch.float32)
+    chosen = scheme(name, zero_point="integer" if asymmetric else "none", scale_dtype=torch.float32)
     groups = student_t(40, 16)
     grid = rtn(groups, chosen)
     codes = encode_groups(groups, grid.scale, grid.zero_point, chosen)
@@ -157,7 +157,7 @@ def test_error_on_gaussian_weights(name, size, limit):
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_a_zero_point_pays_where_the_weights_are_one_sided(asymmetric):
     weight = gaussian(64, 256) + 2
-    error = relative_error(weight, "int4", asymmetric=asymmetric)
+    error = relative_error(weight, "int4", zero_point="integer" if asymmetric else "none")
     assert (error < 0.002) is asymmetric
 
 
@@ -167,7 +167,7 @@ def test_zero_groups_are_exactly_zero(method, name):
     groups = torch.zeros(3, 32)
     groups[1] = gaussian(1, 32)[0]
     for asymmetric in {False, name in INT_FORMATS}:
-        chosen = scheme(name, asymmetric=asymmetric)
+        chosen = scheme(name, zero_point="integer" if asymmetric else "none")
         values = stored(groups, method(groups, chosen), chosen)
         assert not values[0].any() and not values[2].any() and values[1].any()
 
@@ -255,7 +255,7 @@ def test_nan_and_infinity_are_counted_and_refused(method, asymmetric):
     weight[0, 3] = weight[1, 69] = math.nan
     weight[2, 1] = -math.inf
     with pytest.raises(FormatError, match=r"^2 NaN and 1 infinite weights .*Repair the checkpoint, or keep"):
-        quantize_tensor(weight, "int4", group_size=32, method=method, asymmetric=asymmetric)
+        quantize_tensor(weight, "int4", group_size=32, method=method, zero_point="integer" if asymmetric else "none")
 
 
 def test_float64_beyond_float32_is_refused():

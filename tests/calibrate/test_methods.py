@@ -40,7 +40,7 @@ def same(one: PackedTensor, other: PackedTensor) -> bool:
 @pytest.mark.parametrize("shape", [(64, 256), (33, 172), (7, 129), (1, 31), (129, 1)])
 def test_error_is_small_at_any_shape(method, name, asymmetric, shape):
     weight = gaussian(*shape)
-    packed = quantize_tensor(weight, name, group_size=32, method=method, asymmetric=asymmetric)
+    packed = quantize_tensor(weight, name, group_size=32, method=method, zero_point="integer" if asymmetric else "none")
     assert packed.shape == shape
     stored = packed.dequantize()
     error = (stored - weight).square().sum() / weight.square().sum()
@@ -54,8 +54,8 @@ def test_the_tail_group_is_fitted_on_its_own(method, size, asymmetric):
     weight = gaussian(40, 172)
     tail = weight[:, 172 // size * size :] * 1000
     weight[:, -tail.shape[1] :] = tail
-    packed = quantize_tensor(weight, "int4", group_size=size, method=method, asymmetric=asymmetric)
-    alone = quantize_tensor(tail, "int4", group_size="channel", method=method, asymmetric=asymmetric)
+    packed = quantize_tensor(weight, "int4", group_size=size, method=method, zero_point="integer" if asymmetric else "none")
+    alone = quantize_tensor(tail, "int4", group_size="channel", method=method, zero_point="integer" if asymmetric else "none")
     assert torch.equal(packed.dequantize()[:, -tail.shape[1] :], alone.dequantize())
     assert packed.scale.shape == (40, math.ceil(172 / size))
 
@@ -65,7 +65,7 @@ def test_the_tail_group_is_fitted_on_its_own(method, size, asymmetric):
 @pytest.mark.parametrize("size", [32, "channel"])
 def test_the_whole_is_its_rows(monkeypatch, method, name, asymmetric, size):
     weight = gaussian(37, 172)
-    options = {"group_size": size, "method": method, "asymmetric": asymmetric}
+    options = {"group_size": size, "method": method, "zero_point": "integer" if asymmetric else "none"}
     whole = quantize_tensor(weight, name, **options)
     monkeypatch.setattr(methods, "CHUNK_WEIGHTS", 5 * 172)
     assert same(whole, quantize_tensor(weight, name, **options))
@@ -94,7 +94,7 @@ def test_strides_do_not_matter(method, name, asymmetric):
     wide = gaussian(48, 300, seed=1)
     views = [wide.T, wide[:, 3:99], wide[::3], wide[:1].expand(48, 300), wide[:, 7:8]]
     for view in views:
-        options = {"group_size": "channel", "method": method, "asymmetric": asymmetric}
+        options = {"group_size": "channel", "method": method, "zero_point": "integer" if asymmetric else "none"}
         contiguous = view.clone(memory_format=torch.contiguous_format)
         assert same(quantize_tensor(view, name, **options), quantize_tensor(contiguous, name, **options))
 
@@ -102,7 +102,7 @@ def test_strides_do_not_matter(method, name, asymmetric):
 @pytest.mark.parametrize("shape", [(3, 5), (40, 64), (1, 1)])
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_every_part_can_be_viewed_as_bytes(shape, asymmetric):
-    packed = quantize_tensor(gaussian(*shape), "int4", group_size="channel", asymmetric=asymmetric)
+    packed = quantize_tensor(gaussian(*shape), "int4", group_size="channel", zero_point="integer" if asymmetric else "none")
     for _, tensor in packed.parts():
         assert tensor.reshape(-1).view(torch.uint8).numel() == tensor.nbytes
         assert tensor.stride() == torch.empty(tensor.shape).stride()
@@ -163,11 +163,11 @@ def test_group_sizes_out_of_range_are_refused(size):
 @pytest.mark.parametrize("name", ["fp6", "binary"])
 def test_zero_points_are_for_ints(name):
     with pytest.raises(FormatError, match="no integer zero-point"):
-        quantize_tensor(gaussian(2, 32), name, asymmetric=True)
+        quantize_tensor(gaussian(2, 32), name, zero_point="integer")
 
 
 def test_a_scheme_is_used_as_it_is_and_takes_no_more_options():
-    chosen = scheme("int4", group_size=16, asymmetric=True, scale_dtype=torch.float32)
+    chosen = scheme("int4", group_size=16, zero_point="integer", scale_dtype=torch.float32)
     assert quantize_tensor(gaussian(4, 64), chosen).scheme == chosen
     with pytest.raises(UsageError, match="leave out group_size"):
         quantize_tensor(gaussian(4, 64), chosen, group_size=32)
@@ -180,7 +180,7 @@ def test_a_group_longer_than_the_row_is_the_row():
 
 def test_quantized_rows_report_the_error_that_dequantizing_shows():
     weight = gaussian(20, 172)
-    chosen = scheme("int4", group_size=32, asymmetric=True)
+    chosen = scheme("int4", group_size=32, zero_point="integer")
     rows = quantize_rows(weight, chosen, METHODS["mse"])
     stored = quantize_tensor(weight, chosen).dequantize().double()
     assert rows.squared_error == pytest.approx(float((stored - weight).square().sum()), rel=1e-5)

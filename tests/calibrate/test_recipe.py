@@ -181,7 +181,7 @@ def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(
         format = "fp6"
         """,
     )
-    recipe = read_recipe(path, Choice(asymmetric=True, method="rtn"))
+    recipe = read_recipe(path, Choice(zero_point="integer", method="rtn"))
     assert recipe.default == Choice("int4", 32, True, "rtn")
     assert {rule.match: rule.choice for rule in recipe.rules} == {
         "a": Choice("int8", None, True, "rtn"),
@@ -243,7 +243,7 @@ def test_options_come_before_the_rules_of_the_file(tmp_path):
 
 
 def test_the_lm_head_flag_takes_the_method_and_not_the_grid_of_the_default():
-    recipe = make_recipe(format="int4", group_size=32, asymmetric=True, method="rtn", lm_head="int8")
+    recipe = make_recipe(format="int4", group_size=32, zero_point="integer", method="rtn", lm_head="int8")
     assert fates(recipe)["lm_head"] == "int8 None rtn"
     assert fates(make_recipe(lm_head="keep"))["lm_head"] == "kept by rule '*lm_head'"
 
@@ -254,7 +254,7 @@ def test_the_lm_head_flag_takes_the_method_and_not_the_grid_of_the_default():
         ({"format": "fp6"}, r"--format fp6 and \[default\] of recipe .* \(int8\) differ"),
         ({"group_size": 128}, r"--group-size 128 and .* \(64\) differ"),
         ({"method": "rtn"}, r"--method rtn and .* \(mse\) differ"),
-        ({"asymmetric": True}, r"--asymmetric True and .* \(False\) differ"),
+        ({"zero_point": "integer"}, r"--asymmetric True and .* \(False\) differ"),
     ],
 )
 def test_options_that_contradict_the_recipe_file_are_refused(tmp_path, options, message):
@@ -269,7 +269,7 @@ def test_a_recipe_that_cannot_work_is_refused_when_it_is_made():
     with pytest.raises(FormatError, match="unknown format"):
         Recipe(Choice("int5"))
     with pytest.raises(FormatError, match="no integer zero-point"):
-        Recipe(Choice(), (Rule("a", Choice("binary", asymmetric=True)),))
+        Recipe(Choice(), (Rule("a", Choice("binary", zero_point="integer")),))
 
 
 def test_the_record_of_a_recipe_holds_all_of_it():
@@ -277,7 +277,7 @@ def test_the_record_of_a_recipe_holds_all_of_it():
         "default": {
             "format": "int4",
             "group_size": None,
-            "asymmetric": False,
+            "zero_point": "none",
             "method": "mse",
             "keep": False,
         },
@@ -286,7 +286,7 @@ def test_the_record_of_a_recipe_holds_all_of_it():
                 "match": "a",
                 "format": "int8",
                 "group_size": 64,
-                "asymmetric": False,
+                "zero_point": "none",
                 "method": "mse",
                 "keep": False,
             }

@@ -70,7 +70,7 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
     [
         (INT4, 256, None),
         (INT8, 250, None),
-        (scheme("int4", asymmetric=True), 256, None),
+        (scheme("int4", zero_point="integer"), 256, None),
         (INT4, 100, None),  # one short group is the whole row
         (INT4, 200, "compressed-tensors needs groups that divide 200, not 128"),
         (FP6, 256, "compressed-tensors has no fp6-e2m3"),
@@ -91,7 +91,7 @@ def test_compressed_tensors_understands_the_arguments() -> None:
         "group",
         128,
     )
-    weights = peer_groups([linear("a", scheme("int8", asymmetric=True))])[("Linear",)]
+    weights = peer_groups([linear("a", scheme("int8", zero_point="integer"))])[("Linear",)]
     assert (weights.num_bits, weights.symmetric, weights.strategy) == (8, False, "channel")
     weights = peer_groups([linear("a", INT4, columns=100)])[("Linear",)]
     assert weights.strategy == "channel"

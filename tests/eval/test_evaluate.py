@@ -281,7 +281,7 @@ def test_a_full_disk_is_told_before_the_model_runs(stories, texts, monkeypatch):
     ],
 )
 def test_bits_per_weight_count_every_byte(tmp_path, format_name, group_size, asymmetric, bits, container):
-    chosen = scheme(format_name, group_size=group_size, asymmetric=asymmetric).for_columns(64)
+    chosen = scheme(format_name, group_size=group_size, zero_point="integer" if asymmetric else "none").for_columns(64)
     rows, columns, dense = 96, 64, 1000
     codes = torch.zeros(rows, columns, dtype=torch.uint8)
     groups = chosen.groups(columns)

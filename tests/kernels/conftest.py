@@ -44,7 +44,7 @@ def make_packed() -> Callable[..., PackedTensor]:
     ) -> PackedTensor:
         """Random codes and zero-points; scales powers of two when `exact`, else random."""
         generator = torch.Generator().manual_seed(seed)
-        layout = scheme(name, group_size=group_size, asymmetric=asymmetric, scale_dtype=scale_dtype)
+        layout = scheme(name, group_size=group_size, zero_point="integer" if asymmetric else "none", scale_dtype=scale_dtype)
         rows, columns = shape
         top, groups = 2**layout.format.bits, layout.groups(columns)
         codes = torch.randint(0, top, shape, generator=generator, dtype=torch.uint8)

@@ -43,7 +43,7 @@ def test_exact_operands_give_the_exact_product(
     monkeypatch.setenv(FORCE_VARIABLE, row.name)
     for shape in SHAPES:
         for group_size in ("channel", 32, 64, 128):
-            packed = make_packed(name, shape, group_size=group_size, asymmetric=asymmetric, exact=True)
+            packed = make_packed(name, shape, group_size=group_size, zero_point="integer" if asymmetric else "none", exact=True)
             for m in ROWS_OF_X:
                 if not computes(row, packed, m, dtype):
                     continue
@@ -61,7 +61,7 @@ def test_error_on_random_data(
     name, asymmetric, dtype, row, make_packed, reference, relative_error, monkeypatch
 ):
     monkeypatch.setenv(FORCE_VARIABLE, row.name)
-    packed = make_packed(name, (96, 512), asymmetric=asymmetric)
+    packed = make_packed(name, (96, 512), zero_point="integer" if asymmetric else "none")
     if not computes(row, packed, 3, dtype):
         pytest.skip("the row does not compute this")
     generator = torch.Generator().manual_seed(1)
@@ -90,7 +90,7 @@ def test_what_runs_unforced_is_right_for_every_m(dtype, make_packed, reference, 
 def test_unpack_crosses_block_boundaries(make_packed, reference, monkeypatch, poisoned):
     monkeypatch.setitem(BLOCK_WEIGHTS, "cpu", 7 * 172)
     monkeypatch.setenv(FORCE_VARIABLE, "unpack")
-    packed = make_packed("int4", (37, 172), group_size=32, asymmetric=True, exact=True)
+    packed = make_packed("int4", (37, 172), group_size=32, zero_point="integer", exact=True)
     x, bias = integers(3, 172, torch.float32), integers(1, 37, torch.float32)[0]
     assert torch.equal(linear(x, packed, bias).double(), reference(x, packed, bias))
 

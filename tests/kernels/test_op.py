@@ -24,7 +24,7 @@ def arguments(packed, x, *, bias=None, layout=None):
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_opcheck(row, asymmetric, needs_grad, make_packed, monkeypatch):
     monkeypatch.setenv(FORCE_VARIABLE, row)
-    packed = make_packed("int4", (17, 60), group_size=32, asymmetric=asymmetric)
+    packed = make_packed("int4", (17, 60), group_size=32, zero_point="integer" if asymmetric else "none")
     parts = (packed.words, packed.scale, packed.zero_point)
     layout = build_layout(*parts, packed.scheme, packed.shape, torch.float32)
     x = torch.randn(2, 3, 60, requires_grad=needs_grad)

@@ -25,12 +25,12 @@ def problem(name="int4", m=1, n=2048, k=2048, dtype=torch.bfloat16, features=FAS
     ("asked", "row"),
     [
         (problem(), "torch-int4"),
-        (problem(asymmetric=True), "torch-int4"),
+        (problem(zero_point="integer"), "torch-int4"),
         (problem(dtype=torch.float32), "int-digits"),
         (problem(dtype=torch.float16), "int-digits"),
         (problem(m=512), "unpack"),
         (problem("int8"), "torch-int8"),
-        (problem("int8", asymmetric=True), "unpack"),
+        (problem("int8", zero_point="integer"), "unpack"),
         (problem("fp6"), "int-digits"),
         (problem("fp6-e3m2"), "unpack"),
         (problem("binary"), "int-digits"),
@@ -60,7 +60,7 @@ def test_choice(asked, row):
         ("torch-int4", problem(features=frozenset()), "no vector code for this CPU"),
         ("torch-int4", problem(m=33), "slower than other rows for M above 32, this is 33"),
         ("torch-int8", problem(), "it computes int8, the weight is int4"),
-        ("torch-int8", problem("int8", asymmetric=True), "no zero-points; quantize symmetrically"),
+        ("torch-int8", problem("int8", zero_point="integer"), "no zero-points; quantize symmetrically"),
         ("torch-int8", problem("int8", group_size=64), "one scale per output channel; quantize with group"),
         ("torch-int8", problem("int8", k=2040), "wrong for K that is no multiple of 16, this is 2040"),
         (
@@ -72,7 +72,7 @@ def test_choice(asked, row):
         ("int-digits", problem("fp6-e3m2"), "values of fp6-e3m2 are not int8 integers times a power of two"),
         (
             "int-digits",
-            problem("int8", asymmetric=True),
+            problem("int8", zero_point="integer"),
             "8-bit codes less a zero-point need 9 bits; quantize",
         ),
         ("int-digits", problem(group_size=99_999, k=200_000), "int32 overflows in groups of 99999; use"),

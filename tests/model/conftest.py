@@ -26,11 +26,11 @@ VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 SCHEMES: dict[str, Scheme] = {
     "int4": scheme("int4", group_size=32),
-    "int4-asym": scheme("int4", group_size=32, asymmetric=True),
+    "int4-asym": scheme("int4", group_size=32, zero_point="integer"),
     "int4-fp32": scheme("int4", group_size=32, scale_dtype=torch.float32),
     "int4-ragged": scheme("int4", group_size=48),
     "int8": scheme("int8"),
-    "int8-asym": scheme("int8", group_size=32, asymmetric=True),
+    "int8-asym": scheme("int8", group_size=32, zero_point="integer"),
     "fp6": scheme("fp6", group_size=32, scale_dtype=torch.float16),
     "fp6-wide": scheme("fp6", group_size=128),
     "binary": scheme("binary", group_size=64),

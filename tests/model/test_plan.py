@@ -54,8 +54,8 @@ def files_of(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 OPTIONS: list[dict[str, Any]] = [
     {"format": "int4"},
-    {"format": "int4", "asymmetric": True, "group_size": 32},
-    {"format": "int8", "asymmetric": True},
+    {"format": "int4", "zero_point": "integer", "group_size": 32},
+    {"format": "int8", "zero_point": "integer"},
     {"format": "fp6", "group_size": 32, "lm_head": "int8"},
     {"format": "binary", "rules": ("*.down_proj=int8", "*.q_proj=keep")},
 ]

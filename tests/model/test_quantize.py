@@ -108,8 +108,8 @@ def check_tensors(source: Path, out: Path, **options: Any) -> int:
 
 CASES: list[dict[str, Any]] = [
     {"format": "int4", "method": "mse"},
-    {"format": "int4", "method": "mse", "asymmetric": True, "group_size": 32},
-    {"format": "int8", "method": "rtn", "asymmetric": True},
+    {"format": "int4", "method": "mse", "zero_point": "integer", "group_size": 32},
+    {"format": "int8", "method": "rtn", "zero_point": "integer"},
     {"format": "fp6", "method": "mse"},
     {"format": "binary", "method": "rtn", "group_size": 48},
 ]
@@ -186,7 +186,7 @@ def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeyp
         monkeypatch.setitem(driver.WORKERS, "cpu", workers)
         torch.set_num_threads(torch_threads)
         try:
-            quantize(source, tmp_path / "out", asymmetric=True, group_size=32, overwrite=bool(outputs))
+            quantize(source, tmp_path / "out", zero_point="integer", group_size=32, overwrite=bool(outputs))
             assert torch.get_num_threads() == torch_threads
         finally:
             torch.set_num_threads(threads)
@@ -382,7 +382,7 @@ def test_no_worker_writes_after_a_failure(tmp_path, monkeypatch):
 def test_killed_at_any_moment_and_resumed_it_is_the_same_directory(tmp_path, monkeypatch):
     source, out = write(tmp_path, "qwen3_moe"), tmp_path / "out"
     options: dict[str, Any] = {
-        "asymmetric": True,
+        "zero_point": "integer",
         "group_size": 32,
         "max_shard_bytes": 2_000,
         "lm_head": "int8",

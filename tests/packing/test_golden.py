@@ -22,8 +22,8 @@ GOLDEN = Path(__file__).parent / "golden"
 ROWS, COLUMNS = 5, 140  # odd rows; a ragged last group of 12 and a ragged last block
 SCHEMES: dict[str, Scheme] = {
     **{name: scheme(name) for name in PRESETS},
-    "int4-asymmetric": scheme("int4", group_size=28, asymmetric=True),
-    "int8-asymmetric": scheme("int8", asymmetric=True, scale_dtype=torch.float32),
+    "int4-asymmetric": scheme("int4", group_size=28, zero_point="integer"),
+    "int8-asymmetric": scheme("int8", zero_point="integer", scale_dtype=torch.float32),
 }
 
 

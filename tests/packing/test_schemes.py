@@ -22,7 +22,7 @@ from quantkit.packing.schemes import (
 INT4 = FORMATS["int4"]
 VALID = {"format": "int4", "group_size": 128, "zero_point": "none", "scale_dtype": "bfloat16"}
 EVERY = [
-    scheme(name, group_size=size, scale_dtype=dtype, asymmetric=asymmetric)
+    scheme(name, group_size=size, scale_dtype=dtype, zero_point="integer" if asymmetric else "none")
     for name, size, dtype, asymmetric in itertools.product(
         PRESETS, (None, "channel", 1, 48), SCALE_DTYPES.values(), (False, True)
     )
@@ -50,7 +50,7 @@ def test_presets_give_format_and_granularity() -> None:
 def test_arguments_override_the_preset() -> None:
     assert scheme("int4", group_size=32).group_size == 32
     assert scheme("int4", group_size="channel").group_size is None
-    assert scheme("int8", group_size=64, asymmetric=True).zero_point == "integer"
+    assert scheme("int8", group_size=64, zero_point="integer").zero_point == "integer"
 
 
 def test_a_group_as_long_as_the_row_is_the_row() -> None:
@@ -69,7 +69,7 @@ def test_the_ragged_last_group_counts(columns: int, groups: int) -> None:
 
 
 def test_storage_shapes_of_an_asymmetric_weight() -> None:
-    assert scheme("int4", asymmetric=True).storage_shapes((9, 300)) == {
+    assert scheme("int4", zero_point="integer").storage_shapes((9, 300)) == {
         "packed": (torch.int32, (9, 38)),
         "scale": (torch.bfloat16, (9, 3)),
         "zero_point": (torch.int32, (2, 3)),
@@ -96,7 +96,7 @@ def test_only_int_formats_have_an_integer_zero_point(name: str) -> None:
     with pytest.raises(
         FormatError, match=r"has no integer zero-point; asymmetric schemes need an int format"
     ):
-        scheme(name, asymmetric=True)
+        scheme(name, zero_point="integer")
 
 
 def test_an_unsupported_scale_dtype_is_refused() -> None:

@@ -65,7 +65,7 @@ def test_codes_zero_points_and_weights_come_back(scheme: Scheme) -> None:
             assert torch.equal(packed.dequantize(torch.bfloat16), expected.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("scheme", [SCHEMES[0], scheme("int4", group_size=24, asymmetric=True)], ids=str)
+@pytest.mark.parametrize("scheme", [SCHEMES[0], scheme("int4", group_size=24, zero_point="integer")], ids=str)
 def test_a_slice_of_rows_is_the_slice_of_the_whole(scheme: Scheme) -> None:
     packed = PackedTensor.from_codes(*random_parts(scheme, (9, 70)), scheme)
     whole = packed.dequantize()
@@ -98,7 +98,7 @@ def test_compressed_tensors_reads_the_same_weights(
 
 
 def test_stored_parts_are_laid_out_row_major() -> None:
-    asymmetric = scheme("int4", group_size="channel", asymmetric=True)
+    asymmetric = scheme("int4", group_size="channel", zero_point="integer")
     for rows in (1, 5, 33):
         codes, scale, zero = random_parts(asymmetric, (rows, 40))
         packed = PackedTensor.from_codes(codes, scale.expand(rows, 3)[:, 1:2], zero, asymmetric)
@@ -129,7 +129,7 @@ def test_moving_to_the_same_device_gives_the_same_tensor() -> None:
 
 
 def test_moving_takes_every_part_along_and_drops_the_kernel_cache() -> None:
-    asymmetric = scheme("int4", asymmetric=True)
+    asymmetric = scheme("int4", zero_point="integer")
     packed = PackedTensor.from_codes(*random_parts(asymmetric, (4, 64)), asymmetric)
     packed.kernel_cache["layout"] = object()
     moved = packed.to("meta")
@@ -150,7 +150,7 @@ def test_a_group_of_zeros_has_scale_zero_and_weights_zero() -> None:
 
 
 def test_encode_groups_uses_each_groups_own_grid() -> None:
-    int4 = scheme("int4", asymmetric=True)
+    int4 = scheme("int4", zero_point="integer")
     groups = torch.tensor([[0.0, 1.0, 2.0], [0.0, 10.0, -20.0]])
     scale, zero = torch.tensor([[1.0], [10.0]]), torch.tensor([[8], [3]], dtype=torch.uint8)
     assert encode_groups(groups, scale, zero, int4).tolist() == [[8, 9, 10], [3, 4, 1]]

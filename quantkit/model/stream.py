@@ -1,0 +1,170 @@
+"""Streaming: the tensors of one output file, through memory in chunks of rows.
+
+Some workers each read a chunk, quantize it and put the result where the plan says, so reading, arithmetic and
+writing overlap and the memory in use does not grow with the model. Chunk boundaries follow from shapes alone,
+so the bytes do not depend on the workers.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+
+import torch
+
+from quantkit.calibrate.grids import global_scale
+from quantkit.calibrate.methods import CHUNK_WEIGHTS, GPU_CHUNK_WEIGHTS, QuantizedRows, quantize_rows
+from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import FormatError
+from quantkit.model.plan import Shard, Task
+from quantkit.packing.tensor import store_zero_points
+from quantkit.packing.words import BLOCK
+
+#: Bytes of a source tensor that a worker holds at a time, by device.
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+#: Each on one thread: the work is cut into pieces too small for more, and sums then have one order. A GPU
+#: only needs one to work while the other reads.
+WORKERS = {"cpu": min(8, max(2, os.cpu_count() or 1)), "cuda": 2}
+
+
+def write_shard(
+    checkpoint: Checkpoint,
+    shard: Shard,
+    file: ShardFile,
+    device: torch.device,
+    workers: ThreadPoolExecutor,
+    report: Callable[[int, str], None],
+) -> dict[str, list[float]]:
+    """Fill one shard; per module, the sums of squared error and squared weights."""
+    futures: dict[Future[tuple[float, float] | None], tuple[Task, int, int]] = {}
+    factors = _global_scales(checkpoint, shard, workers, device)
+    for task in shard.tasks:
+        for start, stop in _chunks(task, device):
+            factor = factors.get(task.source.name, 1.0)
+            future = workers.submit(_write_rows, checkpoint, task, file, start, stop, factor, device)
+            futures[future] = (task, start, stop)
+    results: dict[tuple[str, int], tuple[float, float]] = {}
+    try:
+        for future in as_completed(futures):
+            task, start, stop = futures[future]
+            squares = future.result()
+            if squares is not None:
+                results[task.source.name, start] = squares
+            rows = task.source.shape[0] if task.source.shape else 1
+            report(task.source.nbytes * (stop - start) // max(rows, 1), task.source.name)
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        # The file is closed next, and its descriptor may then be another file's.
+        wait(futures)
+        raise
+    sums: dict[str, list[float]] = {}
+    # In the order of the plan, so that float addition gives the same sums every time.
+    for task, start, _ in futures.values():
+        if (task.source.name, start) in results and task.module is not None:
+            entry = sums.setdefault(task.module, [0.0, 0.0])
+            for i, value in enumerate(results[task.source.name, start]):
+                entry[i] += value
+    return sums
+
+
+def _global_scales(
+    checkpoint: Checkpoint, shard: Shard, workers: ThreadPoolExecutor, device: torch.device
+) -> dict[str, float]:
+    """The factor of each tensor whose scales have one, by source name: needs a pass over the tensor."""
+    factors = {}
+    for task in shard.tasks:
+        if task.scheme is not None and task.scheme.global_scale:
+            name = task.source.name
+            parts = workers.map(lambda at, name=name: _absmax(checkpoint, name, *at), _chunks(task, device))
+            factors[name] = global_scale(max(parts), task.scheme)
+    return factors
+
+
+def _absmax(checkpoint: Checkpoint, name: str, start: int, stop: int) -> float:
+    return float(checkpoint.read(name, start, stop).abs().max())
+
+
+def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
+    """Row ranges of a tensor that are worked on at a time, of bounded bytes."""
+    rows = task.source.shape[0] if task.source.shape else 1
+    row_bytes = max(1, task.source.nbytes // max(rows, 1))
+    unit = row_unit(task)
+    step = max(1, CHUNK_BYTES[device.type] // row_bytes // unit) * unit
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def row_unit(task: Task) -> int:
+    """What the rows of a chunk are a multiple of: whole words of zero-points belong to whole blocks of rows.
+
+    A tensor that is copied may have large rows: all the weights of an expert.
+    """
+    return 1 if task.scheme is None else BLOCK
+
+
+def _write_rows(
+    checkpoint: Checkpoint,
+    task: Task,
+    file: ShardFile,
+    start: int,
+    stop: int,
+    factor: float,
+    device: torch.device,
+) -> tuple[float, float] | None:
+    """Copy or quantize some rows of a tensor; the sums of squared error and squared weights of the latter."""
+    if task.scheme is None:
+        _copy_rows(checkpoint, task, file, start, stop)
+        return None
+    return _quantize_rows(checkpoint, task, file, start, stop, factor, device)
+
+
+def _copy_rows(checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int) -> None:
+    (spec,) = task.outputs
+    whole = not task.source.shape
+    data = checkpoint.read(task.source.name) if whole else checkpoint.read(task.source.name, start, stop)
+    file.write(spec.name, data, offset=start * (spec.elements // max(spec.shape[0], 1) if spec.shape else 1))
+
+
+def _quantize_rows(
+    checkpoint: Checkpoint,
+    task: Task,
+    file: ShardFile,
+    start: int,
+    stop: int,
+    factor: float,
+    device: torch.device,
+) -> tuple[float, float]:
+    assert task.scheme is not None and task.method is not None
+    weights = checkpoint.read(task.source.name, start, stop).to(device)
+    columns = weights.shape[1]
+    step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else GPU_CHUNK_WEIGHTS) // columns)
+    try:
+        pieces = [
+            quantize_rows(weights[at : at + step], task.scheme, task.method, factor)
+            for at in range(0, stop - start, step)
+        ]
+    except FormatError as error:
+        raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
+    for part, tensor in _parts(pieces, task).items():
+        spec = dict(task.parts)[part]
+        packed_rows = part == "zero_point" and task.scheme.zero_point == "integer"
+        first = start // BLOCK * task.scheme.format.bits if packed_rows else start
+        file.write(spec.name, tensor.cpu(), offset=first * spec.shape[1])
+    if start == 0:
+        whole = {"shape": torch.tensor(task.source.shape), "global_scale": torch.tensor([factor])}
+        for part, spec in task.parts:
+            if part in whole:
+                file.write(spec.name, whole[part])
+    return sum(p.squared_error for p in pieces), sum(p.squared_norm for p in pieces)
+
+
+def _parts(pieces: list[QuantizedRows], task: Task) -> dict[str, torch.Tensor]:
+    assert task.scheme is not None
+    parts = {
+        "packed": torch.cat([piece.words for piece in pieces]),
+        "scale": torch.cat([piece.scale for piece in pieces]),
+    }
+    zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
+    if zeros:
+        parts["zero_point"] = store_zero_points(torch.cat(zeros), task.scheme)
+    return parts

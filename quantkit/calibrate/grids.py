@@ -40,6 +40,8 @@ LOWEST = ((4, 0.1), (8, 0.25), (256, 0.4))
 HIGHEST = {True: 1.2, False: 1.6}
 #: How many of the best candidates are rounded and measured where scales have few digits.
 COARSE_CHOICES = 6
+#: A float32 that leaves room for what is multiplied by it; only weights below 1e-33 want a larger one.
+LARGEST_FACTOR = 2.0**120
 #: Steps between candidate zero-points, in codes, and how often the winner is refitted.
 ZERO_STEP = {"integer": 1.0, "float": 0.125}
 REFITS = {"none": 1, "integer": 1, "float": 3}
@@ -86,8 +88,9 @@ def _power_below(x: torch.Tensor) -> torch.Tensor:
 
 def global_scale(absmax: float, scheme: Scheme) -> float:
     """What all scales of a tensor with this absmax are divided by: its largest plain one becomes `max`."""
-    factor = scheme.scale_type.max * scheme.format.absmax / absmax if absmax > 0 else 1.0
-    return factor if 2.0**-100 < factor < 2.0**100 else 1.0
+    if not 0 < absmax < math.inf:
+        return 1.0
+    return min(scheme.scale_type.max * scheme.format.absmax / absmax, LARGEST_FACTOR)
 
 
 def mse(groups: torch.Tensor, scheme: Scheme) -> Grid:
@@ -174,7 +177,7 @@ def storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def _rounded(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    stored = scale.to(scheme.scale_dtype).float()
+    stored = scheme.scale_type.round(scale)
     return torch.where(stored == 0, 1.0 if scheme.format.has_zero else 0.0, stored)
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from quantkit.calibrate.grids import Grid, global_scale, mse, rtn
+from quantkit.calibrate.hqq import hqq
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.schemes import Scheme, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
@@ -32,6 +33,7 @@ METHODS: dict[str, Method] = {
     for method in (
         Method("rtn", "plain rounding to nearest, one pass", rtn),
         Method("mse", "scales searched for the smallest squared error, data-free", mse),
+        Method("hqq", "half-quadratic search for a small l_0.7 error, data-free, int formats only", hqq),
     )
 }
 

@@ -54,6 +54,8 @@ def why_not_compressed_tensors(scheme: Scheme, columns: int) -> str | None:
         return "compressed-tensors has no float zero-points"
     if scheme.scale_type.digits < _EXPRESSIBLE_DIGITS:
         return f"compressed-tensors has no {scheme.scale_type.name} scales for {scheme.format.name}"
+    if scheme.global_scale:
+        return f"compressed-tensors has no global scale for {scheme.format.name}"
     if effective.group_size is not None and columns % effective.group_size:
         return f"compressed-tensors needs groups that divide {columns}, not {effective.group_size}"
     return None

@@ -12,6 +12,7 @@ from quantkit.cli.console import fail
 from quantkit.cli.demo import demo
 from quantkit.cli.doctor import doctor
 from quantkit.cli.evaluate import evaluate
+from quantkit.cli.formats import formats
 from quantkit.cli.generate import generate
 from quantkit.cli.inspection import inspect
 from quantkit.cli.plan import plan
@@ -35,6 +36,7 @@ app.command()(verify)
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(doctor)
+app.command()(formats)
 app.command()(demo)
 
 

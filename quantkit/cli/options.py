@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from quantkit.calibrate.recipe import Recipe
 
 #: Names for the help texts, which must not import torch; a test compares them with the tables they are from.
-FORMATS = ("int8", "int4", "fp6", "fp6-e2m3", "fp6-e3m2", "binary")
+FORMATS = (
+    *("int8", "int7", "int6", "int5", "int4", "int3", "int2", "ternary", "binary"),
+    *("fp8", "fp8-e4m3", "fp8-e5m2", "fp6", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4"),
+    *("mxfp8", "mxfp6", "mxfp4", "nvfp4"),
+)
 METHODS = {"rtn": "plain rounding", "mse": "searched"}
 
 Source = Annotated[

@@ -12,7 +12,7 @@ from quantkit.errors import CheckpointError
 from quantkit.packing.names import Container, part_name
 from quantkit.packing.schemes import Scheme
 
-_PARTS = ("packed", "scale", "zero_point", "shape")
+_PARTS = ("packed", "scale", "zero_point", "global_scale", "shape")
 
 
 @dataclass(frozen=True)

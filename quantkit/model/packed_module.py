@@ -141,7 +141,17 @@ class PackedModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Moves and casts keep the Parameter objects, so their identity does not give them away.
         self.drop_kernel_layouts()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        parts = [getattr(self, name) for name in self.part_specs()]
+        # Other dtypes have not the range of e8m0 or not the digits of the factor that e4m3 comes with, and
+        # casting them saves nothing.
+        kept = {id(part) for part in parts} if any(_is_8_bit_float(part) for part in parts) else set()
+
+        def keeping(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            keep = id(tensor) in kept and result.dtype != tensor.dtype
+            return tensor.to(result.device) if keep else result
+
+        super()._apply(keeping, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -150,6 +160,10 @@ class PackedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layouts": {}, "_layout_owners": {}}
+
+
+def _is_8_bit_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize == 1
 
 
 def _is_offloaded(module: nn.Module) -> bool:

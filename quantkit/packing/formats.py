@@ -23,6 +23,8 @@ import torch
 from quantkit.errors import FormatError
 
 MAX_BITS = 8
+#: Rounding multiplies values of a float format by up to 2**23, in float32.
+MAX_EXPONENT = 100
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,17 @@ class FloatFormat(NumberFormat):
                 f"number format {self.name!r} has {self.exponent_bits} exponent and {self.mantissa_bits} "
                 "mantissa bits; each is at least 1. Use a code book for powers of two."
             )
+        if not 0 <= self.reserved < 1 << (self.bits - 1):
+            raise FormatError(
+                f"number format {self.name!r} reserves {self.reserved} codes of each sign, which has "
+                f"{1 << (self.bits - 1)}; leave at least one."
+            )
+        exponents = (1 - self.bias - self.mantissa_bits, (1 << self.exponent_bits) - self.bias)
+        if not -MAX_EXPONENT <= exponents[0] < exponents[1] <= MAX_EXPONENT:
+            raise FormatError(
+                f"number format {self.name!r} has values from 2**{exponents[0]} to 2**{exponents[1]}; "
+                f"choose a bias that keeps them within 2**-{MAX_EXPONENT} and 2**{MAX_EXPONENT}."
+            )
 
     @cached_property
     def values(self) -> tuple[float, ...]:
@@ -354,14 +367,15 @@ def format_to_json(number_format: NumberFormat) -> str | dict[str, Any]:
     if FORMATS.get(number_format.name) == number_format:
         return number_format.name
     kind = next(kind for kind, cls in _KINDS.items() if type(number_format) is cls)
-    return {"kind": kind, **asdict(number_format)}
+    data = asdict(number_format)
+    return {"kind": kind, **{key: list(v) if isinstance(v, tuple) else v for key, v in data.items()}}
 
 
 def format_from_json(data: object) -> NumberFormat:
     """The inverse of `format_to_json`; `FormatError` for anything else."""
     if isinstance(data, str):
         return number_format(data)
-    if not isinstance(data, dict) or data.get("kind") not in _KINDS:
+    if not isinstance(data, dict) or data.get("kind") not in list(_KINDS):
         raise FormatError(
             f"a number format is a name or an object of kind {', '.join(_KINDS)}; found {data!r}."
         )

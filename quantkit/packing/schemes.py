@@ -1,6 +1,7 @@
 """Schemes: a number format together with how its scales are shared and stored."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -38,6 +39,13 @@ class ScaleType:
     digits: int
     signed: bool = True
     relative: bool = False
+
+    def round(self, scale: torch.Tensor) -> torch.Tensor:
+        """The nearest scales of this type, as float32; infinite for those that overflow."""
+        # Casts to 8-bit dtypes saturate, and did not in every version of torch.
+        limit = self.max + 2.0 ** (math.floor(math.log2(self.max)) - self.digits)
+        exact = scale.to(torch.float32)
+        return torch.where(exact.abs() > limit, math.inf, exact.to(self.dtype).to(torch.float32))
 
 
 #: Scale types by dtype. Adding one is adding a row.

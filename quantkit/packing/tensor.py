@@ -75,16 +75,16 @@ class PackedTensor:
                 f"zero-points of {rows} rows of {columns} under {scheme} have shape "
                 f"{(rows, scheme.groups(columns))}, got {tuple(zero_point.shape)}."
             )
-        # Clones, as `contiguous` leaves a single column with the stride of the matrix it came from.
-        stored_scale = scale.to(scheme.scale_dtype).clone(memory_format=torch.contiguous_format)
-        if not bool(torch.isfinite(stored_scale).all()):
+        rounded = scheme.scale_type.round(scale)
+        if not bool(torch.isfinite(rounded).all()):
             raise FormatError(
                 f"scales up to {scale.abs().max().item():.3g} are not finite as {scheme.scale_dtype}; "
                 "choose a scale dtype with more range, such as bfloat16, or keep the layer dense."
             )
         return cls(
             pack(codes, scheme.format.bits),
-            stored_scale,
+            # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
+            rounded.to(scheme.scale_dtype).clone(memory_format=torch.contiguous_format),
             None if zero_point is None else store_zero_points(zero_point, scheme),
             scheme,
             (rows, columns),

@@ -7,14 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.calibrate.grids import Grid, mse, rtn
+from quantkit.calibrate.grids import Grid, global_scale, mse, rtn
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import FormatError
-from quantkit.packing.schemes import Scheme, scheme
+from quantkit.packing.schemes import ZERO_POINTS, Scheme, scheme
 from quantkit.packing.tensor import encode_groups
 
-INT_FORMATS = ("int8", "int4")
-FORMATS = (*INT_FORMATS, "fp6-e2m3", "fp6-e3m2", "binary")
+INT_FORMATS = ("int8", "int4", "int2")
+FORMATS = (*INT_FORMATS, "fp8", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4", "ternary", "binary")
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -50,7 +51,7 @@ def relative_error(weight: torch.Tensor, *args: object, **options: object) -> fl
 
 def rtn_reference(group: list[float], scheme: Scheme) -> tuple[float, int]:
     """Scale, before it is stored, and zero-point of one group."""
-    if scheme.zero_point == "integer":
+    if scheme.zero_point != "none":
         levels = 2**scheme.format.bits - 1
         low, high = min(0.0, *group), max(0.0, *group)
         return (high - low) / levels, 0
@@ -61,27 +62,30 @@ def rtn_reference(group: list[float], scheme: Scheme) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_rtn_is_what_plain_loops_compute(name, asymmetric):
-    if asymmetric and name not in INT_FORMATS:
+@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+def test_rtn_is_what_plain_loops_compute(name, zero_point):
+    if zero_point != "none" and name not in INT_FORMATS:
         pytest.skip("only int formats have a zero-point")
-    chosen = scheme(name, zero_point="integer" if asymmetric else "none", scale_dtype=torch.float32)
+    chosen = scheme(name, zero_point=zero_point, scale_dtype=torch.float32)
     groups = student_t(40, 16)
     grid = rtn(groups, chosen)
     codes = encode_groups(groups, grid.scale, grid.zero_point, chosen)
     for row, group in enumerate(groups.tolist()):
         scale, zero = rtn_reference(group, chosen)
         assert grid.scale[row].item() == pytest.approx(scale, rel=1e-6)
-        if asymmetric:
-            low = min(0.0, *group)
-            zero = min(max(round(-low / scale), 0), 2**chosen.format.bits - 1)
-            assert grid.zero_point is not None and grid.zero_point[row].item() == zero
+        if zero_point != "none":
+            assert grid.zero_point is not None
+            zero = -min(0.0, *group) / scale
+            if zero_point == "integer":
+                zero = min(max(round(zero), 0), 2**chosen.format.bits - 1)
+            assert grid.zero_point[row].item() == pytest.approx(zero, rel=1e-6)
         for x, code in zip(group, codes[row].tolist(), strict=True):
-            values = [v * scale for v in chosen.format.values]
-            if asymmetric:
+            values = [v * scale for v in chosen.format.numbers]
+            if zero_point != "none":
                 values = [(c - zero) * scale for c in range(2**chosen.format.bits)]
             nearest = min(abs(value - x) for value in values)
-            assert abs(values[code] - x) <= nearest + 1e-5 * scale
+            stored = chosen.format.values[code] * scale if zero_point == "none" else values[code]
+            assert abs(stored - x) <= nearest + 1e-5 * scale * chosen.format.max
 
 
 @st.composite
@@ -90,8 +94,8 @@ def problems(draw: st.DrawFn) -> tuple[torch.Tensor, Scheme]:
     chosen = scheme(
         name,
         group_size=draw(st.sampled_from([1, 2, 7, 32, 128])),
-        asymmetric=name in INT_FORMATS and draw(st.booleans()),
-        scale_dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
+        zero_point=draw(st.sampled_from(ZERO_POINTS if name in INT_FORMATS else ["none"])),
+        scale_dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, E8M0])),
     )
     seed = draw(st.integers(0, 10_000))
     assert chosen.group_size is not None
@@ -118,7 +122,9 @@ def test_mse_is_never_worse_than_rtn_and_both_store_what_they_measured(problem):
     plain, searched = rtn(groups, chosen), mse(groups, chosen)
     for grid in (plain, searched):
         assert torch.equal(grid.scale.to(chosen.scale_dtype).float(), grid.scale)
-        if grid.zero_point is not None:
+        if chosen.zero_point == "float":
+            assert torch.equal(grid.zero_point.to(chosen.zero_point_dtype).float(), grid.zero_point)
+        elif grid.zero_point is not None:
             codes = grid.zero_point
             assert torch.equal(codes, codes.round().clamp(0, 2**chosen.format.bits - 1))
     limit = errors(groups, plain, chosen) * (1 + 1e-5) + 1e-12 * groups.double().square().sum(1)
@@ -147,18 +153,77 @@ def test_mse_is_within_a_percent_of_an_exhaustive_search(distribution, name, siz
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "limit"),
-    [("int4", 128, 0.0096), ("int4", 32, 0.0068), ("fp6-e2m3", 128, 0.00064), ("binary", 128, 0.3608)],
+    ("limit", "name", "options"),
+    [
+        (0.00008, "int8", {}),
+        (0.00068, "int6", {}),
+        (0.0028, "int5", {}),
+        (0.0096, "int4", {}),
+        (0.0070, "int4", {"group_size": 32, "scale_dtype": E4M3}),
+        (0.0093, "int4", {"zero_point": "integer"}),
+        (0.0086, "int4", {"zero_point": "float"}),
+        (0.0274, "int3", {"group_size": 32, "scale_dtype": E4M3}),
+        (0.0330, "int3", {"zero_point": "float"}),
+        (0.1359, "int2", {}),
+        (0.1149, "int2", {"zero_point": "float"}),
+        (0.1929, "ternary", {}),
+        (0.3716, "binary", {}),
+        (0.00072, "fp8", {}),
+        (0.00064, "fp6", {}),
+        (0.0061, "nf4", {"group_size": 32, "scale_dtype": E4M3}),
+        (0.00089, "mxfp8", {}),
+        (0.00083, "mxfp6", {}),
+        (0.0128, "mxfp4", {}),
+        (0.0067, "nvfp4", {}),
+    ],
+    ids=str,
 )
-def test_error_on_gaussian_weights(name, size, limit):
-    assert relative_error(gaussian(1024, 1024), name, group_size=size, method="mse") <= limit
+def test_error_on_gaussian_weights(limit, name, options):
+    assert relative_error(gaussian(256, 1024), name, method="mse", **options) <= limit
 
 
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_a_zero_point_pays_where_the_weights_are_one_sided(asymmetric):
+def test_nvfp4_has_the_best_of_all_its_scales():
+    chosen, groups = scheme("nvfp4"), gaussian(2_000, 16)
+    factor = global_scale(float(groups.abs().max()), chosen)
+    every = torch.arange(1, 127, dtype=torch.uint8).view(E4M3).float()
+    best = torch.stack([errors(groups * factor, Grid(s.expand(2_000, 1)), chosen) for s in every]).amin(0)
+    found = errors(groups * factor, mse(groups * factor, chosen), chosen)
+    assert float(found.sum()) <= 1.005 * float(best.sum())
+
+
+@pytest.mark.parametrize("magnitude", [1e-33, 1e-30, 1e-4, 1e30, 6e37])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_8_bit_scales_fit_weights_of_any_magnitude(name, magnitude):
+    ordinary = gaussian(16, 256)
+    assert relative_error(ordinary * magnitude, name) == pytest.approx(
+        relative_error(ordinary, name), rel=0.2
+    )
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "mxfp4"])
+def test_rtn_of_the_mx_formats_is_the_conversion_of_their_specification(name):
+    # OCP MX v1.0, 6.3: X is the power of two below the absmax, over that below the largest value.
+    chosen, groups = scheme(name), student_t(50, 32)
+    expected = [
+        2.0 ** (math.floor(math.log2(max(map(abs, group)))) - math.floor(math.log2(chosen.format.max)))
+        for group in groups.tolist()
+    ]
+    assert rtn(groups, chosen).scale.flatten().tolist() == expected
+
+
+def test_the_factor_of_a_tensor_makes_its_largest_scale_the_largest_there_is():
+    packed = quantize_tensor(gaussian(64, 256), "nvfp4", method="rtn")
+    assert packed.scale.float().max().item() == 448.0
+    assert packed.global_scale is not None and packed.global_scale.item() > 1
+    zeros = quantize_tensor(torch.zeros(4, 64), "nvfp4")
+    assert torch.equal(zeros.dequantize(), torch.zeros(4, 64))
+
+
+@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+def test_a_zero_point_pays_where_the_weights_are_one_sided(zero_point):
     weight = gaussian(64, 256) + 2
-    error = relative_error(weight, "int4", zero_point="integer" if asymmetric else "none")
-    assert (error < 0.002) is asymmetric
+    error = relative_error(weight, "int4", zero_point=zero_point)
+    assert (error < 0.002) is (zero_point != "none")
 
 
 @pytest.mark.parametrize("method", [rtn, mse])
@@ -166,8 +231,8 @@ def test_a_zero_point_pays_where_the_weights_are_one_sided(asymmetric):
 def test_zero_groups_are_exactly_zero(method, name):
     groups = torch.zeros(3, 32)
     groups[1] = gaussian(1, 32)[0]
-    for asymmetric in {False, name in INT_FORMATS}:
-        chosen = scheme(name, zero_point="integer" if asymmetric else "none")
+    for kind in ZERO_POINTS if name in INT_FORMATS else ("none",):
+        chosen = scheme(name, zero_point=kind)
         values = stored(groups, method(groups, chosen), chosen)
         assert not values[0].any() and not values[2].any() and values[1].any()
 
@@ -249,13 +314,13 @@ def test_the_grid_of_a_group_does_not_depend_on_the_others(name):
 
 
 @pytest.mark.parametrize("method", ["rtn", "mse"])
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_nan_and_infinity_are_counted_and_refused(method, asymmetric):
+@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+def test_nan_and_infinity_are_counted_and_refused(method, zero_point):
     weight = gaussian(4, 70)
     weight[0, 3] = weight[1, 69] = math.nan
     weight[2, 1] = -math.inf
     with pytest.raises(FormatError, match=r"^2 NaN and 1 infinite weights .*Repair the checkpoint, or keep"):
-        quantize_tensor(weight, "int4", group_size=32, method=method, zero_point="integer" if asymmetric else "none")
+        quantize_tensor(weight, "int4", group_size=32, method=method, zero_point=zero_point)
 
 
 def test_float64_beyond_float32_is_refused():

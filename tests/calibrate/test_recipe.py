@@ -8,6 +8,7 @@ import torch
 from quantkit.calibrate.recipe import Choice, Recipe, Rule, parse_group_size, parse_rule, read_recipe
 from quantkit.errors import FormatError, QuantkitError, UsageError
 from quantkit.model.quantize import make_recipe
+from quantkit.packing.schemes import scheme
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(3) for m in ("self_attn.q_proj", "mlp.down_proj")]
 LINEARS = dict.fromkeys([*NAMES, "lm_head"], torch.bfloat16)
@@ -105,16 +106,16 @@ def test_a_rule_behind_one_that_takes_all_it_matches_is_an_error(pattern):
     ("text", "expected"),
     [
         ("a=keep", Choice(keep=True)),
-        ("a=int8", Choice("int8", None, True, "rtn")),
-        ("a=int8:64", Choice("int8", 64, True, "rtn")),
-        ("a=int4:channel", Choice("int4", "channel", True, "rtn")),
-        ("a=int4", Choice("int4", 32, True, "rtn")),
-        ("a=fp6::mse", Choice("fp6", None, False, "mse")),
-        ("a=int4:16:mse", Choice("int4", 16, True, "mse")),
+        ("a=int8", Choice("int8", None, "integer", None, "rtn")),
+        ("a=int8:64", Choice("int8", 64, "integer", None, "rtn")),
+        ("a=int4:channel", Choice("int4", "channel", "integer", None, "rtn")),
+        ("a=int4", Choice("int4", 32, "integer", None, "rtn")),
+        ("a=fp6::mse", Choice("fp6", None, "none", None, "mse")),
+        ("a=int4:16:mse", Choice("int4", 16, "integer", None, "mse")),
     ],
 )
 def test_rules_on_the_command_line(text, expected):
-    assert parse_rule(text, Choice("int4", 32, True, "rtn")) == Rule("a", expected)
+    assert parse_rule(text, Choice("int4", 32, "integer", None, "rtn")) == Rule("a", expected)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_rules_on_the_command_line(text, expected):
         ("a=", "is not PATTERN=FORMAT"),
         ("a=int4:32:mse:1", "has more than FORMAT:GROUP:METHOD"),
         ("a=int4:mse", "group size 'mse' is neither a positive integer nor 'channel'"),
-        ("a=int5", "unknown format 'int5'; known are int8"),
+        ("a=int9", "unknown format 'int9'; known are int8"),
         ("a=int4:32:best", "unknown method 'best'; known are rtn, mse"),
         ("a=int4::", "unknown method ''"),
     ],
@@ -174,7 +175,7 @@ def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(
         [[rule]]
         match = "d"
         group_size = "channel"
-        asymmetric = false
+        zero_point = "none"
 
         [[rule]]
         match = "e"
@@ -182,13 +183,13 @@ def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(
         """,
     )
     recipe = read_recipe(path, Choice(zero_point="integer", method="rtn"))
-    assert recipe.default == Choice("int4", 32, True, "rtn")
+    assert recipe.default == Choice("int4", 32, "integer", None, "rtn")
     assert {rule.match: rule.choice for rule in recipe.rules} == {
-        "a": Choice("int8", None, True, "rtn"),
-        "b": Choice("int4", 32, True, "mse"),
-        "c": Choice("int4", 32, True, "rtn", keep=True),
-        "d": Choice("int4", "channel", False, "rtn"),
-        "e": Choice("fp6", None, False, "rtn"),
+        "a": Choice("int8", None, "integer", None, "rtn"),
+        "b": Choice("int4", 32, "integer", None, "mse"),
+        "c": Choice("int4", 32, "integer", None, "rtn", keep=True),
+        "d": Choice("int4", "channel", "none", None, "rtn"),
+        "e": Choice("fp6", None, "none", None, "rtn"),
     }
 
 
@@ -205,17 +206,20 @@ def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(
         ("[[rule]]\nformat = 'int4'", "a rule needs a 'match' pattern; found None"),
         ("[[rule]]\nmatch = ''", "a rule needs a 'match' pattern; found ''"),
         ("[[rule]]\nmatch = 3", "a rule needs a 'match' pattern; found 3"),
-        ("[[rule]]\nmatch = 'a'\nbits = 4", r"unknown keys \['bits'\]; known are \['asymmetric'"),
+        ("[[rule]]\nmatch = 'a'\nbits = 4", r"unknown keys \['bits'\]; known are \['format'"),
         ("[default]\nformat = 4", "'format' is 4; expected str"),
         ("[default]\nkeep = 'yes'", "'keep' is 'yes'; expected bool"),
-        ("[default]\nasymmetric = 1", "'asymmetric' is 1; expected bool"),
+        ("[default]\nzero_point = true", "'zero_point' is True; expected str"),
+        ("[default]\nzero_point = 'half'", "zero-point 'half' is unknown; use one of none, integer, float"),
+        ("[default]\nscale_dtype = 8", "'scale_dtype' is 8; expected str"),
+        ("[default]\nscale_dtype = 'e5m2'", "scale dtype 'e5m2' is unknown; use one of float32, float16"),
         ("[default]\ngroup_size = true", "'group_size' is True; expected int or str"),
         ("[default]\ngroup_size = 1.5", "'group_size' is 1.5; expected int or str"),
         ("[default]\ngroup_size = 'row'", "group size 'row' is neither"),
         ("[default]\ngroup_size = 0", "group size 0 is out of range"),
-        ("[default]\nformat = 'int5'", "unknown format 'int5'"),
+        ("[default]\nformat = 'int9'", "unknown format 'int9'"),
         ("[default]\nmethod = 'best'", "unknown method 'best'"),
-        ("[[rule]]\nmatch = 'a'\nformat = 'fp6'\nasymmetric = true", "no integer zero-point"),
+        ("[[rule]]\nmatch = 'a'\nformat = 'fp6'\nzero_point = 'float'", "has no zero-point"),
     ],
 )
 def test_recipe_files_that_are_refused(tmp_path, text, message):
@@ -254,21 +258,40 @@ def test_the_lm_head_flag_takes_the_method_and_not_the_grid_of_the_default():
         ({"format": "fp6"}, r"--format fp6 and \[default\] of recipe .* \(int8\) differ"),
         ({"group_size": 128}, r"--group-size 128 and .* \(64\) differ"),
         ({"method": "rtn"}, r"--method rtn and .* \(mse\) differ"),
-        ({"zero_point": "integer"}, r"--asymmetric True and .* \(False\) differ"),
+        ({"zero_point": "integer"}, r"--zero-point integer and .* \(none\) differ"),
+        ({"scale_dtype": "e4m3"}, r"--scale-dtype e4m3 and .* \(float32\) differ"),
     ],
 )
 def test_options_that_contradict_the_recipe_file_are_refused(tmp_path, options, message):
-    path = write(tmp_path, "[default]\nformat='int8'\ngroup_size=64\nmethod='mse'\nasymmetric=false\n")
+    path = write(
+        tmp_path,
+        "[default]\nformat='int8'\ngroup_size=64\nmethod='mse'\nzero_point='none'\nscale_dtype='float32'\n",
+    )
     with pytest.raises(UsageError, match=message):
         make_recipe(recipe=path, **options)
     agreeing = make_recipe(recipe=path, format="int8", group_size=64, method="mse")
-    assert agreeing.default == Choice("int8", 64, False, "mse")
+    assert agreeing.default == Choice("int8", 64, "none", "float32", "mse")
+
+
+def test_another_format_keeps_the_kind_of_zero_point_it_can_have_and_its_own_scales(tmp_path):
+    default = Choice("int4", 32, "float", "e4m3", "rtn")
+    assert parse_rule("a=int2", default).choice == Choice("int2", None, "float", None, "rtn")
+    assert parse_rule("a=nf4", default).choice == Choice("nf4", None, "none", None, "rtn")
+    assert parse_rule("a=int4:64", default).choice == Choice("int4", 64, "float", "e4m3", "rtn")
+    path = write(tmp_path, "[[rule]]\nmatch = 'a'\nformat = 'int3'\nscale_dtype = 'e4m3'\n")
+    (rule,) = read_recipe(path, default).rules
+    assert rule.choice == Choice("int3", None, "float", "e4m3", "rtn")
+
+
+def test_a_preset_brings_its_scale_dtype_and_a_choice_may_change_it():
+    assert Choice("nvfp4").scheme(torch.float16) == scheme("nvfp4")
+    assert Choice("nvfp4", scale_dtype="float16").scheme(torch.bfloat16).scale_dtype is torch.float16
 
 
 def test_a_recipe_that_cannot_work_is_refused_when_it_is_made():
     with pytest.raises(FormatError, match="unknown format"):
-        Recipe(Choice("int5"))
-    with pytest.raises(FormatError, match="no integer zero-point"):
+        Recipe(Choice("int9"))
+    with pytest.raises(FormatError, match="has no zero-point"):
         Recipe(Choice(), (Rule("a", Choice("binary", zero_point="integer")),))
 
 
@@ -278,6 +301,7 @@ def test_the_record_of_a_recipe_holds_all_of_it():
             "format": "int4",
             "group_size": None,
             "zero_point": "none",
+            "scale_dtype": None,
             "method": "mse",
             "keep": False,
         },
@@ -287,6 +311,7 @@ def test_the_record_of_a_recipe_holds_all_of_it():
                 "format": "int8",
                 "group_size": 64,
                 "zero_point": "none",
+                "scale_dtype": None,
                 "method": "mse",
                 "keep": False,
             }

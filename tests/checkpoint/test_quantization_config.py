@@ -4,16 +4,21 @@ import copy
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from compressed_tensors.quantization import QuantizationConfig as PeerConfig
 
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig, why_not_compressed_tensors
 from quantkit.errors import CheckpointError
+from quantkit.packing.formats import CodebookFormat
 from quantkit.packing.schemes import Scheme, scheme
 
 INT4, INT8, FP6 = scheme("int4"), scheme("int8"), scheme("fp6")
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+CUSTOM = Scheme(CodebookFormat("thirds", 2, book=(-1.0, -0.25, 0.5)), 32)
 
 
 def linear(name: str, scheme: Scheme | None, columns: int = 256) -> Assignment:
@@ -21,6 +26,12 @@ def linear(name: str, scheme: Scheme | None, columns: int = 256) -> Assignment:
 
 
 EXPRESSIBLE = [linear("a.q", INT4), linear("a.k", INT4), linear("b", INT8), linear("lm_head", None)]
+KINDS = [
+    linear("a", scheme("nvfp4")),
+    linear("b", scheme("int4", zero_point="float")),
+    linear("c", scheme("int3", scale_dtype=E8M0)),
+    linear("d", CUSTOM),
+]
 INEXPRESSIBLE = [linear("a.q", FP6), linear("a.k", FP6), linear("b", INT4), linear("lm_head", None)]
 
 
@@ -37,8 +48,8 @@ def peer_groups(assignments: Sequence[Assignment]) -> dict[tuple[str, ...], Any]
 
 @pytest.mark.parametrize(
     "assignments",
-    [EXPRESSIBLE, INEXPRESSIBLE, [linear("a", None)], [], [linear("a", FP6)]],
-    ids=["compressed-tensors", "quantkit", "dense", "empty", "uniform"],
+    [EXPRESSIBLE, INEXPRESSIBLE, [linear("a", None)], [], [linear("a", FP6)], KINDS],
+    ids=["compressed-tensors", "quantkit", "dense", "empty", "uniform", "every kind"],
 )
 def test_every_scheme_survives_json(assignments: list[Assignment]) -> None:
     config = QuantizationConfig.from_assignments(assignments)
@@ -75,6 +86,16 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
         (INT4, 200, "compressed-tensors needs groups that divide 200, not 128"),
         (FP6, 256, "compressed-tensors has no fp6-e2m3"),
         (scheme("binary"), 256, "compressed-tensors has no binary"),
+        (scheme("int5"), 256, "compressed-tensors has no int5"),
+        (scheme("nvfp4"), 256, "compressed-tensors has no fp4-e2m1"),
+        (scheme("fp8"), 256, "compressed-tensors has no fp8-e4m3"),
+        (scheme("int4", zero_point="float"), 256, "compressed-tensors has no float zero-points"),
+        (scheme("int8", zero_point="float"), 256, "compressed-tensors has no float zero-points"),
+        (scheme("int4", scale_dtype=E4M3), 256, "compressed-tensors has no e4m3 scales for int4"),
+        (scheme("int8", scale_dtype=E8M0), 256, "compressed-tensors has no e8m0 scales for int8"),
+        (scheme("int4", scale_dtype=torch.float32), 256, None),
+        (replace(INT4, global_scale=True), 256, "compressed-tensors has no global scale for int4"),
+        (CUSTOM, 256, "compressed-tensors has no thirds"),
     ],
 )
 def test_why_not_compressed_tensors(scheme: Scheme, columns: int, reason: str | None) -> None:
@@ -138,6 +159,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"schemes": {}}, "'schemes' is dict; expected a JSON array"),
     ({"schemes": ["int4"]}, "quantkit.schemes: a scheme has the fields"),
     ({"schemes": [{**INT4.to_dict(), "format": "int17"}]}, "schemes: unknown number format 'int17'"),
+    ({"schemes": [{**INT4.to_dict(), "format": {"kind": "posit"}}]}, "schemes: a number format is a name or"),
     ({"default": 7}, "quantkit.default is 7; expected null or the number of one of the 2 schemes"),
     ({"default": -1}, "quantkit.default is -1"),
     ({"default": False}, "quantkit.default is False"),

@@ -116,7 +116,7 @@ def test_plan_tells_memory_and_readers(run: Run) -> None:
 def test_recipe_file(run: Run, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
-        '[default]\nformat = "int4"\ngroup_size = 32\nasymmetric = true\n'
+        '[default]\nformat = "int4"\ngroup_size = 32\nzero_point = "integer"\n'
         '[[rule]]\nmatch = "*.down_proj"\nformat = "int8"\n'
         '[[rule]]\nmatch = "model.layers.0.*"\nkeep = true\n'
     )
@@ -130,12 +130,28 @@ def test_recipe_file(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "scheme"),
+    [
+        (("-f", "int3", "--zero-point", "float"), "int3 g128 asym-float bfloat16"),
+        (("-f", "nf4", "-g", "32", "--scale-dtype", "e4m3"), "nf4 g32 e4m3"),
+        (("-f", "nvfp4"), "fp4-e2m1 g16 e4m3"),
+    ],
+)
+def test_zero_points_and_scales_of_every_kind(run: Run, arguments: tuple[str, ...], scheme: str) -> None:
+    layers = json.loads(run("plan", SOURCE, *arguments, "--json").out)["layers"]
+    up = layers["model.layers.1.mlp.up_proj"]["scheme"]
+    assert up in (scheme, scheme.replace("g128", "channel"))  # a row shorter than the group
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("-f", "int9"), 4, "unknown format 'int9'; known are int8, int4"),
+        (("-f", "int9"), 4, "unknown format 'int9'; known are int8, int7"),
         (("-m", "magic"), 2, "unknown method 'magic'; known are rtn, mse"),
         (("-g", "0"), 2, "group size '0' is neither a positive integer nor 'channel'"),
-        (("-f", "binary", "--asymmetric"), 4, "format 'binary' has no integer zero-point"),
+        (("-f", "binary", "--zero-point", "float"), 4, "format 'binary' has no zero-point"),
+        (("--zero-point", "half"), 2, "zero-point 'half' is unknown; use one of none, integer, float"),
+        (("--scale-dtype", "e5m2"), 2, "scale dtype 'e5m2' is unknown; use one of float32, float16"),
         (("--lm-head", "int99"), 4, "unknown format 'int99'"),
         (("--rule", "down_proj"), 2, "rule 'down_proj' is not PATTERN=FORMAT[:GROUP][:METHOD]"),
         (("--rule", "*.nothing=int8"), 2, "rule '*.nothing' matches no linear of the model"),

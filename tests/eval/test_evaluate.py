@@ -272,21 +272,25 @@ def test_a_full_disk_is_told_before_the_model_runs(stories, texts, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("format_name", "group_size", "asymmetric", "bits", "container"),
+    ("format_name", "group_size", "zero_point", "bits", "container"),
     [
-        ("int4", 32, False, 4 + 16 / 32, "compressed-tensors"),
-        ("int4", 32, True, 4 + 20 / 32, "compressed-tensors"),
-        ("int8", "channel", False, 8 + 16 / 64, "compressed-tensors"),
-        ("binary", 32, False, 1 + 16 / 32, "quantkit"),
+        ("int4", 32, "none", 4 + 16 / 32, "compressed-tensors"),
+        ("int4", 32, "integer", 4 + 20 / 32, "compressed-tensors"),
+        ("int4", 32, "float", 4 + 32 / 32, "quantkit"),
+        ("nvfp4", None, "none", 4 + 8 / 16 + 32 / (96 * 64), "quantkit"),
+        ("mxfp4", None, "none", 4 + 8 / 32, "quantkit"),
+        ("int8", "channel", "none", 8 + 16 / 64, "compressed-tensors"),
+        ("binary", 32, "none", 1 + 16 / 32, "quantkit"),
     ],
 )
-def test_bits_per_weight_count_every_byte(tmp_path, format_name, group_size, asymmetric, bits, container):
-    chosen = scheme(format_name, group_size=group_size, zero_point="integer" if asymmetric else "none").for_columns(64)
+def test_bits_per_weight_count_every_byte(tmp_path, format_name, group_size, zero_point, bits, container):
+    chosen = scheme(format_name, group_size=group_size, zero_point=zero_point).for_columns(64)
     rows, columns, dense = 96, 64, 1000
     codes = torch.zeros(rows, columns, dtype=torch.uint8)
     groups = chosen.groups(columns)
-    zero_point = torch.zeros(rows, groups, dtype=torch.uint8) if asymmetric else None
-    packed = PackedTensor.from_codes(codes, torch.ones(rows, groups), zero_point, chosen)
+    zeros = None if zero_point == "none" else torch.zeros(rows, groups, dtype=torch.uint8)
+    factor = torch.ones(1) if chosen.global_scale else None
+    packed = PackedTensor.from_codes(codes, torch.ones(rows, groups), zeros, chosen, factor)
     tensors = {part_name("layer.weight", part, container): tensor for part, tensor in packed.parts()}
     tensors["layer.weight_shape"] = torch.tensor([rows, columns])
     tensors["lm_head.weight"] = torch.zeros(10, 100, dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
-from quantkit.packing.schemes import scheme
+from quantkit.packing.schemes import ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
 
@@ -37,23 +37,29 @@ def make_packed() -> Callable[..., PackedTensor]:
         shape: tuple[int, int],
         *,
         group_size: int | Literal["channel"] | None = None,
-        asymmetric: bool = False,
-        scale_dtype: torch.dtype = torch.bfloat16,
+        zero_point: ZeroPoint = "none",
+        scale_dtype: torch.dtype | None = None,
         exact: bool = False,
         seed: int = 0,
     ) -> PackedTensor:
         """Random codes and zero-points; scales powers of two when `exact`, else random."""
         generator = torch.Generator().manual_seed(seed)
-        layout = scheme(name, group_size=group_size, zero_point="integer" if asymmetric else "none", scale_dtype=scale_dtype)
+        layout = scheme(name, group_size=group_size, zero_point=zero_point, scale_dtype=scale_dtype)
         rows, columns = shape
         top, groups = 2**layout.format.bits, layout.groups(columns)
-        codes = torch.randint(0, top, shape, generator=generator, dtype=torch.uint8)
+        numbers = torch.tensor([c for c, v in enumerate(layout.format.values) if v == v], dtype=torch.uint8)
+        codes = numbers[torch.randint(0, len(numbers), shape, generator=generator)]
         zeros = torch.randint(0, top, (rows, groups), generator=generator, dtype=torch.uint8)
         if exact:
             scale = torch.exp2(torch.randint(-1, 2, (rows, groups), generator=generator).float())
         else:
-            scale = torch.rand(rows, groups, generator=generator) + 0.5
-        return PackedTensor.from_codes(codes, scale, zeros if asymmetric else None, layout)
+            # Weights that float16 can hold.
+            scale = (torch.rand(rows, groups, generator=generator) + 0.5) * min(1, 448 / layout.format.max)
+        # Weights that bfloat16 can hold.
+        between = zeros + (0.5 if layout.format.bits < 8 else 0)
+        stored_zeros = {"none": None, "integer": zeros, "float": between}[zero_point]
+        global_scale = torch.tensor([4.0 if exact else 3.7]) if layout.global_scale else None
+        return PackedTensor.from_codes(codes, scale, stored_zeros, layout, global_scale)
 
     return make
 

@@ -16,27 +16,42 @@ def arguments(packed, x, *, bias=None, layout=None):
     tensors = list(layout.tensors) if layout else []
     row = layout.row if layout else ""
     token, rows = packed.scheme.token, packed.shape[0]
-    return (x, packed.words, packed.scale, packed.zero_point, tensors, bias, token, rows, row)
+    parts = (packed.words, packed.scale, packed.zero_point, packed.global_scale)
+    return (x, *parts, tensors, bias, token, rows, row)
 
 
-@pytest.mark.parametrize("row", ["unpack", "int-digits"])
-@pytest.mark.parametrize("asymmetric", [False, True])
+def checks(packed):
+    """All of opcheck's, less the one that torch's own code cannot do with 8-bit scales."""
+    every = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    return every[packed.scale.itemsize == 1 :]
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "zero_point"),
+    [
+        *[(row, "int4", kind) for row in ("unpack", "int-digits") for kind in ("none", "integer")],
+        ("unpack", "int4", "float"),
+        ("unpack", "nvfp4", "none"),
+        ("int-digits", "nvfp4", "none"),
+    ],
+)
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_opcheck(row, asymmetric, needs_grad, make_packed, monkeypatch):
+def test_opcheck(row, name, zero_point, needs_grad, make_packed, monkeypatch):
     monkeypatch.setenv(FORCE_VARIABLE, row)
-    packed = make_packed("int4", (17, 60), group_size=32, zero_point="integer" if asymmetric else "none")
-    parts = (packed.words, packed.scale, packed.zero_point)
-    layout = build_layout(*parts, packed.scheme, packed.shape, torch.float32)
+    packed = make_packed(name, (17, 60), group_size=32, zero_point=zero_point)
+    layout = build_layout(packed, torch.float32)
     x = torch.randn(2, 3, 60, requires_grad=needs_grad)
     bias = torch.randn(17, requires_grad=needs_grad)
-    torch.library.opcheck(torch.ops.quantkit.linear, arguments(packed, x, bias=bias, layout=layout))
+    operands = arguments(packed, x, bias=bias, layout=layout)
+    torch.library.opcheck(torch.ops.quantkit.linear, operands, test_utils=checks(packed))
 
 
-def test_opcheck_of_the_gradient(make_packed):
-    packed = make_packed("fp6", (17, 60), group_size=32)
+@pytest.mark.parametrize("name", ["fp6", "nvfp4"])
+def test_opcheck_of_the_gradient(name, make_packed):
+    packed = make_packed(name, (17, 60), group_size=32)
     grad = torch.randn(2, 3, 17)
-    operands = (grad, packed.words, packed.scale, None, packed.scheme.token, 60)
-    torch.library.opcheck(torch.ops.quantkit.linear_grad_x, operands)
+    operands = (grad, packed.words, packed.scale, None, packed.global_scale, packed.scheme.token, 60)
+    torch.library.opcheck(torch.ops.quantkit.linear_grad_x, operands, test_utils=checks(packed))
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["no layout", "layout"])
@@ -77,7 +92,9 @@ class Packed(torch.nn.Module):
         self.scheme, self.rows = packed.scheme, packed.shape[0]
 
     def forward(self, x):
-        return linear_parts(x, self.words, self.scale, None, None, self.scheme, self.rows, None)
+        return linear_parts(
+            x, {"packed": self.words, "scale": self.scale}, None, self.scheme, self.rows, None
+        )
 
 
 def test_a_module_over_the_parts_compiles(make_packed):
@@ -112,7 +129,7 @@ def test_the_fake_result_is_the_real_one(make_packed):
     ("change", "message"),
     [
         ({0: torch.ones(2, 96)}, r"part 'packed'.*\(16, 8\); expected torch.int32 \(16, 12\)"),
-        ({7: 24}, r"part 'packed'.*expected torch.int32 \(24, 8\)"),
+        ({8: 24}, r"part 'packed'.*expected torch.int32 \(24, 8\)"),
         (
             {2: torch.ones(16, 3, dtype=torch.bfloat16)},
             r"part 'scale'.*\(16, 3\); expected torch.bfloat16 \(16, 2\)",
@@ -121,7 +138,8 @@ def test_the_fake_result_is_the_real_one(make_packed):
         ({1: torch.zeros(16, 8, dtype=torch.int64)}, r"part 'packed'.*torch.int64"),
         ({3: torch.zeros(2, 2, dtype=torch.int32)}, r"zero-point"),
         ({0: torch.ones(2, 64, dtype=torch.float64)}, r"x is torch.float64"),
-        ({5: torch.ones(3)}, r"bias has shape \(3,\)"),
+        ({4: torch.ones(1)}, r"global_scale=False but a global scale was given"),
+        ({6: torch.ones(3)}, r"bias has shape \(3,\)"),
     ],
 )
 def test_parts_that_do_not_fit_never_reach_a_kernel(change, message, make_packed):

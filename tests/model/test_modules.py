@@ -11,7 +11,7 @@ from torch import nn
 from quantkit.kernels import linear as kernels
 from quantkit.model import packed_module
 from quantkit.model.modules import PackedLinear, why_not_packable
-from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor
 
 from .conftest import SCHEMES, absmax_pack
 
@@ -85,9 +85,9 @@ def builds(monkeypatch) -> list[tuple[int, torch.dtype]]:
     """Calls of `build_layout`, each as the address of the words and the activation dtype."""
     calls: list[tuple[int, torch.dtype]] = []
 
-    def build(words, scale, zero_point, scheme: Scheme, shape, dtype):
-        calls.append((words.data_ptr(), dtype))
-        return kernels.build_layout(words, scale, zero_point, scheme, shape, dtype)
+    def build(packed: PackedTensor, dtype):
+        calls.append((packed.words.data_ptr(), dtype))
+        return kernels.build_layout(packed, dtype)
 
     monkeypatch.setattr(packed_module, "build_layout", build)
     return calls

@@ -20,7 +20,7 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.manifest import read_manifest, verify_files
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
-from quantkit.model import quantize as driver
+from quantkit.model import stream
 from quantkit.model.quantize import quantize
 
 SIZES: dict[str, Any] = {
@@ -122,7 +122,7 @@ def test_packed_tensors_are_those_of_quantize_tensor_and_the_rest_is_untouched(
     tmp_path, monkeypatch, family, options, chunk
 ):
     # Chunks of 1 byte are chunks of 32 rows, the words of zero-points that do not share a block.
-    monkeypatch.setitem(driver.CHUNK_BYTES, "cpu", chunk)
+    monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", chunk)
     source = write(tmp_path, family)
     quantize(source, tmp_path / "out", max_shard_bytes=40_000, **options)
     assert check_tensors(source, tmp_path / "out", **options) == 2 * (7 if family == "llama" else 4 + 12)
@@ -179,11 +179,11 @@ def test_relative_errors_are_those_of_the_stored_weights(tmp_path):
 
 def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeypatch):
     source = write(tmp_path)
-    monkeypatch.setitem(driver.CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)
     threads = torch.get_num_threads()
     outputs = []
     for workers, torch_threads in ((2, threads), (2, threads), (1, 1), (5, 3)):
-        monkeypatch.setitem(driver.WORKERS, "cpu", workers)
+        monkeypatch.setitem(stream.WORKERS, "cpu", workers)
         torch.set_num_threads(torch_threads)
         try:
             quantize(source, tmp_path / "out", zero_point="integer", group_size=32, overwrite=bool(outputs))
@@ -195,7 +195,7 @@ def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeyp
 
 
 def test_large_rows_that_are_copied_are_read_one_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setitem(driver.CHUNK_BYTES, "cpu", 1000)
+    monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1000)
     source, read = write(tmp_path), []
     tensors = load_file(source / "model.safetensors")
     tensors["fused.experts"] = torch.randn(5, 40, 30)
@@ -215,7 +215,7 @@ def test_large_rows_that_are_copied_are_read_one_at_a_time(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("chunk", [8 << 20, 1], ids=["whole", "chunked"])
 def test_progress_grows_to_the_total(tmp_path, monkeypatch, chunk):
-    monkeypatch.setitem(driver.CHUNK_BYTES, "cpu", chunk)
+    monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", chunk)
     source, seen = write(tmp_path, "tied"), []
     total = sum(tensor.nbytes for tensor in tensors_of(source).values()) + 2 * 96 * 64
     options: dict[str, Any] = {
@@ -354,7 +354,7 @@ def test_a_config_that_changes_after_the_last_tensor_is_refused(tmp_path):
 
 def test_no_worker_writes_after_a_failure(tmp_path, monkeypatch):
     # The descriptor of a closed shard may be that of another file.
-    monkeypatch.setitem(driver.CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)
     running: list[str] = []
 
     def slow(*arguments: Any) -> Any:
@@ -365,15 +365,15 @@ def test_no_worker_writes_after_a_failure(tmp_path, monkeypatch):
     def fail(done: int, total: int, name: str) -> None:
         raise KeyboardInterrupt
 
-    discard = driver.ShardFile.discard
+    discard = stream.ShardFile.discard
     states: list[int] = []
 
     def watch(file: Any) -> None:
         states.append(running.count("begin") - running.count("end"))
         discard(file)
 
-    monkeypatch.setattr(driver, "_copy_rows", slow)
-    monkeypatch.setattr(driver.ShardFile, "discard", watch)
+    monkeypatch.setattr(stream, "_copy_rows", slow)
+    monkeypatch.setattr(stream.ShardFile, "discard", watch)
     with pytest.raises(KeyboardInterrupt):
         quantize(write(tmp_path), tmp_path / "out", method="rtn", progress=fail)
     assert states == [0] and running
@@ -389,8 +389,8 @@ def test_killed_at_any_moment_and_resumed_it_is_the_same_directory(tmp_path, mon
     }
     quantize(source, tmp_path / "whole", **options)
     # Slowed down, as a tiny model is done before a kill arrives.
-    rows = driver._quantize_rows
-    monkeypatch.setattr(driver, "_quantize_rows", lambda *work: (time.sleep(0.01), rows(*work))[1])
+    rows = stream._quantize_rows
+    monkeypatch.setattr(stream, "_quantize_rows", lambda *work: (time.sleep(0.01), rows(*work))[1])
     # Forked after the imports, and with one thread: OpenMP's threads do not survive a fork.
     context = multiprocessing.get_context("fork")
     threads = torch.get_num_threads()

@@ -1,6 +1,7 @@
 """`docs/format.md` says what the code does."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from quantkit.checkpoint.quantization_config import QuantizationConfig
-from quantkit.packing.formats import FORMATS
-from quantkit.packing.schemes import MAX_GROUP_SIZE, SCALE_DTYPES, Scheme
+from quantkit.packing.formats import FORMATS, format_from_json, format_to_json
+from quantkit.packing.schemes import MAX_GROUP_SIZE, PRESETS, SCALE_DTYPES, SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.words import parts
 
@@ -24,32 +25,42 @@ def blocks(language: str) -> list[Any]:
 EXAMPLES = blocks("json example")
 
 
-def from_hex(rows: list[list[str]], dtype: torch.dtype) -> torch.Tensor:
-    data = b"".join(bytes.fromhex(element)[::-1] for row in rows for element in row)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(len(rows), -1)
+def from_hex(rows: list[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    elements = [element for row in rows for element in (row if isinstance(row, list) else [row])]
+    data = b"".join(bytes.fromhex(element)[::-1] for element in elements)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example["scheme"]["format"])
 def test_the_worked_examples_are_what_the_code_does(example: dict[str, Any]) -> None:
     scheme, shape = Scheme.from_dict(example["scheme"]), tuple(example["shape"])
     stored = {
-        part: from_hex(example[part], dtype)
-        for part, (dtype, _) in scheme.storage_shapes(shape).items()
+        part: from_hex(example[part], dtype, size)
+        for part, (dtype, size) in scheme.storage_shapes(shape).items()
         if part in example and part != "shape"
     }
-    packed = PackedTensor(stored["packed"], stored["scale"], stored.get("zero_point"), scheme, shape)
+    words, scale, factor = stored["packed"], stored["scale"], stored.get("global_scale")
+    packed = PackedTensor(words, scale, stored.get("zero_point"), scheme, shape, factor)
     assert packed.codes().tolist() == example["codes"]
     assert packed.dequantize().tolist() == example["weights"]
     codes = torch.tensor(example["codes"], dtype=torch.uint8)
-    again = PackedTensor.from_codes(codes, stored["scale"], packed.zero_point_codes(), scheme)
-    assert all(torch.equal(part, stored[name]) for name, part in again.parts())
+    again = PackedTensor.from_codes(codes, scale, packed.zero_points(), scheme, factor)
+    assert all(
+        torch.equal(part.view(torch.uint8), stored[name].view(torch.uint8)) for name, part in again.parts()
+    )
 
 
 def test_there_is_an_example_of_each_kind() -> None:
-    assert [(e["scheme"]["format"], "zero_point" in e) for e in EXAMPLES] == [
-        ("int4", True),
-        ("fp6-e2m3", False),
+    assert [(e["scheme"]["format"], e["scheme"]["zero_point"], "global_scale" in e) for e in EXAMPLES] == [
+        ("int4", "integer", False),
+        ("fp6-e2m3", "none", False),
+        ("int2", "float", True),
     ]
+
+
+def test_the_custom_format_is_read_and_written_as_shown() -> None:
+    (shown,) = blocks("json format")
+    assert format_to_json(format_from_json(shown)) == shown
 
 
 def test_the_example_configuration_is_read_and_written_as_shown() -> None:
@@ -59,10 +70,25 @@ def test_the_example_configuration_is_read_and_written_as_shown() -> None:
 
 def test_the_page_lists_every_format_part_and_scale_dtype() -> None:
     section = PAGE.split("## 4. Codes")[1].split("## 5.")[0]
-    listed = re.findall(r"^\| (`.*?) \|", section, re.M)
+    listed = re.findall(r"^\| (`[a-z].*?) \|", section, re.M)
     assert set(re.findall(r"`(.*?)`", " ".join(listed))) == set(FORMATS)
+    assert all(repr(value) in section for value in FORMATS["nf4"].values)
+    for name, fmt in FORMATS.items():
+        reserved = [f"`{code:x}`" for code, value in enumerate(fmt.values) if math.isnan(value)]
+        (row,) = re.findall(rf"^\|.*`{name}`.*\|$", section, re.M)
+        assert ("reserved" in row) is bool(reserved)
+        assert all(code in row for code in reserved[:1] + reserved[-1:])
     assert all(f'`"{name}"`' in PAGE for name in SCALE_DTYPES)
     assert f"from 1 to {MAX_GROUP_SIZE}," in PAGE
+    presets = re.findall(r"^\| `(\S+)` \| `(\S+)` \| (\S+) \| (.+?) \|$", PAGE, re.M)
+    assert {row[0]: row[1:] for row in presets if row[0] in PRESETS} == {
+        name: (
+            preset.format,
+            str(preset.group_size or "channel"),
+            SCALE_TYPES[preset.scale_dtype].name if preset.scale_dtype else "16 bits",
+        )
+        for name, preset in PRESETS.items()
+    }
     widths = re.findall(r"^\| (\d) \| ([\d+ ]+) \|", PAGE, re.M)
     assert {int(bits): tuple(map(int, split.split("+"))) for bits, split in widths} == {
         bits: parts(bits) for bits in (3, 5, 6, 7)

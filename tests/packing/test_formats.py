@@ -2,8 +2,10 @@
 
 import dataclasses
 import itertools
+import json
 import math
 from fractions import Fraction
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,31 +20,46 @@ from quantkit.packing.formats import (
     FloatFormat,
     IntFormat,
     NumberFormat,
+    format_from_json,
+    format_to_json,
     number_format,
 )
 
 # A new format is a new row of FORMATS, so the classes have to be right beyond the rows there are today.
 UNLISTED = (
-    IntFormat("int2", 2),
-    IntFormat("int3", 3),
-    FloatFormat("e2m1", 4, exponent_bits=2, mantissa_bits=1, bias=1),
-    FloatFormat("e4m3", 8, exponent_bits=4, mantissa_bits=3, bias=7),
+    IntFormat("wide", 8),
+    FloatFormat("e3m1", 5, exponent_bits=3, mantissa_bits=1, bias=3, reserved=2),
+    FloatFormat("e4m3-full", 8, exponent_bits=4, mantissa_bits=3, bias=7),
+    CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)),
     CodebookFormat("thirds", 2, book=tuple(float(np.float32(v)) for v in (-1 / 3, 0.1, 2 / 3, 1e20))),
     CodebookFormat("apart", 1, book=(2.0**-100, 1.0)),
 )
 ALL = (*FORMATS.values(), *UNLISTED)
-ML_DTYPES = {"fp6-e2m3": ml_dtypes.float6_e2m3fn, "fp6-e3m2": ml_dtypes.float6_e3m2fn}
+ML_DTYPES: dict[str, Any] = {
+    "fp8-e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8-e5m2": ml_dtypes.float8_e5m2,
+    "fp6-e2m3": ml_dtypes.float6_e2m3fn,
+    "fp6-e3m2": ml_dtypes.float6_e3m2fn,
+    "fp4-e2m1": ml_dtypes.float4_e2m1fn,
+}
+TORCH = {"fp8-e4m3": torch.float8_e4m3fn, "fp8-e5m2": torch.float8_e5m2}
 
 each_format = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
 
 
 def every_code(fmt: NumberFormat) -> torch.Tensor:
-    return torch.arange(2**fmt.bits, dtype=torch.uint8)
+    return torch.arange(2**fmt.bits, dtype=torch.int16).to(torch.uint8)
+
+
+def number_codes(fmt: NumberFormat) -> torch.Tensor:
+    """The codes that stand for a number."""
+    codes = every_code(fmt)
+    return codes[~torch.tensor(fmt.values).isnan()]
 
 
 def boundary_inputs(fmt: NumberFormat) -> torch.Tensor:
     """All values and midpoints with a float32 on either side, random numbers, and the ends of float32."""
-    ordered = sorted(set(fmt.values))
+    ordered = list(fmt.numbers)
     midpoints = [float((Fraction(a) + Fraction(b)) / 2) for a, b in itertools.pairwise(ordered)]
     at = torch.tensor(ordered + midpoints, dtype=torch.float32)
     infinity = torch.tensor(math.inf)
@@ -63,7 +80,7 @@ def boundary_inputs(fmt: NumberFormat) -> torch.Tensor:
 
 @each_format
 def test_every_code_survives_decode_then_encode(fmt: NumberFormat) -> None:
-    codes = every_code(fmt)
+    codes = number_codes(fmt)
     assert torch.equal(fmt.encode(fmt.decode(codes)), codes)
 
 
@@ -92,8 +109,8 @@ def test_encode_takes_strided_input_and_leaves_it_unchanged(fmt: NumberFormat) -
 
 @each_format
 def test_limits_follow_from_the_values(fmt: NumberFormat) -> None:
-    values = fmt.decode(every_code(fmt))
-    assert values.tolist() == list(fmt.values)
+    values = fmt.decode(number_codes(fmt))
+    assert sorted(set(values.tolist())) == list(fmt.numbers)
     assert (fmt.max, fmt.min) == (values.max().item(), values.min().item())
     assert fmt.has_zero == bool((values == 0).any())
 
@@ -102,7 +119,17 @@ def test_limits_follow_from_the_values(fmt: NumberFormat) -> None:
     ("name", "smallest", "largest", "absmax", "has_zero"),
     [
         ("int8", -128.0, 127.0, 127.0, True),
+        ("int7", -64.0, 63.0, 63.0, True),
+        ("int6", -32.0, 31.0, 31.0, True),
+        ("int5", -16.0, 15.0, 15.0, True),
         ("int4", -8.0, 7.0, 7.0, True),
+        ("int3", -4.0, 3.0, 3.0, True),
+        ("int2", -2.0, 1.0, 1.0, True),
+        ("fp8-e4m3", -448.0, 448.0, 448.0, True),
+        ("fp8-e5m2", -57344.0, 57344.0, 57344.0, True),
+        ("fp4-e2m1", -6.0, 6.0, 6.0, True),
+        ("nf4", -1.0, 1.0, 1.0, True),
+        ("ternary", -1.0, 1.0, 1.0, True),
         ("fp6-e2m3", -7.5, 7.5, 7.5, True),
         ("fp6-e3m2", -28.0, 28.0, 28.0, True),
         ("binary", -1.0, 1.0, 1.0, False),
@@ -111,18 +138,76 @@ def test_limits_follow_from_the_values(fmt: NumberFormat) -> None:
 def test_published_limits(name: str, smallest: float, largest: float, absmax: float, has_zero: bool) -> None:
     fmt = FORMATS[name]
     assert (fmt.min, fmt.max, fmt.absmax, fmt.has_zero) == (smallest, largest, absmax, has_zero)
-    assert fmt.rounding_statistic == ("absmax" if has_zero else "absmean")
+    assert fmt.rounding_statistic == ("absmean" if name in ("ternary", "binary") else "absmax")
+
+
+def inputs_in_range(fmt: NumberFormat) -> torch.Tensor:
+    # Beyond the largest value peers go to infinity, NaN or wrap around; that we saturate is tested above.
+    random = torch.randn(20000, generator=torch.Generator().manual_seed(1)) * fmt.max * 0.8
+    small = random * torch.exp2(torch.linspace(-30, 0, 20000))
+    x = torch.cat([boundary_inputs(fmt), random, small])
+    return x[x.abs() <= fmt.max]
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
-def test_fp6_equals_ml_dtypes_bit_for_bit(name: str) -> None:
+def test_float_formats_equal_ml_dtypes_bit_for_bit(name: str) -> None:
     fmt, peer = FORMATS[name], ML_DTYPES[name]
-    table = np.arange(64, dtype=np.uint8).view(peer).astype(np.float32)
+    table = every_code(fmt).numpy().view(peer).astype(np.float32)
     ours = np.array(fmt.values, dtype=np.float32)
-    assert ours.tobytes() == table.tobytes()
-    x = torch.cat([boundary_inputs(fmt), torch.randn(20000, generator=torch.Generator().manual_seed(1)) * 6])
-    x = x[x.abs() <= fmt.max]  # beyond the largest value the peer may wrap; saturation is tested above
+    numbers = np.isfinite(table)  # where the peer has infinity or NaN, we have NaN
+    assert np.array_equal(np.isnan(ours), ~numbers)
+    assert ours[numbers].tobytes() == table[numbers].tobytes()
+    x = inputs_in_range(fmt)
     assert np.array_equal(fmt.encode(x).numpy(), x.numpy().astype(peer).view(np.uint8))
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_fp8_equals_the_casts_of_torch_bit_for_bit(name: str) -> None:
+    fmt, peer = FORMATS[name], TORCH[name]
+    decoded = every_code(fmt).view(peer).float()
+    numbers = number_codes(fmt).long()
+    assert torch.equal(fmt.decode(every_code(fmt))[numbers], decoded[numbers])
+    x = inputs_in_range(fmt)
+    assert torch.equal(fmt.encode(x), x.to(peer).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "reserved"),
+    [
+        ("fp8-e4m3", [0x7F, 0xFF]),
+        ("fp8-e5m2", [0x7C, 0x7D, 0x7E, 0x7F, 0xFC, 0xFD, 0xFE, 0xFF]),
+        ("ternary", [3]),
+    ],
+)
+def test_reserved_codes_are_nan_and_never_written(name: str, reserved: list[int]) -> None:
+    fmt = FORMATS[name]
+    assert [code for code, value in enumerate(fmt.values) if math.isnan(value)] == reserved
+    assert fmt.decode(torch.tensor(reserved, dtype=torch.uint8)).isnan().all()
+    limits = torch.tensor([3.4e38, -3.4e38, fmt.max * 1.01, -fmt.max * 1.01])
+    assert fmt.decode(fmt.encode(limits)).tolist() == [fmt.max, fmt.min] * 2
+    assert set(fmt.encode(boundary_inputs(fmt)).tolist()).isdisjoint(reserved)
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - set(TORCH)))
+def test_no_other_format_has_a_code_without_a_number(name: str) -> None:
+    fmt = FORMATS[name]
+    assert len(fmt.numbers) == {"ternary": 3}.get(name, 2**fmt.bits - (name in ML_DTYPES))  # two zeros
+
+
+@pytest.mark.parametrize("name", ["nf4", "ternary", "binary"])
+def test_code_books_take_the_nearest_of_all_values(name: str) -> None:
+    fmt = FORMATS[name]
+    x = torch.cat([inputs_in_range(fmt), torch.linspace(-3, 3, 5001)]).double()
+    book = torch.tensor(fmt.numbers, dtype=torch.float64)
+    distances = (x[:, None] - book).abs()
+    found = fmt.decode(fmt.encode(x.float())).double()
+    assert torch.equal((found - x).abs(), distances.amin(1))
+
+
+def test_nf4_is_the_published_code_book() -> None:
+    # QLoRA, appendix E, to the digits printed there.
+    printed = "-1 -.6962 -.5251 -.3949 -.2844 -.1848 -.0911 0 .0796 .1609 .2461 .3379 .4407 .5626 .7230 1"
+    assert FORMATS["nf4"].values == pytest.approx([float(v) for v in printed.split()], abs=5e-5)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -140,6 +225,19 @@ def test_affine_codes_saturate_about_any_zero_point() -> None:
     zero_point = torch.arange(16, dtype=torch.uint8)[:, None]
     expected = (x.round() + zero_point).clamp(0, 15).to(torch.uint8)
     assert torch.equal(fmt.quantize_affine(x, zero_point.float())[0], expected)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_codes_about_a_float_zero_point_are_the_nearest(bits: int) -> None:
+    fmt = IntFormat("x", bits)
+    zero_point = torch.tensor([[-3.5], [0.0], [0.40625], [2.75], [2.0**bits]])
+    x = torch.linspace(-(2.0**bits), 2.0**bits, 801).repeat(5, 1)
+    codes, values = fmt.quantize_offset(x, zero_point)
+    grid = torch.arange(2**bits) - zero_point
+    assert torch.equal(values, codes.float() - zero_point)
+    assert torch.equal(values, fmt.round_offset(x, zero_point))
+    nearest = (x[:, :, None] - grid[:, None]).abs().amin(2)
+    torch.testing.assert_close((values - x).abs(), nearest, rtol=0, atol=2.0**-12)
 
 
 def test_a_tie_between_code_book_values_goes_upward() -> None:
@@ -172,7 +270,7 @@ def test_names_resolve_aliases_and_the_table_is_keyed_by_name() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(FormatError, match=r"unknown number format 'int17'; known are int8, int4, .*fp6"):
+    with pytest.raises(FormatError, match=r"unknown number format 'int17'; known are int8, int7, .*fp6"):
         number_format("int17")
 
 
@@ -185,10 +283,20 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         (lambda: FloatFormat("x", 6, 3, 3, 1), "'x' has 6 bits but its fields take 7"),
         (
             lambda: CodebookFormat("x", 2, (0.0, 1.0)),
-            "'x' needs 4 strictly increasing values for 2 bits; got 2",
+            "'x' needs 3 to 4 strictly increasing values for 2 bits; got 2",
         ),
-        (lambda: CodebookFormat("x", 1, (1.0, 1.0)), "needs 2 strictly increasing values"),
-        (lambda: CodebookFormat("x", 1, (0.0, math.nan)), "needs 2 strictly increasing values"),
+        (lambda: CodebookFormat("x", 2, (0.0, 1.0, 2.0, 3.0, 4.0)), "needs 3 to 4 .* for 2 bits; got 5"),
+        (lambda: CodebookFormat("x", 1, (1.0, 1.0)), "needs 2 to 2 strictly increasing values"),
+        (lambda: CodebookFormat("x", 1, (0.0, math.nan)), "needs 2 to 2 strictly increasing values"),
+        (
+            lambda: FloatFormat("x", 4, 2, 1, 1, reserved=8),
+            "reserves 8 codes of each sign, which has 8; leave",
+        ),
+        (lambda: FloatFormat("x", 4, 2, 1, 1, reserved=-1), "reserves -1 codes"),
+        (lambda: FloatFormat("x", 4, 2, 1, 200), r"from 2\*\*-200 to 2\*\*-196; choose a bias"),
+        (lambda: FloatFormat("x", 4, 2, 1, -200), r"from 2\*\*200 to 2\*\*204"),
+        (lambda: FloatFormat("x", 4, 0, 3, 1), "has 0 exponent and 3 mantissa bits; each is at least 1"),
+        (lambda: FloatFormat("x", 4, 3, 0, 1), "has 3 exponent and 0 mantissa bits; each is at least 1"),
         (lambda: CodebookFormat("x", 1, (0.0, math.inf)), "no finite float32: .inf"),
         (lambda: CodebookFormat("x", 1, (0.0, 1e39)), r"no finite float32: .1e\+39"),
         (lambda: CodebookFormat("x", 1, (0.0, 0.1)), "no finite float32: .0.1"),
@@ -197,3 +305,46 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_invalid_records_are_refused(build: object, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         build()  # type: ignore[operator]
+
+
+@each_format
+def test_every_format_survives_json(fmt: NumberFormat) -> None:
+    written = format_to_json(fmt)
+    assert (written == fmt.name) is (fmt.name in FORMATS)
+    assert format_from_json(json.loads(json.dumps(written))) == fmt
+
+
+CUSTOM: dict[str, Any] = {"kind": "codebook", "name": "third", "bits": 2, "book": [-1.0, 0.0, 0.25, 1.0]}
+MINE: dict[str, Any] = {
+    **{"kind": "float", "name": "mine", "bits": 4, "reserved": 0},
+    **{"exponent_bits": 2, "mantissa_bits": 1, "bias": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("int17", "unknown number format 'int17'"),
+        (None, "a name or an object of kind int, float, codebook; found None"),
+        (["int4"], r"a name or an object of kind .*; found \['int4'\]"),
+        ({}, "a name or an object of kind"),
+        ({**CUSTOM, "kind": "posit"}, "a name or an object of kind .*'posit'"),
+        ({**CUSTOM, "kind": []}, "a name or an object of kind"),
+        ({**CUSTOM, "surprise": 1}, r"kind 'codebook' has the fields \['bits', 'book', 'name'\]"),
+        ({"kind": "int", "name": "x"}, r"kind 'int' has the fields \['bits', 'name'\]"),
+        ({**CUSTOM, "name": 3}, "a name of its own"),
+        ({**CUSTOM, "name": "int4"}, "a name of its own"),
+        ({**CUSTOM, "bits": True}, "'third' has fields of the wrong type"),
+        ({**CUSTOM, "bits": 2.0}, "fields of the wrong type"),
+        ({**CUSTOM, "book": "abcd"}, "fields of the wrong type"),
+        ({**CUSTOM, "book": [0, 1, 2, 3]}, "fields of the wrong type"),
+        ({**CUSTOM, "book": [0.0, 1.0]}, "needs 3 to 4 strictly increasing values"),
+        ({**CUSTOM, "bits": 9}, "has 9 bits; a code has 1 to 8"),
+        ({**MINE, "bias": 10**400}, "choose a bias that keeps them"),
+        ({**MINE, "mantissa_bits": 2}, "has 4 bits but its fields take 5"),
+        ({**MINE, "reserved": 8}, "reserves 8 codes"),
+    ],
+)
+def test_json_that_is_no_format_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        format_from_json(data)

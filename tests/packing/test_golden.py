@@ -8,12 +8,14 @@ The files in `golden/` are the format. When the format changes on purpose, raise
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from quantkit.packing.formats import CodebookFormat
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.words import pack, unpack
@@ -24,22 +26,35 @@ SCHEMES: dict[str, Scheme] = {
     **{name: scheme(name) for name in PRESETS},
     "int4-asymmetric": scheme("int4", group_size=28, zero_point="integer"),
     "int8-asymmetric": scheme("int8", zero_point="integer", scale_dtype=torch.float32),
+    "int3-e4m3": scheme("int3", group_size=32, scale_dtype=torch.float8_e4m3fn),
+    "int2-float-zero": scheme("int2", group_size=28, zero_point="float"),
+    "custom": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32),
 }
 
 
 def example(scheme: Scheme) -> PackedTensor:
     """Integer arithmetic only, so that it is the same under every version of torch."""
     top = 2**scheme.format.bits
+    numbers = [code for code, value in enumerate(scheme.format.values) if not math.isnan(value)]
     groups = scheme.groups(COLUMNS)
-    codes = [[(37 * n + 11 * k + k * k // 7) % top for k in range(COLUMNS)] for n in range(ROWS)]
-    scale = [[(3 * n + g + 1) / 64 for g in range(groups)] for n in range(ROWS)]
+    codes = [
+        [numbers[(37 * n + 11 * k + k * k // 7) % len(numbers)] for k in range(COLUMNS)] for n in range(ROWS)
+    ]
+    scale = [[_scale(3 * n + g, scheme.scale_type.digits) for g in range(groups)] for n in range(ROWS)]
     zero = [[(5 * n + 3 * g + 1) % top for g in range(groups)] for n in range(ROWS)]
+    between = torch.tensor(zero) + 0.375
     return PackedTensor.from_codes(
         torch.tensor(codes, dtype=torch.uint8),
         torch.tensor(scale),
-        torch.tensor(zero, dtype=torch.uint8) if scheme.zero_point == "integer" else None,
+        {"none": None, "integer": torch.tensor(zero, dtype=torch.uint8), "float": between}[scheme.zero_point],
         scheme,
+        torch.tensor([512.0]) if scheme.global_scale else None,
     )
+
+
+def _scale(i: int, digits: int) -> float:
+    """A scale that needs no rounding."""
+    return 2.0 ** (i % 15 - 7) if digits == 1 else (i % 2**digits + 1) / 64
 
 
 def little_endian(tensor: torch.Tensor) -> bytes:
@@ -54,7 +69,9 @@ def described(packed: PackedTensor) -> dict[str, Any]:
         "scheme": packed.scheme.to_dict(),
         "shape": list(packed.shape),
         "codes": [bytes(row).hex() for row in packed.codes().tolist()],
-        "parts": {name: [little_endian(row).hex() for row in part] for name, part in parts.items()},
+        "parts": {
+            name: [little_endian(row.reshape(-1)).hex() for row in part] for name, part in parts.items()
+        },
         "sha256": digest.hexdigest(),
         "weights_sha256": hashlib.sha256(little_endian(packed.dequantize())).hexdigest(),
     }
@@ -91,8 +108,9 @@ def test_the_golden_bytes_read_back_as_the_golden_codes(name: str) -> None:
         for part, (dtype, shape) in scheme.storage_shapes(tuple(golden["shape"])).items()
         if (rows := golden["parts"].get(part))
     }
+    shape = tuple(golden["shape"])
     packed = PackedTensor(
-        parts["packed"], parts["scale"], parts.get("zero_point"), scheme, tuple(golden["shape"])
+        parts["packed"], parts["scale"], parts.get("zero_point"), scheme, shape, parts.get("global_scale")
     )
     assert [bytes(row).hex() for row in packed.codes().tolist()] == golden["codes"]
     assert hashlib.sha256(little_endian(packed.dequantize())).hexdigest() == golden["weights_sha256"]

@@ -2,32 +2,47 @@
 
 import itertools
 import json
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.packing.formats import FORMATS
+from quantkit.packing.formats import FORMATS, CodebookFormat, IntFormat
 from quantkit.packing.schemes import (
     MAX_GROUP_SIZE,
     PRESETS,
     SCALE_DTYPES,
+    SCALE_TYPES,
+    ZERO_POINTS,
     Scheme,
+    ZeroPoint,
     default_scale_dtype,
     parse_token,
     scheme,
 )
 
 INT4 = FORMATS["int4"]
-VALID = {"format": "int4", "group_size": 128, "zero_point": "none", "scale_dtype": "bfloat16"}
+VALID = {
+    "format": "int4",
+    "group_size": 128,
+    "zero_point": "none",
+    "scale_dtype": "bfloat16",
+    "global_scale": False,
+}
+THIRDS = CodebookFormat("thirds", 2, book=(-1.0, -0.25, 0.5))
 EVERY = [
-    scheme(name, group_size=size, scale_dtype=dtype, zero_point="integer" if asymmetric else "none")
-    for name, size, dtype, asymmetric in itertools.product(
-        PRESETS, (None, "channel", 1, 48), SCALE_DTYPES.values(), (False, True)
-    )
-    if not (asymmetric and not name.startswith("int"))
+    *[
+        scheme(name, group_size=size, scale_dtype=dtype, zero_point=kind)
+        for name, size, dtype, kind in itertools.product(
+            PRESETS, (None, "channel", 1, 48), SCALE_DTYPES.values(), ZERO_POINTS
+        )
+        if kind == "none" or isinstance(scheme(name).format, IntFormat)
+    ],
+    Scheme(THIRDS, 32),
 ]
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
 def test_every_scheme_survives_a_dict_through_json_and_a_token() -> None:
@@ -40,11 +55,72 @@ def test_different_schemes_have_different_tokens() -> None:
     assert len({s.token for s in EVERY}) == len(set(EVERY)) == len({str(s) for s in set(EVERY)})
 
 
-def test_presets_give_format_and_granularity() -> None:
-    for name, preset in PRESETS.items():
-        built = scheme(name)
-        assert (built.format.name, built.group_size) == (preset.format, preset.group_size)
-        assert (built.zero_point, built.scale_dtype) == ("none", torch.bfloat16)
+@pytest.mark.parametrize(
+    ("name", "format_name", "group_size", "scale_dtype"),
+    [
+        ("int8", "int8", None, torch.bfloat16),
+        *[(f"int{bits}", f"int{bits}", 128, torch.bfloat16) for bits in range(2, 8)],
+        ("ternary", "ternary", 128, torch.bfloat16),
+        ("binary", "binary", 128, torch.bfloat16),
+        ("fp8", "fp8-e4m3", None, torch.bfloat16),
+        ("fp8-e4m3", "fp8-e4m3", None, torch.bfloat16),
+        ("fp8-e5m2", "fp8-e5m2", None, torch.bfloat16),
+        ("fp6", "fp6-e2m3", 128, torch.bfloat16),
+        ("fp6-e2m3", "fp6-e2m3", 128, torch.bfloat16),
+        ("fp6-e3m2", "fp6-e3m2", 128, torch.bfloat16),
+        ("fp4", "fp4-e2m1", 32, torch.bfloat16),
+        ("nf4", "nf4", 64, torch.bfloat16),
+        ("mxfp8", "fp8-e4m3", 32, E8M0),
+        ("mxfp6", "fp6-e2m3", 32, E8M0),
+        ("mxfp4", "fp4-e2m1", 32, E8M0),
+        ("nvfp4", "fp4-e2m1", 16, E4M3),
+    ],
+)
+def test_presets(name: str, format_name: str, group_size: int | None, scale_dtype: torch.dtype) -> None:
+    expected = Scheme(FORMATS[format_name], group_size, "none", scale_dtype, scale_dtype == E4M3)
+    assert scheme(name) == expected
+
+
+def test_every_preset_is_listed_above() -> None:
+    (mark,) = test_presets.pytestmark  # type: ignore[attr-defined]
+    assert {row[0] for row in mark.args[1]} == set(PRESETS)
+
+
+@pytest.mark.parametrize("dtype", SCALE_TYPES, ids=str)
+def test_scale_types_say_what_their_dtype_can(dtype: torch.dtype) -> None:
+    scale, limits = SCALE_TYPES[dtype], torch.finfo(dtype)
+    assert scale.max == limits.max
+    assert 2.0 ** (1 - scale.digits) == limits.eps
+    assert scale.signed == (limits.min < 0)
+    assert scale.relative == (limits.max < 1000)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "overflowing"),
+    [
+        (E4M3, 464.0, 464.1),
+        (E8M0, 2.0**127, 3e38),
+        (torch.float16, 65519.0, 65520.0),
+        (torch.bfloat16, 3.39e38, 3.4e38),
+    ],
+)
+def test_scales_overflow_instead_of_saturating(
+    dtype: torch.dtype, largest: float, overflowing: float
+) -> None:
+    rounded = SCALE_TYPES[dtype].round(torch.tensor([largest, overflowing, math.inf]))
+    assert rounded[0].item() == SCALE_TYPES[dtype].max
+    assert not rounded[1:].isfinite().any()
+
+
+def test_scales_of_a_small_range_are_relative_to_the_tensor() -> None:
+    assert scheme("int3", scale_dtype=E4M3).global_scale
+    assert not any(scheme("int3", scale_dtype=dtype).global_scale for dtype in SCALE_TYPES if dtype != E4M3)
+    assert scheme("nvfp4", scale_dtype=torch.bfloat16) == scheme("fp4", group_size=16)
+
+
+def test_a_custom_format_travels_with_its_scheme() -> None:
+    data = Scheme(THIRDS, 32).to_dict()
+    assert data["format"] == {"kind": "codebook", "name": "thirds", "bits": 2, "book": [-1.0, -0.25, 0.5]}
 
 
 def test_arguments_override_the_preset() -> None:
@@ -78,6 +154,28 @@ def test_storage_shapes_of_an_asymmetric_weight() -> None:
     assert "zero_point" not in scheme("int4").storage_shapes((9, 300))
 
 
+@pytest.mark.parametrize(
+    ("scale_dtype", "zero_dtype"),
+    [(torch.float32,) * 2, (torch.float16,) * 2, (torch.bfloat16,) * 2, (E4M3, torch.bfloat16)],
+)
+def test_float_zero_points_are_stored_like_scales_of_16_bits_or_more(
+    scale_dtype: torch.dtype, zero_dtype: torch.dtype
+) -> None:
+    parts = scheme("int3", zero_point="float", scale_dtype=scale_dtype).storage_shapes((9, 300))
+    assert parts["scale"] == (scale_dtype, (9, 3))
+    assert parts["zero_point"] == (zero_dtype, (9, 3))
+
+
+def test_storage_shapes_of_relative_scales() -> None:
+    assert scheme("nvfp4").storage_shapes((9, 300)) == {
+        "packed": (torch.int32, (9, 38)),
+        "scale": (E4M3, (9, 19)),
+        "global_scale": (torch.float32, (1,)),
+        "shape": (torch.int64, (2,)),
+    }
+    assert "global_scale" not in scheme("mxfp4").storage_shapes((9, 300))
+
+
 def test_scale_dtype_follows_fp16_weights_only() -> None:
     assert default_scale_dtype(torch.float16) == torch.float16
     assert {default_scale_dtype(d) for d in (torch.float32, torch.bfloat16)} == {torch.bfloat16}
@@ -91,12 +189,11 @@ def test_group_sizes_out_of_range_are_refused(size: int) -> None:
         scheme("int4", group_size=size)
 
 
-@pytest.mark.parametrize("name", ["fp6", "binary"])
-def test_only_int_formats_have_an_integer_zero_point(name: str) -> None:
-    with pytest.raises(
-        FormatError, match=r"has no integer zero-point; asymmetric schemes need an int format"
-    ):
-        scheme(name, zero_point="integer")
+@pytest.mark.parametrize("kind", ["integer", "float"])
+@pytest.mark.parametrize("name", ["fp6", "binary", "nf4", "nvfp4"])
+def test_only_int_formats_have_a_zero_point(name: str, kind: ZeroPoint) -> None:
+    with pytest.raises(FormatError, match=r"has no zero-point; asymmetric schemes need an int format"):
+        scheme(name, zero_point=kind)
 
 
 def test_an_unsupported_scale_dtype_is_refused() -> None:
@@ -105,7 +202,7 @@ def test_an_unsupported_scale_dtype_is_refused() -> None:
 
 
 def test_an_unknown_preset_lists_the_known_ones() -> None:
-    with pytest.raises(FormatError, match="unknown format 'int17'; known are int8, int4"):
+    with pytest.raises(FormatError, match="unknown format 'int17'; known are int8, int7"):
         scheme("int17")
 
 
@@ -113,15 +210,19 @@ def test_an_unknown_preset_lists_the_known_ones() -> None:
     ("change", "message"),
     [
         ({"format": "int17"}, "unknown number format 'int17'"),
-        ({"format": None}, "scheme field 'format' is None; it is a name"),
-        ({"format": ["int4"]}, "scheme field 'format' is ..int4..; it is a name"),
+        ({"format": None}, "a number format is a name or an object of kind .*; found None"),
+        ({"format": ["int4"]}, "a number format is a name or an object of kind .*; found ..int4.."),
+        ({"format": {"kind": "int", "name": "x", "bits": 1}}, "int format 'x' has 1 bit"),
         ({"group_size": True}, "scheme field 'group_size' is True; it is an integer or null"),
         ({"group_size": 128.0}, "scheme field 'group_size' is 128.0; it is an integer or null"),
         ({"group_size": "channel"}, "scheme field 'group_size' is 'channel'"),
         ({"group_size": 0}, "group size 0 is out of range"),
-        ({"zero_point": "float"}, "scheme field 'zero_point' is 'float'; it is 'none' or 'integer'"),
+        ({"zero_point": "half"}, "scheme field 'zero_point' is 'half'; it is one of none, integer, float"),
         ({"zero_point": []}, r"scheme field 'zero_point' is \[\]"),
-        ({"zero_point": "integer", "format": "fp6-e2m3"}, "format 'fp6-e2m3' has no integer zero-point"),
+        ({"zero_point": "integer", "format": "fp6-e2m3"}, "format 'fp6-e2m3' has no zero-point"),
+        ({"zero_point": "float", "format": "nf4"}, "format 'nf4' has no zero-point"),
+        ({"global_scale": 1}, "scheme field 'global_scale' is 1; it is a boolean"),
+        ({"global_scale": None}, "scheme field 'global_scale' is None"),
         ({"scale_dtype": "float64"}, "scheme field 'scale_dtype' is 'float64'; it is one of float32"),
         ({"scale_dtype": []}, r"scheme field 'scale_dtype' is \[\]"),
         ({"version": 2}, "a scheme has the fields .*; found .*'version'"),
@@ -134,7 +235,7 @@ def test_a_wrong_field_is_refused(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("field", VALID)
 def test_a_missing_field_is_refused(field: str) -> None:
-    with pytest.raises(FormatError, match=r"a scheme has the fields \['format', 'group_size', "):
+    with pytest.raises(FormatError, match=r"a scheme has the fields \['format', 'global_scale', "):
         Scheme.from_dict({key: value for key, value in VALID.items() if key != field})
 
 

@@ -9,7 +9,7 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from quantkit.errors import FormatError
-from quantkit.packing.formats import FORMATS, IntFormat
+from quantkit.packing.formats import FORMATS, CodebookFormat, IntFormat
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, dequantize_codes, encode_groups, spread
 
@@ -22,22 +22,46 @@ SCHEMES = [
     for dtype in (torch.bfloat16, torch.float32)
     if zero_point == "none" or isinstance(fmt, IntFormat)
 ]
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+#: Their scales have less digits, their zero-points more, and some a factor for the whole tensor.
+BEYOND_PACK_QUANTIZED = [
+    scheme("nvfp4"),
+    scheme("mxfp4"),
+    scheme("mxfp6"),
+    scheme("mxfp8"),
+    scheme("nf4", group_size=32, scale_dtype=E4M3),
+    scheme("int3", group_size=32, scale_dtype=E4M3),
+    scheme("ternary", scale_dtype=E8M0),
+    *[
+        scheme(name, group_size=24, zero_point="float", scale_dtype=dtype)
+        for name in ("int2", "int4", "int8")
+        for dtype in (torch.bfloat16, torch.float16, E4M3, E8M0)
+    ],
+    scheme("int4", zero_point="integer", scale_dtype=E4M3),
+    Scheme(CodebookFormat("three", 2, book=(-1.0, 0.5, 2.0)), 32),
+]
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def random_parts(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> Parts:
-    """Codes, scales as stored and zero-point codes."""
+    """Codes, scales as stored and zero-points."""
     generator = torch.Generator().manual_seed(seed)
     top = 2**scheme.format.bits
     per_group = (shape[0], scheme.groups(shape[1]))
-    codes = torch.randint(0, top, shape, generator=generator, dtype=torch.uint8)
+    numbers = torch.tensor([c for c, v in enumerate(scheme.format.values) if v == v], dtype=torch.uint8)
+    codes = numbers[torch.randint(0, len(numbers), shape, generator=generator)]
     scale = torch.rand(per_group, generator=generator).to(scheme.scale_dtype)
     zero = torch.randint(0, top, per_group, generator=generator, dtype=torch.uint8)
+    if scheme.zero_point == "float":
+        between = zero + torch.randint(0, 8, per_group, generator=generator) / 8
+        return codes, scale, between.to(scheme.zero_point_dtype)
     return codes, scale, zero if scheme.zero_point == "integer" else None
 
 
-def double_precision(scheme: Scheme, codes: torch.Tensor, scale: torch.Tensor, zero: Any) -> torch.Tensor:
+def double_precision(
+    scheme: Scheme, codes: torch.Tensor, scale: torch.Tensor, zero: Any, factor: float = 1.0
+) -> torch.Tensor:
     """The definition, one weight at a time."""
     rows, columns = codes.shape
     weights = torch.empty(rows, columns, dtype=torch.float64)
@@ -45,8 +69,8 @@ def double_precision(scheme: Scheme, codes: torch.Tensor, scale: torch.Tensor, z
         for k in range(columns):
             g = 0 if scheme.group_size is None else k // scheme.group_size
             code = int(codes[n, k])
-            value = scheme.format.values[code] if zero is None else code - int(zero[n, g])
-            weights[n, k] = value * float(scale[n, g])
+            value = scheme.format.values[code] if zero is None else code - float(zero[n, g])
+            weights[n, k] = value * (float(scale[n, g]) / factor)
     return weights
 
 
@@ -57,12 +81,54 @@ def test_codes_zero_points_and_weights_come_back(scheme: Scheme) -> None:
         packed = PackedTensor.from_codes(codes, scale, zero, scheme)
         assert packed.shape == shape
         assert torch.equal(packed.codes(), codes)
-        unpacked_zero = packed.zero_point_codes()
+        unpacked_zero = packed.zero_points()
         assert (unpacked_zero is None) if zero is None else torch.equal(unpacked_zero, zero)
         expected = double_precision(scheme, codes, scale, zero)
         assert torch.equal(packed.dequantize(), expected.float())
         if scheme.scale_dtype == torch.bfloat16:  # the product is exact in float32, so one rounding follows
             assert torch.equal(packed.dequantize(torch.bfloat16), expected.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("scheme", BEYOND_PACK_QUANTIZED, ids=str)
+def test_small_scales_and_float_zero_points_give_the_weights_of_float64(scheme: Scheme) -> None:
+    for wanted in (2.0**-7, 2.0**9, 2688 / 3.1) if scheme.global_scale else (1.0,):
+        factor = torch.tensor([wanted]).item()  # as float32
+        stored = torch.tensor([factor]) if scheme.global_scale else None
+        for shape in SHAPES:
+            codes, scale, zero = random_parts(scheme, shape)
+            packed = PackedTensor.from_codes(codes, scale, zero, scheme, stored)
+            assert torch.equal(packed.codes(), codes)
+            unpacked_zero = packed.zero_points()
+            assert (unpacked_zero is None) if zero is None else torch.equal(unpacked_zero, zero)
+            expected = double_precision(scheme, codes, scale, zero, factor)
+            # Where the factor is no power of two, scale / factor and the product are rounded to float32 each.
+            rounded_once = factor in (1.0, 2.0**-7, 2.0**9)
+            torch.testing.assert_close(
+                packed.dequantize(), expected.float(), rtol=0 if rounded_once else 2.0**-22, atol=0
+            )
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_global_scale_is_there_where_the_scheme_says(given: bool) -> None:
+    layout = scheme("mxfp4" if given else "nvfp4")
+    codes, scale, _ = random_parts(layout, (4, 64))
+    said = f"global_scale={not given} but a global scale was {'' if given else 'not '}given"
+    with pytest.raises(FormatError, match=said):
+        PackedTensor.from_codes(codes, scale, None, layout, torch.ones(1) if given else None)
+
+
+def test_a_global_scale_of_another_dtype_is_refused() -> None:
+    layout = scheme("nvfp4")
+    codes, scale, _ = random_parts(layout, (4, 64))
+    with pytest.raises(FormatError, match=r"part 'global_scale' .* torch.bfloat16 \(1,\); expected"):
+        PackedTensor.from_codes(codes, scale, None, layout, torch.ones(1, dtype=torch.bfloat16))
+
+
+def test_bits_per_weight_of_nvfp4() -> None:
+    layout = scheme("nvfp4")
+    codes, scale, _ = random_parts(layout, (64, 1024))
+    packed = PackedTensor.from_codes(codes, scale, None, layout, torch.ones(1))
+    assert packed.bits_per_weight == 4.5 + (32 + 128) / (64 * 1024)
 
 
 @pytest.mark.parametrize("scheme", [SCHEMES[0], scheme("int4", group_size=24, zero_point="integer")], ids=str)
@@ -129,24 +195,24 @@ def test_moving_to_the_same_device_gives_the_same_tensor() -> None:
 
 
 def test_moving_takes_every_part_along_and_drops_the_kernel_cache() -> None:
-    asymmetric = scheme("int4", zero_point="integer")
-    packed = PackedTensor.from_codes(*random_parts(asymmetric, (4, 64)), asymmetric)
+    asymmetric = scheme("int4", zero_point="integer", scale_dtype=E4M3)
+    packed = PackedTensor.from_codes(*random_parts(asymmetric, (4, 64)), asymmetric, torch.ones(1))
     packed.kernel_cache["layout"] = object()
     moved = packed.to("meta")
     assert {part.device.type for _, part in moved.parts()} == {"meta"}
-    assert [name for name, _ in moved.parts()] == ["packed", "scale", "zero_point"]
+    assert [name for name, _ in moved.parts()] == ["packed", "scale", "zero_point", "global_scale"]
     assert moved.kernel_cache == {}
 
 
 def test_a_group_of_zeros_has_scale_zero_and_weights_zero() -> None:
     for original in SCHEMES:
-        zero = torch.full((1, 1), 5, dtype=torch.uint8) if original.zero_point == "integer" else None
+        zero = torch.full((1, 1), 1, dtype=torch.uint8) if original.zero_point == "integer" else None
         codes = encode_groups(torch.zeros(1, 32), torch.zeros(1, 1), zero, original)
         one_group = replace(original, group_size=None)
         weights = dequantize_codes(codes, torch.zeros(1, 1), zero, one_group)
         assert torch.equal(weights, torch.zeros(1, 32))
         if zero is not None:
-            assert codes.unique().tolist() == [5]
+            assert codes.unique().tolist() == [1]
 
 
 def test_encode_groups_uses_each_groups_own_grid() -> None:
@@ -244,3 +310,6 @@ def test_a_scale_that_overflows_its_dtype_is_refused() -> None:
     codes = torch.zeros(1, 64, dtype=torch.uint8)
     with pytest.raises(FormatError, match=r"scales up to 1e\+06 are not finite as torch.float16; choose"):
         PackedTensor.from_codes(codes, torch.tensor([[1.0, 1e6]]), None, half)
+    small = replace(INT4, scale_dtype=E4M3, global_scale=True)
+    with pytest.raises(FormatError, match=r"scales up to 1e\+06 are not finite as torch.float8_e4m3fn"):
+        PackedTensor.from_codes(codes, torch.tensor([[1.0, 1e6]]), None, small, torch.ones(1))

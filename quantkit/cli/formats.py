@@ -1,0 +1,283 @@
+"""`quantkit formats`: which formats there are, what their codes are worth, and what rounding costs."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.table import Table
+
+from quantkit.cli import options
+from quantkit.cli.console import out, print_json, printable, progress, say
+from quantkit.errors import EnvironmentProblem, OutputError, UsageError
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.noise import Noise
+
+#: Distributions of the noise table, as headings and as titles.
+_DISTRIBUTIONS = {"gaussian": "Gaussian weights", "student_t": "Student-t weights, 5 degrees of freedom"}
+
+#: Angles of a label from its mark, in degrees, best first: below the Pareto front is nothing to cover.
+_BELOW, _ABOVE = tuple(range(180, 271, 10)), (*range(0, 91, 10), *range(350, 299, -10))
+_ANGLES = {True: _BELOW + _ABOVE, False: _ABOVE + _BELOW}
+#: Distances of a label from its mark, in points, nearest first.
+_DISTANCES = (10, 16, 24, 34, 46, 60, 76, 94, 114, 136, 160)
+
+
+def formats(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A format; all of them if left out.")
+    ] = None,
+    codes: Annotated[bool, typer.Option("--codes", help="Every code point of NAME and its value.")] = False,
+    noise: Annotated[
+        bool, typer.Option("--noise", help="Measure the relative squared error of every format.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="With --noise: also draw error against bits."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Show the number formats, their codes, or their noise.
+
+    Bits per weight count all that is stored for a weight of 4096x4096, scales included. The kernel is the
+    one that runs y = x W^T here for one row of x in bfloat16.
+    """
+    _check(name, codes, noise, plot)
+    if noise:
+        _show_noise(plot, json)
+    elif codes:
+        assert name is not None
+        _show_codes(name, json)
+    else:
+        _show_formats(name, json)
+
+
+def _check(name: str | None, codes: bool, noise: bool, plot: Path | None) -> None:
+    """`UsageError` for options that do not go together, before anything is computed."""
+    if codes and name is None:
+        raise UsageError("--codes needs the name of a format, such as `quantkit formats nf4 --codes`.")
+    if noise and (name is not None or codes):
+        raise UsageError("--noise measures every format; leave out NAME and --codes.")
+    if plot is not None and not noise:
+        raise UsageError("--plot draws what --noise measures; add --noise.")
+    if plot is not None and plot.suffix != ".png":
+        raise UsageError(f"--plot {plot} does not end in .png, the one kind of file it writes.")
+    if plot is not None:
+        _figure_class()
+
+
+def _show_formats(name: str | None, json: bool) -> None:
+    from quantkit.packing.schemes import PRESETS
+
+    rows = [_describe(row) for row in (PRESETS if name is None else (name,))]
+    if json:
+        print_json(rows)
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for title in ("name", "numbers", "bits", "group", "scale", "range", "values", "kernel"):
+        right = title in ("bits", "group", "values")
+        table.add_column(title, justify="right" if right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["format"],
+            f"{row['bits_per_weight']:.3f}",
+            "channel" if row["group_size"] is None else str(row["group_size"]),
+            row["scale_dtype"],
+            f"{row['min']:g} .. {row['max']:g}",
+            str(row["values"]),
+            row["kernel"] or "none",
+        )
+    out.print(table)
+
+
+def _describe(name: str) -> dict[str, Any]:
+    """One preset as JSON; `FormatError` lists the known ones."""
+    import torch
+
+    from quantkit.calibrate.noise import NOMINAL_SHAPE, bits_per_weight
+    from quantkit.kernels.problem import Problem, device_features
+    from quantkit.kernels.report import choice_of
+    from quantkit.packing.schemes import scheme
+
+    chosen = scheme(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    problem = Problem(1, *NOMINAL_SHAPE, chosen, torch.bfloat16, device, device_features(device))
+    return {
+        "name": name,
+        "format": chosen.format.name,
+        "bits_per_weight": bits_per_weight(chosen),
+        "group_size": chosen.group_size,
+        "scale_dtype": chosen.scale_type.name,
+        "global_scale": chosen.global_scale,
+        "min": chosen.format.min,
+        "max": chosen.format.max,
+        "values": len(chosen.format.numbers),
+        "device": device,
+        "kernel": choice_of(problem).row,
+    }
+
+
+def _show_codes(name: str, json: bool) -> None:
+    from quantkit.packing.formats import number_format
+    from quantkit.packing.schemes import PRESETS
+
+    chosen = number_format(PRESETS[name].format if name in PRESETS else name)
+    points = [(code, f"{code:0{chosen.bits}b}", value) for code, value in enumerate(chosen.values)]
+    if json:
+        rows = [
+            {"code": code, "bits": bits, "value": None if math.isnan(value) else value}
+            for code, bits, value in points
+        ]
+        print_json({"format": chosen.name, "bits": chosen.bits, "codes": rows})
+        return
+    say(f"{chosen.name}: {len(chosen.numbers)} numbers in {chosen.bits} bits, in units of the scale")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("code", "bits", "value"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for code, bits, value in points:
+        # 9 digits tell any two float32 apart.
+        table.add_row(str(code), bits, "no number" if math.isnan(value) else f"{value:.9g}")
+    out.print(table)
+
+
+def _show_noise(plot: Path | None, json: bool) -> None:
+    from quantkit.calibrate.noise import METHODS, SAMPLE_SHAPE, SEED, known_schemes, measure
+
+    with progress("measuring") as report:
+        noises = measure(known_schemes(), shape=SAMPLE_SHAPE, report=report)
+    if plot is not None:
+        _draw(plot, noises)
+    if json:
+        print_json(
+            {
+                "shape": SAMPLE_SHAPE,
+                "seed": SEED,
+                "schemes": [
+                    {
+                        "label": noise.label,
+                        "scheme": noise.scheme.to_dict(),
+                        "bits_per_weight": noise.bits_per_weight,
+                        "relative_squared_error": noise.errors,
+                    }
+                    for noise in noises
+                ],
+            }
+        )
+        return
+    rows, columns = SAMPLE_SHAPE
+    say(
+        f"relative squared error of {rows}x{columns} weights, seed {SEED}; t: Student-t, 5 degrees of freedom"
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("scheme", no_wrap=True)
+    table.add_column("bits", justify="right", no_wrap=True)
+    cases = [(method, name) for name in _DISTRIBUTIONS for method in METHODS]
+    for method, name in cases:
+        table.add_column(f"{name.removeprefix('student_')}\n{method}", justify="right", no_wrap=True)
+    for noise in noises:
+        errors = (f"{noise.errors[method][name]:.3g}" for method, name in cases)
+        table.add_row(printable(noise.label), f"{noise.bits_per_weight:.3f}", *errors)
+    out.print(table)
+    if plot is not None:
+        say(f"wrote {plot}")
+
+
+def _figure_class() -> Callable[..., Any]:
+    """matplotlib's `Figure`; `EnvironmentProblem` where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"--plot needs matplotlib, which cannot be imported ({error}). Install it with "
+            "`pip install 'quantkit[plots]'`."
+        ) from error
+    figure: Callable[..., Any] = Figure
+    return figure
+
+
+def _draw(path: Path, noises: Sequence["Noise"], method: str = "mse") -> None:
+    """Write a PNG: for each distribution the error (logarithmic) of every scheme against its bits."""
+    from quantkit.calibrate.noise import pareto_front
+
+    figure = _figure_class()(figsize=(9, 14), dpi=100, layout="constrained")
+    panels = figure.subplots(len(_DISTRIBUTIONS), 1)
+    for axes, (name, title) in zip(panels, _DISTRIBUTIONS.items(), strict=True):
+        front = pareto_front(noises, method, name)
+        lines = [_points(chosen, method, name) for chosen in (front, noises)]
+        axes.plot(*zip(*lines[0], strict=True), color="tab:orange", label="Pareto front", zorder=1)
+        axes.scatter(*zip(*lines[1], strict=True), s=18, color="tab:blue", zorder=2)
+        axes.set(yscale="log", xlabel="bits per weight", ylabel="relative squared error", title=title)
+        axes.margins(0.12, 0.08)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    # Labels are placed among the marks, whose places are known once the panels have theirs.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes, name in zip(panels, _DISTRIBUTIONS, strict=True):
+        _label(figure, axes, noises, pareto_front(noises, method, name), (method, name))
+    try:
+        figure.savefig(path, metadata={"Software": None})
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}. Choose another place.") from error
+
+
+def _points(noises: Sequence["Noise"], method: str, name: str) -> list[tuple[float, float]]:
+    return [(noise.bits_per_weight, noise.errors[method][name]) for noise in noises]
+
+
+def _label(
+    figure: Any, axes: Any, noises: Sequence["Noise"], front: Sequence["Noise"], case: tuple[str, str]
+) -> None:
+    """Write each label, lowest error first, where it covers no mark, line or other label."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.transforms import Bbox
+
+    renderer, frame = FigureCanvasAgg(figure).get_renderer(), axes.get_window_extent()
+    pixels, pixels_per_point = axes.transData.transform, figure.dpi / 72
+    covered = [_Point(*point) for point in pixels(_points(noises, *case))]
+    corners = [_Point(*point) for point in pixels(_points(front, *case))]
+    for start, end in itertools.pairwise(corners):
+        covered += _between(start, end)
+    labels: list[Any] = []
+    for noise in sorted(noises, key=lambda noise: noise.errors[case[0]][case[1]]):
+        (point,) = _points([noise], *case)
+        mark = _Point(*pixels([point])[0])
+        text = axes.annotate(
+            noise.label,
+            point,
+            xytext=mark,
+            textcoords="figure pixels",
+            fontsize=9,
+            arrowprops={"arrowstyle": "-", "color": "0.5", "lw": 0.7, "shrinkA": 0, "shrinkB": 3},
+        )
+        # Of the text alone: the line from the mark has no length yet.
+        size = text.get_window_extent(renderer)
+        for distance, angle in itertools.product(_DISTANCES, _ANGLES[noise in front]):
+            turn, reach = math.radians(angle), distance * pixels_per_point
+            near = _Point(mark.x + reach * math.cos(turn), mark.y + reach * math.sin(turn))
+            left = near.x if near.x > mark.x + 1 else near.x - size.width
+            extent = Bbox.from_bounds(left, near.y - size.height / 2, size.width, size.height)
+            line = _between(mark, near)[2:-1]
+            free = not extent.padded(4).count_contains(covered) and not extent.count_overlaps(labels)
+            inside = frame.contains(extent.x0, extent.y0) and frame.contains(extent.x1, extent.y1)
+            if free and inside and not any(label.count_contains(line) for label in labels if line):
+                break
+        text.set_position((extent.x0, extent.y0))
+        labels.append(extent.padded(1.5))
+        covered += line
+
+
+class _Point(NamedTuple):
+    x: float
+    y: float
+
+
+def _between(start: _Point, end: _Point) -> list[_Point]:
+    """Points of a line, in pixels, near enough to each other that no label fits between them."""
+    count = max(1, round(math.dist(start, end) / 4))
+    x, y = (end.x - start.x) / count, (end.y - start.y) / count
+    return [_Point(start.x + i * x, start.y + i * y) for i in range(count + 1)]

@@ -1,0 +1,103 @@
+"""Every kind of format, scale and zero-point goes from a checkpoint into a model and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quantkit.calibrate.methods import quantize_tensor
+from quantkit.model import stream
+from quantkit.model.quantize import quantize
+from quantkit.packing.schemes import SCALE_DTYPES
+
+from .conftest import VOCAB, config_of, logits_of
+
+KINDS: dict[str, dict[str, Any]] = {
+    "nvfp4": {"format": "nvfp4"},
+    "mxfp4": {"format": "mxfp4"},
+    "int3 e4m3": {"format": "int3", "group_size": 32, "scale_dtype": "e4m3"},
+    "int2 float": {"format": "int2", "group_size": 32, "zero_point": "float"},
+    "int4 float e4m3": {"format": "int4", "group_size": 32, "zero_point": "float", "scale_dtype": "e4m3"},
+    "ternary": {"format": "ternary"},
+    "nf4": {"format": "nf4"},
+    "fp8": {"format": "fp8"},
+}
+CASES = [("llama", kind) for kind in KINDS] + [("qwen3_moe", "nvfp4"), ("qwen3_moe", "int2 float")]
+
+
+def write(directory: Path, family: str) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(family)).float()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(directory / "source")
+    return directory / "source"
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in directory.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+def dequantized(source: Path, packed: Path, **options: Any) -> Path:
+    """A dense checkpoint of the weights that the packed one stands for."""
+    scale_dtype = SCALE_DTYPES.get(options.pop("scale_dtype", None))
+    tensors = tensors_of(source)
+    for name in tensors_of(packed):
+        if name.endswith("_scale") and not name.endswith("_global_scale"):
+            weight = name.removesuffix("_scale")
+            stored = quantize_tensor(tensors[weight], scale_dtype=scale_dtype, **options)
+            tensors[weight] = stored.dequantize().contiguous()
+    dense = source.parent / "dense"
+    dense.mkdir()
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    (dense / "config.json").write_bytes((source / "config.json").read_bytes())
+    return dense
+
+
+def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, bytes]]:
+    return {name: (t.dtype, t.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind):
+    monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)  # several chunks per tensor share what is per tensor
+    source, out, options = write(tmp_path, family), tmp_path / "out", KINDS[kind]
+    quantize(source, out, device="cpu", **options)
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "quantkit"
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    dense = AutoModelForCausalLM.from_pretrained(dequantized(source, out, **options))
+    torch.testing.assert_close(logits_of(model, prompt), logits_of(dense, prompt), rtol=1e-5, atol=1e-5)
+
+    model.save_pretrained(tmp_path / "again")
+    assert as_bytes(tensors_of(tmp_path / "again")) == as_bytes(tensors_of(out))
+    section = [
+        json.loads((d / "config.json").read_text())["quantization_config"] for d in (out, tmp_path / "again")
+    ]
+    assert section[0] == section[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast_after_loading", [False, True])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "int4 float e4m3", "int2 float"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind, cast_after_loading, dtype):
+    source, out = write(tmp_path, family), tmp_path / "out"
+    quantize(source, out, device="cpu", method="rtn", **KINDS[kind])
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), prompt)
+    if cast_after_loading:
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
+    found = logits_of(model, prompt)
+    assert found.shape == (2, 7, VOCAB)
+    assert (found - expected).norm() < 0.1 * expected.norm()
+    if cast_after_loading and kind != "int2 float":
+        model.save_pretrained(tmp_path / "again")
+        before, after = as_bytes(tensors_of(out)), as_bytes(tensors_of(tmp_path / "again"))
+        packed = [name for name in before if "_scale" in name or "zero_point" in name]
+        assert packed and all(after[name] == before[name] for name in packed)

@@ -86,7 +86,7 @@ def quantize_rows(
         units = groups / torch.where(grid.scale == 0, 1.0, grid.scale)
         span_codes, values = quantize_units(units, grid.zero_point, scheme)
         residual = torch.linalg.vector_norm(units.sub_(values), dim=-1, keepdim=True)
-        error += float((residual * grid.scale).double().square().sum())
+        error += float((residual.double() * grid.scale.double()).square().sum())
         codes.append(span_codes.view(count, -1))
         scales.append(grid.scale.view(count, -1))
         if grid.zero_point is not None:
@@ -136,6 +136,8 @@ def quantize_tensor(
     Raises `FormatError` for a weight that is not a non-empty floating-point matrix, holds NaN or infinity,
     or whose scales overflow `scale_dtype`, and `UsageError` for an unknown method.
     """
+    if not isinstance(weight, torch.Tensor):
+        raise FormatError(f"the weight is a {type(weight).__name__}; expected a torch.Tensor [N, K].")
     if weight.dim() != 2 or not weight.numel() or not weight.is_floating_point() or weight.is_meta:
         raise FormatError(
             f"the weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}; "

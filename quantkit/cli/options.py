@@ -16,7 +16,7 @@ FORMATS = (
     *("fp8", "fp8-e4m3", "fp8-e5m2", "fp6", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4"),
     *("mxfp8", "mxfp6", "mxfp4", "nvfp4"),
 )
-METHODS = {"rtn": "plain rounding", "mse": "searched"}
+METHODS = {"rtn": "plain rounding", "mse": "searched", "hqq": "half-quadratic, int formats"}
 
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a model id on the hub.")

@@ -55,6 +55,8 @@ def print_plan(planned: "Plan", *, every_layer: bool) -> None:
     print_layers(planned.layer_records({}), planned.dense, every_layer=every_layer)
     say(totals(planned.source_bytes, planned.output_bytes, planned.bits_per_weight))
     print_readers(planned.config.container, planned.not_portable)
+    for text in planned.notes:
+        note(text)
 
 
 def plan_dict(planned: "Plan", errors: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def plan_dict(planned: "Plan", errors: Mapping[str, float] | None = None) -> dic
         "bits_per_weight": planned.bits_per_weight,
         "container": planned.config.container,
         "needs_quantkit": list(planned.not_portable),
+        "notes": list(planned.notes),
         "files": {shard.filename: sum(task.nbytes for task in shard.tasks) for shard in planned.shards},
         "layers": {name: asdict(layer) for name, layer in planned.layer_records(errors or {}).items()},
         "dense": dict(planned.dense),

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from quantkit.model.plan import Plan
 
 
+#: Relative squared error above which a layer is hardly the one it was.
+LOST = 0.5
+
+
 def quantize(
     source: options.Source,
     out_directory: Annotated[
@@ -76,6 +80,12 @@ def quantize(
     if json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.relative_errors)})
         return
+    lost = [name for name, error in result.relative_errors.items() if error > LOST]
+    if lost:
+        note(
+            f"{len(lost)} linears lost more than half of their squared weights, such as {lost[0]}: its "
+            "weights are too small for the scale dtype, or the format is too coarse."
+        )
     if result.relative_errors:
         worst = max(result.relative_errors, key=lambda name: result.relative_errors[name])
         mean = sum(result.relative_errors.values()) / len(result.relative_errors)

@@ -35,6 +35,10 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     decoding and keeps it with `packed`; compiled code uses the layout if it is there already.
     Gradients flow to x and bias. Raises `KernelError` where shapes, dtypes or devices do not fit.
     """
+    if not isinstance(packed, PackedTensor):
+        raise KernelError(
+            f"the weight is a {type(packed).__name__}; quantize it first: quantize_tensor(weight)."
+        )
     _check_operands(x, packed, bias)
     cached: tuple[str, KernelLayout | None] | None = packed.kernel_cache.get(_cache_key(x.dtype))
     if not torch.compiler.is_compiling() and (cached is None or cached[0] != forced_row()):

@@ -67,9 +67,9 @@ def stream(
 ) -> Generator[str, None, Generation]:
     """Yield the continuation of `prompt` piece by piece; the generator returns the `Generation`.
 
-    Greedy at temperature 0, else sampled with `seed`. Ends after `max_new_tokens` or at an end-of-text
-    token of the model's generation config. Raises `UsageError` for an empty prompt or arguments out of
-    range.
+    Greedy at temperature 0, else sampled with `seed`. Ends after `max_new_tokens`, at an end-of-text token
+    of the model's generation config, or when the model has no positions left. Raises `UsageError` for a
+    prompt without tokens or too long, or arguments out of range.
     """
     if max_new_tokens < 1 or temperature < 0:
         raise UsageError(
@@ -80,6 +80,13 @@ def stream(
     if ids.shape[1] == 0:
         raise UsageError("the prompt has no tokens; write something.")
     prompt_tokens = ids.shape[1]
+    # Past its positions a model was never trained: stop there instead of going on with noise.
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and prompt_tokens >= positions:
+        raise UsageError(
+            f"the prompt has {prompt_tokens} tokens and the model {positions} positions; shorten the prompt."
+        )
+    room = max_new_tokens if positions is None else min(max_new_tokens, positions - prompt_tokens)
     ends = _end_tokens(model)
     generator = torch.Generator(device=ids.device).manual_seed(seed)
     text = _TextOf(tokenizer, ids[0].tolist())
@@ -93,7 +100,7 @@ def stream(
         token = int(ids.item())
         now = time.perf_counter()
         prefilled = now if prefilled is None else prefilled
-        last = token in ends or len(text.tokens) + 1 >= max_new_tokens
+        last = token in ends or len(text.tokens) + 1 >= room
         piece = text.add(token, flush=last)
         if piece:
             yield piece

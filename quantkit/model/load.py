@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.structure import check_layer_counts
 from quantkit.model.versions import register_plugin, require_transformers
 
 
@@ -38,6 +40,7 @@ def load(
         )
     require_transformers()
     directory = resolve(path)
+    check_layer_counts(Checkpoint.open(directory))
     register_plugin()
     from transformers import AutoModelForCausalLM
 

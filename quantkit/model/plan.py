@@ -19,6 +19,7 @@ from quantkit.checkpoint.quantization_config import (
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.notes import plan_notes
 from quantkit.model.record import LayerRecord
 from quantkit.model.structure import Linear, Structure
 from quantkit.packing.names import Container, part_name
@@ -93,6 +94,7 @@ class Plan:
     not_portable: tuple[str, ...]
     model_config: dict[str, Any]
     source_bytes: int
+    notes: tuple[str, ...]
 
     @property
     def output_bytes(self) -> int:
@@ -171,6 +173,7 @@ def make_plan(
         for name, linear in structure.linears.items()
     ) + tuple(Assignment(name, stored, (1, 1), None) for name, stored in structure.unpackable.items())
     config = QuantizationConfig.from_assignments(assignments)
+    untied = _untied_head(structure, schemes)
 
     tasks = []
     layer_bytes: dict[str, int] = {}
@@ -199,8 +202,9 @@ def make_plan(
         config,
         assignments,
         _not_portable(layers),
-        _model_config(checkpoint, structure, config, assignments),
+        _model_config(checkpoint, config, assignments, untied),
         checkpoint.nbytes,
+        plan_notes(structure, schemes, config.container, untied),
     )
 
 
@@ -305,15 +309,20 @@ def _split(tasks: Sequence[Task], max_shard_bytes: int) -> tuple[Shard, ...]:
     )
 
 
+def _untied_head(structure: Structure, schemes: Mapping[str, Scheme | None]) -> str | None:
+    """The name of a packed lm_head whose weights were those of the embedding."""
+    heads = (name for name, linear in structure.linears.items() if linear.kind == "lm_head")
+    return next((name for name in heads if structure.tied and schemes[name] is not None), None)
+
+
 def _model_config(
     checkpoint: Checkpoint,
-    structure: Structure,
     config: QuantizationConfig,
     assignments: Sequence[Assignment],
+    untied: str | None,
 ) -> dict[str, Any]:
     """The source's config.json plus `quantization_config`; untied if lm_head is packed on its own."""
     merged = {**checkpoint.config, "quantization_config": config.to_dict(assignments)}
-    head = next((linear for linear in structure.linears.values() if linear.kind == "lm_head"), None)
-    if head is not None and structure.tied and config.scheme_of(head.module) is not None:
+    if untied is not None:
         merged["tie_word_embeddings"] = False
     return merged

@@ -123,7 +123,7 @@ def quantize(
     that. `device` is where the arithmetic runs; "auto" takes a GPU if there is one.
     `allow_auto_map` accepts a config that names remote code, which is dropped and never run.
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
-    before anything is written.
+    before any tensor is written.
 
     Raises `QuantkitError` for every refusal; nothing was written then, or `resume=True` continues.
     """
@@ -150,8 +150,6 @@ def quantize(
     checkpoint = Checkpoint.open(resolve(source), allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)
     planned = make_plan(checkpoint, read_structure(checkpoint), recipe, max_shard_bytes=max_shard_bytes)
-    if on_plan is not None:
-        on_plan(checkpoint, planned)
     if not planned.quantized_weights:
         raise UsageError(
             f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
@@ -160,6 +158,8 @@ def quantize(
     mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
     run = _run_record(checkpoint, recipe, target, max_shard_bytes)
     with OutputDirectory.open(Path(out), checkpoint.directory, mode, run, planned.output_bytes) as output:
+        if on_plan is not None:
+            on_plan(checkpoint, planned)
         errors = _stream(checkpoint, planned, output, target, progress)
         checkpoint.check_unchanged()
         if not output.complete:
@@ -179,7 +179,7 @@ def peak_bytes(planned: Plan) -> int:
     rows = [row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
     chunk = max([CHUNK_BYTES["cpu"], *rows])
     # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work.
-    return WORKERS["cpu"] * (3 * chunk + 128 * CHUNK_WEIGHTS)
+    return WORKERS["cpu"] * (8 * chunk + 128 * CHUNK_WEIGHTS)
 
 
 def pick_device(device: str) -> torch.device:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.model.notes import NOT_A_PARAMETER
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
 
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
+
+_LAYER_COUNT = re.compile(r"(num|n)_(\w+_)?layers?")
 
 Kind = Literal["linear", "experts", "lm_head"]
 
@@ -62,8 +65,24 @@ def read_structure(checkpoint: Checkpoint) -> Structure:
     Raises `CheckpointError` when transformers does not know the architecture, when a parameter of the model
     has no tensor, or when a tensor's shape is not the one the config gives it.
     """
+    check_layer_counts(checkpoint)
     model = meta_model(checkpoint.config, checkpoint.directory)
     return _classify(model, checkpoint)
+
+
+def check_layer_counts(checkpoint: Checkpoint) -> None:
+    """Building a model of as many layers as a config asks for may never end: no layer is without a tensor."""
+    pending: list[Any] = [checkpoint.config]
+    while pending:
+        node = pending.pop()
+        pending += [value for value in node.values() if isinstance(value, dict)]
+        for key, value in node.items():
+            counts = _LAYER_COUNT.fullmatch(key) and isinstance(value, int | float)
+            if counts and value > len(checkpoint.tensors):
+                raise CheckpointError(
+                    f"{checkpoint.directory / 'config.json'}: {key!r} is {value}, but the files hold "
+                    f"{len(checkpoint.tensors)} tensors. The config does not belong to these weights."
+                )
 
 
 def meta_model(config: Mapping[str, Any], directory: Path) -> "nn.Module":
@@ -103,7 +122,7 @@ def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
         owner, _, leaf = parameter.rpartition(".")
         module = modules.get(owner)
         if parameter not in parameters and not fused:
-            dense[stored] = "not a parameter of the model"
+            dense[stored] = NOT_A_PARAMETER
         elif fused:
             reason = _why_dense_experts(module, leaf, decoder, owner)
             _file(stored, parameter, reason, gathered, dense)

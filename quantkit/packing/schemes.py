@@ -83,6 +83,11 @@ class Scheme:
     global_scale: bool = False
 
     def __post_init__(self) -> None:
+        if self.group_size is not None and type(self.group_size) is not int:
+            raise FormatError(
+                f"group size {self.group_size!r} is a {type(self.group_size).__name__}; use a positive "
+                "integer, or 'channel' for one group per output channel."
+            )
         if self.group_size is not None and not 1 <= self.group_size <= MAX_GROUP_SIZE:
             raise FormatError(
                 f"group size {self.group_size} is out of range; use 1 to {MAX_GROUP_SIZE}, or "

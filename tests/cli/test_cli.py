@@ -24,7 +24,7 @@ from quantkit.packing.schemes import PRESETS
 
 from .conftest import SOURCE, STORIES, Run
 
-COMMANDS = ("quantize", "plan", "inspect", "verify", "eval", "generate", "doctor", "demo")
+COMMANDS = ("quantize", "plan", "inspect", "verify", "eval", "generate", "doctor", "formats", "demo")
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_plan_tells_memory_and_readers(run: Run) -> None:
     assert (done.code, done.err) == (0, "")
     assert "model.layers.4.self_attn.v_proj" in done.out
     assert "error" not in done.out
-    assert "readable by quantkit and by what reads compressed-tensors" in done.out
+    assert "a compressed-tensors checkpoint: vLLM, SGLang and transformers read it" in done.out
     assert re.search(r"peak memory beyond the libraries: about [\d.]+ MB", done.out)
 
 

@@ -231,16 +231,19 @@ def test_progress_grows_to_the_total(tmp_path, monkeypatch, chunk):
     assert seen == [(total, total, "")]
 
 
-def test_the_plan_is_shown_before_anything_is_written(tmp_path):
-    out, seen = tmp_path / "out", []
+def test_the_plan_is_shown_once_the_output_is_accepted_and_before_a_tensor_is_written(tmp_path):
+    source, out, seen = write(tmp_path), tmp_path / "out", []
 
     def look(checkpoint: Any, plan: Any) -> None:
-        seen.append((plan.output_bytes, out.exists()))
+        seen.append([path.name for path in out.glob("*.safetensors")])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize(write(tmp_path), out, on_plan=look)
-    assert len(seen) == 1 and seen[0][1] is False and not out.exists()
+        quantize(source, out, on_plan=look)
+    assert seen == [[]]
+    with pytest.raises(OutputError, match="is inside the output"):
+        quantize(source, source.parent, on_plan=look)
+    assert seen == [[]]
 
 
 def test_resuming_a_finished_run_changes_nothing_and_reports_the_same(tmp_path):

@@ -1,0 +1,62 @@
+"""What a user should know of a plan before it runs: where other tools, or the model, may be surprised."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from quantkit.packing.schemes import Scheme
+
+if TYPE_CHECKING:
+    from quantkit.model.structure import Structure
+
+#: Linears that inference engines fuse into one, which then has one scheme.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def split_fusions(schemes: Mapping[str, Scheme | None]) -> tuple[str, ...]:
+    """For each set of linears that engines fuse and `schemes` treats differently: who, and how."""
+    return tuple(
+        ", ".join(f"{name} {scheme or 'dense'}" for name, scheme in members.items())
+        for members in _fused_sets(schemes)
+        if len(set(members.values())) > 1
+    )
+
+
+def plan_notes(
+    structure: "Structure", schemes: Mapping[str, Scheme | None], container: str, untied: str | None
+) -> tuple[str, ...]:
+    """Notes on storing the linears of `structure` in `schemes`; `untied` is a head that was tied."""
+    notes = []
+    splits = split_fusions(schemes)
+    if splits:
+        more = f" and {len(splits) - 1} more" if len(splits) > 1 else ""
+        notes.append(
+            "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme: "
+            f"{splits[0]}{more}."
+        )
+    zero_points = any(scheme is not None and scheme.zero_point != "none" for scheme in schemes.values())
+    if container == "compressed-tensors" and zero_points:
+        notes.append(
+            "transformers without quantkit reads zero-points only with compressed-tensors up to 0.17, or "
+            "with CompressedTensorsConfig(dequantize=True)."
+        )
+    if untied is not None:
+        notes.append(f"{untied} and the embedding are stored apart: packed, it can no longer be tied to it.")
+    strangers = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
+    if strangers:
+        notes.append(
+            f"{len(strangers)} tensors, such as {strangers[0]}, are not parameters of the model that "
+            "config.json describes; they are copied."
+        )
+    return tuple(notes)
+
+
+NOT_A_PARAMETER = "not a parameter of the model"
+
+
+def _fused_sets(schemes: Mapping[str, Scheme | None]) -> Iterator[dict[str, Scheme | None]]:
+    for name in schemes:
+        parent, _, leaf = name.rpartition(".")
+        for fused in FUSED:
+            if leaf == fused[0]:
+                members = [f"{parent}.{other}" for other in fused]
+                yield {member: schemes[member] for member in members if member in schemes}

@@ -1,0 +1,70 @@
+"""Notes on a plan, and what is refused before a model is built."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quantkit.calibrate.recipe import Choice, Recipe, Rule
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.model.load import load
+from quantkit.model.plan import make_plan
+from quantkit.model.structure import read_structure
+
+STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
+
+
+INT4 = Choice("int4", 32)
+
+
+def notes(*rules: Rule, default: Choice = INT4) -> tuple[str, ...]:
+    checkpoint = Checkpoint.open(STORIES)
+    return make_plan(checkpoint, read_structure(checkpoint), Recipe(default, rules)).notes
+
+
+def test_a_uniform_plan_has_no_notes():
+    assert notes() == ()
+
+
+def test_fused_linears_of_different_schemes_are_noted():
+    (note,) = notes(Rule("*.q_proj", Choice("int8")), Rule("*.layers.0.mlp.up_proj", Choice(keep=True)))
+    assert note.startswith(
+        "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme"
+    )
+    assert re.search(r"model.layers.\d.(self_attn.q_proj int8 channel|mlp.gate_proj int4 g32)", note)
+    assert note.endswith("and 5 more.")
+
+
+def test_an_untied_head_is_noted():
+    (note,) = notes(Rule("lm_head", Choice("int8")))
+    assert note.startswith("lm_head and the embedding are stored apart")
+
+
+def test_zero_points_that_plain_transformers_misreads_are_noted():
+    (note,) = notes(default=Choice("int4", "channel", zero_point="integer"))
+    assert "only with compressed-tensors up to 0.17" in note
+
+
+def edited(directory: Path, **changes: object) -> Path:
+    shutil.copytree(STORIES, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "open_it", [lambda d: read_structure(Checkpoint.open(d)), load], ids=["plan", "load"]
+)
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 10**9}, {"text_config": {"n_layer": 10**6}}])
+def test_a_config_of_more_layers_than_tensors_is_refused_at_once(open_it, changes, tmp_path):
+    with pytest.raises(CheckpointError, match=r"layers?' is 10+, but the files hold 47 tensors"):
+        open_it(edited(tmp_path / "model", **changes))
+
+
+def test_fewer_layers_than_the_file_has_are_noted(tmp_path):
+    checkpoint = Checkpoint.open(edited(tmp_path / "model", num_hidden_layers=3))
+    (note,) = make_plan(checkpoint, read_structure(checkpoint), Recipe(Choice("int4", 32))).notes
+    assert note.startswith("18 tensors, such as model.layers.3.") and "they are copied" in note

@@ -16,6 +16,17 @@ from quantkit.packing.tensor import PackedTensor
 _INT4_GROUPS = (32, 64, 128, 256)
 
 
+def _inexact_scales(problem: Problem) -> str | None:
+    """torch's operators hold scales in the activation dtype; None where that is exact."""
+    scale_dtype = problem.scheme.scale_dtype
+    if problem.dtype in (scale_dtype, torch.float32):
+        return None
+    return (
+        f"torch's operator holds scales in the activation dtype, and {scale_dtype} scales are "
+        f"not exact in {problem.dtype}; use {scale_dtype} activations"
+    )
+
+
 def _is_int(scheme: Scheme, bits: int) -> bool:
     return isinstance(scheme.format, IntFormat) and scheme.format.bits == bits
 
@@ -33,12 +44,7 @@ def _int4_supports(problem: Problem) -> str | None:
         return f"torch's operator takes whole groups, K={problem.k} is not a multiple of {scheme.group_size}"
     if problem.n % 16:
         return f"torch's operator takes N in multiples of 16, this is {problem.n}"
-    if problem.dtype not in (scheme.scale_dtype, torch.float32):
-        return (
-            f"torch's operator holds scales in the activation dtype, and {scheme.scale_dtype} scales are "
-            f"not exact in {problem.dtype}; use {scheme.scale_dtype} activations"
-        )
-    return None
+    return _inexact_scales(problem)
 
 
 def _torch_op_pays(problem: Problem, name: str, limit: int) -> str | None:
@@ -90,12 +96,7 @@ def _int8_supports(problem: Problem) -> str | None:
     if problem.k % 16:
         # Measured: at other K its bfloat16 loop reads past the row: wrong results, or a crash.
         return f"torch's operator is wrong for K that is no multiple of 16, this is {problem.k}"
-    if problem.dtype not in (scheme.scale_dtype, torch.float32):
-        return (
-            f"torch's operator holds scales in the activation dtype, and {scheme.scale_dtype} scales are "
-            f"not exact in {problem.dtype}; use {scheme.scale_dtype} activations"
-        )
-    return None
+    return _inexact_scales(problem)
 
 
 def _int8_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -223,7 +223,9 @@ def _check_complete(
     optional = [
         re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     ]
-    tied = {tied_head, *(getattr(model, "all_tied_weights_keys", None) or {})}
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    # Of two tied parameters a file may hold either.
+    tied = {tied_head, *ties, *(source for target, source in ties.items() if target in found)}
     missing = [
         name
         for name, _ in model.named_parameters(remove_duplicate=False)

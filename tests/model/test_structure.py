@@ -1,6 +1,7 @@
 """Every tensor of a checkpoint is a linear, fused experts, the head, or dense for a stated reason."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,3 +259,24 @@ def test_a_config_that_transformers_cannot_build_is_refused(write, changes):
     edit_config(directory, **changes)
     with pytest.raises(CheckpointError, match=r"config.json: transformers cannot build .* model_type"):
         structure(directory)
+
+
+def test_a_tied_model_may_hold_its_matrix_as_the_head_only(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from quantkit.calibrate.recipe import Choice, Recipe, Rule
+    from quantkit.errors import UsageError
+    from quantkit.model.plan import make_plan
+
+    stories = Path(__file__).parents[2] / "examples" / "stories260K"
+    directory = tmp_path / "model"
+    shutil.copytree(stories, directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint.open(directory)
+    structure = read_structure(checkpoint)
+    assert structure.tied and structure.embedding is None
+    assert "lm_head.weight" in make_plan(checkpoint, structure, Recipe()).weight_map
+    with pytest.raises(UsageError, match="lm_head cannot be packed: the file has its weights for"):
+        make_plan(checkpoint, structure, Recipe(Choice(), (Rule("lm_head", Choice("int8")),)))

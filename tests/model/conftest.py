@@ -226,12 +226,14 @@ def logits_of(model: Any, prompt: torch.Tensor) -> torch.Tensor:
         return model(prompt).logits.float()
 
 
-def run_python(code: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, *arguments: str, check: bool = True, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})},
         check=False,
     )
     assert not check or result.returncode == 0, result.stderr

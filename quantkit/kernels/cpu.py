@@ -7,7 +7,7 @@ AVX512 machine; `benchmarks/cpu_decode.py` measures the rows again.
 import torch
 
 from quantkit.kernels.digits import DIGITS_ROW
-from quantkit.kernels.problem import KernelRow, Problem
+from quantkit.kernels.problem import KernelRow, Layout, Problem
 from quantkit.kernels.unpack import block_rows
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
@@ -130,7 +130,7 @@ CPU_ROWS = (
         devices=("cpu",),
         supports=_int4_supports,
         pays=lambda problem: _torch_op_pays(problem, "int4", 32),
-        build=_int4_build,
+        layout=Layout("torch-int4", _int4_build),
         launch=_int4_launch,
     ),
     KernelRow(
@@ -140,7 +140,7 @@ CPU_ROWS = (
         devices=("cpu",),
         supports=_int8_supports,
         pays=lambda problem: _torch_op_pays(problem, "int8", 16),
-        build=_int8_build,
+        layout=Layout("torch-int8", _int8_build),
         launch=_int8_launch,
     ),
     DIGITS_ROW,

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from quantkit.kernels.problem import KernelRow, Problem
+from quantkit.kernels.problem import KernelRow, Layout, Problem
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -154,6 +154,6 @@ DIGITS_ROW = KernelRow(
     devices=("cpu",),
     supports=_supports,
     pays=_pays,
-    build=_build,
+    layout=Layout("int-digits", _build),
     launch=_launch,
 )

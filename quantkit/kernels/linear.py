@@ -21,9 +21,9 @@ from quantkit.packing.tensor import PackedTensor
 
 @dataclass(frozen=True, eq=False)
 class KernelLayout:
-    """What a row built from a weight: private to the row, for one activation dtype and one device."""
+    """What rows built from a weight: private to them, for one activation dtype and one device."""
 
-    row: str
+    name: str
     dtype: torch.dtype
     tensors: tuple[torch.Tensor, ...]
 
@@ -80,7 +80,7 @@ def linear_parts(
         bias,
         token,
         out_features,
-        layout.row if layout is not None and use else "",
+        layout.name if layout is not None and use else "",
     )
     return y
 
@@ -93,10 +93,10 @@ def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelL
     device = weight.device.type
     problem = Problem(1, *weight.shape, weight.scheme, activation_dtype, device, device_features(device))
     row = choose(problem)
-    if row.build is None:
+    if row.layout is None:
         return None
     with torch.no_grad():
-        return KernelLayout(row.name, activation_dtype, row.build(weight, activation_dtype))
+        return KernelLayout(row.layout.name, activation_dtype, row.layout.build(weight, activation_dtype))
 
 
 @lru_cache(maxsize=1024)
@@ -152,7 +152,7 @@ def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor 
 torch.library.define(
     "quantkit::linear",
     "(Tensor x, Tensor words, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor[] layout, "
-    "Tensor? bias, str scheme, int out_features, str layout_row) -> Tensor",
+    "Tensor? bias, str scheme, int out_features, str layout_name) -> Tensor",
 )
 torch.library.define(
     "quantkit::linear_grad_x",
@@ -172,7 +172,7 @@ def _linear(
     bias: torch.Tensor | None,
     scheme: str,
     out_features: int,
-    layout_row: str,
+    layout_name: str,
 ) -> torch.Tensor:
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
@@ -185,11 +185,11 @@ def _linear(
         return x.new_empty(*x.shape[:-1], out_features)
     device = x.device.type
     problem = Problem(
-        flat.shape[0], out_features, columns, parsed, x.dtype, device, device_features(device), layout_row
+        flat.shape[0], out_features, columns, parsed, x.dtype, device, device_features(device), layout_name
     )
     row = choose(problem)
     log_choice(problem, row)
-    y = row.launch(flat, weight, tuple(layout) if row.build is not None else (), bias)
+    y = row.launch(flat, weight, tuple(layout) if row.layout is not None else (), bias)
     return y.view(*x.shape[:-1], out_features)
 
 
@@ -203,7 +203,7 @@ def _linear_fake(
     bias: torch.Tensor | None,
     scheme: str,
     out_features: int,
-    layout_row: str,
+    layout_name: str,
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 

@@ -1,5 +1,6 @@
 """What a kernel is asked, and what a row of the kernel table says about itself."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +26,7 @@ class Problem:
     device: str
     #: What the device can do, from `device_features`.
     features: frozenset[str]
-    #: Name of the row whose kernel layout exists, "" for none, None where one may still be built.
+    #: Name of the kernel layout that exists, "" for none, None where one may still be built.
     layout: str | None = None
 
     def __str__(self) -> str:
@@ -43,14 +44,24 @@ def always(_: Problem) -> str | None:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How kernels want a weight, where that is not how it is stored; several rows may share one.
+
+    `build(weight, activation dtype)` makes its tensors from the storage layout, once per weight.
+    """
+
+    name: str
+    build: Callable[[PackedTensor, torch.dtype], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
 class KernelRow:
     """One way to compute a packed linear layer.
 
     `supports` says why the row cannot compute a problem, `pays` why it can but a later row is faster.
     Forcing a row by name overrides `pays`, never `supports`.
 
-    `build(weight, activation dtype)` makes the row's kernel layout from the storage layout, once per
-    weight; None for a row that reads the storage layout. `launch(x [m, k], weight, layout, bias)` returns
+    `layout` is None for a row that reads the storage layout. `launch(x [m, k], weight, layout, bias)` returns
     y [m, n] of x's dtype, for m >= 1 and contiguous x.
     """
 
@@ -59,7 +70,7 @@ class KernelRow:
     devices: tuple[str, ...]
     supports: Verdict
     pays: Verdict
-    build: Callable[[PackedTensor, torch.dtype], tuple[torch.Tensor, ...]] | None
+    layout: Layout | None
     launch: Callable[
         [torch.Tensor, PackedTensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor
     ]
@@ -67,9 +78,23 @@ class KernelRow:
 
 @lru_cache(maxsize=16)
 def device_features(device: str) -> frozenset[str]:
-    """Facts about a device type that rows decide by: for cpu its vector instructions."""
-    if device != "cpu":
+    """What a device type can do, as far as rows decide by it: vector instructions, what kernels may use."""
+    return _cpu_features() if device == "cpu" else _gpu_features()
+
+
+def _gpu_features() -> frozenset[str]:
+    """`triton`; `ptx`, inline assembly; `overlap`, launches that overlap the kernel before them."""
+    if importlib.util.find_spec("triton") is None:
         return frozenset()
+    facts = {"triton"}
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        major, _ = torch.cuda.get_device_capability()
+        # bfloat16 arithmetic came with 8.0, dependent launches with 9.0.
+        facts |= {fact for fact, since in (("ptx", 8), ("overlap", 9)) if major >= since}
+    return frozenset(facts)
+
+
+def _cpu_features() -> frozenset[str]:
     # What torch dispatches on, as "AVX2", "AVX512" or "AVX512_VNNI"; an AVX512 machine runs AVX2 code too.
     facts = {torch.backends.cpu.get_cpu_capability().lower().split("_")[0]}
     if "avx512" in facts:

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from quantkit.errors import KernelError
 from quantkit.kernels.cpu import CPU_ROWS
+from quantkit.kernels.fused.rows import FUSED_ROWS
 from quantkit.kernels.problem import KernelRow, Problem
 from quantkit.kernels.unpack import UNPACK_ROW
 
@@ -15,7 +16,7 @@ VERBOSE_VARIABLE = "QUANTKIT_VERBOSE"
 logger = logging.getLogger("quantkit.kernels")
 
 #: Every kernel there is, fastest first per device. Adding one is adding a row.
-ROWS: tuple[KernelRow, ...] = (*CPU_ROWS, UNPACK_ROW)
+ROWS: tuple[KernelRow, ...] = (*CPU_ROWS, *FUSED_ROWS, UNPACK_ROW)
 
 
 def row_named(name: str) -> KernelRow:
@@ -76,11 +77,11 @@ def _unsupported(row: KernelRow, problem: Problem) -> str | None:
 
 
 def _unbuilt(row: KernelRow, problem: Problem) -> str | None:
-    if row.build is not None and problem.layout not in (None, row.name):
-        built = f"the one of {problem.layout} was" if problem.layout else "none was"
+    if row.layout is not None and problem.layout not in (None, row.layout.name):
+        built = f"{problem.layout} was" if problem.layout else "none was"
         return (
-            f"it needs its own weight layout and {built} built; call build_layout with this dtype outside "
-            f"torch.compile (with {FORCE_VARIABLE} set, if it is to be forced)"
+            f"it needs the weight layout {row.layout.name} and {built} built; call build_layout with this "
+            f"dtype outside torch.compile (with {FORCE_VARIABLE} set, if it is to be forced)"
         )
     return None
 

@@ -58,6 +58,6 @@ UNPACK_ROW = KernelRow(
     devices=("cpu", "cuda"),
     supports=always,
     pays=always,
-    build=None,
+    layout=None,
     launch=_launch_unpack,
 )

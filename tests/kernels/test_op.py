@@ -14,7 +14,7 @@ from quantkit.kernels.table import FORCE_VARIABLE
 
 def arguments(packed, x, *, bias=None, layout=None):
     tensors = list(layout.tensors) if layout else []
-    row = layout.row if layout else ""
+    row = layout.name if layout else ""
     token, rows = packed.scheme.token, packed.shape[0]
     parts = (packed.words, packed.scale, packed.zero_point, packed.global_scale)
     return (x, *parts, tensors, bias, token, rows, row)

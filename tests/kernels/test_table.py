@@ -96,9 +96,9 @@ def test_choice(asked, row):
         (
             "torch-int4",
             replace(problem(), layout=""),
-            "needs its own weight layout and none was built; call bu",
+            "needs the weight layout torch-int4 and none was built; call bu",
         ),
-        ("torch-int4", replace(problem(), layout="int-digits"), "the one of int-digits was built"),
+        ("torch-int4", replace(problem(), layout="int-digits"), "int-digits was built"),
     ],
 )
 def test_refusal(row, asked, reason):
@@ -166,5 +166,6 @@ def test_silent_unless_asked(caplog, make_packed):
     assert not caplog.records
 
 
-def test_features_of_other_devices_are_not_queried():
-    assert device_features("cuda") == frozenset()
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without a GPU says")
+def test_features_of_a_gpu_that_is_not_there():
+    assert device_features("cuda") <= {"triton"}

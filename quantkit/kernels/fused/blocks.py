@@ -1,0 +1,153 @@
+"""What the fused kernels are made of: tiles of codes to values, scales and zero-points to where they apply.
+
+All of them work on tensors whose axes are those of the fragment layout (`quantkit.kernels.fused.layout`), so
+that reshaping and transposing only renames registers. Axes called W are divided among the warps.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tiles(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr):
+    """The tiles (int16 [W, L, 256]) of each part: of row tiles `row_tile` [L] and spans `span` [W, L]."""
+    lane = tl.arange(0, 256)
+    at = codes + ((row_tile.to(tl.int64)[None, :] * SPANS + span) * (TILES * 256))[:, :, None] + lane
+    tiles = ()
+    for t in tl.static_range(TILES):
+        if EVEN:
+            tiles = tiles + (tl.load(at + t * 256),)
+        else:
+            tiles = tiles + (tl.load(at + t * 256, mask=(span < SPANS)[:, :, None], other=0),)
+    return tiles
+
+
+@triton.jit
+def decode(
+    tiles, lut, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The values of all planes, DTYPE [..., planes], in units of their scale.
+
+    By the PTX of an expression, or without one by looking codes up in `lut` [2**bits]; `FIELDS` then holds
+    for each plane and part a tile, the position in its lanes, the first bit in the code, and the mask.
+    """
+    if ASM is None:
+        values = ()
+        for plane in tl.static_range(PLANES):
+            values = values + (_look_up(tiles, lut, FIELDS, len(FIELDS) // (4 * PLANES), plane).to(DTYPE),)
+        return _planes_last(values, PLANES)
+    else:
+        return _planes_last(_expression(tiles, ASM, CONSTRAINTS, PLANES), PLANES).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _look_up(tiles, lut, FIELDS: tl.constexpr, PARTS: tl.constexpr, PLANE: tl.constexpr):
+    code = tl.zeros(tiles[0].shape, tl.int32)
+    for part in tl.static_range(PLANE * PARTS, (PLANE + 1) * PARTS):
+        lane = tiles[FIELDS[4 * part]].to(tl.int32) >> FIELDS[4 * part + 1]
+        code |= (lane & FIELDS[4 * part + 3]) << FIELDS[4 * part + 2]
+    return tl.load(lut + code)
+
+
+@triton.jit
+def _expression(tiles, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PLANES: tl.constexpr):
+    if PLANES == 2:
+        return tl.inline_asm_elementwise(ASM, CONSTRAINTS, tiles, (tl.int16, tl.int16), True, 2)
+    elif PLANES == 4:
+        return tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, tiles, (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
+        )
+    elif PLANES == 8:
+        return tl.inline_asm_elementwise(
+            ASM,
+            CONSTRAINTS,
+            tiles,
+            (tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            True,
+            2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            ASM,
+            CONSTRAINTS,
+            tiles,
+            (
+                tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16,
+                tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16,
+            ),
+            True,
+            2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _planes_last(q, PLANES: tl.constexpr):
+    """Tensors [...] as one [..., 2, 2, ...], the highest bit of a plane's number first."""
+    if PLANES == 2:
+        return tl.join(q[0], q[1])
+    elif PLANES == 4:
+        return _join4(q[0], q[1], q[2], q[3])
+    elif PLANES == 8:
+        return _join8(q[0], q[1], q[2], q[3], q[4], q[5], q[6], q[7])
+    else:
+        return tl.join(
+            _join8(q[0], q[2], q[4], q[6], q[8], q[10], q[12], q[14]),
+            _join8(q[1], q[3], q[5], q[7], q[9], q[11], q[13], q[15]),
+        )
+
+
+@triton.jit
+def _join4(q0, q1, q2, q3):
+    return tl.join(tl.join(q0, q2), tl.join(q1, q3))
+
+
+@triton.jit
+def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
+    return tl.join(_join4(q0, q2, q4, q6), _join4(q1, q3, q5, q7))
+
+
+@triton.jit
+def load_by_lane(values, row_tile, block, BLOCKS: tl.constexpr, V: tl.constexpr):
+    """V values per row and block, [4, 8, W, L, V, 2]: the axes are t, r, warps, the rest, values, row // 8.
+
+    `row_tile` is [L], `block` [W, L]. The four lanes t of a row have the same values.
+    """
+    t = tl.arange(0, 4)[:, None, None, None, None]
+    r = tl.arange(0, 8)[:, None, None, None]
+    at = row_tile[:, None] * BLOCKS + tl.minimum(block, BLOCKS - 1)[:, :, None] + t * 0
+    v = tl.load(values + at * (16 * V) + r * (2 * V) + tl.arange(0, 2 * V))
+    return tl.reshape(v, (4, 8, block.shape[0], block.shape[1], V, 2))
+
+
+@triton.jit
+def scale_value(stored, KIND: tl.constexpr):
+    """Scales as float32; `KIND` says how 8 bits in an int8 are to be read."""
+    if KIND == "e4m3":
+        bits = stored.to(tl.int32)
+        # Sign, exponent and mantissa to their places in a float32, whose exponents begin 120 lower.
+        return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(
+            tl.float32, bitcast=True
+        ) * 1.329227995784916e36
+    elif KIND == "e8m0":
+        exponent = stored.to(tl.int32) & 0xFF
+        # 2^-127 is a subnormal float32.
+        return tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def finish(
+    sums, rows, scale, factor, bias, N, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """What comes after the last column, for outputs `rows`: channels' scales, the tensor's factor, bias."""
+    if GROUPS == 1:
+        by_lane = rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2
+        sums *= scale_value(tl.load(scale + by_lane, mask=rows < N, other=0), SCALE)
+    if HAS_FACTOR:
+        sums /= tl.load(factor)
+    if HAS_BIAS:
+        sums += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
+    return sums

@@ -1,0 +1,155 @@
+"""The fragment layout: packed codes in the order in which tensor cores want them in registers.
+
+The weights are operand A of `mma.m16n8k16`, W [16, 16] times x^T [16, 8]. Lane 4 r + t of a warp holds, of
+rows r and r + 8, four of the 16 columns. Any order of the columns gives the same product as long as x has it
+too. Here 32 consecutive columns are one run, of which lane t has eight in a row, so that x is loaded as it
+lies in memory:
+
+    column in its run = 8 t + 4 p0 + 2 e1 + e0        p0: the first or second of the run's two products
+                                                      e1, e0: which of the lane's four columns of a product
+
+A lane of 16 bits holds one field of each plane (`quantkit.kernels.fused.expressions`), plane = 2 run + p0. A
+tile is 16 rows times 256 lanes of 16 bits, 512 bytes, in the order (r, t, e1, row // 8, e0): a warp reads 16
+bytes per lane and has its fragments. The tiles of a part follow each other, then those of the next part:
+
+    codes  int16 [N / 16][K / span][tiles][256]    span: the columns of one field in all planes, 16 * planes
+    scale        [N / 16][blocks][8 r][groups of a block][2]   in their own dtype, 8-bit ones as int8
+    zero         as scale: zero-point plus the lowest value; bfloat16, or float32 between codes
+
+A block is 128 columns or one group, whichever is longer: a lane loads all scales of one at once.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.kernels.fused.expressions import planes, registers
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.words import parts
+
+#: Rows of a tile, columns of a run, and 16-bit lanes of a tile.
+ROWS = 16
+RUN = 32
+LANES = 256
+#: Weights whose codes are reordered at a time: their int32 copies take 64 bytes each.
+CHUNK_WEIGHTS = 1 << 25
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a weight [n, k] in the fragment layout.
+
+    `dot` columns have one scale in every row and are multiplied before it is applied.
+    """
+
+    n: int
+    k: int
+    bits: int
+    planes: int
+    tiles: int
+    span: int
+    spans: int
+    row_tiles: int
+    dot: int
+    #: Columns that share a scale; all of them for one scale per channel.
+    group: int
+
+    @property
+    def groups(self) -> int:
+        return -(-self.k // self.group)
+
+    @property
+    def steps(self) -> int:
+        """Steps of 128 columns, or of a span where that is longer."""
+        return self.spans * self.span // max(self.span, 128)
+
+    @property
+    def per_block(self) -> int:
+        """Columns of a block: those whose scales a lane loads at once, 128 or one group."""
+        return max(128, self.group)
+
+    @property
+    def in_block(self) -> int:
+        """Groups of a block."""
+        return 1 if self.groups == 1 else self.per_block // self.group
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.groups // self.in_block)
+
+
+@lru_cache(maxsize=1024)
+def geometry(n: int, k: int, scheme: Scheme) -> Geometry:
+    """The layout of a weight [n, k] in `scheme`, whose groups are half a run or whole runs."""
+    bits = scheme.format.bits
+    span = 16 * planes(bits)
+    group = scheme.for_columns(k).group_size
+    # Groups of half a run are not multiplied on their own.
+    whole = 128 if group is None or group == 16 else group
+    dot = next(size for size in (128, 64, 32) if whole % size == 0)
+    if group is not None and 128 % group and group % 128:
+        # Groups that straddle blocks, of 96 say, become several of one dot with the same scale.
+        group = dot
+    # Whole blocks, so that no kernel has half a step.
+    block = max(span, 128)
+    spans = -(-k // block) * block // span
+    return Geometry(n, k, bits, planes(bits), registers(bits), span, spans, -(-n // ROWS), dot, group or k)
+
+
+def build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
+    """Codes, scales, zero-points (empty for none) and factor of `weight` in the fragment layout."""
+    shape = geometry(*weight.shape, weight.scheme)
+    step = max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
+    codes = torch.cat(
+        [pack_codes(weight.codes(start, start + step), shape) for start in range(0, weight.shape[0], step)]
+    )
+    scale = weight.scale.view(torch.int8) if weight.scale.itemsize == 1 else weight.scale
+    size = weight.scheme.for_columns(shape.k).group_size or shape.k
+
+    def by_lane(per_group: torch.Tensor) -> torch.Tensor:
+        if size != shape.group:
+            per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
+        return _by_lane(per_group, shape.in_block)
+
+    zero_point = weight.zero_points()
+    empty = codes.new_empty(0)
+    zero = empty
+    if zero_point is not None:
+        lowest = weight.scheme.format.values[0]
+        # Integers are exact in bfloat16, floats between codes need not be.
+        dtype = torch.float32 if weight.scheme.zero_point == "float" else torch.bfloat16
+        zero = by_lane(zero_point.to(torch.float32) + lowest).to(dtype)
+    factor = weight.global_scale if weight.global_scale is not None else empty.float()
+    values = torch.tensor(weight.scheme.format.values, device=codes.device).nan_to_num(0.0)
+    return codes, by_lane(scale), zero, factor, values
+
+
+def pack_codes(codes: torch.Tensor, shape: Geometry) -> torch.Tensor:
+    """Codes (uint8 [rows, K]) as int16 [rows / 16, spans, tiles, 256]; both sides are padded with code 0."""
+    rows, columns = codes.shape
+    padded = F.pad(codes, (0, shape.spans * shape.span - columns, 0, -rows % ROWS))
+    # rows 16 | row // 8, r | span | run, t, p0, e1, e0
+    axes = padded.view(-1, 2, 8, shape.spans, shape.planes // 2, 4, 2, 2, 2)
+    fields = axes.permute(0, 3, 2, 5, 7, 1, 8, 4, 6).reshape(-1, shape.spans, LANES, shape.planes)
+    tiles, first = [], 0
+    for width in parts(shape.bits):
+        per_lane = 16 // width
+        part = ((fields >> first) & ((1 << width) - 1)).to(torch.int32)
+        by_tile = part.view(*part.shape[:3], shape.planes // per_lane, per_lane)
+        shifts = torch.arange(0, 16, width, device=codes.device, dtype=torch.int32)
+        tiles.append((by_tile << shifts).sum(-1, dtype=torch.int32).transpose(2, 3))
+        first += width
+    words = torch.cat(tiles, 2)
+    # The low 16 bits; a conversion of what does not fit is not defined.
+    return words.contiguous().view(torch.int16)[..., ::2].contiguous()
+
+
+def _by_lane(per_group: torch.Tensor, in_block: int) -> torch.Tensor:
+    """One value per row and group, [N, groups], in the order of `scale` above; both are padded with zeros."""
+    rows, groups = per_group.shape
+    padded = per_group.new_zeros(-(-rows // ROWS) * ROWS, -(-groups // in_block) * in_block)
+    padded[:rows, :groups] = per_group
+    return padded.view(-1, 2, 8, padded.shape[1] // in_block, in_block).permute(0, 3, 2, 4, 1).contiguous()

@@ -1,0 +1,170 @@
+"""The fused kernels as rows of the kernel table: what they take, when they pay, and with which tiles.
+
+Where they pay was measured on one H200 (docs/kernels.md); other GPUs use the same rules.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.kernels.fused import launch
+from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
+from quantkit.kernels.fused.layout import ROWS, Geometry, build, geometry
+from quantkit.kernels.problem import KernelRow, Layout, Problem, always, device_features
+from quantkit.packing.tensor import PackedTensor
+
+#: The most rows of x that `fused-skinny` takes, and with how many it pays where the weight has few rows.
+SKINNY_ROWS = 32
+FEW_ROWS = 8192
+#: Steps that the kernel for few rows of x unrolls at most.
+SKINNY_STEPS = 64
+#: Weights dequantized at a time, 256 MiB in 16 bits.
+DENSE_WEIGHTS = 1 << 27
+
+
+def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    layout = build(weight)
+    if weight.device.type == "cuda":
+        # Kernels that overlap the one before them read weights before they wait for it.
+        torch.cuda.current_stream(weight.device).synchronize()
+    return layout
+
+
+FRAGMENTS = Layout("fragments", _build)
+
+
+def _unpackable(problem: Problem) -> str | None:
+    """Why the fragment layout cannot hold a weight."""
+    if "triton" not in problem.features:
+        return "Triton is not installed"
+    size = problem.scheme.for_columns(problem.k).group_size
+    if size is not None and size != 16 and size % 32:
+        return f"it takes groups of 16 or of multiples of 32 columns, not of {size}"
+    return None
+
+
+def _unmultipliable(problem: Problem) -> str | None:
+    if problem.dtype == torch.float32:
+        return "it multiplies bfloat16 or float16 activations; cast x to one of them"
+    return _unpackable(problem)
+
+
+def _skinny_supports(problem: Problem) -> str | None:
+    if problem.m > SKINNY_ROWS:
+        return f"it takes up to {SKINNY_ROWS} rows of x, not {problem.m}"
+    reason = _unmultipliable(problem)
+    if reason is not None:
+        return reason
+    shape = geometry(problem.n, problem.k, problem.scheme)
+    tile = skinny_tile(shape, problem.m)
+    steps = -(-shape.spans * shape.span // (tile.warps * tile.columns))
+    return None if steps <= SKINNY_STEPS else f"{problem.k} columns are more than it unrolls"
+
+
+def _skinny_pays(problem: Problem) -> str | None:
+    limit = SKINNY_ROWS if problem.n <= FEW_ROWS else SKINNY_ROWS // 2
+    return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
+
+
+def _tiled_pays(problem: Problem) -> str | None:
+    shape = geometry(problem.n, problem.k, problem.scheme)
+    many = 256 if problem.n <= FEW_ROWS else 512
+    limit = 128 if shape.span > 128 else many
+    if problem.m <= limit:
+        return None
+    return f"dequantizing and the library's product are faster from M={limit + 1} on"
+
+
+def skinny_tile(shape: Geometry, m: int) -> SkinnyTile:
+    """The tile for m rows of x: as many bytes in flight as the registers hold."""
+    columns = 512 if m <= 8 and shape.dot >= 64 else 256
+    least = max(shape.span, 128)
+    while columns > least and 4 * columns > shape.spans * shape.span:
+        columns //= 2
+    columns = max(columns, least)
+    ahead = shape.bits <= 4 and shape.dot >= 128 and (m > 8 or shape.bits == 4)
+    return SkinnyTile(columns=columns, ahead=ahead)
+
+
+def tiled_tile(shape: Geometry, m: int) -> Tile:
+    """The tile for m rows of x; weights with few rows are split by columns to keep all processors busy."""
+    few = shape.n <= FEW_ROWS
+    if m <= 64:
+        return _split(Tile(4 if few else 8, 32 if m <= 32 else 64, stages=4), shape, m, 264)
+    if shape.span > 128 and not few:
+        return Tile(8, 128, warps=8)
+    return _split(Tile(4, 128), shape, m, 132)
+
+
+def _split(tile: Tile, shape: Geometry, m: int, programs: int) -> Tile:
+    """`tile` in as many parts, up to four, as divide the steps and give no more than so many programs."""
+    whole = -(-shape.row_tiles // tile.row_tiles) * -(-m // tile.m)
+    parts = (s for s in (4, 2, 1) if shape.steps % s == 0 and (s == 1 or whole * s <= programs))
+    return replace(tile, split=next(parts))
+
+
+def _skinny_launch(
+    x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
+) -> torch.Tensor:
+    operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
+    features = device_features(x.device.type)
+    tile = skinny_tile(operands.shape, x.shape[0])
+    return launch.skinny(operands, tile, inline="ptx" in features, overlap="overlap" in features)
+
+
+def _tiled_launch(
+    x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
+) -> torch.Tensor:
+    operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
+    tile = tiled_tile(operands.shape, x.shape[0])
+    return launch.tiled(operands, tile, inline="ptx" in device_features(x.device.type))
+
+
+def _dense_launch(
+    x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
+) -> torch.Tensor:
+    n, k = weight.shape
+    operands = Operands(x, layout, bias, weight.scheme, n)
+    inline = "ptx" in device_features(x.device.type)
+    step = max(1, DENSE_WEIGHTS // k // ROWS) * ROWS
+    if step >= n:
+        return F.linear(x, launch.dequantize(operands, 0, n, inline=inline), bias)
+    y = x.new_empty(x.shape[0], n)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        block = launch.dequantize(operands, start, stop, inline=inline)
+        y[:, start:stop] = F.linear(x, block, None if bias is None else bias[start:stop])
+    return y
+
+
+FUSED_ROWS = (
+    KernelRow(
+        name="fused-skinny",
+        summary="Triton: reads every packed byte once and multiplies in registers, for a few rows of x",
+        devices=("cuda",),
+        supports=_skinny_supports,
+        pays=_skinny_pays,
+        layout=FRAGMENTS,
+        launch=_skinny_launch,
+    ),
+    KernelRow(
+        name="fused-tiled",
+        summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
+        "their scales in the dtype of x",
+        devices=("cuda",),
+        supports=_unmultipliable,
+        pays=_tiled_pays,
+        layout=FRAGMENTS,
+        launch=_tiled_launch,
+    ),
+    KernelRow(
+        name="dequantize",
+        summary="Triton: writes the weight in the dtype of x, at most 2^27 of it, then the library multiplies",
+        devices=("cuda",),
+        supports=_unpackable,
+        pays=always,
+        layout=FRAGMENTS,
+        launch=_dense_launch,
+    ),
+)

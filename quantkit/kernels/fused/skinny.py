@@ -1,0 +1,181 @@
+"""y = x W^T for a few rows of x: every packed byte goes from memory to registers once, and nowhere else.
+
+A program computes 16 * R rows of y^T. Its W warps share them and divide the columns among themselves, through
+a batched product whose batch is groups of DOT columns, NG of them per warp and step: no two programs have
+anything to add up, and every sum has one order. Scales are applied to the float32 sums of their columns.
+"""
+
+import triton
+import triton.language as tl
+
+from quantkit.kernels.fused.blocks import decode, finish, load_by_lane, load_tiles, scale_value
+
+
+@triton.jit
+def skinny(
+    x, codes, scale, zero, factor, lut, bias, y, M, N,
+    K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
+    SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr, PDL:
+    tl.constexpr,
+):  # fmt: skip
+    SPAN: tl.constexpr = 16 * PLANES
+    STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * NG - 1) // (W * NG)
+    EVEN: tl.constexpr = SPANS * SPAN == STEPS * W * NG * DOT
+    # Spans of a dot, or dots of a span.
+    C: tl.constexpr = DOT // SPAN if DOT > SPAN else 1
+    B2: tl.constexpr = SPAN // DOT if SPAN > DOT else 1
+    B1: tl.constexpr = NG // B2
+    PER_CHANNEL: tl.constexpr = GROUPS == 1
+    # Groups shorter than a run: their scales go to the weights, not to the sums.
+    FINE: tl.constexpr = GROUP < 32
+    # Dots of a block of scales.
+    IN_BLOCK: tl.constexpr = 128 // DOT
+    if PDL:
+        # The next kernel may start loading its weights.
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    last_tile = (N + 15) // 16 - 1
+    w = tl.arange(0, W)[:, None]
+    in_warp = tl.arange(0, B1 * C * R)
+    blocks = tl.arange(0, R * NG // IN_BLOCK)
+    code_rows = tl.minimum(program * R + in_warp % R, last_tile)
+    block_rows = tl.minimum(program * R + blocks // (NG // IN_BLOCK), last_tile)
+    acc = tl.zeros((NG * W, 16 * R, BM), tl.float32)
+    span = w * (B1 * C) + (in_warp // R)[None, :]
+    dot = w * NG + (blocks % (NG // IN_BLOCK) * IN_BLOCK)[None, :]
+    tiles = load_tiles(codes, code_rows, span, SPANS, TILES, EVEN)
+    s, z = _scales_and_zeros(
+        scale, zero, block_rows, dot * DOT // PER_BLOCK, BLOCKS, V, PER_CHANNEL, HAS_ZERO
+    )
+    if PDL:
+        # Only x is written by the kernel before this one.
+        tl.extra.cuda.gdc_wait()
+    for step in tl.static_range(STEPS):
+        if AHEAD and step + 1 < STEPS:
+            next_tiles = load_tiles(codes, code_rows, span + (step + 1) * (W * B1 * C), SPANS, TILES, EVEN)
+            next_s, next_z = _scales_and_zeros(
+                scale,
+                zero,
+                block_rows,
+                (dot + (step + 1) * (W * NG)) * DOT // PER_BLOCK,
+                BLOCKS,
+                V,
+                PER_CHANNEL,
+                HAS_ZERO,
+            )
+        # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
+        tl.debug_barrier()
+        columns = _activations(x, step, M, K, EVEN and K == SPANS * SPAN, DOT, W, NG, BM).to(DTYPE)
+        q = decode(tiles, lut, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE)
+        q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
+        q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 11, 5, 6, 8))
+        q = tl.reshape(q, (NG * W, 16 * R, DOT))
+        if HAS_ZERO:
+            if FINE:
+                q -= _per_weight(_halves(z.to(tl.float32)), W, NG, R, DOT // 32, DOT).to(DTYPE)
+            else:
+                q -= _per_weight(z, W, NG, R, 1, DOT).to(DTYPE)
+        if FINE:
+            q *= _per_weight(_halves(scale_value(s, SCALE)), W, NG, R, DOT // 32, DOT).to(DTYPE)
+        if FINE or PER_CHANNEL:
+            acc = tl.dot(q, columns, acc, input_precision="ieee")
+        else:
+            sums = tl.dot(q, columns, input_precision="ieee")
+            acc += sums * _per_sum(scale_value(s, SCALE), W, NG, R, BM)
+        if step + 1 < STEPS:
+            if AHEAD:
+                tiles = next_tiles
+                s = next_s
+                z = next_z
+            else:
+                tiles = load_tiles(codes, code_rows, span + (step + 1) * (W * B1 * C), SPANS, TILES, EVEN)
+                s, z = _scales_and_zeros(
+                    scale,
+                    zero,
+                    block_rows,
+                    (dot + (step + 1) * (W * NG)) * DOT // PER_BLOCK,
+                    BLOCKS,
+                    V,
+                    PER_CHANNEL,
+                    HAS_ZERO,
+                )
+    out = tl.sum(acc, axis=0)
+    rows = program * (16 * R) + tl.arange(0, 16 * R)
+    m = tl.arange(0, BM)
+    out = finish(out, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    mask = (rows < N)[:, None] & (m < M)[None, :]
+    tl.store(y + m.to(tl.int64)[None, :] * N + rows[:, None], out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scales_and_zeros(
+    scale,
+    zero,
+    rows,
+    block,
+    BLOCKS: tl.constexpr,
+    V: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):
+    s = 0
+    z = 0
+    if not PER_CHANNEL:
+        s = load_by_lane(scale, rows, block, BLOCKS, V)
+    if HAS_ZERO:
+        z = load_by_lane(zero, rows, block, BLOCKS, V)
+    return s, z
+
+
+@triton.jit
+def _halves(v):
+    """Of groups of half a run, [4, 8, W, L, 8, 2], those that lane t has weights of: [4, 8, W, L, 4, 2]."""
+    v = tl.reshape(v, (4, 8, v.shape[2], v.shape[3], 4, 2, 2))
+    half = (tl.arange(0, 4) // 2)[:, None, None, None, None, None, None]
+    mine = half == tl.arange(0, 2)[:, None]
+    return tl.sum(tl.where(mine, v, 0.0), axis=5)
+
+
+@triton.jit
+def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
+    """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG, for sums [NG * W, 16 * R, BM]."""
+    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, 2)), (4, 2, 3, 5, 1, 0))
+    # Lane t has columns 2 t and 2 t + 1 of eight.
+    v = tl.reshape(v, (NG * W, 16 * R, 1, 4, 1))
+    return tl.reshape(tl.broadcast_to(v, (NG * W, 16 * R, BM // 8, 4, 2)), (NG * W, 16 * R, BM))
+
+
+@triton.jit
+def _per_weight(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr, DOT: tl.constexpr):
+    """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG * RUNS, for weights [NG * W, 16 * R, DOT]."""
+    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, RUNS, 2)), (4, 2, 3, 6, 1, 5, 0))
+    v = tl.reshape(v, (NG * W, 16 * R, RUNS, 1, 4, 1))
+    v = tl.broadcast_to(v, (NG * W, 16 * R, RUNS, DOT // (16 * RUNS), 4, 4))
+    return tl.reshape(v, (NG * W, 16 * R, DOT))
+
+
+@triton.jit
+def _activations(
+    x, step, M, K: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr, NG: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """x^T as operand B, [NG * W, DOT, BM], zeros beyond K; rows beyond M repeat the last one."""
+    RUNS: tl.constexpr = DOT // 32
+    MH: tl.constexpr = BM // 8
+    i = tl.arange(0, NG * RUNS * MH)
+    w = tl.arange(0, W)
+    k = ((step * W + w[:, None]) * NG + (i // (RUNS * MH))[None, :]) * DOT + (i // MH % RUNS * 32)[None, :]
+    k = k[None, :, :, None] + tl.arange(0, 32)
+    m = tl.minimum((i % MH * 8)[None, None, :, None] + tl.arange(0, 8)[:, None, None, None], M - 1)
+    if EVEN:
+        v = tl.load(x + m * K + k)
+    else:
+        v = tl.load(x + m * K + k, mask=k < K, other=0.0)
+    # m, warp, group, run, m // 8, t, p0, e1, e0
+    v = tl.reshape(v, (8, W, NG, RUNS, MH, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(v, (2, 1, 3, 6, 5, 7, 8, 4, 0)), (NG * W, DOT, BM))

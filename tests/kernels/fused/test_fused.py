@@ -1,0 +1,179 @@
+"""The fused kernels against the dequantized weight: in Triton's interpreter on a CPU, for real on a GPU."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quantkit.kernels.fused import launch
+from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
+from quantkit.kernels.fused.layout import build, geometry, pack_codes
+from quantkit.kernels.fused.rows import skinny_tile, tiled_tile
+from quantkit.packing.schemes import PRESETS, Scheme, scheme
+from quantkit.packing.tensor import PackedTensor
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: The interpreter knows neither PTX nor products of 16-bit floats.
+INLINE = (True, False) if DEVICE == "cuda" else (False,)
+DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
+#: Errors against the sum of magnitudes: roundings of the output, and of weights where they take the scales.
+LIMIT = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+
+e4m3 = torch.float8_e4m3fn
+CASES = {
+    **{name: {} for name in PRESETS},
+    **{
+        f"int{bits} {zero}": {"zero_point": zero, "group_size": 64}
+        for bits in (8, 4, 3)
+        for zero in ("integer", "float")
+    },
+    "int4 e4m3": {"group_size": 32, "scale_dtype": e4m3},
+    "int4 g16 integer": {"group_size": 16, "zero_point": "integer"},
+    "int3 channel": {"group_size": "channel"},
+    "ternary fp16": {"group_size": 96, "scale_dtype": torch.float16},
+    "int4 g160 float": {"group_size": 160, "zero_point": "float"},
+    "int5 fp32": {"group_size": 256, "scale_dtype": torch.float32},
+}
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+def operands(
+    make: Callable[..., PackedTensor], case: str, n: int, k: int, m: int, dtype: torch.dtype
+) -> tuple[Operands, PackedTensor]:
+    packed = make(case.split(maxsplit=1)[0], (n, k), **CASES[case]).to(DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    x, bias = (torch.randn(*size, generator=generator).to(DEVICE, dtype) for size in ((m, k), (n,)))
+    return Operands(x, build(packed), bias, packed.scheme, n), packed
+
+
+def error(y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor) -> float:
+    """The largest error of an output against the sum of the magnitudes that it is the sum of."""
+    weight, x, bias = packed.dequantize().double(), x.double(), bias.double()
+    size = x.abs() @ weight.abs().T + bias.abs()
+    return float(((y.double() - (x @ weight.T + bias)).abs() / size).max())
+
+
+def kernels(op: Operands, inline: bool) -> dict[str, Callable[[], torch.Tensor]]:
+    """Every kernel that computes `op`, with the tile it would get and with others."""
+    shape, m = op.shape, op.x.shape[0]
+    least = max(shape.span, 128)
+    found: dict[str, Callable[[], torch.Tensor]] = {
+        "tiled": lambda: launch.tiled(op, tiled_tile(shape, m), inline=inline),
+        "tiled small": lambda: launch.tiled(op, Tile(4, 16, stages=2), inline=inline),
+    }
+    if shape.steps % 2 == 0:
+        found["tiled split"] = lambda: launch.tiled(op, Tile(4, 32, split=2, stages=2), inline=inline)
+    if m <= 32:
+        found["skinny"] = lambda: launch.skinny(op, skinny_tile(shape, m), inline=inline)
+        found["skinny rows"] = lambda: launch.skinny(op, SkinnyTile(2, least, 2), inline=inline)
+        found["skinny ahead"] = lambda: launch.skinny(op, SkinnyTile(1, least, 1, True), inline=inline)
+    return found
+
+
+@each_case
+@pytest.mark.parametrize("shape", [(40, 384, 3), (16, 200, 13), (1, 32, 1), (33, 288, 18)], ids=str)
+def test_kernels_multiply_with_the_dequantized_weight(
+    make_packed: Callable[..., PackedTensor], poisoned: None, case: str, shape: tuple[int, int, int]
+) -> None:
+    n, k, m = shape
+    for dtype in DTYPES:
+        op, packed = operands(make_packed, case, n, k, m, dtype)
+        for inline in INLINE:
+            for name, run in kernels(op, inline).items():
+                y = run()
+                assert error(y, op.x, packed, op.bias) < LIMIT[dtype], name
+                # On a CPU there is nothing that could run in another order.
+                assert DEVICE == "cpu" or torch.equal(y, run()), name
+
+
+@each_case
+def test_dequantize_writes_the_weight(
+    make_packed: Callable[..., PackedTensor], poisoned: None, case: str
+) -> None:
+    for n, k in ((40, 384), (1, 33), (130, 96)):
+        for dtype in (*DTYPES, torch.float32):
+            op, packed = operands(make_packed, case, n, k, 1, dtype)
+            for inline in INLINE:
+                rows = [launch.dequantize(op, at, min(at + 64, n), inline=inline) for at in range(0, n, 64)]
+                # A float zero-point is moved by the lowest value once, in float32.
+                torch.testing.assert_close(
+                    torch.cat(rows),
+                    packed.dequantize(dtype),
+                    rtol=2e-2 if dtype != torch.float32 else 1e-5,
+                    atol=1e-5,
+                )
+
+
+@pytest.mark.parametrize(
+    "case", ["int8", "int4", "int3", "int7", "ternary", "binary", "fp6", "int4 integer", "mxfp4", "nvfp4"]
+)
+def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor], case: str) -> None:
+    """With integers and power-of-two scales every order of the additions gives the same float32."""
+    n, k, m = 24, 512, 9
+    options = {key: value for key, value in CASES[case].items() if key != "scale_dtype"}
+    packed = make_packed(case.split(maxsplit=1)[0], (n, k), **options, exact=True).to(DEVICE)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randint(-4, 5, (m, k), generator=generator).to(DEVICE, DTYPES[0])
+    reference = (x.double() @ packed.dequantize().double().T).to(x.dtype)
+    op = Operands(x, build(packed), None, packed.scheme, n)
+    for inline in INLINE:
+        for name, run in kernels(op, inline).items():
+            assert torch.equal(run(), reference), name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_stays_in_its_row(make_packed: Callable[..., PackedTensor], value: float) -> None:
+    op, _ = operands(make_packed, "int4", 32, 256, 5, DTYPES[0])
+    clean = {name: run() for name, run in kernels(op, INLINE[0]).items()}
+    op.x[2, 77] = value
+    for name, run in kernels(op, INLINE[0]).items():
+        y = run()
+        assert not y[2].isfinite().any(), name
+        others = [0, 1, 3, 4]
+        assert torch.equal(y[others], clean[name][others]), name
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_are_where_the_layout_says(bits: int) -> None:
+    """The slow twin of `pack_codes`: one code at a time, from the module's description."""
+    name = "binary" if bits == 1 else f"int{bits}"
+    n, k = 20, 300
+    shape = geometry(n, k, scheme(name))
+    codes = torch.randint(0, 2**bits, (n, k), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    packed = pack_codes(codes, shape)
+    assert packed.shape == (2, shape.spans, shape.tiles, 256)
+    found = torch.zeros(n, k, dtype=torch.int64)
+    for row in range(n):
+        for column in range(k):
+            span, within = divmod(column, shape.span)
+            run, place = divmod(within, 32)
+            t, p0, e1, e0 = place // 8, place // 4 % 2, place // 2 % 2, place % 2
+            plane, lane = 2 * run + p0, (((row % 8 * 4 + t) * 2 + e1) * 2 + row % 16 // 8) * 2 + e0
+            tile, first = 0, 0
+            for width in (w for w in (8, 4, 2, 1) if bits & w):
+                per_lane = 16 // width
+                word = int(packed[row // 16, span, tile + plane // per_lane, lane])
+                found[row, column] |= (word >> plane % per_lane * width & (1 << width) - 1) << first
+                tile += shape.planes // per_lane
+                first += width
+    assert torch.equal(found, codes.long())
+
+
+def test_tiles_fit_every_weight() -> None:
+    for name in PRESETS:
+        for n in (1, 100, 5000, 30000):
+            for k in (32, 1000, 4096, 28672):
+                shape = geometry(n, k, scheme(name))
+                assert shape.spans * shape.span >= k
+                for m in (1, 8, 9, 32, 33, 64, 128, 500):
+                    assert shape.steps % tiled_tile(shape, m).split == 0
+                    tile = skinny_tile(shape, m)
+                    assert tile.columns % max(shape.span, 128) == 0
+
+
+def test_a_group_longer_than_the_row_is_the_row() -> None:
+    row = Scheme(scheme("int4").format, 128)
+    assert geometry(16, 96, row) == geometry(16, 96, Scheme(scheme("int4").format, None))

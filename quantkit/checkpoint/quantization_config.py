@@ -47,17 +47,22 @@ class Assignment:
 
 def why_not_compressed_tensors(scheme: Scheme, columns: int) -> str | None:
     """None if compressed-tensors can express `scheme` for rows of `columns`, else the reason."""
-    effective = scheme.for_columns(columns)
-    if not isinstance(scheme.format, IntFormat) or scheme.format.bits not in _EXPRESSIBLE_BITS:
-        return f"compressed-tensors has no {scheme.format.name}"
-    if scheme.zero_point == "float":
-        return "compressed-tensors has no float zero-points"
-    if scheme.scale_type.digits < _EXPRESSIBLE_DIGITS:
-        return f"compressed-tensors has no {scheme.scale_type.name} scales for {scheme.format.name}"
-    if scheme.global_scale:
-        return f"compressed-tensors has no global scale for {scheme.format.name}"
-    if effective.group_size is not None and columns % effective.group_size:
-        return f"compressed-tensors needs groups that divide {columns}, not {effective.group_size}"
+    name, size = scheme.format.name, scheme.for_columns(columns).group_size
+    is_int = isinstance(scheme.format, IntFormat) and scheme.format.bits in _EXPRESSIBLE_BITS
+    few_digits = scheme.scale_type.digits < _EXPRESSIBLE_DIGITS
+    lacks = (
+        (not is_int, name),
+        (scheme.planes > 1, f"sums of {scheme.planes} values"),
+        (scheme.zero_point == "float", "float zero-points"),
+        (few_digits, f"{scheme.scale_type.name} scales for {name}"),
+        (scheme.global_scale, f"global scale for {name}"),
+        (scheme.column_scale, "scales per input feature"),
+    )
+    for applies, what in lacks:
+        if applies:
+            return f"compressed-tensors has no {what}"
+    if size is not None and columns % size:
+        return f"compressed-tensors needs groups that divide {columns}, not {size}"
     return None
 
 

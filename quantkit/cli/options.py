@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 #: Names for the help texts, which must not import torch; a test compares them with the tables they are from.
 FORMATS = (
     *("int8", "int7", "int6", "int5", "int4", "int3", "int2", "ternary", "binary"),
-    *("fp8", "fp8-e4m3", "fp8-e5m2", "fp6", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4"),
+    *("binary-residual", "binary-rank1"),
+    *("fp8", "fp8-e4m3", "fp8-e5m2", "fp6", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4", "book4"),
     *("mxfp8", "mxfp6", "mxfp4", "nvfp4"),
 )
 METHODS = {"rtn": "plain rounding", "mse": "searched", "hqq": "half-quadratic, int formats"}

@@ -10,9 +10,7 @@ from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.packing.names import Container, part_name
-from quantkit.packing.schemes import Scheme
-
-_PARTS = ("packed", "scale", "zero_point", "global_scale", "shape")
+from quantkit.packing.schemes import PARTS, Scheme
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def measure(checkpoint: Checkpoint) -> Sizes:
         config = QuantizationConfig.from_dict(section)
         described = describe(config)
         for parameter in packed_parameters(checkpoint, config.container):
-            names = [part_name(parameter, part, config.container) for part in _PARTS]
+            names = [part_name(parameter, part, config.container) for part in PARTS]
             stored = [checkpoint.tensors[name] for name in names if name in checkpoint.tensors]
             packed_bytes += sum(tensor.nbytes for tensor in stored)
             packed_elements += sum(tensor.elements for tensor in stored)

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from quantkit.kernels.problem import KernelRow, Problem
+from quantkit.kernels.problem import KernelRow, Problem, one_plane
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -38,6 +38,8 @@ _MAX_SEGMENT = 1 << 16
 def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] | None:
     """The format's values as int8 times `2**-shift`, with `shift`; None where they do not fit."""
     numbers = number_format.numbers
+    if not numbers:
+        return None  # They are fitted to each tensor.
     shift = 0
     while any(not (value * 2.0**shift).is_integer() for value in numbers):
         shift += 1
@@ -64,6 +66,8 @@ def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if integer_values(scheme.format) is None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
+    if scheme.planes > 1:
+        return one_plane(problem)
     if scheme.zero_point == "float":
         return "its weights are integers, and a float zero-point makes them fractions; use an integer one"
     if scheme.zero_point != "none" and scheme.format.bits == 8:

@@ -42,6 +42,12 @@ def always(_: Problem) -> str | None:
     return None
 
 
+def one_plane(problem: Problem) -> str | None:
+    """The verdict of a row whose weights are one scale times one value each."""
+    planes = problem.scheme.planes
+    return None if planes == 1 else f"its weights have one value each, these are sums of {planes}"
+
+
 @dataclass(frozen=True)
 class KernelRow:
     """One way to compute a packed linear layer.
@@ -51,7 +57,7 @@ class KernelRow:
 
     `build(weight, activation dtype)` makes the row's kernel layout from the storage layout, once per
     weight; None for a row that reads the storage layout. `launch(x [m, k], weight, layout, bias)` returns
-    y [m, n] of x's dtype, for m >= 1 and contiguous x.
+    y [m, n] of x's dtype, for m >= 1 and contiguous x. A column scale is in x already.
     """
 
     name: str

@@ -130,11 +130,8 @@ class PackedExperts(PackedModule):
             if parameter == GATE_UP
             else (self.down_scheme, self.intermediate_dim, 1)
         )
-        shared = {
-            part: None if t is None else t[expert].chunk(halves) for part, t in self._parts(parameter).items()
-        }
-        for half in range(halves):
-            parts = {part: None if chunks is None else chunks[half] for part, chunks in shared.items()}
+        # Parts without rows, such as column scales, lie one after the other for the halves too.
+        for parts in zip(*[part[expert].chunk(halves) for part in self._parts(parameter)], strict=True):
             yield Matrix.of(parts, scheme, columns)
 
     def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:

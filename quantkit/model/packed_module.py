@@ -10,11 +10,8 @@ from torch import nn
 
 from quantkit.kernels.linear import KernelLayout, build_layout, linear_parts
 from quantkit.packing.names import Container, part_name
-from quantkit.packing.schemes import Scheme
+from quantkit.packing.schemes import CAST_PARTS, Scheme
 from quantkit.packing.tensor import PackedTensor
-
-#: The parts of a packed matrix that computing needs.
-WEIGHT_PARTS = ("packed", "scale", "zero_point", "global_scale")
 
 
 @dataclass(frozen=True)
@@ -35,16 +32,15 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One packed matrix [N, K] in a module's parameters, with the scheme that these have now."""
+    """One packed matrix [N, K] in a module's parameters: the parts that the scheme they have now names."""
 
-    parts: Mapping[str, torch.Tensor | None]
+    parts: tuple[torch.Tensor, ...]
     scheme: Scheme
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, parts: Mapping[str, torch.Tensor | None], scheme: Scheme, columns: int) -> "Matrix":
-        words, scale = parts["packed"], parts["scale"]
-        assert words is not None and scale is not None
+    def of(cls, parts: tuple[torch.Tensor, ...], scheme: Scheme, columns: int) -> "Matrix":
+        words, scale = parts[0], parts[1]
         # A cast of the model casts the scales too. The words say how many rows there are: a
         # tensor-parallel rank has a shard of them.
         if scale.dtype != scheme.scale_dtype:
@@ -54,10 +50,7 @@ class Matrix:
     @property
     def packed(self) -> PackedTensor:
         """The matrix as a `PackedTensor` on the same storage."""
-        words, scale = self.parts["packed"], self.parts["scale"]
-        assert words is not None and scale is not None
-        zero_point, global_scale = self.parts.get("zero_point"), self.parts.get("global_scale")
-        return PackedTensor(words, scale, zero_point, self.scheme, self.shape, global_scale)
+        return PackedTensor(self.parts, self.scheme, self.shape)
 
 
 class PackedModule(nn.Module):
@@ -75,6 +68,7 @@ class PackedModule(nn.Module):
         self.container = container
         self._layouts: dict[tuple[str, int, torch.dtype], KernelLayout | None] = {}
         self._layout_owners: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._part_names: dict[str, list[str]] = {}
 
     def part_specs(self) -> dict[str, PartSpec]:
         """The state-dict entries of packed matrices by name."""
@@ -99,19 +93,16 @@ class PackedModule(nn.Module):
                 self.register_buffer(name, empty)
             else:
                 self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+                parameter = name.removesuffix(part_name("", spec.part, self.container))
+                self._part_names.setdefault(parameter, []).append(name)
 
-    def _part(self, parameter: str, part: str) -> torch.Tensor | None:
-        name = part_name(parameter, part, self.container)
-        tensor: torch.Tensor | None = getattr(self, name, None)
-        return tensor
-
-    def _parts(self, parameter: str) -> dict[str, torch.Tensor | None]:
-        return {part: self._part(parameter, part) for part in WEIGHT_PARTS}
+    def _parts(self, parameter: str) -> tuple[torch.Tensor, ...]:
+        """The parts that computing needs, as the scheme of `parameter` orders them."""
+        return tuple([getattr(self, name) for name in self._part_names[parameter]])
 
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         """The layout of the matrix number `index` of `parameter`, built unless it is there and valid."""
-        words = self._part(parameter, "packed")
-        assert words is not None
+        words = getattr(self, self._part_names[parameter][0])
         owner = self._layout_owners.get(parameter)
         if owner is None or owner() is not words:
             # A layout costs more than one forward gains from it.
@@ -141,10 +132,11 @@ class PackedModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Moves and casts keep the Parameter objects, so their identity does not give them away.
         self.drop_kernel_layouts()
-        parts = [getattr(self, name) for name in self.part_specs()]
+        parts = [(spec.part, getattr(self, name)) for name, spec in self.part_specs().items()]
         # Other dtypes have not the range of e8m0 or not the digits of the factor that e4m3 comes with, and
         # casting them saves nothing.
-        kept = {id(part) for part in parts} if any(_is_8_bit_float(part) for part in parts) else set()
+        small = any(_is_8_bit_float(tensor) for _, tensor in parts)
+        kept = {id(tensor) for part, tensor in parts if small or part not in CAST_PARTS}
 
         def keeping(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)

@@ -22,9 +22,9 @@ from quantkit.model.experts import PackedExperts
 from quantkit.model.headers import check_headers
 from quantkit.model.modules import packed_modules, packed_replacement
 from quantkit.packing.names import Container, part_name
+from quantkit.packing.schemes import PARTS
 
 COMPRESSED_TENSORS: Container = "compressed-tensors"
-_PARTS = ("scale", "packed", "zero_point", "global_scale", "shape")
 
 
 class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -57,7 +57,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         container = quantization_config.parsed.container
         # transformers finds per-expert tensors of packed experts by the first name that is not "weight".
-        self.serialized_names = {"weight": [part_name("weight", part, container) for part in _PARTS]}
+        parts = sorted(PARTS, key=lambda part: part != "scale")
+        self.serialized_names = {"weight": [part_name("weight", part, container) for part in parts]}
         self._has_experts = False
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:

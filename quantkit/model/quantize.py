@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.methods import CHUNK_WEIGHTS
+from quantkit.calibrate.parameters import SAMPLE_WEIGHTS
 from quantkit.calibrate.recipe import Choice, GroupSize, Recipe, parse_rule, read_recipe
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.manifest import read_manifest
@@ -178,8 +179,10 @@ def peak_bytes(planned: Plan) -> int:
     tasks = [task for shard in planned.shards for task in shard.tasks if task.source.shape]
     rows = [row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
     chunk = max([CHUNK_BYTES["cpu"], *rows])
-    # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work.
-    return WORKERS["cpu"] * (8 * chunk + 128 * CHUNK_WEIGHTS)
+    fitted = any(task.scheme is not None and task.scheme.is_fitted for task in tasks)
+    # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work; with code
+    # books the sample, its scales, codes and errors, and what the search makes of them.
+    return WORKERS["cpu"] * (8 * chunk + 128 * CHUNK_WEIGHTS + fitted * 64 * SAMPLE_WEIGHTS)
 
 
 def pick_device(device: str) -> torch.device:

@@ -8,14 +8,17 @@ Codes are unsigned integers below `2**bits`, one per element, in a uint8 tensor:
     int   offset binary          code = value + 2**(bits-1)        int4: -8 -> 0, 0 -> 8, 7 -> 15
     float sign | exponent | mantissa                               e2m3: s ee mmm
     book  index into the sorted list of values                     binary: -1 -> 0, +1 -> 1
+
+A `FittedFormat` is a book whose values are stored with each tensor. It becomes a `CodebookFormat` for it.
 """
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -308,6 +311,44 @@ class CodebookFormat(NumberFormat):
         return torch.bucketize(x.contiguous(), edges, out_int32=True, right=True).to(torch.uint8)
 
 
+@dataclass(frozen=True)
+class FittedFormat(NumberFormat):
+    """A code book whose values are fitted to each tensor and stored with it; the code is the index.
+
+    The values ascend, and the largest magnitude is 1. Until `bind` says what they are, no code is a number.
+    """
+
+    def bind(self, book: Sequence[float]) -> CodebookFormat:
+        """The format with the values that a tensor has."""
+        return CodebookFormat(self.name, self.bits, tuple(book))
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        return tuple(math.nan for _ in range(2**self.bits))
+
+    @property
+    def max(self) -> float:
+        return 1.0
+
+    @property
+    def min(self) -> float:
+        return -1.0
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        raise self._unbound()
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        raise self._unbound()
+
+    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
+        raise self._unbound()
+
+    def _unbound(self) -> FormatError:
+        return FormatError(
+            f"the values of {self.name!r} are fitted to each tensor and stored with it; bind them first."
+        )
+
+
 def _float32(x: float) -> float:
     with np.errstate(over="ignore"):
         return float(np.float32(x))
@@ -340,17 +381,12 @@ FORMATS: dict[str, NumberFormat] = {
         CodebookFormat("nf4", 4, book=_NF4),
         CodebookFormat("ternary", 2, book=(-1.0, 0.0, 1.0)),
         CodebookFormat("binary", 1, book=(-1.0, 1.0)),
+        FittedFormat("codebook4", 4),
     )
 }
 
 #: Shorter names. `fp6` is the one of the two with the smaller measured error (docs/accuracy.md).
 ALIASES: dict[str, str] = {"fp8": "fp8-e4m3", "fp6": "fp6-e2m3", "fp4": "fp4-e2m1"}
-
-_KINDS: dict[str, type[NumberFormat]] = {
-    "int": IntFormat,
-    "float": FloatFormat,
-    "codebook": CodebookFormat,
-}
 
 
 def number_format(name: str) -> NumberFormat:
@@ -360,36 +396,3 @@ def number_format(name: str) -> NumberFormat:
     except KeyError:
         known = ", ".join([*FORMATS, *ALIASES])
         raise FormatError(f"unknown number format {name!r}; known are {known}.") from None
-
-
-def format_to_json(number_format: NumberFormat) -> str | dict[str, Any]:
-    """A format of the table by its name, any other by all its fields, so that it travels with its tensors."""
-    if FORMATS.get(number_format.name) == number_format:
-        return number_format.name
-    kind = next(kind for kind, cls in _KINDS.items() if type(number_format) is cls)
-    data = asdict(number_format)
-    return {"kind": kind, **{key: list(v) if isinstance(v, tuple) else v for key, v in data.items()}}
-
-
-def format_from_json(data: object) -> NumberFormat:
-    """The inverse of `format_to_json`; `FormatError` for anything else."""
-    if isinstance(data, str):
-        return number_format(data)
-    if not isinstance(data, dict) or data.get("kind") not in list(_KINDS):
-        raise FormatError(
-            f"a number format is a name or an object of kind {', '.join(_KINDS)}; found {data!r}."
-        )
-    cls = _KINDS[data["kind"]]
-    expected = {field.name for field in fields(cls)}
-    values = {key: value for key, value in data.items() if key != "kind"}
-    if set(values) != expected or not isinstance(values["name"], str) or values["name"] in FORMATS:
-        raise FormatError(
-            f"a custom number format of kind {data['kind']!r} has the fields {sorted(expected)} and a name "
-            f"of its own; found {data!r}."
-        )
-    if isinstance(values.get("book"), list) and all(type(v) is float for v in values["book"]):
-        values["book"] = tuple(values["book"])
-    numbers = [value for key, value in values.items() if key not in ("name", "book")]
-    if any(type(value) is not int for value in numbers) or not isinstance(values.get("book", ()), tuple):
-        raise FormatError(f"custom number format {values['name']!r} has fields of the wrong type: {data!r}.")
-    return cls(**values)

@@ -95,6 +95,9 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
         (scheme("int8", scale_dtype=E8M0), 256, "compressed-tensors has no e8m0 scales for int8"),
         (scheme("int4", scale_dtype=torch.float32), 256, None),
         (replace(INT4, global_scale=True), 256, "compressed-tensors has no global scale for int4"),
+        (replace(INT4, planes=2), 256, "compressed-tensors has no sums of 2 values"),
+        (replace(INT4, column_scale=True), 256, "compressed-tensors has no scales per input feature"),
+        (scheme("book4"), 256, "compressed-tensors has no codebook4"),
         (CUSTOM, 256, "compressed-tensors has no thirds"),
     ],
 )

@@ -25,8 +25,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "ternary": {"format": "ternary"},
     "nf4": {"format": "nf4"},
     "fp8": {"format": "fp8"},
+    "binary-residual": {"format": "binary-residual", "group_size": 32},
+    "binary-rank1": {"format": "binary-rank1"},
+    "book4": {"format": "book4"},
 }
-CASES = [("llama", kind) for kind in KINDS] + [("qwen3_moe", "nvfp4"), ("qwen3_moe", "int2 float")]
+MIXTURE = ("nvfp4", "int2 float", "binary-residual", "binary-rank1", "book4")
+CASES = [("llama", kind) for kind in KINDS] + [("qwen3_moe", kind) for kind in MIXTURE]
 
 
 def write(directory: Path, family: str) -> Path:
@@ -47,7 +51,7 @@ def dequantized(source: Path, packed: Path, **options: Any) -> Path:
     scale_dtype = SCALE_DTYPES.get(options.pop("scale_dtype", None))
     tensors = tensors_of(source)
     for name in tensors_of(packed):
-        if name.endswith("_scale") and not name.endswith("_global_scale"):
+        if name.endswith("weight_scale"):
             weight = name.removesuffix("_scale")
             stored = quantize_tensor(tensors[weight], scale_dtype=scale_dtype, **options)
             tensors[weight] = stored.dequantize().contiguous()
@@ -83,7 +87,9 @@ def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast_after_loading", [False, True])
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "int4 float e4m3", "int2 float"])
+@pytest.mark.parametrize(
+    "kind", ["nvfp4", "mxfp4", "int4 float e4m3", "int2 float", "binary-residual", "binary-rank1", "book4"]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind, cast_after_loading, dtype):
     source, out = write(tmp_path, family), tmp_path / "out"
@@ -96,7 +102,7 @@ def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind
     found = logits_of(model, prompt)
     assert found.shape == (2, 7, VOCAB)
     assert (found - expected).norm() < 0.1 * expected.norm()
-    if cast_after_loading and kind != "int2 float":
+    if cast_after_loading and kind in ("nvfp4", "mxfp4", "int4 float e4m3", "book4"):
         model.save_pretrained(tmp_path / "again")
         before, after = as_bytes(tensors_of(out)), as_bytes(tensors_of(tmp_path / "again"))
         packed = [name for name in before if "_scale" in name or "zero_point" in name]

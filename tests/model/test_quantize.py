@@ -177,7 +177,12 @@ def test_relative_errors_are_those_of_the_stored_weights(tmp_path):
     assert read_manifest(out)["layers"][module]["relative_error"] == result.relative_errors[module]
 
 
-def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [{"zero_point": "integer", "group_size": 32}, {"format": "binary-rank1"}, {"format": "book4"}],
+    ids=str,
+)
+def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeypatch, options):
     source = write(tmp_path)
     monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)
     threads = torch.get_num_threads()
@@ -186,12 +191,22 @@ def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeyp
         monkeypatch.setitem(stream.WORKERS, "cpu", workers)
         torch.set_num_threads(torch_threads)
         try:
-            quantize(source, tmp_path / "out", zero_point="integer", group_size=32, overwrite=bool(outputs))
+            quantize(source, tmp_path / "out", **options, overwrite=bool(outputs))
             assert torch.get_num_threads() == torch_threads
         finally:
             torch.set_num_threads(threads)
         outputs.append(files_of(tmp_path / "out"))
     assert all(output == outputs[0] for output in outputs)
+
+
+def test_what_cannot_be_fitted_is_named(tmp_path):
+    source = write(tmp_path, dtype=torch.float32)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] *= 1e9
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=rf"^'{name}': a scale of \S+ overflows torch.float16; store"):
+        quantize(source, tmp_path / "out", format="book4", scale_dtype="float16")
 
 
 def test_large_rows_that_are_copied_are_read_one_at_a_time(tmp_path, monkeypatch):

@@ -120,7 +120,10 @@ def _search(groups: torch.Tensor, table: "_SearchTable", scheme: Scheme) -> Grid
     errors = _histogram(units, table.errors) @ table.errors
     # A scale of few digits may be rounded far from the best, and another candidate less far.
     few_digits = scheme.scale_type.digits < 8
-    choices = errors.topk(COARSE_CHOICES if few_digits else 1, dim=-1, largest=False).indices
+    if few_digits:
+        choices = errors.topk(COARSE_CHOICES, dim=-1, largest=False).indices
+    else:
+        choices = errors.argmin(-1, keepdim=True)
     rivals = []
     for rank in range(choices.shape[1]):
         choice = choices[:, rank, None]

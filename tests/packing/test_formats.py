@@ -33,6 +33,8 @@ UNLISTED = (
     CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)),
     CodebookFormat("thirds", 2, book=tuple(float(np.float32(v)) for v in (-1 / 3, 0.1, 2 / 3, 1e20))),
     CodebookFormat("apart", 1, book=(2.0**-100, 1.0)),
+    CodebookFormat("near", 2, book=(-1.0, 2.0**-30, 2.0**-29, 3.0)),
+    CodebookFormat("far", 2, book=(-(2.0**100), -(2.0**90), 0.0, 2.0**100)),
 )
 FIXED = {name: fmt for name, fmt in FORMATS.items() if not isinstance(fmt, FittedFormat)}
 ALL = (*FIXED.values(), *UNLISTED)

@@ -8,8 +8,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.kernels.linear import KernelLayout, build_layout, linear_parts
-from quantkit.packing.names import Container, part_name
+from quantkit.packing.names import Container, is_aligned
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -21,11 +22,13 @@ WEIGHT_PARTS = ("packed", "scale", "zero_point", "global_scale")
 class PartSpec:
     """What a checkpoint must hold for one state-dict entry of a packed module.
 
+    `part` is called as the parameter and `suffix` after it. `dtype` and `shape` are those of the entry.
     `stored` maps a number of stored tensors to the shape that each of them then has: fused experts are
     filled either by one tensor per expert and projection or by a single fused one.
     """
 
     part: str
+    suffix: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     stored: Mapping[int, tuple[int, ...]]
@@ -63,16 +66,23 @@ class Matrix:
 class PackedModule(nn.Module):
     """What packed modules share: frozen storage, and kernel layouts that follow it.
 
-    The words, scales and zero-points are parameters in the storage layout, so the state dict is the
-    checkpoint. The logical shape is a buffer: no cast and no tensor-parallel plan touches it.
+    The words, scales and zero-points are parameters in the storage layout, with the names and dtypes that
+    they have in a file, so the state dict is the checkpoint. Only to compute are they seen as the int32 words
+    and scales that they are. The logical shape is a buffer: no cast and no tensor-parallel plan touches it.
     """
 
     # Tensor parallelism in transformers hands the forward local shards instead of DTensors.
     _hf_quantized_needs_local_tp = True
 
-    def __init__(self, container: Container) -> None:
+    def __init__(self, container: Container, schemes: Mapping[str, tuple[Scheme, int]]) -> None:
+        """`schemes` are the effective scheme and the columns of each packed parameter."""
         super().__init__()
         self.container = container
+        self._schemes = {parameter: scheme for parameter, (scheme, _) in schemes.items()}
+        self._stored = {
+            parameter: stored_format(scheme, columns, container)
+            for parameter, (scheme, columns) in schemes.items()
+        }
         self._layouts: dict[tuple[str, int, torch.dtype], KernelLayout | None] = {}
         self._layout_owners: dict[str, weakref.ref[torch.Tensor]] = {}
 
@@ -100,13 +110,27 @@ class PackedModule(nn.Module):
             else:
                 self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
+    def align(self) -> None:
+        """Copy the words that begin between two words of memory, as those of a mapped file may."""
+        for parameter in self._stored:
+            words = self._part(parameter, "packed")
+            if words is not None and not is_aligned(words):
+                words.data = words.data.clone()
+
     def _part(self, parameter: str, part: str) -> torch.Tensor | None:
-        name = part_name(parameter, part, self.container)
-        tensor: torch.Tensor | None = getattr(self, name, None)
+        """A part as it is in the state dict."""
+        tensor: torch.Tensor | None = getattr(self, self._stored[parameter].part_name(parameter, part), None)
         return tensor
 
     def _parts(self, parameter: str) -> dict[str, torch.Tensor | None]:
-        return {part: self._part(parameter, part) for part in WEIGHT_PARTS}
+        """The parts that computing needs, as the scheme has them."""
+        stored, scheme = self._stored[parameter], self._schemes[parameter]
+        dtypes = {"packed": torch.int32, "scale": scheme.scale_dtype}
+        found = {part: self._part(parameter, part) for part in WEIGHT_PARTS}
+        return {
+            part: tensor if tensor is None else stored.from_file(part, tensor, dtypes.get(part, tensor.dtype))
+            for part, tensor in found.items()
+        }
 
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         """The layout of the matrix number `index` of `parameter`, built unless it is there and valid."""
@@ -141,10 +165,14 @@ class PackedModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Moves and casts keep the Parameter objects, so their identity does not give them away.
         self.drop_kernel_layouts()
-        parts = [getattr(self, name) for name in self.part_specs()]
+        specs = self.part_specs()
+        parts = [getattr(self, name) for name in specs]
+        # Words may be shown as 8-bit floats, and are codes all the same.
+        kept = {id(getattr(self, name)) for name, spec in specs.items() if spec.part == "packed"}
         # Other dtypes have not the range of e8m0 or not the digits of the factor that e4m3 comes with, and
         # casting them saves nothing.
-        kept = {id(part) for part in parts} if any(_is_8_bit_float(part) for part in parts) else set()
+        if any(scheme.scale_dtype.itemsize == 1 for scheme in self._schemes.values()):
+            kept |= {id(part) for part in parts}
 
         def keeping(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)
@@ -160,10 +188,6 @@ class PackedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layouts": {}, "_layout_owners": {}}
-
-
-def _is_8_bit_float(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.itemsize == 1
 
 
 def _is_offloaded(module: nn.Module) -> bool:

@@ -149,7 +149,7 @@ def _quantize_rows(
         spec = dict(task.parts)[part]
         packed_rows = part == "zero_point" and task.scheme.zero_point == "integer"
         first = start // BLOCK * task.scheme.format.bits if packed_rows else start
-        file.write(spec.name, tensor.cpu(), offset=first * spec.shape[1])
+        file.write(spec.name, tensor.cpu().view(spec.torch_dtype), offset=first * spec.shape[1])
     if start == 0:
         whole = {"shape": torch.tensor(task.source.shape), "global_scale": torch.tensor([factor])}
         for part, spec in task.parts:

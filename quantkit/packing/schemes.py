@@ -17,6 +17,7 @@ from quantkit.packing.formats import (
     format_to_json,
     number_format,
 )
+from quantkit.packing.packings import PACKINGS, Packing, PackingName
 from quantkit.packing.words import words_per_row
 
 ZeroPoint = Literal["none", "integer", "float"]
@@ -73,7 +74,8 @@ class Scheme:
     A weight is `scale * value(code)`, or with a zero-point, which is a code or a float between codes,
     `scale * (code - zero_point)`. A scale is shared by `group_size` consecutive input features of one
     output channel; the last group of a row holds what is left. `group_size` None is one group per output
-    channel. With `global_scale`, all scales of a tensor are divided by one float32.
+    channel. With `global_scale`, all scales of a tensor are divided by one float32. `packing` says how codes
+    become words: a row of `PACKINGS`.
     """
 
     format: NumberFormat
@@ -81,6 +83,7 @@ class Scheme:
     zero_point: ZeroPoint = "none"
     scale_dtype: torch.dtype = torch.bfloat16
     global_scale: bool = False
+    packing: PackingName = "bits"
 
     def __post_init__(self) -> None:
         if self.group_size is not None and type(self.group_size) is not int:
@@ -101,6 +104,13 @@ class Scheme:
             raise FormatError(
                 f"scale dtype {self.scale_dtype} is not supported; use one of {', '.join(SCALE_DTYPES)}."
             )
+        if (reason := self.packer.why_not(self.format)) is not None:
+            raise FormatError(f"packing {self.packing!r} is not for {self.format.name!r}: {reason}.")
+
+    @property
+    def packer(self) -> Packing:
+        """How codes become words."""
+        return PACKINGS[self.packing]
 
     @property
     def scale_type(self) -> ScaleType:
@@ -125,7 +135,7 @@ class Scheme:
         """Dtype and shape of each stored part of a weight [N, K], by part name."""
         rows, columns = shape
         parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "packed": (torch.int32, (rows, words_per_row(columns, self.format.bits))),
+            "packed": (torch.int32, (rows, self.packer.words_per_row(columns, self.format))),
             "scale": (self.scale_dtype, (rows, self.groups(columns))),
         }
         if self.zero_point == "integer":
@@ -142,22 +152,28 @@ class Scheme:
         return parts
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; `from_dict` is its inverse."""
-        return {
+        """JSON-able form, without what is as in `_LATER`; `from_dict` is its inverse."""
+        data = {
             "format": format_to_json(self.format),
             "group_size": self.group_size,
             "zero_point": self.zero_point,
             "scale_dtype": self.scale_type.name,
             "global_scale": self.global_scale,
+            "packing": self.packing,
         }
+        return {key: value for key, value in data.items() if key not in _LATER or value != _LATER[key]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Scheme":
         """Parse what `to_dict` wrote; `FormatError` for a missing, unknown or ill-typed field."""
-        expected = {field.name for field in fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != expected:
+        known = {field.name for field in fields(cls)}
+        expected = known - set(_LATER)
+        if not isinstance(data, Mapping) or not expected <= set(data) <= known:
             found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-            raise FormatError(f"a scheme has the fields {sorted(expected)}; found {found}.")
+            raise FormatError(
+                f"a scheme has the fields {sorted(expected)} and may have {sorted(_LATER)}; found {found}."
+            )
+        data = {**_LATER, **data}
         group_size = data["group_size"]
         if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
             raise FormatError(f"scheme field 'group_size' is {group_size!r}; it is an integer or null.")
@@ -172,12 +188,17 @@ class Scheme:
             )
         if not isinstance(data["global_scale"], bool):
             raise FormatError(f"scheme field 'global_scale' is {data['global_scale']!r}; it is a boolean.")
+        if not isinstance(data["packing"], str) or data["packing"] not in PACKINGS:
+            raise FormatError(
+                f"scheme field 'packing' is {data['packing']!r}; it is one of {', '.join(PACKINGS)}."
+            )
         return cls(
             format_from_json(data["format"]),
             group_size,
             data["zero_point"],
             SCALE_DTYPES[data["scale_dtype"]],
             data["global_scale"],
+            PACKINGS[data["packing"]].name,
         )
 
     @property
@@ -188,7 +209,13 @@ class Scheme:
     def __str__(self) -> str:
         granularity = "channel" if self.group_size is None else f"g{self.group_size}"
         zero = {"none": "", "integer": " asym", "float": " asym-float"}[self.zero_point]
-        return f"{self.format.name} {granularity}{zero} {self.scale_type.name}"
+        packing = "" if self.packing == "bits" else f" {self.packing}"
+        return f"{self.format.name} {granularity}{zero}{packing} {self.scale_type.name}"
+
+
+#: Fields that files older than them lack, and what they then are. Not written where they are that, so a file
+#: that an older quantkit can read still is one.
+_LATER: dict[str, Any] = {"packing": "bits"}
 
 
 @lru_cache(maxsize=1024)
@@ -246,14 +273,15 @@ def scheme(
     group_size: int | Literal["channel"] | None = None,
     zero_point: ZeroPoint = "none",
     scale_dtype: torch.dtype | None = None,
+    packing: PackingName = "bits",
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Scheme:
     """The scheme of format `name`, as its preset says where `group_size` and `scale_dtype` do not.
 
     What neither says is bfloat16, or float16 for a float16 weight.
 
-    Raises `FormatError` for an unknown format, a group size out of range, or a zero-point that the
-    format cannot have.
+    Raises `FormatError` for an unknown format, a group size out of range, or a zero-point or packing that
+    the format cannot have.
     """
     preset = PRESETS.get(name)
     if preset is None:
@@ -266,4 +294,5 @@ def scheme(
         zero_point,
         dtype,
         dtype in SCALE_TYPES and SCALE_TYPES[dtype].relative,
+        packing,
     )

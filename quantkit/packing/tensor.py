@@ -16,7 +16,7 @@ from quantkit.packing.words import pack, unpack
 class PackedTensor:
     """A weight [N, K] in the storage layout of `docs/format.md`.
 
-    words       int32 [N, words_per_row(K, bits)]   codes, packed along K
+    words       int32 [N, W]   codes, packed along K by `scheme.packer`
     scale       scale dtype [N, groups]
     zero_point  int32 [words_per_row(N, bits), groups]   codes, packed along N; or float [N, groups]; or None
     global_scale  float32 [1], by which all scales are divided, or None
@@ -82,7 +82,7 @@ class PackedTensor:
                 "choose a scale dtype with more range, such as bfloat16, or keep the layer dense."
             )
         return cls(
-            pack(codes, scheme.format.bits),
+            scheme.packer.pack(codes, scheme.format),
             # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
             rounded.to(scheme.scale_dtype).clone(memory_format=torch.contiguous_format),
             None if zero_point is None else store_zero_points(zero_point, scheme),
@@ -102,7 +102,8 @@ class PackedTensor:
 
     def codes(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Codes of rows `start:stop`, uint8 [rows, K]."""
-        return unpack(self.words[start:stop], self.scheme.format.bits, self.shape[1])
+        scheme = self.scheme
+        return scheme.packer.unpack(self.words[start:stop], scheme.format, self.shape[1])
 
     def group_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """What the values of rows `start:stop` are multiplied by, float32 [rows, groups]."""

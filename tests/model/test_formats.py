@@ -24,9 +24,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4 float e4m3": {"format": "int4", "group_size": 32, "zero_point": "float", "scale_dtype": "e4m3"},
     "ternary": {"format": "ternary"},
     "nf4": {"format": "nf4"},
+    "ternary radix": {"format": "ternary", "packing": "radix"},
     "fp8": {"format": "fp8"},
+    "mxfp8": {"format": "mxfp8"},
 }
-CASES = [("llama", kind) for kind in KINDS] + [("qwen3_moe", "nvfp4"), ("qwen3_moe", "int2 float")]
+CASES = [("llama", kind) for kind in KINDS]
+CASES += [("qwen3_moe", kind) for kind in ("nvfp4", "int2 float", "ternary radix", "fp8", "mxfp4")]
+#: The others are in quantkit's own container.
+COMPRESSED_TENSORS = {("llama", kind) for kind in ("nvfp4", "mxfp4", "mxfp8", "fp8")} | {
+    ("qwen3_moe", kind) for kind in ("fp8", "mxfp4")
+}
 
 
 def write(directory: Path, family: str) -> Path:
@@ -67,7 +74,8 @@ def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind)
     monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)  # several chunks per tensor share what is per tensor
     source, out, options = write(tmp_path, family), tmp_path / "out", KINDS[kind]
     quantize(source, out, device="cpu", **options)
-    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "quantkit"
+    method = json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"]
+    assert method == ("compressed-tensors" if (family, kind) in COMPRESSED_TENSORS else "quantkit")
 
     model = AutoModelForCausalLM.from_pretrained(out)
     dense = AutoModelForCausalLM.from_pretrained(dequantized(source, out, **options))
@@ -83,7 +91,7 @@ def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast_after_loading", [False, True])
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "int4 float e4m3", "int2 float"])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "mxfp8", "fp8", "int4 float e4m3", "int2 float"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind, cast_after_loading, dtype):
     source, out = write(tmp_path, family), tmp_path / "out"
@@ -96,8 +104,9 @@ def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind
     found = logits_of(model, prompt)
     assert found.shape == (2, 7, VOCAB)
     assert (found - expected).norm() < 0.1 * expected.norm()
-    if cast_after_loading and kind != "int2 float":
+    if cast_after_loading and kind not in ("int2 float", "fp8"):
         model.save_pretrained(tmp_path / "again")
         before, after = as_bytes(tensors_of(out)), as_bytes(tensors_of(tmp_path / "again"))
-        packed = [name for name in before if "_scale" in name or "zero_point" in name]
+        parts = ("_scale", "_packed", "zero_point", "proj.weight")
+        packed = [name for name in before if name.endswith(parts)]
         assert packed and all(after[name] == before[name] for name in packed)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.packing.formats import FORMATS, format_from_json, format_to_json
+from quantkit.packing.packings import PACKINGS
 from quantkit.packing.schemes import MAX_GROUP_SIZE, PRESETS, SCALE_DTYPES, SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.words import parts
@@ -54,8 +56,22 @@ def test_there_is_an_example_of_each_kind() -> None:
     assert [(e["scheme"]["format"], e["scheme"]["zero_point"], "global_scale" in e) for e in EXAMPLES] == [
         ("int4", "integer", False),
         ("fp6-e2m3", "none", False),
+        ("ternary", "none", False),
         ("int2", "float", True),
     ]
+
+
+def test_the_page_lists_every_format_of_compressed_tensors() -> None:
+    section = PAGE.split("## 7.")[1].split("## 8.")[0]
+    listed = re.findall(r"^\| `(\S+)` \| (`.*?) \| (`.*?) \| (.*?) \|", section, re.M)
+    assert [
+        (row[0], tuple(re.findall("`(.*?)`", row[1])), tuple(re.findall("`(.*?)`", row[2]))) for row in listed
+    ] == [(row.stored.name, row.formats, row.scales) for row in FORMATS_OF_COMPRESSED_TENSORS]
+    assert [row[3] for row in listed] == [
+        str(row.group_size or "that divide K, or the row") for row in FORMATS_OF_COMPRESSED_TENSORS
+    ]
+    assert all(PAGE.count(f"| `{row.stored.name}` |") == 2 for row in FORMATS_OF_COMPRESSED_TENSORS)
+    assert all(f'`"{name}"`' in section for name in PACKINGS)
 
 
 def test_the_custom_format_is_read_and_written_as_shown() -> None:

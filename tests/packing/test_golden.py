@@ -28,6 +28,8 @@ SCHEMES: dict[str, Scheme] = {
     "int8-asymmetric": scheme("int8", zero_point="integer", scale_dtype=torch.float32),
     "int3-e4m3": scheme("int3", group_size=32, scale_dtype=torch.float8_e4m3fn),
     "int2-float-zero": scheme("int2", group_size=28, zero_point="float"),
+    "ternary-radix": scheme("ternary", packing="radix"),
+    "custom-radix": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32, packing="radix"),
     "custom": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32),
 }
 

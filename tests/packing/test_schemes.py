@@ -41,6 +41,8 @@ EVERY = [
         if kind == "none" or isinstance(scheme(name).format, IntFormat)
     ],
     Scheme(THIRDS, 32),
+    Scheme(THIRDS, 32, packing="radix"),
+    scheme("ternary", packing="radix"),
 ]
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 

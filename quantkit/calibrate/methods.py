@@ -1,6 +1,6 @@
 """Methods: from a weight to codes, scales and zero-points."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,9 +11,9 @@ from quantkit.calibrate.grids import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.hqq import hqq
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.errors import FormatError, UsageError
+from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import Scheme, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
-from quantkit.packing.words import pack
 
 #: Weights worked on at a time on a CPU, so that their float32 copies stay in a core's cache. On a GPU only
 #: the memory of the search, up to 200 bytes a weight, sets a limit.
@@ -103,7 +103,7 @@ def quantize_rows(
         if done.zero_point is not None:
             zeros.append(done.zero_point.view(count, -1))
     return QuantizedRows(
-        pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0], scheme.code_bits),
+        scheme.pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0]),
         torch.cat(scales, 1).to(scheme.scale_dtype),
         torch.cat(zeros, 1).to(_zero_point_dtype(scheme)) if zeros else None,
         error / parameters.global_scale**2,
@@ -196,11 +196,13 @@ def quantize_tensor(
     method: str = "mse",
     zero_point: ZeroPoint = "none",
     scale_dtype: torch.dtype | None = None,
+    packing: PackingName = "bits",
 ) -> PackedTensor:
     """Quantize one weight [N, K] (float16, bfloat16, float32 or float64) and pack it.
 
     `format` is a format name or a whole `Scheme`. Scales are stored as bfloat16, or float16 for a float16
-    weight, unless `scale_dtype` says otherwise. Runs on the weight's device and returns a tensor there.
+    weight, unless `scale_dtype` says otherwise; `packing` "radix" stores ternary codes in 1.6 bits. Runs on
+    the weight's device and returns a tensor there.
 
     Raises `FormatError` for a weight that is not a non-empty floating-point matrix, holds NaN or infinity,
     or whose scales overflow `scale_dtype`, and `UsageError` for an unknown method.
@@ -213,10 +215,10 @@ def quantize_tensor(
             "expected a non-empty floating-point matrix [N, K] with data."
         )
     if isinstance(format, Scheme):
-        if group_size is not None or zero_point != "none" or scale_dtype is not None:
+        if group_size is not None or zero_point != "none" or scale_dtype is not None or packing != "bits":
             raise UsageError(
-                "a Scheme says all about the grid; leave out group_size, zero_point and scale_dtype, or give "
-                "the format's name."
+                "a Scheme says all about the grid; leave out group_size, zero_point, scale_dtype and "
+                "packing, or give the format's name."
             )
         chosen = format
     else:
@@ -225,26 +227,21 @@ def quantize_tensor(
             group_size=group_size,
             zero_point=zero_point,
             scale_dtype=scale_dtype,
+            packing=packing,
             weight_dtype=weight.dtype,
         )
     rows, columns = weight.shape
     chosen = chosen.for_columns(columns)
     limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS
-    chunk = max(1, limit // columns)
     chosen_method = method_named(method)
-    data = weight.detach()
-
-    def chunks() -> Iterator[torch.Tensor]:
-        for start in range(0, rows, chunk):
-            yield data[start : start + chunk]
-
-    shared = fit_parameters(chunks, (rows, columns), chosen, chosen_method.fit)
-    done = [quantize_rows(part, chosen, chosen_method, shared) for part in chunks()]
+    chunks = torch.split(weight.detach(), max(1, limit // columns))
+    shared = fit_parameters(lambda: iter(chunks), (rows, columns), chosen, chosen_method.fit)
+    done = [quantize_rows(chunk, chosen, chosen_method, shared) for chunk in chunks]
     zeros = [part.zero_point for part in done if part.zero_point is not None]
     parts = {
         "packed": torch.cat([part.words for part in done]),
         "scale": torch.cat([part.scale for part in done]),
         "zero_point": store_zero_points(torch.cat(zeros), chosen) if zeros else None,
-        **{part: tensor.to(data.device) for part, tensor in shared.parts(chosen).items()},
+        **{part: tensor.to(weight.device) for part, tensor in shared.parts(chosen).items()},
     }
     return PackedTensor.from_parts(parts, chosen, (rows, columns))

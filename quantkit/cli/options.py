@@ -68,6 +68,14 @@ ScaleDtype = Annotated[
         show_default="by format and weights",
     ),
 ]
+PackingText = Annotated[
+    str | None,
+    typer.Option(
+        "--packing",
+        help="bits (what kernels want) or radix (codes as digits of bytes: ternary in 1.6 bits, not 2).",
+        show_default="bits",
+    ),
+]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules.")]
 LmHead = Annotated[
     str | None, typer.Option("--lm-head", help="Format for lm_head, which stays dense otherwise.")
@@ -103,12 +111,13 @@ def recipe_of(
     group_size: str | None,
     zero_point: str | None,
     scale_dtype: str | None,
+    packing: str | None,
     recipe: Path | None,
     lm_head: str | None,
     rules: list[str] | None,
 ) -> "Recipe":
     """The recipe that these options describe."""
-    from quantkit.calibrate.recipe import parse_group_size, parse_zero_point
+    from quantkit.calibrate.recipe import parse_group_size, parse_packing, parse_zero_point
     from quantkit.model.quantize import make_recipe
 
     return make_recipe(
@@ -117,6 +126,7 @@ def recipe_of(
         group_size=parse_group_size(group_size),
         zero_point=None if zero_point is None else parse_zero_point(zero_point),
         scale_dtype=scale_dtype,
+        packing=None if packing is None else parse_packing(packing),
         recipe=recipe,
         lm_head=lm_head,
         rules=tuple(rules or ()),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
-from quantkit.packing.names import Container, part_name
+from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -41,7 +41,8 @@ class PackedExperts(PackedModule):
         down_scheme: Scheme,
         container: Container,
     ) -> None:
-        super().__init__(container)
+        _, hidden, intermediate = sizes
+        super().__init__(container, {GATE_UP: (gate_up_scheme, hidden), DOWN: (down_scheme, intermediate)})
         self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
         self.act_fn = act_fn
         self.gate_up_scheme = gate_up_scheme
@@ -72,12 +73,17 @@ class PackedExperts(PackedModule):
     def _specs_of(
         self, parameter: str, scheme: Scheme, matrix: tuple[int, int], halves: int
     ) -> dict[str, PartSpec]:
-        count = self.num_experts
+        count, stored = self.num_experts, self._stored[parameter]
         specs = {}
-        for part, (dtype, size) in scheme.storage_shapes(matrix).items():
+        for part, (dtype, size) in stored.shapes(scheme.storage_shapes(matrix)).items():
             fused = (count, halves * size[0], *size[1:])
-            specs[part_name(parameter, part, self.container)] = PartSpec(
-                part, dtype, fused, {halves * count: size, 1: fused}, {halves * count: matrix}
+            specs[stored.part_name(parameter, part)] = PartSpec(
+                part,
+                stored.part_name("", part),
+                dtype,
+                fused,
+                {halves * count: size, 1: fused},
+                {halves * count: matrix},
             )
         return specs
 

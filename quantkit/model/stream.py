@@ -158,11 +158,12 @@ def _quantize_rows(
         spec = dict(task.parts)[part]
         packed_rows = part == "zero_point" and task.scheme.zero_point == "integer"
         first = start // BLOCK * task.scheme.format.bits if packed_rows else start
-        file.write(spec.name, tensor.cpu(), offset=first * spec.shape[1])
+        file.write(spec.name, tensor.cpu().view(spec.torch_dtype), offset=first * spec.shape[1])
     if start == 0:
         whole = {"shape": torch.tensor(task.source.shape), **parameters.parts(task.scheme)}
-        for part, tensor in whole.items():
-            file.write(dict(task.parts)[part].name, tensor)
+        for part, spec in task.parts:
+            if part in whole:
+                file.write(spec.name, whole[part])
     return sum(p.squared_error for p in pieces), sum(p.squared_norm for p in pieces)
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from quantkit.errors import FormatError
+from quantkit.packing.cells import codes_between
 
 MAX_BITS = 8
 #: Rounding multiplies values of a float format by up to 2**23, in float32.
@@ -305,59 +306,7 @@ class CodebookFormat(NumberFormat):
         return tuple(_float32_at_least(midpoint) for midpoint in midpoints)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self.edges) == 1:
-            return (x >= self.edges[0]).view(torch.uint8)
-        cells = _cells(self, x.device)
-        if cells is None:
-            edges = torch.tensor(self.edges, dtype=torch.float32, device=x.device)
-            return torch.bucketize(x.contiguous(), edges, out_int32=True, right=True).to(torch.uint8)
-        cell = (x * cells.per_unit).floor_().clamp_(cells.first, cells.first + len(cells.edge) - 1)
-        # NaN has no cell; which code it gets does not matter, but it must not be an address.
-        index = cell.sub_(cells.first).nan_to_num_(0.0).to(torch.int32).flatten()
-        above = x.flatten() >= cells.edge.index_select(0, index)
-        return cells.code.index_select(0, index).add_(above.view(torch.uint8)).view(x.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class _Cells:
-    """Cells of equal width, a power of two, with at most one edge in each: where a value's code is looked up.
-
-    Cell i is [first + i, first + i + 1) / per_unit. `code` (uint8) is the code of what is in it below
-    `edge` (float32), and one less than the code of what is not. The outermost cells reach to infinity.
-    """
-
-    per_unit: float
-    first: int
-    code: torch.Tensor
-    edge: torch.Tensor
-
-
-#: A book whose edges lie closer than this many cells can tell apart is searched instead.
-MAX_CELLS = 1 << 12
-
-
-@lru_cache(maxsize=64)
-def _cells(book: CodebookFormat, device: torch.device) -> _Cells | None:
-    """The cells of a code book; None where they were too many. About four times as fast as a search."""
-    edges = book.edges
-    gap = min(b - a for a, b in zip(edges, edges[1:], strict=False))
-    # Multiplying by a power of two is exact, so that no value ends up in its neighbour's cell.
-    per_unit = 2.0 ** -math.floor(math.log2(gap))
-    first, last = math.floor(edges[0] * per_unit), math.floor(edges[-1] * per_unit)
-    if last - first >= MAX_CELLS:
-        return None
-    at = {math.floor(edge * per_unit): edge for edge in edges}
-    code, codes, limits = 0, [], []
-    for cell in range(first, last + 1):
-        codes.append(code)
-        limits.append(at.get(cell, math.inf))
-        code += cell in at
-    return _Cells(
-        per_unit,
-        first,
-        torch.tensor(codes, dtype=torch.uint8, device=device),
-        torch.tensor(limits, dtype=torch.float32, device=device),
-    )
+        return codes_between(x, self.edges)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from quantkit.errors import FormatError
+from quantkit.packing import words
 from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import (
     MAX_BITS,
@@ -18,7 +19,7 @@ from quantkit.packing.formats import (
     NumberFormat,
     number_format,
 )
-from quantkit.packing.words import words_per_row
+from quantkit.packing.packings import PACKINGS, PackingName
 
 ZeroPoint = Literal["none", "integer", "float"]
 
@@ -83,7 +84,8 @@ class Scheme:
 
     With `planes` above 1 a weight is the sum of so many values, each with a scale of its own, and its code
     holds theirs, plane 0 in the lowest bits. With `column_scale` every weight is also multiplied by a
-    factor of its input feature. A `FittedFormat` has its values stored with each tensor.
+    factor of its input feature. A `FittedFormat` has its values stored with each tensor. `packing` says how
+    codes become words: a row of `PACKINGS`.
     """
 
     format: NumberFormat
@@ -93,6 +95,7 @@ class Scheme:
     global_scale: bool = False
     planes: int = 1
     column_scale: bool = False
+    packing: PackingName = "bits"
 
     def __post_init__(self) -> None:
         if self.group_size is not None and type(self.group_size) is not int:
@@ -114,6 +117,8 @@ class Scheme:
                 f"scale dtype {self.scale_dtype} is not supported; use one of {', '.join(SCALE_DTYPES)}."
             )
         self._check_planes()
+        if (reason := PACKINGS[self.packing].why_not(self.format, self.planes)) is not None:
+            raise FormatError(f"packing {self.packing!r} is not for {self.format.name!r}: {reason}.")
 
     def _check_planes(self) -> None:
         most = MAX_BITS // self.format.bits
@@ -141,6 +146,18 @@ class Scheme:
     def code_bits(self) -> int:
         """Bits of a code, those of all planes."""
         return self.planes * self.format.bits
+
+    def words_per_row(self, columns: int) -> int:
+        """int32 words that a row of `columns` codes takes."""
+        return PACKINGS[self.packing].words_per_row(columns, self.format, self.planes)
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Words (int32 [..., W]) of codes (uint8 [..., K], those of all planes in one)."""
+        return PACKINGS[self.packing].pack(codes, self.format, self.planes)
+
+    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+        """The codes (uint8 [..., columns]) of words (int32 [..., W])."""
+        return PACKINGS[self.packing].unpack(packed, self.format, self.planes, columns)
 
     @property
     def scale_type(self) -> ScaleType:
@@ -170,14 +187,14 @@ class Scheme:
         """Dtype and shape of each stored part of a weight [N, K], by part name."""
         rows, columns = shape
         parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "packed": (torch.int32, (rows, words_per_row(columns, self.code_bits))),
+            "packed": (torch.int32, (rows, self.words_per_row(columns))),
             "scale": (self.scale_dtype, (rows, self.groups(columns) * self.planes)),
         }
         if self.zero_point == "integer":
             # Zero-points are codes, packed along N as compressed-tensors does.
             parts["zero_point"] = (
                 torch.int32,
-                (words_per_row(rows, self.format.bits), self.groups(columns)),
+                (words.words_per_row(rows, self.format.bits), self.groups(columns)),
             )
         if self.zero_point == "float":
             parts["zero_point"] = (self.zero_point_dtype, (rows, self.groups(columns)))
@@ -205,6 +222,7 @@ class Scheme:
             "global_scale": self.global_scale,
             "planes": self.planes,
             "column_scale": self.column_scale,
+            "packing": self.packing,
         }
 
     @classmethod
@@ -231,6 +249,10 @@ class Scheme:
                 raise FormatError(f"scheme field {key!r} is {data[key]!r}; it is a boolean.")
         if type(data["planes"]) is not int:
             raise FormatError(f"scheme field 'planes' is {data['planes']!r}; it is an integer.")
+        if not isinstance(data["packing"], str) or data["packing"] not in PACKINGS:
+            raise FormatError(
+                f"scheme field 'packing' is {data['packing']!r}; it is one of {', '.join(PACKINGS)}."
+            )
         return cls(
             format_from_json(data["format"]),
             group_size,
@@ -239,6 +261,7 @@ class Scheme:
             data["global_scale"],
             data["planes"],
             data["column_scale"],
+            PACKINGS[data["packing"]].name,
         )
 
     @property
@@ -251,7 +274,8 @@ class Scheme:
         zero = {"none": "", "integer": " asym", "float": " asym-float"}[self.zero_point]
         planes = f" {self.planes}-planes" if self.planes > 1 else ""
         columns = " columns" if self.column_scale else ""
-        return f"{self.format.name} {granularity}{zero}{planes}{columns} {self.scale_type.name}"
+        packing = "" if self.packing == "bits" else f" {self.packing}"
+        return f"{self.format.name} {granularity}{zero}{planes}{columns}{packing} {self.scale_type.name}"
 
 
 @lru_cache(maxsize=1024)
@@ -314,14 +338,15 @@ def scheme(
     group_size: int | Literal["channel"] | None = None,
     zero_point: ZeroPoint = "none",
     scale_dtype: torch.dtype | None = None,
+    packing: PackingName = "bits",
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Scheme:
     """The scheme of format `name`, as its preset says where `group_size` and `scale_dtype` do not.
 
     What neither says is bfloat16, or float16 for a float16 weight.
 
-    Raises `FormatError` for an unknown format, a group size out of range, or a zero-point that the
-    format cannot have.
+    Raises `FormatError` for an unknown format, a group size out of range, or a zero-point or packing that
+    the format cannot have.
     """
     preset = PRESETS.get(name)
     if preset is None:
@@ -336,4 +361,5 @@ def scheme(
         dtype in SCALE_TYPES and SCALE_TYPES[dtype].relative,
         preset.planes,
         preset.column_scale,
+        packing,
     )

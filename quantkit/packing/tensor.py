@@ -18,7 +18,7 @@ class PackedTensor:
 
     `tensors` are the parts called `scheme.part_names`, in that order; of these a scheme has some:
 
-    packed      int32 [N, words_per_row(K, bits)]   codes, packed along K
+    packed      int32 [N, W]   codes, packed along K as `scheme.packing` says
     scale       scale dtype [N, groups * planes]   plane p of group g in column g * planes + p
     zero_point  int32 [words_per_row(N, bits), groups]   codes, packed along N; or float [N, groups]
     global_scale  float32 [1]   by which all scales are divided
@@ -93,7 +93,7 @@ class PackedTensor:
                 "choose a scale dtype with more range, such as bfloat16, or keep the layer dense."
             )
         parts = {
-            "packed": pack(codes, scheme.code_bits),
+            "packed": scheme.pack(codes),
             # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
             "scale": rounded.to(scheme.scale_dtype).clone(memory_format=torch.contiguous_format),
             "zero_point": None if zero_point is None else store_zero_points(zero_point, scheme),
@@ -122,7 +122,7 @@ class PackedTensor:
 
     def codes(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Codes of rows `start:stop`, uint8 [rows, K]."""
-        return unpack(self.words[start:stop], self.scheme.code_bits, self.shape[1])
+        return self.scheme.unpack(self.words[start:stop], self.shape[1])
 
     def group_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """What the values of rows `start:stop` are multiplied by, float32 [rows, groups * planes]."""

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.manifest import read_manifest, verify_files
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
@@ -90,15 +91,16 @@ def check_tensors(source: Path, out: Path, **options: Any) -> int:
     """Compare every output tensor with its source; the number of packed matrices."""
     before, after = tensors_of(source), tensors_of(out)
     container = json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"]
-    words = "_packed" if container == "compressed-tensors" else ""
-    packed = [name.removesuffix("_scale") for name in after if name.endswith("_scale")]
+    packed = [name.removesuffix("_scale") for name in after if name.endswith("weight_scale")]
     for name in packed:
         weight = before[name] if name in before else before["model.embed_tokens.weight"]
         expected = quantize_tensor(weight, **options)
+        stored = stored_format(expected.scheme, weight.shape[1], container)
         for part, tensor in expected.parts():
-            stored = after.pop(name + (words if part == "packed" else f"_{part}"))
-            assert same_bytes(stored, tensor), f"{name} {part}"
-        assert after.pop(f"{name}_shape").tolist() == list(weight.shape)
+            found = after.pop(stored.part_name(name, part))
+            assert same_bytes(found, stored.to_file(part, tensor)), f"{name} {part}"
+        if stored.codes_per_element is None:
+            assert after.pop(f"{name}_shape").tolist() == list(weight.shape)
         before.pop(name, None)
     assert set(after) == set(before)
     for name, tensor in after.items():
@@ -112,6 +114,10 @@ CASES: list[dict[str, Any]] = [
     {"format": "int8", "method": "rtn", "zero_point": "integer"},
     {"format": "fp6", "method": "mse"},
     {"format": "binary", "method": "rtn", "group_size": 48},
+    {"format": "ternary", "method": "rtn", "packing": "radix"},
+    {"format": "fp8", "method": "rtn"},
+    {"format": "mxfp4", "method": "rtn"},
+    {"format": "nvfp4", "method": "mse"},
 ]
 
 

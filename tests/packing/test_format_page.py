@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import FORMATS, FittedFormat
+from quantkit.packing.packings import PACKINGS
 from quantkit.packing.schemes import MAX_GROUP_SIZE, PRESETS, SCALE_DTYPES, SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.words import parts
@@ -60,14 +62,30 @@ def test_the_worked_examples_are_what_the_code_does(example: dict[str, Any]) -> 
 
 def test_there_is_an_example_of_each_kind() -> None:
     beyond = ("zero_point", "global_scale", "column_scale", "codebook")
-    shown = [(e["scheme"]["format"], e["scheme"]["planes"], [p for p in beyond if p in e]) for e in EXAMPLES]
-    assert shown == [
-        ("int4", 1, ["zero_point"]),
-        ("fp6-e2m3", 1, []),
-        ("int2", 1, ["zero_point", "global_scale"]),
-        ("binary", 2, ["column_scale"]),
-        ({"kind": "fitted", "name": "book2", "bits": 2}, 1, ["codebook"]),
+    schemes = [(e["scheme"]["format"], e["scheme"]["planes"], e["scheme"]["packing"]) for e in EXAMPLES]
+    assert [
+        (*scheme, [p for p in beyond if p in e]) for scheme, e in zip(schemes, EXAMPLES, strict=True)
+    ] == [
+        ("int4", 1, "bits", ["zero_point"]),
+        ("fp6-e2m3", 1, "bits", []),
+        ("ternary", 1, "radix", []),
+        ("int2", 1, "bits", ["zero_point", "global_scale"]),
+        ("binary", 2, "bits", ["column_scale"]),
+        ({"kind": "fitted", "name": "book2", "bits": 2}, 1, "bits", ["codebook"]),
     ]
+
+
+def test_the_page_lists_every_format_of_compressed_tensors() -> None:
+    section = PAGE.split("## 7.")[1].split("## 8.")[0]
+    listed = re.findall(r"^\| `(\S+)` \| (`.*?) \| (`.*?) \| (.*?) \|", section, re.M)
+    assert [
+        (row[0], tuple(re.findall("`(.*?)`", row[1])), tuple(re.findall("`(.*?)`", row[2]))) for row in listed
+    ] == [(row.stored.name, row.formats, row.scales) for row in FORMATS_OF_COMPRESSED_TENSORS]
+    assert [row[3] for row in listed] == [
+        str(row.group_size or "that divide K, or the row") for row in FORMATS_OF_COMPRESSED_TENSORS
+    ]
+    assert all(PAGE.count(f"| `{row.stored.name}` |") == 2 for row in FORMATS_OF_COMPRESSED_TENSORS)
+    assert all(f'`"{name}"`' in section for name in PACKINGS)
 
 
 def test_the_custom_format_is_read_and_written_as_shown() -> None:

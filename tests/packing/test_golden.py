@@ -31,6 +31,8 @@ SCHEMES: dict[str, Scheme] = {
     "ternary-planes": Scheme(FORMATS["ternary"], 28, planes=3),
     "int4-columns": Scheme(FORMATS["int4"], 32, scale_dtype=torch.float16, column_scale=True),
     "book3-e4m3": Scheme(FittedFormat("book3", 3), 28, scale_dtype=torch.float8_e4m3fn, global_scale=True),
+    "ternary-radix": scheme("ternary", packing="radix"),
+    "custom-radix": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32, packing="radix"),
     "custom": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32),
 }
 

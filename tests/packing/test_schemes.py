@@ -33,6 +33,7 @@ VALID = {
     "global_scale": False,
     "planes": 1,
     "column_scale": False,
+    "packing": "bits",
 }
 THIRDS = CodebookFormat("thirds", 2, book=(-1.0, -0.25, 0.5))
 EVERY = [
@@ -46,6 +47,8 @@ EVERY = [
     Scheme(THIRDS, 32),
     Scheme(FittedFormat("book2", 2), 64, column_scale=True),
     Scheme(FORMATS["ternary"], 64, planes=3),
+    Scheme(THIRDS, 32, packing="radix"),
+    scheme("ternary", packing="radix"),
 ]
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 

@@ -25,12 +25,16 @@ ROWS: dict[str, dict[str, Any]] = {
     "int5": {"format": "int5"},
     "nvfp4": {"format": "nvfp4"},
     "nf4 g32 e4m3": {"format": "nf4", "group_size": 32, "scale_dtype": "e4m3"},
+    "book4": {"format": "book4"},
     "int4 g32 e4m3": {"format": "int4", "group_size": 32, "scale_dtype": "e4m3"},
     "mxfp4": {"format": "mxfp4"},
     "int3 g32 e4m3": {"format": "int3", "group_size": 32, "scale_dtype": "e4m3"},
     "int2 float zero g64": {"format": "int2", "zero_point": "float", "group_size": 64},
     "int2 float zero": {"format": "int2", "zero_point": "float"},
+    "binary-residual": {"format": "binary-residual"},
     "ternary": {"format": "ternary"},
+    "binary": {"format": "binary"},
+    "binary-rank1": {"format": "binary-rank1"},
 }
 
 

@@ -109,13 +109,13 @@ def mse(groups: torch.Tensor, scheme: Scheme) -> Grid:
 def _search_exponent(groups: torch.Tensor, scheme: Scheme) -> Grid:
     """Powers of two leave no choice but the plain one and its neighbours."""
     plain = rtn(groups, scheme)
-    rivals = [Grid(_rounded(plain.scale * factor, scheme), plain.zero_point) for factor in (0.5, 2.0)]
-    unit = _unit(groups)
+    rivals = [Grid(rounded_scale(plain.scale * factor, scheme), plain.zero_point) for factor in (0.5, 2.0)]
+    unit = unit_of(groups)
     return _best(groups / unit, unit, plain, rivals, scheme)
 
 
 def _search(groups: torch.Tensor, table: "_SearchTable", scheme: Scheme) -> Grid:
-    unit = _unit(groups)
+    unit = unit_of(groups)
     units = groups / unit
     errors = _histogram(units, table.errors) @ table.errors
     # A scale of few digits may be rounded far from the best, and another candidate less far.
@@ -128,7 +128,7 @@ def _search(groups: torch.Tensor, table: "_SearchTable", scheme: Scheme) -> Grid
     for rank in range(choices.shape[1]):
         choice = choices[:, rank, None]
         zero_point = None if table.zero_points is None else table.zero_points[choice]
-        rivals.append(Grid(_rounded(table.scales[choice] * unit, scheme), zero_point))
+        rivals.append(Grid(rounded_scale(table.scales[choice] * unit, scheme), zero_point))
     refitted = rivals[0]
     for _ in range(REFITS[scheme.zero_point]):
         refitted = _refit(units, refitted, unit, scheme)
@@ -136,7 +136,7 @@ def _search(groups: torch.Tensor, table: "_SearchTable", scheme: Scheme) -> Grid
     return _best(units, unit, rtn(groups, scheme), rivals, scheme)
 
 
-def _unit(groups: torch.Tensor) -> torch.Tensor:
+def unit_of(groups: torch.Tensor) -> torch.Tensor:
     """Each group's absmax, 1 for zeros. In its units squares neither overflow nor vanish."""
     absmax = groups.abs().amax(-1, keepdim=True)
     return torch.where(absmax == 0, 1.0, absmax)
@@ -170,7 +170,7 @@ def storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     becomes 1 where the format stores zero, and stays 0 where it does not: the group is exactly zero.
     Raises `FormatError` if a scale overflows the dtype.
     """
-    stored = _rounded(scale, scheme)
+    stored = rounded_scale(scale, scheme)
     if not torch.isfinite(stored).all():
         raise FormatError(
             f"a scale of {scale.abs().max().item():.6g} overflows {scheme.scale_dtype}; store the scales in "
@@ -179,7 +179,8 @@ def storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return stored
 
 
-def _rounded(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+def rounded_scale(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """As `storable`, but a scale that overflows the dtype becomes infinite."""
     stored = scheme.scale_type.round(scale)
     return torch.where(stored == 0, 1.0 if scheme.format.has_zero else 0.0, stored)
 
@@ -230,7 +231,7 @@ def _refit(units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme) 
         assert zero_point is not None
         shifted = zero_point + (mean_v - mean_x / fitted)
         zero_point = shifted.to(scheme.zero_point_dtype).float()
-    return Grid(_rounded(fitted.float() * unit, scheme), zero_point)
+    return Grid(rounded_scale(fitted.float() * unit, scheme), zero_point)
 
 
 @dataclass(frozen=True)

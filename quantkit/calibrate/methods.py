@@ -6,33 +6,43 @@ from typing import Literal
 
 import torch
 
-from quantkit.calibrate.grids import Grid, global_scale, mse, rtn
+from quantkit.calibrate import planes, rank_one
+from quantkit.calibrate.grids import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.hqq import hqq
+from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.errors import FormatError, UsageError
+from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import Scheme, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
-from quantkit.packing.words import pack
 
 #: Weights worked on at a time on a CPU, so that their float32 copies stay in a core's cache. On a GPU only
 #: the memory of the search, up to 200 bytes a weight, sets a limit.
 CHUNK_WEIGHTS = 1 << 18
 GPU_CHUNK_WEIGHTS = 1 << 23
 
+#: Of a tensor whose rows share nothing.
+ALONE = TensorParameters()
+
 
 @dataclass(frozen=True)
 class Method:
-    """A way to choose grids. `fit` maps groups (float32 [R, g]) to their `Grid`."""
+    """A way to choose grids. `fit` maps groups (float32 [R, g]) to their `Grid`.
+
+    `fit_planes` maps them, and the importance of each weight or None, to the scales of additive planes,
+    float32 [R, planes]; None where it has none.
+    """
 
     name: str
     summary: str
     fit: Callable[[torch.Tensor, Scheme], Grid]
+    fit_planes: Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor] | None = None
 
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("rtn", "plain rounding to nearest, one pass", rtn),
-        Method("mse", "scales searched for the smallest squared error, data-free", mse),
+        Method("rtn", "plain rounding to nearest, one pass", rtn, planes.plain),
+        Method("mse", "scales searched for the smallest squared error, data-free", mse, planes.search),
         Method("hqq", "half-quadratic search for a small l_0.7 error, data-free, int formats only", hqq),
     )
 }
@@ -48,7 +58,7 @@ def method_named(name: str) -> Method:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Some rows of a weight, quantized: words int32 [n, W], scale [n, G], zero-points [n, G] or None.
+    """Some rows of a weight, quantized: words int32 [n, W], scale [n, S], zero-points [n, G] or None.
 
     `squared_error` and `squared_norm` are sums over the rows, of (weight - stored)^2 and weight^2.
     """
@@ -61,55 +71,114 @@ class QuantizedRows:
 
 
 def quantize_rows(
-    rows: torch.Tensor, scheme: Scheme, method: Method, global_scale: float = 1.0
+    rows: torch.Tensor, scheme: Scheme, method: Method, parameters: TensorParameters = ALONE
 ) -> QuantizedRows:
-    """Quantize rows ([n, K], any float dtype) of a weight; each row only depends on itself.
+    """Quantize rows ([n, K], any float dtype) of a weight; each row only depends on itself and `parameters`.
 
-    `global_scale` is what all scales of the tensor are divided by.
+    `parameters` are what the rows of the tensor share.
 
     Raises `FormatError` if a weight is NaN or infinite, or a scale overflows its dtype.
     """
     # Other strides would add up in another order.
     weights = rows.to(torch.float32).contiguous()
-    if global_scale != 1.0:
-        weights = weights * global_scale
+    norm = _squared_norm(weights)
+    weights, bound = parameters.normalised(weights), parameters.bind(scheme)
     count, columns = weights.shape
     size = scheme.group_size or columns
     full = columns // size * size
     # The ragged last group of every row is fitted on its own: padding would shift its statistics.
-    spans = [s for s in (weights[:, :full], weights[:, full:]) if s.shape[1]]
-    codes, scales, zeros, error, norm = [], [], [], 0.0, 0.0
+    spans = [span for span in (slice(0, full), slice(full, columns)) if span.start < span.stop]
+    codes, scales, zeros, error = [], [], [], 0.0
     for span in spans:
-        groups = span.reshape(-1, min(size, span.shape[1]))
-        norm += _squared_norm(groups, weights)
-        grid = method.fit(groups, scheme)
-        units = groups / torch.where(grid.scale == 0, 1.0, grid.scale)
-        span_codes, values = quantize_units(units, grid.zero_point, scheme)
-        residual = torch.linalg.vector_norm(units.sub_(values), dim=-1, keepdim=True)
-        error += float((residual.double() * grid.scale.double()).square().sum())
-        codes.append(span_codes.view(count, -1))
-        scales.append(grid.scale.view(count, -1))
-        if grid.zero_point is not None:
-            zeros.append(grid.zero_point.view(count, -1))
+        width = min(size, span.stop - span.start)
+        groups = weights[:, span].reshape(-1, width)
+        importance = None
+        if parameters.column_scale is not None:
+            squares = parameters.column_scale[span].float().square()
+            importance = squares.expand(count, -1).reshape(-1, width)
+        done = _quantize_groups(groups, importance, bound, method)
+        error += float(done.squared_error.sum())
+        codes.append(done.codes.view(count, -1))
+        scales.append(done.scale.reshape(count, -1))
+        if done.zero_point is not None:
+            zeros.append(done.zero_point.view(count, -1))
     return QuantizedRows(
-        pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0], scheme.format.bits),
+        scheme.pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0]),
         torch.cat(scales, 1).to(scheme.scale_dtype),
         torch.cat(zeros, 1).to(_zero_point_dtype(scheme)) if zeros else None,
-        error / global_scale**2,
-        norm / global_scale**2,
+        error / parameters.global_scale**2,
+        norm,
     )
+
+
+@dataclass(frozen=True)
+class _QuantizedGroups:
+    """Codes uint8 [R, g], scales float32 [R, planes], zero-points [R, 1] or None, squared errors [R, 1]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    squared_error: torch.Tensor
+
+
+def _quantize_groups(
+    groups: torch.Tensor, importance: torch.Tensor | None, scheme: Scheme, method: Method
+) -> _QuantizedGroups:
+    """Quantize groups (float32 [R, g]); each squared error counts `importance` ([R, g]; None for 1)."""
+    if scheme.planes > 1:
+        if method.fit_planes is None:
+            known = ", ".join(row.name for row in METHODS.values() if row.fit_planes is not None)
+            raise FormatError(f"method {method.name!r} has one scale per group, not {scheme}; take {known}.")
+        scales = method.fit_planes(groups, scheme, importance)
+        codes, values = planes.encode(groups, scales, scheme)
+        residual = groups - values
+        error = _sum_of_squares(residual if importance is None else residual * importance.sqrt())
+        return _QuantizedGroups(codes, scales, None, error)
+    grid = method.fit(groups, scheme)
+    units = groups / torch.where(grid.scale == 0, 1.0, grid.scale)
+    codes, values = quantize_units(units, grid.zero_point, scheme)
+    if importance is None:
+        error = _sum_of_squares(units.sub_(values)) * grid.scale.double().square()
+        return _QuantizedGroups(codes, grid.scale, grid.zero_point, error)
+    return _refitted(groups, importance, grid, scheme)
+
+
+def _refitted(groups: torch.Tensor, importance: torch.Tensor, grid: Grid, scheme: Scheme) -> _QuantizedGroups:
+    """Groups on `grid`, or with its scale refitted to weighted errors where that is better."""
+
+    def quantized(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        units = groups / torch.where(scale == 0, 1.0, scale)
+        codes, values = quantize_units(units, grid.zero_point, scheme)
+        return codes, values, rank_one.weighted_error(groups, values, importance, scale)
+
+    codes, values, error = quantized(grid.scale)
+    fitted = rounded_scale(rank_one.refit(groups, values, importance, grid.scale), scheme)
+    fitted_codes, _, fitted_error = quantized(fitted)
+    # NaN, where a fitted scale overflows its dtype, is not below anything.
+    better = fitted_error < error
+    return _QuantizedGroups(
+        torch.where(better, fitted_codes, codes),
+        torch.where(better, fitted, grid.scale),
+        grid.zero_point,
+        torch.where(better, fitted_error, error),
+    )
+
+
+def _sum_of_squares(residual: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
+    return norm.double().square()
 
 
 def _zero_point_dtype(scheme: Scheme) -> torch.dtype:
     return scheme.zero_point_dtype if scheme.zero_point == "float" else torch.uint8
 
 
-def _squared_norm(groups: torch.Tensor, weights: torch.Tensor) -> float:
-    """Sum of the squares of `groups`; refuses `weights`, of which they are a part, if one is not finite."""
+def _squared_norm(weights: torch.Tensor) -> float:
+    """Sum of the squares of `weights` (float32 [n, K]); refuses them if one is not finite."""
     # One fast pass in float32, and the slow exact one for what overflows or vanishes there.
-    norm = float(torch.linalg.vector_norm(groups, dim=-1).double().square().sum())
+    norm = float(_sum_of_squares(weights).sum())
     if not 1e-30 < norm < float("inf"):
-        norm = float(torch.linalg.vector_norm(groups, dtype=torch.float64)) ** 2
+        norm = float(torch.linalg.vector_norm(weights, dtype=torch.float64)) ** 2
     if not norm < float("inf"):
         nan, infinite = int(weights.isnan().sum()), int(weights.isinf().sum())
         raise FormatError(
@@ -127,11 +196,13 @@ def quantize_tensor(
     method: str = "mse",
     zero_point: ZeroPoint = "none",
     scale_dtype: torch.dtype | None = None,
+    packing: PackingName = "bits",
 ) -> PackedTensor:
     """Quantize one weight [N, K] (float16, bfloat16, float32 or float64) and pack it.
 
     `format` is a format name or a whole `Scheme`. Scales are stored as bfloat16, or float16 for a float16
-    weight, unless `scale_dtype` says otherwise. Runs on the weight's device and returns a tensor there.
+    weight, unless `scale_dtype` says otherwise; `packing` "radix" stores ternary codes in 1.6 bits. Runs on
+    the weight's device and returns a tensor there.
 
     Raises `FormatError` for a weight that is not a non-empty floating-point matrix, holds NaN or infinity,
     or whose scales overflow `scale_dtype`, and `UsageError` for an unknown method.
@@ -144,10 +215,10 @@ def quantize_tensor(
             "expected a non-empty floating-point matrix [N, K] with data."
         )
     if isinstance(format, Scheme):
-        if group_size is not None or zero_point != "none" or scale_dtype is not None:
+        if group_size is not None or zero_point != "none" or scale_dtype is not None or packing != "bits":
             raise UsageError(
-                "a Scheme says all about the grid; leave out group_size, zero_point and scale_dtype, or give "
-                "the format's name."
+                "a Scheme says all about the grid; leave out group_size, zero_point, scale_dtype and "
+                "packing, or give the format's name."
             )
         chosen = format
     else:
@@ -156,25 +227,21 @@ def quantize_tensor(
             group_size=group_size,
             zero_point=zero_point,
             scale_dtype=scale_dtype,
+            packing=packing,
             weight_dtype=weight.dtype,
         )
     rows, columns = weight.shape
     chosen = chosen.for_columns(columns)
     limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS
-    chunk = max(1, limit // columns)
     chosen_method = method_named(method)
-    data = weight.detach()
-    factor = global_scale(float(data.abs().max()), chosen) if chosen.global_scale else 1.0
-    done = [
-        quantize_rows(data[start : start + chunk], chosen, chosen_method, factor)
-        for start in range(0, rows, chunk)
-    ]
+    chunks = torch.split(weight.detach(), max(1, limit // columns))
+    shared = fit_parameters(lambda: iter(chunks), (rows, columns), chosen, chosen_method.fit)
+    done = [quantize_rows(chunk, chosen, chosen_method, shared) for chunk in chunks]
     zeros = [part.zero_point for part in done if part.zero_point is not None]
-    return PackedTensor(
-        torch.cat([part.words for part in done]),
-        torch.cat([part.scale for part in done]),
-        store_zero_points(torch.cat(zeros), chosen) if zeros else None,
-        chosen,
-        (rows, columns),
-        torch.tensor([factor], device=data.device) if chosen.global_scale else None,
-    )
+    parts = {
+        "packed": torch.cat([part.words for part in done]),
+        "scale": torch.cat([part.scale for part in done]),
+        "zero_point": store_zero_points(torch.cat(zeros), chosen) if zeros else None,
+        **{part: tensor.to(weight.device) for part, tensor in shared.parts(chosen).items()},
+    }
+    return PackedTensor.from_parts(parts, chosen, (rows, columns))

@@ -26,6 +26,7 @@ import torch
 from quantkit.calibrate.methods import Method, method_named
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.packing.formats import IntFormat
+from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.schemes import PRESETS, SCALE_DTYPES, ZERO_POINTS, Scheme, ZeroPoint, scheme
 
 GroupSize = int | Literal["channel"] | None
@@ -41,6 +42,7 @@ class Choice:
     scale_dtype: str | None = None
     method: str = "mse"
     keep: bool = False
+    packing: PackingName = "bits"
 
     def scheme(self, weight_dtype: torch.dtype) -> Scheme | None:
         """The scheme for a weight of `weight_dtype`; None to keep it dense."""
@@ -51,6 +53,7 @@ class Choice:
             group_size=self.group_size,
             zero_point=self.zero_point,
             scale_dtype=scale_dtype_named(self.scale_dtype),
+            packing=self.packing,
             weight_dtype=weight_dtype,
         )
 
@@ -61,11 +64,18 @@ class Choice:
 
     def of_format(self, name: str) -> "Choice":
         """This choice in format `name`: another format brings its own group size and scale dtype, and has
-        the zero-point if it can."""
+        the zero-point and the packing if it can."""
         if name == self.format:
             return replace(self, keep=False)
-        can = name in PRESETS and isinstance(scheme(name).format, IntFormat)
-        return Choice(name, zero_point=self.zero_point if can else "none", method=self.method)
+        other = scheme(name) if name in PRESETS else None
+        shiftable = other is not None and isinstance(other.format, IntFormat)
+        packable = other is not None and PACKINGS[self.packing].why_not(other.format, other.planes) is None
+        return Choice(
+            name,
+            zero_point=self.zero_point if shiftable else "none",
+            method=self.method,
+            packing=self.packing if packable else "bits",
+        )
 
 
 @dataclass(frozen=True)
@@ -188,6 +198,13 @@ def parse_zero_point(text: str) -> ZeroPoint:
     raise UsageError(f"zero-point {text!r} is unknown; use one of {', '.join(ZERO_POINTS)}.")
 
 
+def parse_packing(text: str) -> PackingName:
+    """A packing from the command line or a file."""
+    if text not in PACKINGS:
+        raise UsageError(f"packing {text!r} is unknown; use one of {', '.join(PACKINGS)}.")
+    return PACKINGS[text].name
+
+
 def scale_dtype_named(name: str | None) -> torch.dtype | None:
     """The scale dtype called `name`; None for None, which is the format's own."""
     if name is not None and name not in SCALE_DTYPES:
@@ -230,6 +247,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "scale_dtype": (str,),
     "method": (str,),
     "keep": (bool,),
+    "packing": (str,),
 }
 
 
@@ -248,4 +266,5 @@ def _choice(data: Any, default: Choice) -> Choice:
     if isinstance(merged["group_size"], str):
         merged["group_size"] = parse_group_size(merged["group_size"])
     merged["zero_point"] = parse_zero_point(merged["zero_point"])
+    merged["packing"] = parse_packing(merged["packing"])
     return Choice(**merged)

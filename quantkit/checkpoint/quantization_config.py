@@ -11,24 +11,20 @@ Two containers share one section, `quantkit`, which is all that quantkit itself 
 A linear layer not listed in `modules` has the default scheme; null means dense.
 """
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from quantkit.checkpoint.compressed_tensors import compressed_tensors_format, why_not_compressed_tensors
 from quantkit.errors import CheckpointError, FormatError
-from quantkit.packing.formats import IntFormat
 from quantkit.packing.names import CONTAINERS, Container
 from quantkit.packing.schemes import Scheme
 
 SECTION = "quantkit"
 VERSION = 1
 _FIELDS = {"version", "schemes", "default", "modules"}
-
-#: Widths and granularities that compressed-tensors' pack-quantized reads the same way in every version.
-_EXPRESSIBLE_BITS = (4, 8)
-#: Its scales are in the model's dtype, whose significand has at least so many bits.
-_EXPRESSIBLE_DIGITS = 8
 
 
 @dataclass(frozen=True)
@@ -44,21 +40,10 @@ class Assignment:
     shape: tuple[int, int]
     scheme: Scheme | None
 
-
-def why_not_compressed_tensors(scheme: Scheme, columns: int) -> str | None:
-    """None if compressed-tensors can express `scheme` for rows of `columns`, else the reason."""
-    effective = scheme.for_columns(columns)
-    if not isinstance(scheme.format, IntFormat) or scheme.format.bits not in _EXPRESSIBLE_BITS:
-        return f"compressed-tensors has no {scheme.format.name}"
-    if scheme.zero_point == "float":
-        return "compressed-tensors has no float zero-points"
-    if scheme.scale_type.digits < _EXPRESSIBLE_DIGITS:
-        return f"compressed-tensors has no {scheme.scale_type.name} scales for {scheme.format.name}"
-    if scheme.global_scale:
-        return f"compressed-tensors has no global scale for {scheme.format.name}"
-    if effective.group_size is not None and columns % effective.group_size:
-        return f"compressed-tensors needs groups that divide {columns}, not {effective.group_size}"
-    return None
+    @property
+    def experts(self) -> bool:
+        """Whether these are the matrices of fused experts."""
+        return len(self.stored) > 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +64,7 @@ class QuantizationConfig:
         counts = Counter(a.scheme for a in assignments if a.scheme is not None)
         default = counts.most_common(1)[0][0] if counts else None
         expressible = all(
-            why_not_compressed_tensors(a.scheme, a.shape[1]) is None
+            why_not_compressed_tensors(a.scheme, a.shape[1], experts=a.experts) is None
             for a in assignments
             if a.scheme is not None
         )
@@ -171,54 +156,37 @@ def _expect(value: Any, kind: type, where: str) -> Any:
 
 
 def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any]:
-    """The same assignments as a compressed-tensors `pack-quantized` configuration."""
-    by_scheme: dict[Scheme, list[str]] = {}
-    for a in assignments:
-        if a.scheme is not None:
-            by_scheme.setdefault(_expressed(a.scheme, a.shape[1]), []).extend(a.stored)
-    commonest = max(by_scheme, key=lambda scheme: len(by_scheme[scheme]), default=None)
-    groups = {
-        f"group_{i}": {
-            # Exact names take precedence over the class name in every reader.
-            "targets": ["Linear"] if scheme is commonest else names,
-            "weights": _compressed_tensors_args(scheme),
-            "input_activations": None,
-            "output_activations": None,
-        }
-        for i, (scheme, names) in enumerate(by_scheme.items())
-    }
+    """The same assignments as a compressed-tensors configuration."""
+    groups: dict[str, dict[str, Any]] = {}
     ignore: dict[str, None] = {}
-    for a in assignments:
+    # The experts first: transformers takes the first group for theirs where it dequantizes them.
+    for a in sorted(assignments, key=lambda a: not a.experts):
         if a.scheme is None:
             ignore.update(dict.fromkeys([a.module, *a.stored]))
+            continue
+        row = compressed_tensors_format(a.scheme, a.shape[1])
+        weights = row.arguments(a.scheme, a.shape[1])
+        group = groups.setdefault(
+            json.dumps([row.stored.name, weights]),
+            {
+                "targets": [],
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+                "format": row.stored.name,
+            },
+        )
+        group["targets"].extend(a.stored)
+    if groups:
+        # Exact names take precedence over the class name in every reader.
+        max(groups.values(), key=lambda group: len(group["targets"]))["targets"] = ["Linear"]
+    formats = list(dict.fromkeys(group["format"] for group in groups.values())) or ["pack-quantized"]
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": formats[0] if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
-        "config_groups": groups,
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
         "ignore": list(ignore),
-    }
-
-
-def _expressed(scheme: Scheme, columns: int) -> Scheme:
-    """`scheme` for rows of `columns`, per channel only where the group is longer than the row.
-
-    A row of exactly one group has the same bytes either way. It stays a group, as some readers want one
-    scheme for a whole model or for all experts of a layer.
-    """
-    if scheme.group_size is not None and columns % scheme.group_size == 0:
-        return scheme
-    return scheme.for_columns(columns)
-
-
-def _compressed_tensors_args(scheme: Scheme) -> dict[str, Any]:
-    return {
-        "num_bits": scheme.format.bits,
-        "type": "int",
-        "symmetric": scheme.zero_point == "none",
-        "strategy": "channel" if scheme.group_size is None else "group",
-        "group_size": scheme.group_size,
-        "dynamic": False,
     }

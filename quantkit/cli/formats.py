@@ -15,6 +15,7 @@ from quantkit.errors import EnvironmentProblem, OutputError, UsageError
 
 if TYPE_CHECKING:
     from quantkit.calibrate.noise import Noise
+    from quantkit.packing.formats import NumberFormat
 
 #: Distributions of the noise table, as headings and as titles.
 _DISTRIBUTIONS = {"gaussian": "Gaussian weights", "student_t": "Student-t weights, 5 degrees of freedom"}
@@ -87,7 +88,7 @@ def _show_formats(name: str | None, json: bool) -> None:
             f"{row['bits_per_weight']:.3f}",
             "channel" if row["group_size"] is None else str(row["group_size"]),
             row["scale_dtype"],
-            f"{row['min']:g} .. {row['max']:g}",
+            f"{row['min']:g}..{row['max']:g}",
             str(row["values"]),
             row["kernel"] or "none",
         )
@@ -115,33 +116,54 @@ def _describe(name: str) -> dict[str, Any]:
         "global_scale": chosen.global_scale,
         "min": chosen.format.min,
         "max": chosen.format.max,
-        "values": len(chosen.format.numbers),
+        "values": 2**chosen.code_bits if chosen.is_fitted else len(chosen.format.numbers) ** chosen.planes,
+        "planes": chosen.planes,
+        "column_scale": chosen.column_scale,
         "device": device,
         "kernel": choice_of(problem).row,
     }
 
 
 def _show_codes(name: str, json: bool) -> None:
-    from quantkit.packing.formats import number_format
+    from quantkit.packing.formats import FittedFormat, number_format
     from quantkit.packing.schemes import PRESETS
 
-    chosen = number_format(PRESETS[name].format if name in PRESETS else name)
-    points = [(code, f"{code:0{chosen.bits}b}", value) for code, value in enumerate(chosen.values)]
+    preset = PRESETS.get(name)
+    chosen, planes = number_format(preset.format if preset else name), preset.planes if preset else 1
+    bits, fitted = planes * chosen.bits, isinstance(chosen, FittedFormat)
+    points = []
+    for code in range(2**bits):
+        parts = [code >> (plane * chosen.bits) & (2**chosen.bits - 1) for plane in range(planes)]
+        points.append((code, f"{code:0{bits}b}", [chosen.values[part] for part in parts]))
     if json:
         rows = [
-            {"code": code, "bits": bits, "value": None if math.isnan(value) else value}
-            for code, bits, value in points
+            {"code": code, "bits": digits, "value": values[0] if planes == 1 else values}
+            for code, digits, plane_values in points
+            for values in ([None if math.isnan(value) else value for value in plane_values],)
         ]
-        print_json({"format": chosen.name, "bits": chosen.bits, "codes": rows})
+        print_json({"format": chosen.name, "bits": bits, "planes": planes, "fitted": fitted, "codes": rows})
         return
-    say(f"{chosen.name}: {len(chosen.numbers)} numbers in {chosen.bits} bits, in units of the scale")
+    say(_about_codes(chosen, planes, fitted))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("code", "bits", "value"):
         table.add_column(title, justify="right", no_wrap=True)
-    for code, bits, value in points:
+    unknown = "fitted" if fitted else "no number"
+    for code, digits, plane_values in points:
         # 9 digits tell any two float32 apart.
-        table.add_row(str(code), bits, "no number" if math.isnan(value) else f"{value:.9g}")
+        shown = (unknown if math.isnan(value) else f"{value:.9g}" for value in plane_values)
+        table.add_row(str(code), digits, ", ".join(shown))
     out.print(table)
+
+
+def _about_codes(chosen: "NumberFormat", planes: int, fitted: bool) -> str:
+    if fitted:
+        return f"{chosen.name}: {2**chosen.bits} numbers in {chosen.bits} bits, stored with each tensor"
+    if planes == 1:
+        return f"{chosen.name}: {len(chosen.numbers)} numbers in {chosen.bits} bits, in units of the scale"
+    return (
+        f"{chosen.name}: sums of {planes} numbers in {planes * chosen.bits} bits, plane 0 first, each in "
+        "units of the scale of its plane"
+    )
 
 
 def _show_noise(plot: Path | None, json: bool) -> None:

@@ -88,7 +88,10 @@ def _grouped(layers: Layers, every_layer: bool) -> list[list[tuple[str, "LayerRe
 def print_readers(container: str, reasons: Sequence[str]) -> None:
     """Which tools can read the checkpoint; `reasons` why only quantkit can, one per linear that is why."""
     if container == "compressed-tensors":
-        say("a compressed-tensors checkpoint: vLLM, SGLang and transformers read it without quantkit")
+        say(
+            "a compressed-tensors checkpoint: vLLM, SGLang and transformers read it without quantkit, "
+            "as far as they have its formats"
+        )
     elif reasons:
         more = len(reasons) - 1
         others = f", and {more} more linear{'s' if more > 1 else ''}" if more else ""

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 #: Names for the help texts, which must not import torch; a test compares them with the tables they are from.
 FORMATS = (
     *("int8", "int7", "int6", "int5", "int4", "int3", "int2", "ternary", "binary"),
-    *("fp8", "fp8-e4m3", "fp8-e5m2", "fp6", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4"),
+    *("binary-residual", "binary-rank1"),
+    *("fp8", "fp8-e4m3", "fp8-e5m2", "fp6", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4", "book4"),
     *("mxfp8", "mxfp6", "mxfp4", "nvfp4"),
 )
 METHODS = {"rtn": "plain rounding", "mse": "searched", "hqq": "half-quadratic, int formats"}
@@ -67,6 +68,14 @@ ScaleDtype = Annotated[
         show_default="by format and weights",
     ),
 ]
+PackingText = Annotated[
+    str | None,
+    typer.Option(
+        "--packing",
+        help="bits (what kernels want) or radix (codes as digits of bytes: ternary in 1.6 bits, not 2).",
+        show_default="bits",
+    ),
+]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules.")]
 LmHead = Annotated[
     str | None, typer.Option("--lm-head", help="Format for lm_head, which stays dense otherwise.")
@@ -102,12 +111,13 @@ def recipe_of(
     group_size: str | None,
     zero_point: str | None,
     scale_dtype: str | None,
+    packing: str | None,
     recipe: Path | None,
     lm_head: str | None,
     rules: list[str] | None,
 ) -> "Recipe":
     """The recipe that these options describe."""
-    from quantkit.calibrate.recipe import parse_group_size, parse_zero_point
+    from quantkit.calibrate.recipe import parse_group_size, parse_packing, parse_zero_point
     from quantkit.model.quantize import make_recipe
 
     return make_recipe(
@@ -116,6 +126,7 @@ def recipe_of(
         group_size=parse_group_size(group_size),
         zero_point=None if zero_point is None else parse_zero_point(zero_point),
         scale_dtype=scale_dtype,
+        packing=None if packing is None else parse_packing(packing),
         recipe=recipe,
         lm_head=lm_head,
         rules=tuple(rules or ()),

@@ -19,6 +19,7 @@ def plan(
     group_size: options.GroupSizeText = None,
     zero_point: options.ZeroPointKind = None,
     scale_dtype: options.ScaleDtype = None,
+    packing: options.PackingText = None,
     recipe: options.RecipeFile = None,
     lm_head: options.LmHead = None,
     rule: options.Rules = None,
@@ -34,7 +35,9 @@ def plan(
     """
     from quantkit.model import quantize as quantizing
 
-    chosen = options.recipe_of(format, method, group_size, zero_point, scale_dtype, recipe, lm_head, rule)
+    chosen = options.recipe_of(
+        format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule
+    )
     checkpoint, planned = quantizing.plan(
         source,
         chosen,

@@ -31,6 +31,7 @@ def quantize(
     group_size: options.GroupSizeText = None,
     zero_point: options.ZeroPointKind = None,
     scale_dtype: options.ScaleDtype = None,
+    packing: options.PackingText = None,
     recipe: options.RecipeFile = None,
     lm_head: options.LmHead = None,
     rule: options.Rules = None,
@@ -51,7 +52,9 @@ def quantize(
     from quantkit.cli.plan import plan_dict, print_plan
     from quantkit.model import quantize as quantizing
 
-    chosen = options.recipe_of(format, method, group_size, zero_point, scale_dtype, recipe, lm_head, rule)
+    chosen = options.recipe_of(
+        format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule
+    )
 
     def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
         for warning in checkpoint.warnings:

@@ -1,18 +1,16 @@
 """Honest bits per weight: what is stored, from the headers, over what is represented."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.packing.names import Container, part_name
-from quantkit.packing.schemes import Scheme
-
-_PARTS = ("packed", "scale", "zero_point", "global_scale", "shape")
+from quantkit.packing.names import StoredFormat, packed_parameters
+from quantkit.packing.schemes import PARTS, Scheme
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Sizes:
 
 
 def measure(checkpoint: Checkpoint) -> Sizes:
-    """The sizes of `checkpoint`, from headers, manifest and the 16 bytes of each logical shape.
+    """The sizes of `checkpoint`, from headers, manifest and the logical shapes that are stored.
 
     `CheckpointError` for a quantization config or packed tensor that quantkit would not have written.
     """
@@ -45,12 +43,13 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     if isinstance(section, dict) and SECTION in section:
         config = QuantizationConfig.from_dict(section)
         described = describe(config)
-        for parameter in packed_parameters(checkpoint, config.container):
-            names = [part_name(parameter, part, config.container) for part in _PARTS]
-            stored = [checkpoint.tensors[name] for name in names if name in checkpoint.tensors]
-            packed_bytes += sum(tensor.nbytes for tensor in stored)
-            packed_elements += sum(tensor.elements for tensor in stored)
-            packed_weights += _logical_weights(checkpoint, parameter)
+        dtypes = {name: tensor.torch_dtype for name, tensor in checkpoint.tensors.items()}
+        for parameter, stored in packed_parameters(dtypes, stored_formats(config.container)):
+            names = [stored.part_name(parameter, part) for part in PARTS]
+            parts = [checkpoint.tensors[name] for name in names if name in checkpoint.tensors]
+            packed_bytes += sum(tensor.nbytes for tensor in parts)
+            packed_elements += sum(tensor.elements for tensor in parts)
+            packed_weights += _logical_weights(checkpoint, parameter, stored)
     elif section:
         method = section.get("quant_method") if isinstance(section, dict) else section
         described = f"quant_method {method}"
@@ -62,16 +61,6 @@ def measure(checkpoint: Checkpoint) -> Sizes:
         described,
         _methods(checkpoint.directory),
     )
-
-
-def packed_parameters(checkpoint: Checkpoint, container: Container) -> Iterator[str]:
-    """The packed parameters by the name of their matrix: those with words, scales and a logical shape."""
-    suffix = "_shape"
-    for name in checkpoint.tensors:
-        parameter = name.removesuffix(suffix)
-        needed = (part_name(parameter, "packed", container), part_name(parameter, "scale", container))
-        if name.endswith(suffix) and all(part in checkpoint.tensors for part in needed):
-            yield parameter
 
 
 def describe(config: QuantizationConfig) -> str:
@@ -89,8 +78,11 @@ def _methods(directory: Path) -> str | None:
     return " + ".join(map(str, found)) or None
 
 
-def _logical_weights(checkpoint: Checkpoint, parameter: str) -> int:
-    name = f"{parameter}_shape"
+def _logical_weights(checkpoint: Checkpoint, parameter: str, stored: StoredFormat) -> int:
+    words = checkpoint.tensors[stored.part_name(parameter, "packed")]
+    if stored.codes_per_element is not None:
+        return words.elements * stored.codes_per_element
+    name = stored.part_name(parameter, "shape")
     tensor = checkpoint.tensors[name]
     if tensor.dtype != "I64" or tensor.shape != (2,):
         raise CheckpointError(
@@ -99,11 +91,6 @@ def _logical_weights(checkpoint: Checkpoint, parameter: str) -> int:
         )
     shape = [int(size) for size in checkpoint.read(name)]
     # A code has at least one bit: a shape that claims more than the words hold would flatter the figure.
-    words = next(
-        checkpoint.tensors[candidate]
-        for candidate in (f"{parameter}_packed", parameter)
-        if candidate in checkpoint.tensors
-    )
     if min(shape) < 1 or math.prod(shape) > 8 * words.nbytes or shape[0] != words.shape[0]:
         raise CheckpointError(
             f"{tensor.file}: tensor {name!r} says {shape}, but the words are {words.dtype} {words.shape}; "

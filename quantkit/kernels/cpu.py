@@ -7,7 +7,7 @@ AVX512 machine; `benchmarks/cpu_decode.py` measures the rows again.
 import torch
 
 from quantkit.kernels.digits import DIGITS_ROW
-from quantkit.kernels.problem import KernelRow, Layout, Problem
+from quantkit.kernels.problem import KernelRow, Layout, Problem, one_plane
 from quantkit.kernels.unpack import block_rows
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
@@ -37,6 +37,8 @@ def _int4_supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if not _is_int(scheme, 4):
         return f"it computes int4, the weight is {scheme.format.name}"
+    if scheme.planes > 1:
+        return one_plane(problem)
     if scheme.group_size not in _INT4_GROUPS:
         size = "channel" if scheme.group_size is None else scheme.group_size
         return (

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from quantkit.kernels.problem import KernelRow, Layout, Problem
+from quantkit.kernels.problem import KernelRow, Layout, Problem, one_plane
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -38,12 +38,14 @@ _MAX_SEGMENT = 1 << 16
 def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] | None:
     """The format's values as int8 times `2**-shift`, with `shift`; None where they do not fit."""
     numbers = number_format.numbers
+    if not numbers:
+        return None  # They are fitted to each tensor.
     shift = 0
     while any(not (value * 2.0**shift).is_integer() for value in numbers):
         shift += 1
         if max(abs(value) for value in numbers) * 2.0**shift > 128:
             return None
-    # A code that stands for no number is never stored; what it gives does not matter.
+    # A code that stands for no number has none here either: `_build` makes its scale NaN.
     values = tuple(0 if math.isnan(value) else int(value * 2**shift) for value in number_format.values)
     return (values, shift) if min(values) >= -128 and max(values) <= 127 else None
 
@@ -64,6 +66,8 @@ def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if integer_values(scheme.format) is None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
+    if scheme.planes > 1:
+        return one_plane(problem)
     if scheme.zero_point == "float":
         return "its weights are integers, and a float zero-point makes them fractions; use an integer one"
     if scheme.zero_point != "none" and scheme.format.bits == 8:
@@ -86,7 +90,7 @@ def _pays(problem: Problem) -> str | None:
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """int8 [segments, N, segment] and the scale of each, float32 [segments, N]."""
+    """int8 [segments, N, segment] and the scale of each, float32 [segments, N]: NaN where a code is none."""
     scheme = weight.scheme
     rows, columns = weight.shape
     found = integer_values(scheme.format)
@@ -95,7 +99,12 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
     segment, segments = segmentation(scheme, columns)
     device = weight.device
     table = torch.tensor(values, dtype=torch.int8, device=device)
+    reserved = torch.tensor([math.isnan(value) for value in scheme.format.values], device=device)
+    is_partial = any(math.isnan(value) for value in scheme.format.values)
     zero_point = weight.zero_points()
+    # Groups, or parts of them, and the scale of each.
+    scale = (weight.group_scale() * 2.0**-shift).T
+    scale = scale.repeat_interleave(segments // scale.shape[0], dim=0).contiguous()
     out = torch.empty(segments, rows, segment, dtype=torch.int8, device=device)
     step = max(1, (1 << 20) // columns)
     for start in range(0, rows, step):
@@ -103,6 +112,9 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
         codes = F.pad(weight.codes(start, start + step), (0, segments * segment - columns))
         if zero_point is None:
             block = table.index_select(0, codes.view(-1).int())
+            if is_partial:
+                damaged = reserved.index_select(0, codes.view(-1).int()).view(-1, segments, segment).any(2)
+                scale[:, start : start + step].masked_fill_(damaged.T, torch.nan)
         else:
             zero = zero_point[start : start + step].repeat_interleave(
                 codes.shape[1] // zero_point.shape[1], dim=1
@@ -110,8 +122,7 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
             # uint8 wraps around, so its bits are those of the signed difference.
             block = (codes - zero).view(torch.int8)
         out[:, start : start + step] = block.view(-1, segments, segment).transpose(0, 1)
-    scale = (weight.group_scale() * 2.0**-shift).T
-    return out, scale.repeat_interleave(segments // scale.shape[0], dim=0).contiguous()
+    return out, scale
 
 
 def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ The operator `quantkit::linear` is opaque to torch.compile, which therefore neve
 chooses its row from the table by the number of rows at run time. It is differentiable in x and bias.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from quantkit.errors import KernelError
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
 from quantkit.kernels.table import choose, forced_row, log_choice
-from quantkit.kernels.unpack import block_rows, dequantize_rows
+from quantkit.kernels.unpack import block_rows
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
 
@@ -45,19 +45,13 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
         built = build_layout(packed, x.dtype)
         cached = (forced_row(), built)
         packed.kernel_cache[_cache_key(x.dtype)] = cached
-    parts = {
-        "packed": packed.words,
-        "scale": packed.scale,
-        "zero_point": packed.zero_point,
-        "global_scale": packed.global_scale,
-    }
     layout = None if cached is None else cached[1]
-    return linear_parts(x, parts, bias, packed.scheme, packed.shape[0], layout)
+    return linear_parts(x, packed.tensors, bias, packed.scheme, packed.shape[0], layout)
 
 
 def linear_parts(
     x: torch.Tensor,
-    parts: Mapping[str, torch.Tensor | None],
+    parts: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     scheme: Scheme | str,
     out_features: int,
@@ -65,17 +59,14 @@ def linear_parts(
 ) -> torch.Tensor:
     """`linear` for a module that holds the parts of the packed weight and its layout itself.
 
-    `parts` are packed, scale and, where the scheme has them, zero_point and global_scale. `scheme` may be
-    given as its token. A layout built for another activation dtype is not used.
+    `parts` are those called `scheme.part_names`, in that order. `scheme` may be given as its token. A layout
+    built for another activation dtype is not used.
     """
     token = scheme if isinstance(scheme, str) else _token(scheme)
     use = layout is not None and layout.dtype == x.dtype
     y: torch.Tensor = torch.ops.quantkit.linear(
         x,
-        parts["packed"],
-        parts["scale"],
-        parts.get("zero_point"),
-        parts.get("global_scale"),
+        list(parts),
         list(layout.tensors) if layout is not None and use else [],
         bias,
         token,
@@ -151,23 +142,18 @@ def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor 
 # 30 us to every one.
 torch.library.define(
     "quantkit::linear",
-    "(Tensor x, Tensor words, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor[] layout, "
-    "Tensor? bias, str scheme, int out_features, str layout_name) -> Tensor",
+    "(Tensor x, Tensor[] parts, Tensor[] layout, Tensor? bias, str scheme, int out_features, "
+    "str layout_name) -> Tensor",
 )
 torch.library.define(
-    "quantkit::linear_grad_x",
-    "(Tensor grad, Tensor words, Tensor scale, Tensor? zero_point, Tensor? global_scale, str scheme, "
-    "int in_features) -> Tensor",
+    "quantkit::linear_grad_x", "(Tensor grad, Tensor[] parts, str scheme, int in_features) -> Tensor"
 )
 
 
 @torch.library.impl("quantkit::linear", "default")
 def _linear(
     x: torch.Tensor,
-    words: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
+    parts: list[torch.Tensor],
     layout: list[torch.Tensor],
     bias: torch.Tensor | None,
     scheme: str,
@@ -178,11 +164,15 @@ def _linear(
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
     columns = x.shape[-1]
     parsed = parse_token(scheme)
-    weight = PackedTensor(words, scale, zero_point, parsed, (out_features, columns), global_scale)
-    _check_activations(x, words, bias, out_features)
+    weight = PackedTensor(tuple(parts), parsed, (out_features, columns))
+    _check_activations(x, weight.words, bias, out_features)
     flat = x.reshape(-1, columns).contiguous()
     if flat.shape[0] == 0 or out_features == 0:
         return x.new_empty(*x.shape[:-1], out_features)
+    column_scale = weight.part("column_scale")
+    if column_scale is not None:
+        # Once per activation instead of once per weight, and so in every row; rounded as activations are.
+        flat = flat * column_scale.to(x.dtype)
     device = x.device.type
     problem = Problem(
         flat.shape[0], out_features, columns, parsed, x.dtype, device, device_features(device), layout_name
@@ -195,10 +185,7 @@ def _linear(
 
 def _linear_fake(
     x: torch.Tensor,
-    words: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
+    parts: list[torch.Tensor],
     layout: list[torch.Tensor],
     bias: torch.Tensor | None,
     scheme: str,
@@ -210,62 +197,51 @@ def _linear_fake(
 
 @torch.library.impl("quantkit::linear_grad_x", "default")
 def _linear_grad_x(
-    grad: torch.Tensor,
-    words: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    scheme: str,
-    in_features: int,
+    grad: torch.Tensor, parts: list[torch.Tensor], scheme: str, in_features: int
 ) -> torch.Tensor:
     """`grad [..., N] @ W [N, K]` in grad's dtype, unpacking a block of rows at a time."""
     rows = grad.shape[-1]
-    weight = PackedTensor(words, scale, zero_point, parse_token(scheme), (rows, in_features), global_scale)
+    weight = PackedTensor(tuple(parts), parse_token(scheme), (rows, in_features))
     zeros = weight.zero_points()
     flat = grad.reshape(-1, rows).float()
     out = torch.zeros(flat.shape[0], in_features, dtype=torch.float32, device=grad.device)
     step = block_rows(in_features, grad.device)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        block = dequantize_rows(weight, zeros, start, stop, torch.float32)
+        block = weight.without_column_scale(start, stop, None if zeros is None else zeros[start:stop])
         out.addmm_(flat[:, start:stop], block)
+    column_scale = weight.part("column_scale")
+    if column_scale is not None:
+        out.mul_(column_scale.float())
     return out.to(grad.dtype).view(*grad.shape[:-1], in_features)
 
 
 def _linear_grad_x_fake(
-    grad: torch.Tensor,
-    words: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    scheme: str,
-    in_features: int,
+    grad: torch.Tensor, parts: list[torch.Tensor], scheme: str, in_features: int
 ) -> torch.Tensor:
     return grad.new_empty(*grad.shape[:-1], in_features)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, words, scale, zero_point, global_scale, layout, _, scheme, _, _ = inputs
-    ctx.save_for_backward(words, scale, zero_point, global_scale)
+    x, parts, layout, _, scheme, _, _ = inputs
+    ctx.save_for_backward(*parts)
     ctx.scheme = scheme
     ctx.in_features = x.shape[-1]
     ctx.layout_tensors = len(layout)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    words, scale, zero_point, global_scale = ctx.saved_tensors
+    parts = list(ctx.saved_tensors)
     needs = ctx.needs_input_grad
-    if needs[2]:
+    if any(needs[1]):
         raise KernelError(
-            "the scale of a packed weight asks for a gradient and has none; call requires_grad_(False) on it."
+            "a scale of a packed weight asks for a gradient and has none; call requires_grad_(False) on it."
         )
     grad_x = None
     if needs[0]:
-        grad_x = torch.ops.quantkit.linear_grad_x(
-            grad, words, scale, zero_point, global_scale, ctx.scheme, ctx.in_features
-        )
-    grad_bias = grad.flatten(0, -2).sum(0) if needs[6] else None
-    return grad_x, None, None, None, None, [None] * ctx.layout_tensors, grad_bias, None, None, None
+        grad_x = torch.ops.quantkit.linear_grad_x(grad, parts, ctx.scheme, ctx.in_features)
+    grad_bias = grad.flatten(0, -2).sum(0) if needs[3] else None
+    return grad_x, [None] * len(parts), [None] * ctx.layout_tensors, grad_bias, None, None, None
 
 
 torch.library.register_fake("quantkit::linear", _linear_fake)

@@ -43,6 +43,12 @@ def always(_: Problem) -> str | None:
     return None
 
 
+def one_plane(problem: Problem) -> str | None:
+    """The verdict of a row whose weights are one scale times one value each."""
+    planes = problem.scheme.planes
+    return None if planes == 1 else f"its weights have one value each, these are sums of {planes}"
+
+
 @dataclass(frozen=True)
 class Layout:
     """How kernels want a weight, where that is not how it is stored; several rows may share one.
@@ -62,7 +68,7 @@ class KernelRow:
     Forcing a row by name overrides `pays`, never `supports`.
 
     `layout` is None for a row that reads the storage layout. `launch(x [m, k], weight, layout, bias)` returns
-    y [m, n] of x's dtype, for m >= 1 and contiguous x.
+    y [m, n] of x's dtype, for m >= 1 and contiguous x. A column scale is in x already.
     """
 
     name: str

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.kernels.problem import KernelRow, always
-from quantkit.packing.tensor import PackedTensor, dequantize_codes
+from quantkit.packing.tensor import PackedTensor
 
 #: Weights unpacked at a time, by device. On a CPU they take 4 MiB as float32, which stays in cache, while one
 #: torch operation on them is long enough (about 50 us) to hide what starting it on all threads costs.
@@ -16,25 +16,6 @@ def block_rows(columns: int, device: torch.device) -> int:
     return max(1, BLOCK_WEIGHTS[device.type] // max(1, columns))
 
 
-def dequantize_rows(
-    weight: PackedTensor, zero_point: torch.Tensor | None, start: int, stop: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """`weight.dequantize(dtype, start=start, stop=stop)`, faster, given `weight.zero_points()`."""
-    codes = weight.codes(start, stop)
-    scale = weight.group_scale(start, stop)
-    zero = None if zero_point is None else zero_point[start:stop]
-    rows, columns = codes.shape
-    size = weight.scheme.group_size
-    if size is not None and columns % size:
-        return dequantize_codes(codes, scale, zero, weight.scheme).to(dtype)
-    values = weight.scheme.format.decode(codes) if zero is None else codes.to(torch.float32)
-    # Groups of equal length broadcast; only a ragged last group needs one scale spelled out per weight.
-    groups = values.view(rows, scale.shape[1], -1)
-    if zero is not None:
-        groups.sub_(zero.to(torch.float32).unsqueeze(2))
-    return groups.mul_(scale.unsqueeze(2)).view(rows, columns).to(dtype)
-
-
 def _launch_unpack(
     x: torch.Tensor,
     weight: PackedTensor,
@@ -42,13 +23,13 @@ def _launch_unpack(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     rows, columns = weight.shape
-    zero_point = weight.zero_points()
+    zeros = weight.zero_points()
     out = torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
     step = block_rows(columns, x.device)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        block = dequantize_rows(weight, zero_point, start, stop, x.dtype)
-        out[:, start:stop] = F.linear(x, block, None if bias is None else bias[start:stop])
+        block = weight.without_column_scale(start, stop, None if zeros is None else zeros[start:stop])
+        out[:, start:stop] = F.linear(x, block.to(x.dtype), None if bias is None else bias[start:stop])
     return out
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
-from quantkit.packing.names import Container, part_name
+from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -41,7 +41,8 @@ class PackedExperts(PackedModule):
         down_scheme: Scheme,
         container: Container,
     ) -> None:
-        super().__init__(container)
+        _, hidden, intermediate = sizes
+        super().__init__(container, {GATE_UP: (gate_up_scheme, hidden), DOWN: (down_scheme, intermediate)})
         self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
         self.act_fn = act_fn
         self.gate_up_scheme = gate_up_scheme
@@ -72,12 +73,17 @@ class PackedExperts(PackedModule):
     def _specs_of(
         self, parameter: str, scheme: Scheme, matrix: tuple[int, int], halves: int
     ) -> dict[str, PartSpec]:
-        count = self.num_experts
+        count, stored = self.num_experts, self._stored[parameter]
         specs = {}
-        for part, (dtype, size) in scheme.storage_shapes(matrix).items():
+        for part, (dtype, size) in stored.shapes(scheme.storage_shapes(matrix)).items():
             fused = (count, halves * size[0], *size[1:])
-            specs[part_name(parameter, part, self.container)] = PartSpec(
-                part, dtype, fused, {halves * count: size, 1: fused}, {halves * count: matrix}
+            specs[stored.part_name(parameter, part)] = PartSpec(
+                part,
+                stored.part_name("", part),
+                dtype,
+                fused,
+                {halves * count: size, 1: fused},
+                {halves * count: matrix},
             )
         return specs
 
@@ -130,11 +136,8 @@ class PackedExperts(PackedModule):
             if parameter == GATE_UP
             else (self.down_scheme, self.intermediate_dim, 1)
         )
-        shared = {
-            part: None if t is None else t[expert].chunk(halves) for part, t in self._parts(parameter).items()
-        }
-        for half in range(halves):
-            parts = {part: None if chunks is None else chunks[half] for part, chunks in shared.items()}
+        # Parts without rows, such as column scales, lie one after the other for the halves too.
+        for parts in zip(*[part[expert].chunk(halves) for part in self._parts(parameter)], strict=True):
             yield Matrix.of(parts, scheme, columns)
 
     def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:

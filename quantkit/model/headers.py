@@ -13,7 +13,6 @@ from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.model.modules import packed_modules
 from quantkit.model.packed_module import PartSpec
-from quantkit.packing.names import Container, part_name
 
 _AGAIN = "Download the checkpoint again, or quantize the model again."
 
@@ -28,7 +27,7 @@ def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
     by_target = _by_target(model, quantizer, stored)
     for name, module in packed_modules(model):
         specs = {f"{name}.{entry}": spec for entry, spec in module.part_specs().items()}
-        _check_complete(specs, by_target, module.container)
+        _check_complete(specs, by_target)
         for target, spec in specs.items():
             _check_part(spec, by_target[target])
 
@@ -65,25 +64,20 @@ def _by_target(
     return targets
 
 
-def _check_complete(
-    specs: Mapping[str, PartSpec], by_target: Mapping[str, Sequence[StoredTensor]], container: Container
-) -> None:
+def _check_complete(specs: Mapping[str, PartSpec], by_target: Mapping[str, Sequence[StoredTensor]]) -> None:
     """Check that every part of every matrix is there."""
     by_parameter: dict[str, list[tuple[str, PartSpec]]] = {}
     for target, spec in specs.items():
-        suffix = part_name("", spec.part, container)
-        by_parameter.setdefault(target.removesuffix(suffix), []).append((target, spec))
+        by_parameter.setdefault(target.removesuffix(spec.suffix), []).append((target, spec))
     for parameter, entries in by_parameter.items():
         found: dict[str, set[str]] = {}
         for target, spec in entries:
-            suffix = part_name("", spec.part, container)
             for tensor in by_target.get(target, ()):
-                found.setdefault(tensor.name.removesuffix(suffix), set()).add(spec.part)
+                found.setdefault(tensor.name.removesuffix(spec.suffix), set()).add(spec.part)
         for matrix in found or {parameter: set()}:
             for _, spec in entries:
                 if spec.part not in found.get(matrix, set()):
-                    missing = part_name(matrix, spec.part, container)
-                    raise CheckpointError(f"tensor {missing!r} is missing. {_AGAIN}")
+                    raise CheckpointError(f"tensor {matrix + spec.suffix!r} is missing. {_AGAIN}")
         counts = entries[0][1].stored
         if len(found) not in counts:
             raise CheckpointError(

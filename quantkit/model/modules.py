@@ -9,7 +9,7 @@ from torch import nn
 from quantkit.errors import FormatError
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts, is_fused_experts, why_not_packable_experts
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
-from quantkit.packing.names import Container, part_name
+from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -20,7 +20,8 @@ class PackedLinear(PackedModule):
     `scheme` is the effective one, `Scheme.for_columns(in_features)`. Entries of the state dict, for the
     container compressed-tensors: `weight_packed` int32, `weight_scale`, `weight_zero_point` int32 when
     asymmetric, `weight_shape` int64 [2], and `bias` [N]; see `Scheme.storage_shapes`. In the container
-    quantkit the words are called `weight`.
+    quantkit the words are called `weight`. The float formats of compressed-tensors have other names and
+    dtypes for the same bytes; see `StoredFormat`.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class PackedLinear(PackedModule):
         *,
         bias_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(container)
+        super().__init__(container, {"weight": (scheme, in_features)})
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
@@ -50,19 +51,25 @@ class PackedLinear(PackedModule):
             layer = cls(
                 columns, rows, packed.scheme, container, bias_dtype=bias.dtype if bias is not None else None
             )
-        for part, tensor in packed.parts():
-            setattr(layer, part_name("weight", part, container), nn.Parameter(tensor, requires_grad=False))
         shape = torch.tensor(packed.shape, dtype=torch.int64, device=packed.device)
-        layer.register_buffer(part_name("weight", "shape", container), shape)
+        stored, found = layer._stored["weight"], {**dict(packed.parts()), "shape": shape}
+        for name, spec in layer.part_specs().items():
+            tensor = stored.to_file(spec.part, found[spec.part])
+            # A buffer where the layer has one.
+            is_buffer = name in layer._buffers
+            setattr(layer, name, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
         if bias is not None:
             layer.bias = nn.Parameter(bias, requires_grad=False)
         return layer
 
     def part_specs(self) -> dict[str, PartSpec]:
         shape = (self.out_features, self.in_features)
+        stored = self._stored["weight"]
         return {
-            part_name("weight", part, self.container): PartSpec(part, dtype, size, {1: size}, {1: shape})
-            for part, (dtype, size) in self.scheme.storage_shapes(shape).items()
+            stored.part_name("weight", part): PartSpec(
+                part, stored.part_name("", part), dtype, size, {1: size}, {1: shape}
+            )
+            for part, (dtype, size) in stored.shapes(self.scheme.storage_shapes(shape)).items()
         }
 
     @property

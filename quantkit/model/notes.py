@@ -1,8 +1,11 @@
 """What a user should know of a plan before it runs: where other tools, or the model, may be surprised."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
+from quantkit.checkpoint.quantization_config import Assignment
 from quantkit.packing.schemes import Scheme
 
 if TYPE_CHECKING:
@@ -22,9 +25,16 @@ def split_fusions(schemes: Mapping[str, Scheme | None]) -> tuple[str, ...]:
 
 
 def plan_notes(
-    structure: "Structure", schemes: Mapping[str, Scheme | None], container: str, untied: str | None
+    structure: "Structure",
+    schemes: Mapping[str, Scheme | None],
+    assignments: Iterable[Assignment],
+    container: str,
+    untied: str | None,
 ) -> tuple[str, ...]:
-    """Notes on storing the linears of `structure` in `schemes`; `untied` is a head that was tied."""
+    """Notes on storing the linears of `structure` in `schemes`; `untied` is a head that was tied.
+
+    `assignments` are the same as the file describes them.
+    """
     notes = []
     splits = split_fusions(schemes)
     if splits:
@@ -39,6 +49,14 @@ def plan_notes(
             "transformers without quantkit reads zero-points only with compressed-tensors up to 0.17, or "
             "with CompressedTensorsConfig(dequantize=True)."
         )
+    relative = [members for members in _fused_sets(schemes) if _has_global_scales(members)]
+    if container == "compressed-tensors" and relative:
+        notes.append(
+            "vLLM and SGLang misread this: for linears that they fuse, such as "
+            f"{', '.join(relative[0])}, they take the largest global scale, and here each has its own."
+        )
+    if container == "compressed-tensors":
+        notes += _notes_on_compressed_tensors(assignments)
     if untied is not None:
         notes.append(f"{untied} and the embedding are stored apart: packed, it can no longer be tied to it.")
     strangers = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
@@ -48,6 +66,33 @@ def plan_notes(
             "config.json describes; they are copied."
         )
     return tuple(notes)
+
+
+def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[str]:
+    """What transformers by itself, which dequantizes with compressed-tensors, cannot do with it."""
+    narrow, experts = set(), set()
+    for a in assignments:
+        if a.scheme is None:
+            continue
+        row = compressed_tensors_format(a.scheme, a.shape[1])
+        if row.bfloat16:
+            narrow.add(row.stored.name)
+        if a.experts:
+            experts.add(json.dumps([row.stored.name, row.arguments(a.scheme, a.shape[1])]))
+    if narrow:
+        yield (
+            f"transformers without quantkit runs {' and '.join(sorted(narrow))} with dtype=torch.bfloat16 "
+            "only; it stops with an error otherwise."
+        )
+    if len(experts) > 1:
+        yield (
+            "transformers without quantkit cannot load this: it takes all experts to be stored in one way. "
+            "Give all of them one format and a group size that divides every row."
+        )
+
+
+def _has_global_scales(members: Mapping[str, Scheme | None]) -> bool:
+    return len(members) > 1 and any(scheme is not None and scheme.global_scale for scheme in members.values())
 
 
 NOT_A_PARAMETER = "not a parameter of the model"

@@ -8,24 +8,24 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.kernels.linear import KernelLayout, build_layout, linear_parts
-from quantkit.packing.names import Container, part_name
-from quantkit.packing.schemes import Scheme
+from quantkit.packing.names import Container, is_aligned
+from quantkit.packing.schemes import CAST_PARTS, Scheme
 from quantkit.packing.tensor import PackedTensor
-
-#: The parts of a packed matrix that computing needs.
-WEIGHT_PARTS = ("packed", "scale", "zero_point", "global_scale")
 
 
 @dataclass(frozen=True)
 class PartSpec:
     """What a checkpoint must hold for one state-dict entry of a packed module.
 
+    `part` is called as the parameter and `suffix` after it. `dtype` and `shape` are those of the entry.
     `stored` maps a number of stored tensors to the shape that each of them then has: fused experts are
     filled either by one tensor per expert and projection or by a single fused one.
     """
 
     part: str
+    suffix: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     stored: Mapping[int, tuple[int, ...]]
@@ -35,16 +35,15 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One packed matrix [N, K] in a module's parameters, with the scheme that these have now."""
+    """One packed matrix [N, K] in a module's parameters: the parts that the scheme they have now names."""
 
-    parts: Mapping[str, torch.Tensor | None]
+    parts: tuple[torch.Tensor, ...]
     scheme: Scheme
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, parts: Mapping[str, torch.Tensor | None], scheme: Scheme, columns: int) -> "Matrix":
-        words, scale = parts["packed"], parts["scale"]
-        assert words is not None and scale is not None
+    def of(cls, parts: tuple[torch.Tensor, ...], scheme: Scheme, columns: int) -> "Matrix":
+        words, scale = parts[0], parts[1]
         # A cast of the model casts the scales too. The words say how many rows there are: a
         # tensor-parallel rank has a shard of them.
         if scale.dtype != scheme.scale_dtype:
@@ -54,25 +53,46 @@ class Matrix:
     @property
     def packed(self) -> PackedTensor:
         """The matrix as a `PackedTensor` on the same storage."""
-        words, scale = self.parts["packed"], self.parts["scale"]
-        assert words is not None and scale is not None
-        zero_point, global_scale = self.parts.get("zero_point"), self.parts.get("global_scale")
-        return PackedTensor(words, scale, zero_point, self.scheme, self.shape, global_scale)
+        return PackedTensor(self.parts, self.scheme, self.shape)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A part that computing needs: its name in the state dict, and the dtype that computing sees it in."""
+
+    name: str
+    part: str
+    dtype: torch.dtype
 
 
 class PackedModule(nn.Module):
     """What packed modules share: frozen storage, and kernel layouts that follow it.
 
-    The words, scales and zero-points are parameters in the storage layout, so the state dict is the
-    checkpoint. The logical shape is a buffer: no cast and no tensor-parallel plan touches it.
+    The words, scales and zero-points are parameters in the storage layout, with the names and dtypes that
+    they have in a file, so the state dict is the checkpoint. Only to compute are they seen as the int32 words
+    and scales that they are. The logical shape is a buffer: no cast and no tensor-parallel plan touches it.
     """
 
     # Tensor parallelism in transformers hands the forward local shards instead of DTensors.
     _hf_quantized_needs_local_tp = True
 
-    def __init__(self, container: Container) -> None:
+    def __init__(self, container: Container, schemes: Mapping[str, tuple[Scheme, int]]) -> None:
+        """`schemes` are the effective scheme and the columns of each packed parameter."""
         super().__init__()
         self.container = container
+        self._schemes = {parameter: scheme for parameter, (scheme, _) in schemes.items()}
+        self._stored = {
+            parameter: stored_format(scheme, columns, container)
+            for parameter, (scheme, columns) in schemes.items()
+        }
+        self._entries = {
+            parameter: tuple(
+                _Entry(self._stored[parameter].part_name(parameter, part), part, dtype)
+                for part, (dtype, _) in scheme.storage_shapes((1, 1)).items()
+                if part in scheme.part_names
+            )
+            for parameter, scheme in self._schemes.items()
+        }
         self._layouts: dict[tuple[str, int, torch.dtype], KernelLayout | None] = {}
         self._layout_owners: dict[str, weakref.ref[torch.Tensor]] = {}
 
@@ -100,18 +120,31 @@ class PackedModule(nn.Module):
             else:
                 self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
-    def _part(self, parameter: str, part: str) -> torch.Tensor | None:
-        name = part_name(parameter, part, self.container)
-        tensor: torch.Tensor | None = getattr(self, name, None)
-        return tensor
+    def align(self) -> None:
+        """Copy the words that begin between two words of memory, as those of a mapped file may."""
+        for parameter in self._entries:
+            words = self._words(parameter)
+            if not is_aligned(words):
+                words.data = words.data.clone()
 
-    def _parts(self, parameter: str) -> dict[str, torch.Tensor | None]:
-        return {part: self._part(parameter, part) for part in WEIGHT_PARTS}
+    def _words(self, parameter: str) -> torch.Tensor:
+        """The words as they are in the state dict."""
+        words: torch.Tensor = getattr(self, self._entries[parameter][0].name)
+        return words
+
+    def _parts(self, parameter: str) -> tuple[torch.Tensor, ...]:
+        """The parts that computing needs, as the scheme of `parameter` has and orders them."""
+        stored = self._stored[parameter]
+        return tuple(
+            [
+                stored.from_file(entry.part, getattr(self, entry.name), entry.dtype)
+                for entry in self._entries[parameter]
+            ]
+        )
 
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         """The layout of the matrix number `index` of `parameter`, built unless it is there and valid."""
-        words = self._part(parameter, "packed")
-        assert words is not None
+        words = self._words(parameter)
         owner = self._layout_owners.get(parameter)
         if owner is None or owner() is not words:
             # A layout costs more than one forward gains from it.
@@ -141,10 +174,11 @@ class PackedModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Moves and casts keep the Parameter objects, so their identity does not give them away.
         self.drop_kernel_layouts()
-        parts = [getattr(self, name) for name in self.part_specs()]
-        # Other dtypes have not the range of e8m0 or not the digits of the factor that e4m3 comes with, and
-        # casting them saves nothing.
-        kept = {id(part) for part in parts} if any(_is_8_bit_float(part) for part in parts) else set()
+        # Words may be shown as 8-bit floats, and are codes all the same. For scales of 8 bits, other dtypes
+        # have not the range of e8m0 or not the digits of the factor that e4m3 comes with.
+        small = any(scheme.scale_dtype.itemsize == 1 for scheme in self._schemes.values())
+        specs = self.part_specs().items()
+        kept = {id(getattr(self, name)) for name, spec in specs if small or spec.part not in CAST_PARTS}
 
         def keeping(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)
@@ -160,10 +194,6 @@ class PackedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layouts": {}, "_layout_owners": {}}
-
-
-def _is_8_bit_float(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.itemsize == 1
 
 
 def _is_offloaded(module: nn.Module) -> bool:

@@ -10,19 +10,16 @@ from typing import Any
 
 from quantkit.calibrate.methods import Method
 from quantkit.calibrate.recipe import Fate, Recipe
+from quantkit.checkpoint.compressed_tensors import stored_format, why_not_compressed_tensors
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
-from quantkit.checkpoint.quantization_config import (
-    Assignment,
-    QuantizationConfig,
-    why_not_compressed_tensors,
-)
+from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.notes import plan_notes
 from quantkit.model.record import LayerRecord
 from quantkit.model.structure import Linear, Structure
-from quantkit.packing.names import Container, part_name
+from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 
 DEFAULT_SHARD_BYTES = 2 << 30
@@ -209,7 +206,7 @@ def make_plan(
         _not_portable(layers),
         _model_config(checkpoint, config, assignments, untied),
         checkpoint.nbytes,
-        plan_notes(structure, schemes, config.container, untied),
+        plan_notes(structure, schemes, assignments, config.container, untied),
     )
 
 
@@ -246,9 +243,10 @@ def _packing_task(
             f"{source.name!r} is {source.dtype}; quantkit quantizes {', '.join(sorted(QUANTIZABLE_DTYPES))}. "
             f"Convert it first, or keep it dense with --rule '{linear.module}=keep'."
         )
+    stored = stored_format(scheme, linear.shape[1], container)
     parts = tuple(
-        (part, TensorSpec(part_name(f"{name}.weight", part, container), SAFETENSORS_DTYPES[dtype], shape))
-        for part, (dtype, shape) in scheme.storage_shapes(linear.shape).items()
+        (part, TensorSpec(stored.part_name(f"{name}.weight", part), SAFETENSORS_DTYPES[dtype], shape))
+        for part, (dtype, shape) in stored.shapes(scheme.storage_shapes(linear.shape)).items()
     )
     outputs = tuple(spec for _, spec in parts)
     return Task(source, outputs, linear.module, scheme, fate.method, parts)
@@ -291,7 +289,8 @@ def _not_portable(layers: Sequence[LayerPlan]) -> tuple[str, ...]:
     reasons = []
     for layer in layers:
         if layer.scheme is not None:
-            reason = why_not_compressed_tensors(layer.scheme, layer.linear.shape[1])
+            experts = layer.linear.kind == "experts"
+            reason = why_not_compressed_tensors(layer.scheme, layer.linear.shape[1], experts=experts)
             if reason is not None:
                 reasons.append(f"{layer.linear.module}: {reason}")
     return tuple(reasons)

@@ -15,16 +15,17 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.model.drift import mend
 from quantkit.model.experts import PackedExperts
 from quantkit.model.headers import check_headers
 from quantkit.model.modules import packed_modules, packed_replacement
-from quantkit.packing.names import Container, part_name
+from quantkit.packing.names import Container
+from quantkit.packing.schemes import PARTS
 
 COMPRESSED_TENSORS: Container = "compressed-tensors"
-_PARTS = ("scale", "packed", "zero_point", "global_scale", "shape")
 
 
 class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -57,7 +58,9 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         container = quantization_config.parsed.container
         # transformers finds per-expert tensors of packed experts by the first name that is not "weight".
-        self.serialized_names = {"weight": [part_name("weight", part, container) for part in _PARTS]}
+        parts = sorted(PARTS, key=lambda part: part != "scale")
+        names = [stored.part_name("weight", part) for part in parts for stored in stored_formats(container)]
+        self.serialized_names = {"weight": list(dict.fromkeys(names))}
         self._has_experts = False
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -72,6 +75,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         for _, module in packed_modules(model):
             # The loader makes every floating-point parameter trainable.
             module.requires_grad_(False)
+            module.align()
             module.build_kernel_layouts(model.dtype)
         mend(model)
         return model

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.methods import CHUNK_WEIGHTS
+from quantkit.calibrate.parameters import SAMPLE_WEIGHTS
 from quantkit.calibrate.recipe import Choice, GroupSize, Recipe, parse_rule, read_recipe
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.manifest import read_manifest
@@ -23,6 +24,7 @@ from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.record import ModelRecord
 from quantkit.model.stream import CHUNK_BYTES, WORKERS, row_unit, write_shard
 from quantkit.model.structure import read_structure
+from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import ZeroPoint
 
 Progress = Callable[[int, int, str], None]
@@ -47,6 +49,7 @@ def make_recipe(
     group_size: GroupSize = None,
     zero_point: ZeroPoint | None = None,
     scale_dtype: str | None = None,
+    packing: PackingName | None = None,
     recipe: str | Path | None = None,
     lm_head: str | None = None,
     rules: tuple[str, ...] = (),
@@ -55,7 +58,14 @@ def make_recipe(
 
     Raises `UsageError` or `FormatError` naming the option.
     """
-    default = Choice(format or "int4", group_size, zero_point or "none", scale_dtype, method or "mse")
+    default = Choice(
+        format or "int4",
+        group_size,
+        zero_point or "none",
+        scale_dtype,
+        method or "mse",
+        packing=packing or "bits",
+    )
     if recipe is not None:
         from_file = read_recipe(Path(recipe), default)
         given = {
@@ -64,6 +74,7 @@ def make_recipe(
             "method": method,
             "zero_point": zero_point,
             "scale_dtype": scale_dtype,
+            "packing": packing,
         }
         for key, value in given.items():
             found = getattr(from_file.default, key)
@@ -104,6 +115,7 @@ def quantize(
     group_size: GroupSize = None,
     zero_point: ZeroPoint | None = None,
     scale_dtype: str | None = None,
+    packing: PackingName | None = None,
     recipe: Recipe | str | Path | None = None,
     lm_head: str | None = None,
     rules: tuple[str, ...] = (),
@@ -117,10 +129,11 @@ def quantize(
 ) -> QuantizeResult:
     """Quantize a checkpoint (a directory or a hub id) into the packed checkpoint directory `out`.
 
-    `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float") and
-    `scale_dtype` (a name such as "bfloat16" or "e4m3") apply to every linear of the decoder; `rules`
-    ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a format) and a recipe file refine
-    that. `device` is where the arithmetic runs; "auto" takes a GPU if there is one.
+    `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float"),
+    `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits" or "radix") apply to every
+    linear of the decoder; `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a
+    format) and a recipe file refine that. `device` is where the arithmetic runs; "auto" takes a GPU if there
+    is one.
     `allow_auto_map` accepts a config that names remote code, which is dropped and never run.
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
     before any tensor is written.
@@ -130,10 +143,10 @@ def quantize(
     if resume and overwrite:
         raise UsageError("resume and overwrite exclude each other: continue the run, or start it anew.")
     if isinstance(recipe, Recipe):
-        if any((format, method, group_size, zero_point, scale_dtype, lm_head, rules)):
+        if any((format, method, group_size, zero_point, scale_dtype, packing, lm_head, rules)):
             raise UsageError(
                 "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
-                "scale_dtype, lm_head and rules, or make the recipe with them."
+                "scale_dtype, packing, lm_head and rules, or make the recipe with them."
             )
     else:
         recipe = make_recipe(
@@ -142,6 +155,7 @@ def quantize(
             group_size=group_size,
             zero_point=zero_point,
             scale_dtype=scale_dtype,
+            packing=packing,
             recipe=recipe,
             lm_head=lm_head,
             rules=rules,
@@ -178,8 +192,10 @@ def peak_bytes(planned: Plan) -> int:
     tasks = [task for shard in planned.shards for task in shard.tasks if task.source.shape]
     rows = [row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
     chunk = max([CHUNK_BYTES["cpu"], *rows])
-    # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work.
-    return WORKERS["cpu"] * (8 * chunk + 128 * CHUNK_WEIGHTS)
+    fitted = any(task.scheme is not None and task.scheme.is_fitted for task in tasks)
+    # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work; with code
+    # books the sample, its scales, codes and errors, and what the search makes of them.
+    return WORKERS["cpu"] * (8 * chunk + 128 * CHUNK_WEIGHTS + fitted * 64 * SAMPLE_WEIGHTS)
 
 
 def pick_device(device: str) -> torch.device:

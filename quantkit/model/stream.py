@@ -6,13 +6,13 @@ so the bytes do not depend on the workers.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 
 import torch
 
-from quantkit.calibrate.grids import global_scale
 from quantkit.calibrate.methods import CHUNK_WEIGHTS, GPU_CHUNK_WEIGHTS, QuantizedRows, quantize_rows
+from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
@@ -37,11 +37,14 @@ def write_shard(
 ) -> dict[str, list[float]]:
     """Fill one shard; per module, the sums of squared error and squared weights."""
     futures: dict[Future[tuple[float, float] | None], tuple[Task, int, int]] = {}
-    factors = _global_scales(checkpoint, shard, workers, device)
-    for task in shard.tasks:
+    # Before the chunks, so that a chunk that waits for its tensor's parameters never keeps them waiting.
+    fits = [
+        None if task.scheme is None else workers.submit(_fit_parameters, checkpoint, task, device)
+        for task in shard.tasks
+    ]
+    for task, parameters in zip(shard.tasks, fits, strict=True):
         for start, stop in _chunks(task, device):
-            factor = factors.get(task.source.name, 1.0)
-            future = workers.submit(_write_rows, checkpoint, task, file, start, stop, factor, device)
+            future = workers.submit(_write_rows, checkpoint, task, file, start, stop, parameters, device)
             futures[future] = (task, start, stop)
     results: dict[tuple[str, int], tuple[float, float]] = {}
     try:
@@ -53,6 +56,9 @@ def write_shard(
             rows = task.source.shape[0] if task.source.shape else 1
             report(task.source.nbytes * (stop - start) // max(rows, 1), task.source.name)
     except BaseException:
+        for fit in fits:
+            if fit is not None:
+                fit.cancel()
         for future in futures:
             future.cancel()
         # The file is closed next, and its descriptor may then be another file's.
@@ -68,21 +74,26 @@ def write_shard(
     return sums
 
 
-def _global_scales(
-    checkpoint: Checkpoint, shard: Shard, workers: ThreadPoolExecutor, device: torch.device
-) -> dict[str, float]:
-    """The factor of each tensor whose scales have one, by source name: needs a pass over the tensor."""
-    factors = {}
-    for task in shard.tasks:
-        if task.scheme is not None and task.scheme.global_scale:
-            name = task.source.name
-            parts = workers.map(lambda at, name=name: _absmax(checkpoint, name, *at), _chunks(task, device))
-            factors[name] = global_scale(max(parts), task.scheme)
-    return factors
+def _fit_parameters(checkpoint: Checkpoint, task: Task, device: torch.device) -> TensorParameters:
+    """What the rows of a tensor share; reads it only if there is something. One worker sees all its rows."""
+    assert task.scheme is not None and task.method is not None
+    source = task.source
+
+    def chunks() -> Iterator[torch.Tensor]:
+        for start, stop in _chunks(task, device):
+            weights = checkpoint.read(source.name, start, stop).to(device)
+            yield from torch.split(weights, _piece_rows(weights.shape[1], device))
+
+    rows, columns = source.shape
+    try:
+        return fit_parameters(chunks, (rows, columns), task.scheme, task.method.fit)
+    except FormatError as error:
+        raise FormatError(f"{source.name!r}: {error}") from error
 
 
-def _absmax(checkpoint: Checkpoint, name: str, start: int, stop: int) -> float:
-    return float(checkpoint.read(name, start, stop).abs().max())
+def _piece_rows(columns: int, device: torch.device) -> int:
+    """Rows that are worked on at a time."""
+    return max(1, (CHUNK_WEIGHTS if device.type == "cpu" else GPU_CHUNK_WEIGHTS) // columns)
 
 
 def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
@@ -108,14 +119,14 @@ def _write_rows(
     file: ShardFile,
     start: int,
     stop: int,
-    factor: float,
+    fit: Future[TensorParameters] | None,
     device: torch.device,
 ) -> tuple[float, float] | None:
     """Copy or quantize some rows of a tensor; the sums of squared error and squared weights of the latter."""
-    if task.scheme is None:
+    if fit is None:
         _copy_rows(checkpoint, task, file, start, stop)
         return None
-    return _quantize_rows(checkpoint, task, file, start, stop, factor, device)
+    return _quantize_rows(checkpoint, task, file, start, stop, fit.result(), device)
 
 
 def _copy_rows(checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int) -> None:
@@ -131,17 +142,15 @@ def _quantize_rows(
     file: ShardFile,
     start: int,
     stop: int,
-    factor: float,
+    parameters: TensorParameters,
     device: torch.device,
 ) -> tuple[float, float]:
     assert task.scheme is not None and task.method is not None
     weights = checkpoint.read(task.source.name, start, stop).to(device)
-    columns = weights.shape[1]
-    step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else GPU_CHUNK_WEIGHTS) // columns)
     try:
         pieces = [
-            quantize_rows(weights[at : at + step], task.scheme, task.method, factor)
-            for at in range(0, stop - start, step)
+            quantize_rows(piece, task.scheme, task.method, parameters)
+            for piece in torch.split(weights, _piece_rows(weights.shape[1], device))
         ]
     except FormatError as error:
         raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
@@ -149,9 +158,9 @@ def _quantize_rows(
         spec = dict(task.parts)[part]
         packed_rows = part == "zero_point" and task.scheme.zero_point == "integer"
         first = start // BLOCK * task.scheme.format.bits if packed_rows else start
-        file.write(spec.name, tensor.cpu(), offset=first * spec.shape[1])
+        file.write(spec.name, tensor.cpu().view(spec.torch_dtype), offset=first * spec.shape[1])
     if start == 0:
-        whole = {"shape": torch.tensor(task.source.shape), "global_scale": torch.tensor([factor])}
+        whole = {"shape": torch.tensor(task.source.shape), **parameters.parts(task.scheme)}
         for part, spec in task.parts:
             if part in whole:
                 file.write(spec.name, whole[part])

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.checkpoint.manifest import read_manifest, verify_files
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.model.record import ModelRecord
+from quantkit.packing.names import packed_parameters
 
 #: Loads the model of argv[1] on the CPU and runs a forward; a fresh interpreter shares no state with ours.
 #: The last line on stderr is what went wrong.
@@ -89,7 +91,8 @@ def _check_layers(checkpoint: Checkpoint, record: ModelRecord) -> Check:
                 f"{module}: {found or 'dense'} in config.json, {expected or 'dense'} in the manifest"
             )
     recorded = sum(layer.matrices for layer in record.layers.values() if layer.scheme is not None)
-    stored = sum(name.endswith("weight_shape") for name in checkpoint.tensors)
+    dtypes = {name: tensor.torch_dtype for name, tensor in checkpoint.tensors.items()}
+    stored = sum(1 for _ in packed_parameters(dtypes, stored_formats(config.container)))
     if recorded != stored:
         problems.append(f"{stored} packed tensors in the files, {recorded} in the manifest")
     return Check("layers", f"{len(record.layers)} linears", tuple(problems))

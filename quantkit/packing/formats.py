@@ -8,20 +8,23 @@ Codes are unsigned integers below `2**bits`, one per element, in a uint8 tensor:
     int   offset binary          code = value + 2**(bits-1)        int4: -8 -> 0, 0 -> 8, 7 -> 15
     float sign | exponent | mantissa                               e2m3: s ee mmm
     book  index into the sorted list of values                     binary: -1 -> 0, +1 -> 1
+
+A `FittedFormat` is a book whose values are stored with each tensor. It becomes a `CodebookFormat` for it.
 """
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 from quantkit.errors import FormatError
+from quantkit.packing.cells import codes_between
 
 MAX_BITS = 8
 #: Rounding multiplies values of a float format by up to 2**23, in float32.
@@ -303,59 +306,45 @@ class CodebookFormat(NumberFormat):
         return tuple(_float32_at_least(midpoint) for midpoint in midpoints)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self.edges) == 1:
-            return (x >= self.edges[0]).view(torch.uint8)
-        cells = _cells(self, x.device)
-        if cells is None:
-            edges = torch.tensor(self.edges, dtype=torch.float32, device=x.device)
-            return torch.bucketize(x.contiguous(), edges, out_int32=True, right=True).to(torch.uint8)
-        cell = (x * cells.per_unit).floor_().clamp_(cells.first, cells.first + len(cells.edge) - 1)
-        # NaN has no cell; which code it gets does not matter, but it must not be an address.
-        index = cell.sub_(cells.first).nan_to_num_(0.0).to(torch.int32).flatten()
-        above = x.flatten() >= cells.edge.index_select(0, index)
-        return cells.code.index_select(0, index).add_(above.view(torch.uint8)).view(x.shape)
+        return codes_between(x, self.edges)
 
 
-@dataclass(frozen=True, eq=False)
-class _Cells:
-    """Cells of equal width, a power of two, with at most one edge in each: where a value's code is looked up.
+@dataclass(frozen=True)
+class FittedFormat(NumberFormat):
+    """A code book whose values are fitted to each tensor and stored with it; the code is the index.
 
-    Cell i is [first + i, first + i + 1) / per_unit. `code` (uint8) is the code of what is in it below
-    `edge` (float32), and one less than the code of what is not. The outermost cells reach to infinity.
+    The values ascend, and the largest magnitude is 1. Until `bind` says what they are, no code is a number.
     """
 
-    per_unit: float
-    first: int
-    code: torch.Tensor
-    edge: torch.Tensor
+    def bind(self, book: Sequence[float]) -> CodebookFormat:
+        """The format with the values that a tensor has."""
+        return CodebookFormat(self.name, self.bits, tuple(book))
 
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        return tuple(math.nan for _ in range(2**self.bits))
 
-#: A book whose edges lie closer than this many cells can tell apart is searched instead.
-MAX_CELLS = 1 << 12
+    @property
+    def max(self) -> float:
+        return 1.0
 
+    @property
+    def min(self) -> float:
+        return -1.0
 
-@lru_cache(maxsize=64)
-def _cells(book: CodebookFormat, device: torch.device) -> _Cells | None:
-    """The cells of a code book; None where they were too many. About four times as fast as a search."""
-    edges = book.edges
-    gap = min(b - a for a, b in pairwise(edges))
-    # Multiplying by a power of two is exact, so that no value ends up in its neighbour's cell.
-    per_unit = 2.0 ** -math.floor(math.log2(gap))
-    first, last = math.floor(edges[0] * per_unit), math.floor(edges[-1] * per_unit)
-    if last - first >= MAX_CELLS:
-        return None
-    at = {math.floor(edge * per_unit): edge for edge in edges}
-    code, codes, limits = 0, [], []
-    for cell in range(first, last + 1):
-        codes.append(code)
-        limits.append(at.get(cell, math.inf))
-        code += cell in at
-    return _Cells(
-        per_unit,
-        first,
-        torch.tensor(codes, dtype=torch.uint8, device=device),
-        torch.tensor(limits, dtype=torch.float32, device=device),
-    )
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        raise self._unbound()
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        raise self._unbound()
+
+    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
+        raise self._unbound()
+
+    def _unbound(self) -> FormatError:
+        return FormatError(
+            f"the values of {self.name!r} are fitted to each tensor and stored with it; bind them first."
+        )
 
 
 def _float32(x: float) -> float:
@@ -390,17 +379,12 @@ FORMATS: dict[str, NumberFormat] = {
         CodebookFormat("nf4", 4, book=_NF4),
         CodebookFormat("ternary", 2, book=(-1.0, 0.0, 1.0)),
         CodebookFormat("binary", 1, book=(-1.0, 1.0)),
+        FittedFormat("codebook4", 4),
     )
 }
 
 #: Shorter names. `fp6` is the one of the two with the smaller measured error (docs/accuracy.md).
 ALIASES: dict[str, str] = {"fp8": "fp8-e4m3", "fp6": "fp6-e2m3", "fp4": "fp4-e2m1"}
-
-_KINDS: dict[str, type[NumberFormat]] = {
-    "int": IntFormat,
-    "float": FloatFormat,
-    "codebook": CodebookFormat,
-}
 
 
 def number_format(name: str) -> NumberFormat:
@@ -410,36 +394,3 @@ def number_format(name: str) -> NumberFormat:
     except KeyError:
         known = ", ".join([*FORMATS, *ALIASES])
         raise FormatError(f"unknown number format {name!r}; known are {known}.") from None
-
-
-def format_to_json(number_format: NumberFormat) -> str | dict[str, Any]:
-    """A format of the table by its name, any other by all its fields, so that it travels with its tensors."""
-    if FORMATS.get(number_format.name) == number_format:
-        return number_format.name
-    kind = next(kind for kind, cls in _KINDS.items() if type(number_format) is cls)
-    data = asdict(number_format)
-    return {"kind": kind, **{key: list(v) if isinstance(v, tuple) else v for key, v in data.items()}}
-
-
-def format_from_json(data: object) -> NumberFormat:
-    """The inverse of `format_to_json`; `FormatError` for anything else."""
-    if isinstance(data, str):
-        return number_format(data)
-    if not isinstance(data, dict) or data.get("kind") not in list(_KINDS):
-        raise FormatError(
-            f"a number format is a name or an object of kind {', '.join(_KINDS)}; found {data!r}."
-        )
-    cls = _KINDS[data["kind"]]
-    expected = {field.name for field in fields(cls)}
-    values = {key: value for key, value in data.items() if key != "kind"}
-    if set(values) != expected or not isinstance(values["name"], str) or values["name"] in FORMATS:
-        raise FormatError(
-            f"a custom number format of kind {data['kind']!r} has the fields {sorted(expected)} and a name "
-            f"of its own; found {data!r}."
-        )
-    if isinstance(values.get("book"), list) and all(type(v) is float for v in values["book"]):
-        values["book"] = tuple(values["book"])
-    numbers = [value for key, value in values.items() if key not in ("name", "book")]
-    if any(type(value) is not int for value in numbers) or not isinstance(values.get("book", ()), tuple):
-        raise FormatError(f"custom number format {values['name']!r} has fields of the wrong type: {data!r}.")
-    return cls(**values)

@@ -4,20 +4,22 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
 
 from quantkit.errors import FormatError
+from quantkit.packing import words
+from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import (
+    MAX_BITS,
+    FittedFormat,
     IntFormat,
     NumberFormat,
-    format_from_json,
-    format_to_json,
     number_format,
 )
-from quantkit.packing.words import words_per_row
+from quantkit.packing.packings import PACKINGS, PackingName
 
 ZeroPoint = Literal["none", "integer", "float"]
 
@@ -65,6 +67,11 @@ SCALE_DTYPES: dict[str, torch.dtype] = {scale.name: scale.dtype for scale in SCA
 
 MAX_GROUP_SIZE = 1 << 20
 
+#: Every part that a stored weight may have. The parts that computing needs come in this order.
+PARTS = ("packed", "scale", "zero_point", "global_scale", "column_scale", "codebook", "shape")
+#: Parts whose dtype is that of the scales, or follows from it: a cast of a model casts them, and no others.
+CAST_PARTS = ("scale", "zero_point", "column_scale")
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -74,6 +81,11 @@ class Scheme:
     `scale * (code - zero_point)`. A scale is shared by `group_size` consecutive input features of one
     output channel; the last group of a row holds what is left. `group_size` None is one group per output
     channel. With `global_scale`, all scales of a tensor are divided by one float32.
+
+    With `planes` above 1 a weight is the sum of so many values, each with a scale of its own, and its code
+    holds theirs, plane 0 in the lowest bits. With `column_scale` every weight is also multiplied by a
+    factor of its input feature. A `FittedFormat` has its values stored with each tensor. `packing` says how
+    codes become words: a row of `PACKINGS`.
     """
 
     format: NumberFormat
@@ -81,6 +93,9 @@ class Scheme:
     zero_point: ZeroPoint = "none"
     scale_dtype: torch.dtype = torch.bfloat16
     global_scale: bool = False
+    planes: int = 1
+    column_scale: bool = False
+    packing: PackingName = "bits"
 
     def __post_init__(self) -> None:
         if self.group_size is not None and type(self.group_size) is not int:
@@ -101,6 +116,48 @@ class Scheme:
             raise FormatError(
                 f"scale dtype {self.scale_dtype} is not supported; use one of {', '.join(SCALE_DTYPES)}."
             )
+        self._check_planes()
+        if (reason := PACKINGS[self.packing].why_not(self.format, self.planes)) is not None:
+            raise FormatError(f"packing {self.packing!r} is not for {self.format.name!r}: {reason}.")
+
+    def _check_planes(self) -> None:
+        most = MAX_BITS // self.format.bits
+        if type(self.planes) is not int or not 1 <= self.planes <= most:
+            raise FormatError(
+                f"{self.planes!r} planes of {self.format.name!r} are out of range; a code has at most "
+                f"{MAX_BITS} bits, so use 1 to {most}."
+            )
+        if self.planes > 1 and self.zero_point != "none":
+            raise FormatError(
+                f"{self.planes} planes have no zero-point; use zero_point 'none', or one plane."
+            )
+        if self.planes > 1 and self.is_fitted:
+            raise FormatError(
+                f"the values of {self.format.name!r} are fitted to one plane; use one plane, or a code book "
+                "of fixed values."
+            )
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the values of codes are stored with each tensor."""
+        return isinstance(self.format, FittedFormat)
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code, those of all planes."""
+        return self.planes * self.format.bits
+
+    def words_per_row(self, columns: int) -> int:
+        """int32 words that a row of `columns` codes takes."""
+        return PACKINGS[self.packing].words_per_row(columns, self.format, self.planes)
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Words (int32 [..., W]) of codes (uint8 [..., K], those of all planes in one)."""
+        return PACKINGS[self.packing].pack(codes, self.format, self.planes)
+
+    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+        """The codes (uint8 [..., columns]) of words (int32 [..., W])."""
+        return PACKINGS[self.packing].unpack(packed, self.format, self.planes, columns)
 
     @property
     def scale_type(self) -> ScaleType:
@@ -110,6 +167,11 @@ class Scheme:
     def zero_point_dtype(self) -> torch.dtype:
         """What a float zero-point is stored as: like the scales, but at least 16 bits."""
         return torch.bfloat16 if self.scale_dtype.itemsize < 2 else self.scale_dtype
+
+    @property
+    def column_scale_dtype(self) -> torch.dtype:
+        """What column scales are stored as: like the scales, but at least 16 bits."""
+        return self.zero_point_dtype
 
     def for_columns(self, columns: int) -> "Scheme":
         """The scheme as it applies to rows of `columns`: a group as long as the row is the row."""
@@ -125,21 +187,30 @@ class Scheme:
         """Dtype and shape of each stored part of a weight [N, K], by part name."""
         rows, columns = shape
         parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "packed": (torch.int32, (rows, words_per_row(columns, self.format.bits))),
-            "scale": (self.scale_dtype, (rows, self.groups(columns))),
+            "packed": (torch.int32, (rows, self.words_per_row(columns))),
+            "scale": (self.scale_dtype, (rows, self.groups(columns) * self.planes)),
         }
         if self.zero_point == "integer":
             # Zero-points are codes, packed along N as compressed-tensors does.
             parts["zero_point"] = (
                 torch.int32,
-                (words_per_row(rows, self.format.bits), self.groups(columns)),
+                (words.words_per_row(rows, self.format.bits), self.groups(columns)),
             )
         if self.zero_point == "float":
             parts["zero_point"] = (self.zero_point_dtype, (rows, self.groups(columns)))
         if self.global_scale:
             parts["global_scale"] = (torch.float32, (1,))
+        if self.column_scale:
+            parts["column_scale"] = (self.column_scale_dtype, (columns,))
+        if self.is_fitted:
+            parts["codebook"] = (torch.float32, (2**self.format.bits,))
         parts["shape"] = (torch.int64, (2,))
         return parts
+
+    @cached_property
+    def part_names(self) -> tuple[str, ...]:
+        """The parts that a weight has and computing needs, in the order that operators take them in."""
+        return tuple(part for part in self.storage_shapes((1, 1)) if part != "shape")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; `from_dict` is its inverse."""
@@ -149,6 +220,9 @@ class Scheme:
             "zero_point": self.zero_point,
             "scale_dtype": self.scale_type.name,
             "global_scale": self.global_scale,
+            "planes": self.planes,
+            "column_scale": self.column_scale,
+            "packing": self.packing,
         }
 
     @classmethod
@@ -170,14 +244,24 @@ class Scheme:
                 f"scheme field 'scale_dtype' is {data['scale_dtype']!r}; it is one of "
                 f"{', '.join(SCALE_DTYPES)}."
             )
-        if not isinstance(data["global_scale"], bool):
-            raise FormatError(f"scheme field 'global_scale' is {data['global_scale']!r}; it is a boolean.")
+        for key in ("global_scale", "column_scale"):
+            if not isinstance(data[key], bool):
+                raise FormatError(f"scheme field {key!r} is {data[key]!r}; it is a boolean.")
+        if type(data["planes"]) is not int:
+            raise FormatError(f"scheme field 'planes' is {data['planes']!r}; it is an integer.")
+        if not isinstance(data["packing"], str) or data["packing"] not in PACKINGS:
+            raise FormatError(
+                f"scheme field 'packing' is {data['packing']!r}; it is one of {', '.join(PACKINGS)}."
+            )
         return cls(
             format_from_json(data["format"]),
             group_size,
             data["zero_point"],
             SCALE_DTYPES[data["scale_dtype"]],
             data["global_scale"],
+            data["planes"],
+            data["column_scale"],
+            PACKINGS[data["packing"]].name,
         )
 
     @property
@@ -188,7 +272,10 @@ class Scheme:
     def __str__(self) -> str:
         granularity = "channel" if self.group_size is None else f"g{self.group_size}"
         zero = {"none": "", "integer": " asym", "float": " asym-float"}[self.zero_point]
-        return f"{self.format.name} {granularity}{zero} {self.scale_type.name}"
+        planes = f" {self.planes}-planes" if self.planes > 1 else ""
+        columns = " columns" if self.column_scale else ""
+        packing = "" if self.packing == "bits" else f" {self.packing}"
+        return f"{self.format.name} {granularity}{zero}{planes}{columns}{packing} {self.scale_type.name}"
 
 
 @lru_cache(maxsize=1024)
@@ -211,6 +298,8 @@ class Preset:
     format: str
     group_size: int | None
     scale_dtype: torch.dtype | None = None
+    planes: int = 1
+    column_scale: bool = False
 
 
 #: Default granularity per name. 8 bits need no groups; the others do (docs/accuracy.md). The block formats
@@ -220,6 +309,8 @@ PRESETS: dict[str, Preset] = {
     **{f"int{bits}": Preset(f"int{bits}", 128) for bits in (7, 6, 5, 4, 3, 2)},
     "ternary": Preset("ternary", 128),
     "binary": Preset("binary", 128),
+    "binary-residual": Preset("binary", 128, planes=2),
+    "binary-rank1": Preset("binary", None, column_scale=True),
     "fp8": Preset("fp8-e4m3", None),
     "fp8-e4m3": Preset("fp8-e4m3", None),
     "fp8-e5m2": Preset("fp8-e5m2", None),
@@ -228,6 +319,7 @@ PRESETS: dict[str, Preset] = {
     "fp6-e3m2": Preset("fp6-e3m2", 128),
     "fp4": Preset("fp4-e2m1", 32),
     "nf4": Preset("nf4", 64),
+    "book4": Preset("codebook4", 32, torch.float8_e4m3fn),
     "mxfp8": Preset("fp8-e4m3", 32, torch.float8_e8m0fnu),
     "mxfp6": Preset("fp6-e2m3", 32, torch.float8_e8m0fnu),
     "mxfp4": Preset("fp4-e2m1", 32, torch.float8_e8m0fnu),
@@ -246,14 +338,15 @@ def scheme(
     group_size: int | Literal["channel"] | None = None,
     zero_point: ZeroPoint = "none",
     scale_dtype: torch.dtype | None = None,
+    packing: PackingName = "bits",
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Scheme:
     """The scheme of format `name`, as its preset says where `group_size` and `scale_dtype` do not.
 
     What neither says is bfloat16, or float16 for a float16 weight.
 
-    Raises `FormatError` for an unknown format, a group size out of range, or a zero-point that the
-    format cannot have.
+    Raises `FormatError` for an unknown format, a group size out of range, or a zero-point or packing that
+    the format cannot have.
     """
     preset = PRESETS.get(name)
     if preset is None:
@@ -266,4 +359,7 @@ def scheme(
         zero_point,
         dtype,
         dtype in SCALE_TYPES and SCALE_TYPES[dtype].relative,
+        preset.planes,
+        preset.column_scale,
+        packing,
     )

@@ -1,6 +1,6 @@
 """Packed tensors: a weight matrix as words, scales and zero-points."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,42 +16,50 @@ from quantkit.packing.words import pack, unpack
 class PackedTensor:
     """A weight [N, K] in the storage layout of `docs/format.md`.
 
-    words       int32 [N, words_per_row(K, bits)]   codes, packed along K
-    scale       scale dtype [N, groups]
-    zero_point  int32 [words_per_row(N, bits), groups]   codes, packed along N; or float [N, groups]; or None
-    global_scale  float32 [1], by which all scales are divided, or None
+    `tensors` are the parts called `scheme.part_names`, in that order; of these a scheme has some:
+
+    packed      int32 [N, W]   codes, packed along K as `scheme.packing` says
+    scale       scale dtype [N, groups * planes]   plane p of group g in column g * planes + p
+    zero_point  int32 [words_per_row(N, bits), groups]   codes, packed along N; or float [N, groups]
+    global_scale  float32 [1]   by which all scales are divided
+    column_scale  float [K]   by which all weights of an input feature are multiplied
+    codebook    float32 [2**bits]   the value of each code
     """
 
-    words: torch.Tensor
-    scale: torch.Tensor
-    zero_point: torch.Tensor | None
+    tensors: tuple[torch.Tensor, ...]
     scheme: Scheme
     shape: tuple[int, int]
-    global_scale: torch.Tensor | None = None
     #: What `quantkit.kernels` built from the words for a faster kernel; owned by it, never stored.
     kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if min(self.shape) < 1:
             raise FormatError(f"a packed tensor has at least one row and one column, got {self.shape}.")
-        if (self.zero_point is None) != (self.scheme.zero_point == "none"):
+        names = self.scheme.part_names
+        if len(self.tensors) != len(names):
             raise FormatError(
-                f"scheme {self.scheme} has zero_point={self.scheme.zero_point!r} but a zero-point "
-                f"tensor was {'not ' if self.zero_point is None else ''}given."
-            )
-        if (self.global_scale is None) == self.scheme.global_scale:
-            raise FormatError(
-                f"scheme {self.scheme} has global_scale={self.scheme.global_scale} but a global scale was "
-                f"{'not ' if self.global_scale is None else ''}given."
+                f"a {self.scheme} tensor has the parts {', '.join(names)}; got {len(self.tensors)} tensors."
             )
         expected = self.scheme.storage_shapes(self.shape)
-        for part, tensor in self.parts():
+        for part, tensor in zip(names, self.tensors, strict=True):
             dtype, shape = expected[part]
             if tensor.dtype != dtype or tuple(tensor.shape) != shape:
                 raise FormatError(
                     f"part {part!r} of a {self.scheme} tensor of shape {self.shape} is "
                     f"{tensor.dtype} {tuple(tensor.shape)}; expected {dtype} {shape}."
                 )
+
+    @classmethod
+    def from_parts(
+        cls, parts: Mapping[str, torch.Tensor | None], scheme: Scheme, shape: tuple[int, int]
+    ) -> "PackedTensor":
+        """The tensor of these parts by name, which are those of the scheme; None is as good as left out."""
+        given = {part: tensor for part, tensor in parts.items() if tensor is not None}
+        if given.keys() != set(scheme.part_names):
+            raise FormatError(
+                f"a {scheme} tensor has the parts {', '.join(scheme.part_names)}; got {', '.join(given)}."
+            )
+        return cls(tuple(given[part] for part in scheme.part_names), scheme, shape)
 
     @classmethod
     def from_codes(
@@ -61,10 +69,13 @@ class PackedTensor:
         zero_point: torch.Tensor | None,
         scheme: Scheme,
         global_scale: torch.Tensor | None = None,
+        *,
+        column_scale: torch.Tensor | None = None,
+        codebook: torch.Tensor | None = None,
     ) -> "PackedTensor":
-        """Pack codes (uint8 [N, K]), scales as they are stored ([N, groups]) and zero-points ([N, groups]).
+        """Pack codes (uint8 [N, K]), scales as they are stored and zero-points ([N, groups]).
 
-        Integer zero-points are codes, uint8.
+        Integer zero-points are codes, uint8. The other parts are as they are stored.
         """
         if codes.ndim != 2:
             raise FormatError(f"codes of a packed tensor are [N, K], got shape {tuple(codes.shape)}.")
@@ -81,51 +92,67 @@ class PackedTensor:
                 f"scales up to {scale.abs().max().item():.3g} are not finite as {scheme.scale_dtype}; "
                 "choose a scale dtype with more range, such as bfloat16, or keep the layer dense."
             )
-        return cls(
-            pack(codes, scheme.format.bits),
+        parts = {
+            "packed": scheme.pack(codes),
             # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
-            rounded.to(scheme.scale_dtype).clone(memory_format=torch.contiguous_format),
-            None if zero_point is None else store_zero_points(zero_point, scheme),
-            scheme,
-            (rows, columns),
-            global_scale,
-        )
+            "scale": rounded.to(scheme.scale_dtype).clone(memory_format=torch.contiguous_format),
+            "zero_point": None if zero_point is None else store_zero_points(zero_point, scheme),
+            "global_scale": global_scale,
+            "column_scale": column_scale,
+            "codebook": codebook,
+        }
+        return cls.from_parts(parts, scheme, (rows, columns))
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stored tensors by part name: packed, scale and, where there are, zero_point, global_scale."""
-        yield "packed", self.words
-        yield "scale", self.scale
-        if self.zero_point is not None:
-            yield "zero_point", self.zero_point
-        if self.global_scale is not None:
-            yield "global_scale", self.global_scale
+        """The stored tensors by part name, less the logical shape."""
+        return zip(self.scheme.part_names, self.tensors, strict=True)
+
+    def part(self, name: str) -> torch.Tensor | None:
+        """The part called `name`; None where the scheme has no such part."""
+        names = self.scheme.part_names
+        return self.tensors[names.index(name)] if name in names else None
+
+    @property
+    def words(self) -> torch.Tensor:
+        return self.tensors[0]
+
+    @property
+    def scale(self) -> torch.Tensor:
+        return self.tensors[1]
 
     def codes(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Codes of rows `start:stop`, uint8 [rows, K]."""
-        return unpack(self.words[start:stop], self.scheme.format.bits, self.shape[1])
+        return self.scheme.unpack(self.words[start:stop], self.shape[1])
 
     def group_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """What the values of rows `start:stop` are multiplied by, float32 [rows, groups]."""
+        """What the values of rows `start:stop` are multiplied by, float32 [rows, groups * planes]."""
         scale = self.scale[start:stop].to(torch.float32)
-        return scale if self.global_scale is None else scale / self.global_scale
+        divisor = self.part("global_scale")
+        return scale if divisor is None else scale / divisor
 
     def zero_points(self) -> torch.Tensor | None:
         """What is subtracted from codes, [N, groups]: uint8 codes, or floats; None for a symmetric scheme."""
-        if self.zero_point is None or self.scheme.zero_point == "float":
-            return self.zero_point
-        return unpack(self.zero_point.T.contiguous(), self.scheme.format.bits, self.shape[0]).T
+        stored = self.part("zero_point")
+        if stored is None or self.scheme.zero_point == "float":
+            return stored
+        return unpack(stored.T.contiguous(), self.scheme.format.bits, self.shape[0]).T
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, *, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        """Weights of rows `start:stop`, `dtype` [rows, K]: exact products in float32, rounded once."""
-        zero_point = self.zero_points()
-        return dequantize_codes(
-            self.codes(start, stop),
-            self.group_scale(start, stop),
-            None if zero_point is None else zero_point[start:stop],
-            self.scheme,
-        ).to(dtype)
+        """Weights of rows `start:stop`, `dtype` [rows, K]: products in float32, rounded once."""
+        zeros = self.zero_points()
+        weights = self.without_column_scale(start, stop, None if zeros is None else zeros[start:stop])
+        columns = self.part("column_scale")
+        return (weights if columns is None else weights.mul_(columns.to(torch.float32))).to(dtype)
+
+    def without_column_scale(self, start: int, stop: int | None, zeros: torch.Tensor | None) -> torch.Tensor:
+        """Weights of rows `start:stop`, float32 [rows, K], before the column scale is applied.
+
+        `zeros` are those rows of `zero_points()`.
+        """
+        codes, scale = self.codes(start, stop), self.group_scale(start, stop)
+        return dequantize_codes(codes, scale, zeros, self.scheme, self.part("codebook"))
 
     @property
     def nbytes(self) -> int:
@@ -143,28 +170,56 @@ class PackedTensor:
 
     def to(self, device: torch.device | str) -> "PackedTensor":
         """The same tensor on `device`; itself when it is there already."""
-        words = self.words.to(device)
-        if words is self.words:
+        if self.words.to(device) is self.words:
             return self
-        return replace(
-            self,
-            words=words,
-            scale=self.scale.to(device),
-            zero_point=None if self.zero_point is None else self.zero_point.to(device),
-            global_scale=None if self.global_scale is None else self.global_scale.to(device),
-            kernel_cache={},
-        )
+        return replace(self, tensors=tuple(part.to(device) for part in self.tensors), kernel_cache={})
 
 
 def dequantize_codes(
-    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+    codebook: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float32 [N, K] from codes (uint8 [N, K]), scales and zero-points ([N, groups])."""
-    if zero_point is None:
-        values = scheme.format.decode(codes)
-    else:
-        values = codes.to(torch.float32).sub_(spread(zero_point.float(), codes.shape[1], scheme))
-    return values.mul_(spread(scale.float(), codes.shape[1], scheme))
+    """float32 [N, K] from codes (uint8 [N, K]), scales [N, groups * planes] and zero-points [N, groups]."""
+    rows, columns = codes.shape
+    size = scheme.group_size
+    # Groups of equal length broadcast; only a ragged last group needs one scale spelled out per weight.
+    even = size is None or columns % size == 0
+    groups = scheme.groups(columns)
+    grouped = (rows, groups, columns // groups) if even else (rows, columns)
+
+    def spread_out(per_group: torch.Tensor) -> torch.Tensor:
+        wide = per_group.to(torch.float32)
+        return wide.unsqueeze(2) if even else spread(wide, columns, scheme)
+
+    if zero_point is not None:
+        values = codes.to(torch.float32).view(grouped).sub_(spread_out(zero_point))
+        return values.mul_(spread_out(scale)).view(rows, columns)
+    weights: torch.Tensor | None = None
+    for plane, of_plane in enumerate(plane_codes(codes, scheme)):
+        decoded = scheme.format.decode(of_plane) if codebook is None else look_up(of_plane, codebook)
+        product = decoded.view(grouped).mul_(spread_out(scale[:, plane :: scheme.planes]))
+        weights = product if weights is None else weights.add_(product)
+    assert weights is not None
+    return weights.view(rows, columns)
+
+
+def plane_codes(codes: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
+    """The codes (uint8) of each plane in `codes`, plane 0 in the lowest bits."""
+    bits = scheme.format.bits
+    if scheme.planes == 1:
+        yield codes
+        return
+    for plane in range(scheme.planes):
+        yield (codes >> (plane * bits)) & ((1 << bits) - 1)
+
+
+def look_up(codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values[codes]`, for codes uint8 of any shape."""
+    # index_select is several times faster than indexing with a tensor.
+    return values.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def spread(per_group: torch.Tensor, columns: int, scheme: Scheme) -> torch.Tensor:

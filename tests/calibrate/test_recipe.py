@@ -210,6 +210,9 @@ def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(
         ("[default]\nformat = 4", "'format' is 4; expected str"),
         ("[default]\nkeep = 'yes'", "'keep' is 'yes'; expected bool"),
         ("[default]\nzero_point = true", "'zero_point' is True; expected str"),
+        ("[default]\npacking = 5", "'packing' is 5; expected str"),
+        ("[default]\npacking = 'trits'", "packing 'trits' is unknown; use one of bits, radix"),
+        ("[[rule]]\nmatch = 'a'\npacking = 'radix'", "packing 'radix' is not for 'int4'"),
         ("[default]\nzero_point = 'half'", "zero-point 'half' is unknown; use one of none, integer, float"),
         ("[default]\nscale_dtype = 8", "'scale_dtype' is 8; expected str"),
         ("[default]\nscale_dtype = 'e5m2'", "scale dtype 'e5m2' is unknown; use one of float32, float16"),
@@ -259,6 +262,7 @@ def test_the_lm_head_flag_takes_the_method_and_not_the_grid_of_the_default():
         ({"group_size": 128}, r"--group-size 128 and .* \(64\) differ"),
         ({"method": "rtn"}, r"--method rtn and .* \(mse\) differ"),
         ({"zero_point": "integer"}, r"--zero-point integer and .* \(none\) differ"),
+        ({"packing": "radix"}, r"--packing radix and .* \(bits\) differ"),
         ({"scale_dtype": "e4m3"}, r"--scale-dtype e4m3 and .* \(float32\) differ"),
     ],
 )
@@ -288,6 +292,18 @@ def test_a_preset_brings_its_scale_dtype_and_a_choice_may_change_it():
     assert Choice("nvfp4", scale_dtype="float16").scheme(torch.bfloat16).scale_dtype is torch.float16
 
 
+def test_another_format_keeps_the_packing_it_can_have():
+    ternary = Choice("ternary", packing="radix")
+    assert ternary.scheme(torch.bfloat16) == scheme("ternary", packing="radix")
+    assert ternary.of_format("int8").packing == "bits"
+    assert ternary.of_format("ternary").packing == "radix"
+    assert {ternary.of_format(name).packing for name in ("book4", "binary-residual", "binary-rank1")} == {
+        "bits"
+    }
+    recipe = make_recipe(format="ternary", packing="radix", lm_head="int8", rules=("*.q_proj=int4",))
+    assert [rule.choice.packing for rule in recipe.rules] == ["bits", "bits"]
+
+
 def test_a_recipe_that_cannot_work_is_refused_when_it_is_made():
     with pytest.raises(FormatError, match="unknown format"):
         Recipe(Choice("int9"))
@@ -304,6 +320,7 @@ def test_the_record_of_a_recipe_holds_all_of_it():
             "scale_dtype": None,
             "method": "mse",
             "keep": False,
+            "packing": "bits",
         },
         "rules": [
             {
@@ -314,6 +331,7 @@ def test_the_record_of_a_recipe_holds_all_of_it():
                 "scale_dtype": None,
                 "method": "mse",
                 "keep": False,
+                "packing": "bits",
             }
         ],
     }

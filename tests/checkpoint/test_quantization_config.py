@@ -11,7 +11,8 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig as PeerConfig
 
-from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig, why_not_compressed_tensors
+from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
+from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.errors import CheckpointError
 from quantkit.packing.formats import CodebookFormat
 from quantkit.packing.schemes import Scheme, scheme
@@ -87,14 +88,59 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
         (FP6, 256, "compressed-tensors has no fp6-e2m3"),
         (scheme("binary"), 256, "compressed-tensors has no binary"),
         (scheme("int5"), 256, "compressed-tensors has no int5"),
-        (scheme("nvfp4"), 256, "compressed-tensors has no fp4-e2m1"),
-        (scheme("fp8"), 256, "compressed-tensors has no fp8-e4m3"),
+        (scheme("nvfp4"), 256, None),
+        (scheme("nvfp4"), 16, None),  # one group is the row
+        (
+            scheme("nvfp4"),
+            8,
+            "compressed-tensors has e4m3 scales for fp4-e2m1 only in groups of 16, this is g8",
+        ),
+        (scheme("nvfp4"), 40, "compressed-tensors needs groups that divide 40, not 16"),
+        (
+            scheme("nvfp4", group_size=32),
+            256,
+            "compressed-tensors has e4m3 scales for fp4-e2m1 only in groups of 16, this is g32",
+        ),
+        (
+            replace(scheme("nvfp4"), global_scale=False),
+            256,
+            "compressed-tensors has only a global scale for fp4-e2m1",
+        ),
+        (scheme("mxfp4"), 256, None),
+        (scheme("mxfp8"), 256, None),
+        (
+            scheme("mxfp8", group_size="channel"),
+            256,
+            "compressed-tensors has e8m0 scales for fp8-e4m3 only in groups of 32, this is channel",
+        ),
+        (scheme("mxfp6"), 256, "compressed-tensors has no fp6-e2m3"),
+        (scheme("fp4"), 256, "compressed-tensors has no bfloat16 scales for fp4-e2m1"),
+        (scheme("fp8"), 256, None),
+        (scheme("fp8", group_size=64, scale_dtype=torch.float16), 256, None),
+        (scheme("fp8", group_size=64), 100, "compressed-tensors needs groups that divide 100, not 64"),
+        (
+            scheme("fp8"),
+            250,
+            "compressed-tensors stores 250 codes of fp8-e4m3 a row without padding to whole words",
+        ),
+        (scheme("fp8", scale_dtype=E4M3), 256, "compressed-tensors has no e4m3 scales for fp8-e4m3"),
+        (scheme("fp8-e5m2"), 256, "compressed-tensors has no fp8-e5m2"),
         (scheme("int4", zero_point="float"), 256, "compressed-tensors has no float zero-points"),
         (scheme("int8", zero_point="float"), 256, "compressed-tensors has no float zero-points"),
         (scheme("int4", scale_dtype=E4M3), 256, "compressed-tensors has no e4m3 scales for int4"),
         (scheme("int8", scale_dtype=E8M0), 256, "compressed-tensors has no e8m0 scales for int8"),
         (scheme("int4", scale_dtype=torch.float32), 256, None),
         (replace(INT4, global_scale=True), 256, "compressed-tensors has no global scale for int4"),
+        (replace(INT4, planes=2), 256, "compressed-tensors has no sums of 2 values"),
+        (replace(INT4, column_scale=True), 256, "compressed-tensors has no scales per input feature"),
+        (scheme("book4"), 256, "compressed-tensors has no codebook4"),
+        (scheme("ternary", packing="radix"), 256, "compressed-tensors has no ternary"),
+        (replace(scheme("mxfp4"), planes=2), 256, "compressed-tensors has no sums of 2 values"),
+        (
+            replace(scheme("fp8"), column_scale=True),
+            256,
+            "compressed-tensors has no scales per input feature",
+        ),
         (CUSTOM, 256, "compressed-tensors has no thirds"),
     ],
 )

@@ -135,6 +135,7 @@ def test_recipe_file(run: Run, tmp_path: Path) -> None:
         (("-f", "int3", "--zero-point", "float"), "int3 g128 asym-float bfloat16"),
         (("-f", "nf4", "-g", "32", "--scale-dtype", "e4m3"), "nf4 g32 e4m3"),
         (("-f", "nvfp4"), "fp4-e2m1 g16 e4m3"),
+        (("-f", "ternary", "--packing", "radix"), "ternary g128 radix bfloat16"),
     ],
 )
 def test_zero_points_and_scales_of_every_kind(run: Run, arguments: tuple[str, ...], scheme: str) -> None:
@@ -151,6 +152,8 @@ def test_zero_points_and_scales_of_every_kind(run: Run, arguments: tuple[str, ..
         (("-g", "0"), 2, "group size '0' is neither a positive integer nor 'channel'"),
         (("-f", "binary", "--zero-point", "float"), 4, "format 'binary' has no zero-point"),
         (("--zero-point", "half"), 2, "zero-point 'half' is unknown; use one of none, integer, float"),
+        (("--packing", "radix"), 4, "packing 'radix' is not for 'int4': its 16 values fill 4 bits"),
+        (("--packing", "trits"), 2, "packing 'trits' is unknown; use one of bits, radix"),
         (("--scale-dtype", "e5m2"), 2, "scale dtype 'e5m2' is unknown; use one of float32, float16"),
         (("--lm-head", "int99"), 4, "unknown format 'int99'"),
         (("--rule", "down_proj"), 2, "rule 'down_proj' is not PATTERN=FORMAT[:GROUP][:METHOD]"),

@@ -29,8 +29,8 @@ def test_the_table_has_every_preset(run: Run, monkeypatch: pytest.MonkeyPatch) -
     lines = done.out.splitlines()
     assert [line.split()[0] for line in lines] == ["name", *PRESETS]
     assert max(map(len, lines)) <= 80
-    assert re.search(r"\nint4 +int4 +4\.125 +128 bfloat16 -8 \.\. 7 +16 \S+", done.out)
-    assert re.search(r"\nnvfp4 +fp4-e2m1 +4\.500 +16 e4m3 +-6 \.\. 6 +15 \S+", done.out)
+    assert re.search(r"\nint4 +int4 +4\.125 +128 bfloat16 -8\.\.7 +16 \S+", done.out)
+    assert re.search(r"\nnvfp4 +fp4-e2m1 +4\.500 +16 e4m3 +-6\.\.6 +15 \S+", done.out)
 
 
 def test_the_table_as_json(run: Run) -> None:
@@ -52,10 +52,38 @@ def test_the_table_as_json(run: Run) -> None:
         "min": -6.0,
         "max": 6.0,
         "values": 15,
+        "planes": 1,
+        "column_scale": False,
     }
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *FORMATS])
+def test_the_table_counts_planes_column_scales_and_code_books(run: Run) -> None:
+    rows = {row["name"]: row for row in json.loads(run("formats", "--json").out)}
+    assert rows["binary-residual"]["bits_per_weight"] == pytest.approx(2 + 32 / 128, abs=1e-4)
+    assert rows["binary-rank1"]["bits_per_weight"] == pytest.approx(1 + 32 / 4096, abs=1e-4)
+    assert rows["book4"]["bits_per_weight"] == pytest.approx(4.25 + 17 * 32 / 4096**2, abs=1e-5)
+    assert [rows[name]["values"] for name in ("binary-residual", "binary-rank1", "book4")] == [4, 2, 16]
+
+
+def test_codes_of_planes_have_a_value_for_each(run: Run) -> None:
+    done = run("formats", "binary-residual", "--codes").out
+    assert done.startswith("binary: sums of 2 numbers in 2 bits, plane 0 first")
+    assert re.search(r"\n +1 +01 +1, -1\n", done)
+    (data,) = [json.loads(run("formats", "binary-residual", "--codes", "--json").out)]
+    assert (data["bits"], data["planes"], data["codes"][2]["value"]) == (2, 2, [-1.0, 1.0])
+
+
+def test_fitted_codes_say_so(run: Run) -> None:
+    done = run("formats", "book4", "--codes").out
+    assert done.startswith("codebook4: 16 numbers in 4 bits, stored with each tensor\n")
+    assert done.count("fitted") == 16
+    data = json.loads(run("formats", "book4", "--codes", "--json").out)
+    assert data["fitted"] and {row["value"] for row in data["codes"]} == {None}
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in (*PRESETS, *FORMATS) if n not in ("binary-residual", "book4", "codebook4")]
+)
 def test_codes(run: Run, name: str) -> None:
     chosen = FORMATS[PRESETS[name].format if name in PRESETS else name]
     lines = run("formats", name, "--codes").out.splitlines()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, OutputError, UsageError
@@ -18,7 +19,6 @@ from quantkit.eval.evaluate import evaluate, evaluate_many
 from quantkit.eval.reference import Batch, Reference, plan_blocks
 from quantkit.eval.sizes import measure
 from quantkit.model.quantize import quantize
-from quantkit.packing.names import part_name
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -277,8 +277,10 @@ def test_a_full_disk_is_told_before_the_model_runs(stories, texts, monkeypatch):
         ("int4", 32, "none", 4 + 16 / 32, "compressed-tensors"),
         ("int4", 32, "integer", 4 + 20 / 32, "compressed-tensors"),
         ("int4", 32, "float", 4 + 32 / 32, "quantkit"),
-        ("nvfp4", None, "none", 4 + 8 / 16 + 32 / (96 * 64), "quantkit"),
-        ("mxfp4", None, "none", 4 + 8 / 32, "quantkit"),
+        ("nvfp4", None, "none", 4 + 8 / 16 + 32 / (96 * 64), "compressed-tensors"),
+        ("mxfp4", None, "none", 4 + 8 / 32, "compressed-tensors"),
+        ("mxfp8", None, "none", 8 + 8 / 32, "compressed-tensors"),
+        ("fp8", None, "none", 8 + 16 / 64, "compressed-tensors"),
         ("int8", "channel", "none", 8 + 16 / 64, "compressed-tensors"),
         ("binary", 32, "none", 1 + 16 / 32, "quantkit"),
     ],
@@ -291,8 +293,10 @@ def test_bits_per_weight_count_every_byte(tmp_path, format_name, group_size, zer
     zeros = None if zero_point == "none" else torch.zeros(rows, groups, dtype=torch.uint8)
     factor = torch.ones(1) if chosen.global_scale else None
     packed = PackedTensor.from_codes(codes, torch.ones(rows, groups), zeros, chosen, factor)
-    tensors = {part_name("layer.weight", part, container): tensor for part, tensor in packed.parts()}
-    tensors["layer.weight_shape"] = torch.tensor([rows, columns])
+    stored = stored_format(chosen, columns, container)
+    parts = {**dict(packed.parts()), "shape": torch.tensor([rows, columns])}
+    shapes = stored.shapes(chosen.storage_shapes((rows, columns)))
+    tensors = {stored.part_name("layer.weight", part): stored.to_file(part, parts[part]) for part in shapes}
     tensors["lm_head.weight"] = torch.zeros(10, 100, dtype=torch.bfloat16)
     save_file(tensors, tmp_path / "model.safetensors")
     assignment = Assignment("layer", ("layer",), (rows, columns), chosen)
@@ -302,13 +306,17 @@ def test_bits_per_weight_count_every_byte(tmp_path, format_name, group_size, zer
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
 
     found = measure(Checkpoint.open(tmp_path))
-    assert found.linears == packed.bits_per_weight
-    assert found.linears == pytest.approx(bits + 128 / (rows * columns))
-    total = packed.nbytes + 2 * dense
+    shape_bits = 128 if "shape" in shapes else 0
+    nbytes = packed.nbytes - (128 - shape_bits) // 8
+    assert found.linears == 8 * nbytes / (rows * columns)
+    assert found.linears == pytest.approx(bits + shape_bits / (rows * columns))
+    total = nbytes + 2 * dense
     assert found.model == 8 * total / (rows * columns + dense)
     assert found.format == str(chosen)
     assert found.file_bytes == (tmp_path / "model.safetensors").stat().st_size > total
 
+    if "shape" not in shapes:
+        return
     tensors["layer.weight_shape"] = torch.tensor([rows, 100 * columns])
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="no more weights than bits"):

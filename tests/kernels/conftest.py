@@ -47,19 +47,37 @@ def make_packed() -> Callable[..., PackedTensor]:
         layout = scheme(name, group_size=group_size, zero_point=zero_point, scale_dtype=scale_dtype)
         rows, columns = shape
         top, groups = 2**layout.format.bits, layout.groups(columns)
-        numbers = torch.tensor([c for c, v in enumerate(layout.format.values) if v == v], dtype=torch.uint8)
-        codes = numbers[torch.randint(0, len(numbers), shape, generator=generator)]
+        values = (0.0,) * top if layout.is_fitted else layout.format.values
+        numbers = torch.tensor([c for c, v in enumerate(values) if v == v], dtype=torch.uint8)
+        codes = torch.zeros(shape, dtype=torch.uint8)
+        for _ in range(layout.planes):
+            plane = numbers[torch.randint(0, len(numbers), shape, generator=generator)]
+            codes = (codes << layout.format.bits) | plane
         zeros = torch.randint(0, top, (rows, groups), generator=generator, dtype=torch.uint8)
         if exact:
-            scale = torch.exp2(torch.randint(-1, 2, (rows, groups), generator=generator).float())
+            scale = torch.exp2(
+                torch.randint(-1, 2, (rows, groups * layout.planes), generator=generator).float()
+            )
         else:
             # Weights that float16 can hold.
-            scale = (torch.rand(rows, groups, generator=generator) + 0.5) * min(1, 448 / layout.format.max)
+            spread = torch.rand(rows, groups * layout.planes, generator=generator) + 0.5
+            scale = spread * min(1, 448 / layout.format.max)
         # Weights that bfloat16 can hold.
         between = zeros + (0.5 if layout.format.bits < 8 else 0)
         stored_zeros = {"none": None, "integer": zeros, "float": between}[zero_point]
         global_scale = torch.tensor([4.0 if exact else 3.7]) if layout.global_scale else None
-        return PackedTensor.from_codes(codes, scale, stored_zeros, layout, global_scale)
+        factors = torch.exp2(torch.randint(-1, 2, (columns,), generator=generator).float())
+        if not exact:
+            factors *= torch.rand(columns, generator=generator) + 0.5
+        return PackedTensor.from_codes(
+            codes,
+            scale,
+            stored_zeros,
+            layout,
+            global_scale,
+            column_scale=factors.to(layout.column_scale_dtype) if layout.column_scale else None,
+            codebook=torch.linspace(-1, 1, top) if layout.is_fitted else None,
+        )
 
     return make
 

@@ -43,7 +43,7 @@ def computes(row, packed, m, dtype):
 
 
 #: Sums of their values need more digits than float32 has.
-INEXACT = ("nf4", "fp8-e5m2")
+INEXACT = ("nf4", "fp8-e5m2", "book4")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -159,7 +159,7 @@ def test_layout_is_built_once_and_follows_the_forced_row(make_packed, monkeypatc
 
 def test_parts_take_a_token_and_ignore_a_layout_of_another_dtype(make_packed, monkeypatch):
     packed = make_packed("int4", (512, 256), exact=True)
-    parts = dict(packed.parts())
+    parts = packed.tensors
     monkeypatch.setenv(FORCE_VARIABLE, "int-digits")
     layout = build_layout(packed, torch.float32)
     assert layout is not None
@@ -172,7 +172,15 @@ def test_parts_take_a_token_and_ignore_a_layout_of_another_dtype(make_packed, mo
 
 
 @pytest.mark.parametrize(
-    ("name", "zero_point"), [("fp6", "none"), ("int4", "integer"), ("int2", "float"), ("nvfp4", "none")]
+    ("name", "zero_point"),
+    [
+        ("fp6", "none"),
+        ("int4", "integer"),
+        ("int2", "float"),
+        ("nvfp4", "none"),
+        ("binary-residual", "none"),
+        ("binary-rank1", "none"),
+    ],
 )
 def test_gradients_reach_x_and_bias(name, zero_point, make_packed):
     packed = make_packed(name, (24, 100), group_size=32, zero_point=zero_point, exact=True)
@@ -187,9 +195,7 @@ def test_gradients_reach_x_and_bias(name, zero_point, make_packed):
 def test_a_scale_that_wants_a_gradient_is_refused(make_packed):
     packed = make_packed("int4", (16, 64), group_size=32)
     scale = packed.scale.clone().requires_grad_()
-    y = linear_parts(
-        torch.ones(1, 64), {"packed": packed.words, "scale": scale}, None, packed.scheme, 16, None
-    )
+    y = linear_parts(torch.ones(1, 64), (packed.words, scale), None, packed.scheme, 16, None)
     with pytest.raises(KernelError, match=r"requires_grad_\(False\)"):
         y.sum().backward()
 

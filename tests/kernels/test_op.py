@@ -16,8 +16,7 @@ def arguments(packed, x, *, bias=None, layout=None):
     tensors = list(layout.tensors) if layout else []
     row = layout.name if layout else ""
     token, rows = packed.scheme.token, packed.shape[0]
-    parts = (packed.words, packed.scale, packed.zero_point, packed.global_scale)
-    return (x, *parts, tensors, bias, token, rows, row)
+    return (x, list(packed.tensors), tensors, bias, token, rows, row)
 
 
 def checks(packed):
@@ -33,6 +32,10 @@ def checks(packed):
         ("unpack", "int4", "float"),
         ("unpack", "nvfp4", "none"),
         ("int-digits", "nvfp4", "none"),
+        ("unpack", "book4", "none"),
+        ("unpack", "binary-residual", "none"),
+        ("unpack", "binary-rank1", "none"),
+        ("int-digits", "binary-rank1", "none"),
     ],
 )
 @pytest.mark.parametrize("needs_grad", [False, True])
@@ -46,11 +49,11 @@ def test_opcheck(row, name, zero_point, needs_grad, make_packed, monkeypatch):
     torch.library.opcheck(torch.ops.quantkit.linear, operands, test_utils=checks(packed))
 
 
-@pytest.mark.parametrize("name", ["fp6", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp6", "nvfp4", "binary-residual", "binary-rank1", "book4"])
 def test_opcheck_of_the_gradient(name, make_packed):
     packed = make_packed(name, (17, 60), group_size=32)
     grad = torch.randn(2, 3, 17)
-    operands = (grad, packed.words, packed.scale, None, packed.global_scale, packed.scheme.token, 60)
+    operands = (grad, list(packed.tensors), packed.scheme.token, 60)
     torch.library.opcheck(torch.ops.quantkit.linear_grad_x, operands, test_utils=checks(packed))
 
 
@@ -92,9 +95,7 @@ class Packed(torch.nn.Module):
         self.scheme, self.rows = packed.scheme, packed.shape[0]
 
     def forward(self, x):
-        return linear_parts(
-            x, {"packed": self.words, "scale": self.scale}, None, self.scheme, self.rows, None
-        )
+        return linear_parts(x, (self.words, self.scale), None, self.scheme, self.rows, None)
 
 
 def test_a_module_over_the_parts_compiles(make_packed):
@@ -119,27 +120,31 @@ def test_the_fake_result_is_the_real_one(make_packed):
     packed = make_packed("int4", (17, 60), group_size=32)
     x = torch.randn(2, 5, 60, dtype=torch.bfloat16)
     fake = torch.ops.quantkit.linear(
-        *(a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments(packed, x))
+        *torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), arguments(packed, x))
     )
     real = linear(x, packed)
     assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+WORDS = torch.zeros(16, 8, dtype=torch.int32)
+SCALE = torch.ones(16, 2, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({0: torch.ones(2, 96)}, r"part 'packed'.*\(16, 8\); expected torch.int32 \(16, 12\)"),
-        ({8: 24}, r"part 'packed'.*expected torch.int32 \(24, 8\)"),
+        ({5: 24}, r"part 'packed'.*expected torch.int32 \(24, 8\)"),
         (
-            {2: torch.ones(16, 3, dtype=torch.bfloat16)},
+            {1: [WORDS, torch.ones(16, 3, dtype=torch.bfloat16)]},
             r"part 'scale'.*\(16, 3\); expected torch.bfloat16 \(16, 2\)",
         ),
-        ({2: torch.ones(16, 2)}, r"part 'scale'.*torch.float32"),
-        ({1: torch.zeros(16, 8, dtype=torch.int64)}, r"part 'packed'.*torch.int64"),
-        ({3: torch.zeros(2, 2, dtype=torch.int32)}, r"zero-point"),
+        ({1: [WORDS, torch.ones(16, 2)]}, r"part 'scale'.*torch.float32"),
+        ({1: [WORDS.long(), SCALE]}, r"part 'packed'.*torch.int64"),
+        ({1: [WORDS, SCALE, torch.ones(1)]}, r"has the parts packed, scale; got 3 tensors"),
+        ({1: [WORDS]}, r"has the parts packed, scale; got 1 tensors"),
         ({0: torch.ones(2, 64, dtype=torch.float64)}, r"x is torch.float64"),
-        ({4: torch.ones(1)}, r"global_scale=False but a global scale was given"),
-        ({6: torch.ones(3)}, r"bias has shape \(3,\)"),
+        ({3: torch.ones(3)}, r"bias has shape \(3,\)"),
     ],
 )
 def test_parts_that_do_not_fit_never_reach_a_kernel(change, message, make_packed):

@@ -16,8 +16,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
-from quantkit.packing.names import part_name
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, encode_groups
 
@@ -34,6 +34,12 @@ SCHEMES: dict[str, Scheme] = {
     "fp6": scheme("fp6", group_size=32, scale_dtype=torch.float16),
     "fp6-wide": scheme("fp6", group_size=128),
     "binary": scheme("binary", group_size=64),
+    "ternary-radix": scheme("ternary", group_size=32, packing="radix"),
+    "fp8": scheme("fp8"),
+    "fp8-groups": scheme("fp8", group_size=32, scale_dtype=torch.float16),
+    "mxfp8": scheme("mxfp8"),
+    "mxfp4": scheme("mxfp4"),
+    "nvfp4": scheme("nvfp4"),
 }
 
 _SIZES: dict[str, Any] = {
@@ -87,7 +93,8 @@ def absmax_pack(weight: torch.Tensor, scheme: Scheme) -> PackedTensor:
     rows, columns = weight.shape
     scheme = scheme.for_columns(columns)
     size = scheme.group_size or columns
-    padded = torch.nn.functional.pad(weight, (0, -columns % size))
+    factor = torch.tensor([512.0]) if scheme.global_scale else None
+    padded = torch.nn.functional.pad(weight, (0, -columns % size)) * (1 if factor is None else factor)
     groups = padded.reshape(-1, size)
     zero = None
     if scheme.zero_point == "none":
@@ -95,12 +102,13 @@ def absmax_pack(weight: torch.Tensor, scheme: Scheme) -> PackedTensor:
     else:
         low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
         scale = (high - low) / (2**scheme.format.bits - 1)
-    scale = scale.to(scheme.scale_dtype)
+    scale = scheme.scale_type.round(scale)
     if scheme.zero_point == "integer":
         zero = torch.round(-low / scale.float())
     codes = encode_groups(groups, scale.float(), zero, scheme).reshape(rows, -1)[:, :columns]
     packed_zero = None if zero is None else zero.to(torch.uint8).reshape(rows, -1)
-    return PackedTensor.from_codes(codes.contiguous(), scale.reshape(rows, -1), packed_zero, scheme)
+    codes = codes.contiguous()
+    return PackedTensor.from_codes(codes, scale.reshape(rows, -1), packed_zero, scheme, factor)
 
 
 @dataclass(frozen=True)
@@ -165,10 +173,11 @@ def write_tiny(
             weight = packed_tensors.pop(f"{base}.weight")
             packed = absmax_pack(weight.float(), assignment.scheme)
             tensors[f"{base}.weight"] = packed.dequantize().to(weight.dtype).contiguous()
-            for part, tensor in packed.parts():
-                packed_tensors[part_name(f"{base}.weight", part, config.container)] = tensor
-            shape = torch.tensor(packed.shape, dtype=torch.int64)
-            packed_tensors[part_name(f"{base}.weight", "shape", config.container)] = shape
+            stored = stored_format(packed.scheme, packed.shape[1], config.container)
+            parts = {**dict(packed.parts()), "shape": torch.tensor(packed.shape, dtype=torch.int64)}
+            for part in stored.shapes(packed.scheme.storage_shapes(packed.shape)):
+                name = stored.part_name(f"{base}.weight", part)
+                packed_tensors[name] = stored.to_file(part, parts[part])
     save_file(tensors, dense_dir / "model.safetensors", metadata={"format": "pt"})
     packed_dir.mkdir()
     save_file(packed_tensors, packed_dir / "model.safetensors", metadata={"format": "pt"})
@@ -238,3 +247,13 @@ def run_python(
     )
     assert not check or result.returncode == 0, result.stderr
     return result
+
+
+def assert_same_checkpoint(found: Path, expected: Path) -> None:
+    tensors, wanted = (load_file(directory / "model.safetensors") for directory in (found, expected))
+    assert set(tensors) == set(wanted)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == wanted[name].dtype, name
+        assert torch.equal(tensor, wanted[name]), name
+    configs = [json.loads((directory / "config.json").read_text()) for directory in (found, expected)]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.model import stream
+from quantkit.model.modules import packed_modules
 from quantkit.model.quantize import quantize
 from quantkit.packing.schemes import SCALE_DTYPES
 
@@ -24,9 +25,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4 float e4m3": {"format": "int4", "group_size": 32, "zero_point": "float", "scale_dtype": "e4m3"},
     "ternary": {"format": "ternary"},
     "nf4": {"format": "nf4"},
+    "ternary radix": {"format": "ternary", "packing": "radix"},
+    "ternary radix e4m3": {"format": "ternary", "packing": "radix", "group_size": 16, "scale_dtype": "e4m3"},
     "fp8": {"format": "fp8"},
+    "mxfp8": {"format": "mxfp8"},
+    "binary-residual": {"format": "binary-residual", "group_size": 32},
+    "binary-rank1": {"format": "binary-rank1"},
+    "book4": {"format": "book4"},
 }
-CASES = [("llama", kind) for kind in KINDS] + [("qwen3_moe", "nvfp4"), ("qwen3_moe", "int2 float")]
+CASES = [("llama", kind) for kind in KINDS]
+MIXTURE = (
+    *("nvfp4", "int2 float", "ternary radix", "fp8", "mxfp4"),
+    *("binary-residual", "binary-rank1", "book4"),
+)
+CASES += [("qwen3_moe", kind) for kind in MIXTURE]
+#: The others are in quantkit's own container.
+COMPRESSED_TENSORS = {("llama", kind) for kind in ("nvfp4", "mxfp4", "mxfp8", "fp8")} | {
+    ("qwen3_moe", kind) for kind in ("fp8", "mxfp4")
+}
 
 
 def write(directory: Path, family: str) -> Path:
@@ -47,10 +63,14 @@ def dequantized(source: Path, packed: Path, **options: Any) -> Path:
     scale_dtype = SCALE_DTYPES.get(options.pop("scale_dtype", None))
     tensors = tensors_of(source)
     for name in tensors_of(packed):
-        if name.endswith("_scale") and not name.endswith("_global_scale"):
+        if name.endswith("weight_scale"):
             weight = name.removesuffix("_scale")
             stored = quantize_tensor(tensors[weight], scale_dtype=scale_dtype, **options)
             tensors[weight] = stored.dequantize().contiguous()
+    return write_dense(source, tensors)
+
+
+def write_dense(source: Path, tensors: dict[str, torch.Tensor]) -> Path:
     dense = source.parent / "dense"
     dense.mkdir()
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
@@ -67,7 +87,8 @@ def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind)
     monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)  # several chunks per tensor share what is per tensor
     source, out, options = write(tmp_path, family), tmp_path / "out", KINDS[kind]
     quantize(source, out, device="cpu", **options)
-    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "quantkit"
+    method = json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"]
+    assert method == ("compressed-tensors" if (family, kind) in COMPRESSED_TENSORS else "quantkit")
 
     model = AutoModelForCausalLM.from_pretrained(out)
     dense = AutoModelForCausalLM.from_pretrained(dequantized(source, out, **options))
@@ -81,9 +102,68 @@ def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind)
     assert section[0] == section[1]
 
 
+RECIPE = """
+[default]
+format = "fp8"
+[[rule]]
+match = "*.q_proj"
+format = "book4"
+[[rule]]
+match = "*.o_proj"
+format = "binary-rank1"
+[[rule]]
+match = "*.gate_proj"
+format = "binary-residual"
+group_size = 32
+[[rule]]
+match = "*.down_proj"
+format = "ternary"
+group_size = 16
+scale_dtype = "e4m3"
+packing = "radix"
+"""
+MIXED = {
+    "q_proj": ["packed", "scale", "global_scale", "codebook"],
+    "k_proj": ["packed", "scale"],
+    "o_proj": ["packed", "scale", "column_scale"],
+    "gate_proj": ["packed", "scale"],
+    "down_proj": ["packed", "scale", "global_scale"],
+}
+
+
+def test_one_recipe_mixes_all_kinds(tmp_path, prompt):
+    source, out = write(tmp_path, "llama"), tmp_path / "out"
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    quantize(source, out, device="cpu", recipe=tmp_path / "recipe.toml")
+    section = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert section["quant_method"] == "quantkit" and len(section["quantkit"]["schemes"]) == 5
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tensors, found = tensors_of(source), {}
+    for name, module in packed_modules(model):
+        weight = f"{name}.weight"
+        found[name.split(".")[-1]] = [part for part, _ in module.packed.parts()]
+        tensors[weight] = quantize_tensor(tensors[weight], module.scheme).dequantize()
+        assert torch.equal(module.packed.dequantize(), tensors[weight])
+    assert {leaf: found[leaf] for leaf in MIXED} == MIXED
+    dense = AutoModelForCausalLM.from_pretrained(write_dense(source, tensors))
+    torch.testing.assert_close(logits_of(model, prompt), logits_of(dense, prompt), rtol=1e-5, atol=1e-5)
+
+    model.save_pretrained(tmp_path / "again")
+    assert as_bytes(tensors_of(tmp_path / "again")) == as_bytes(tensors_of(out))
+    again = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert again == section
+
+
+CASTS = (
+    *("nvfp4", "mxfp4", "mxfp8", "fp8", "int4 float e4m3", "int2 float"),
+    *("binary-residual", "binary-rank1", "book4"),
+)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast_after_loading", [False, True])
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "int4 float e4m3", "int2 float"])
+@pytest.mark.parametrize("kind", CASTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind, cast_after_loading, dtype):
     source, out = write(tmp_path, family), tmp_path / "out"
@@ -96,8 +176,9 @@ def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind
     found = logits_of(model, prompt)
     assert found.shape == (2, 7, VOCAB)
     assert (found - expected).norm() < 0.1 * expected.norm()
-    if cast_after_loading and kind != "int2 float":
+    if cast_after_loading and kind in ("nvfp4", "mxfp4", "mxfp8", "int4 float e4m3", "book4"):
         model.save_pretrained(tmp_path / "again")
         before, after = as_bytes(tensors_of(out)), as_bytes(tensors_of(tmp_path / "again"))
-        packed = [name for name in before if "_scale" in name or "zero_point" in name]
+        parts = ("_scale", "_packed", "zero_point", "_codebook", "proj.weight")
+        packed = [name for name in before if name.endswith(parts)]
         assert packed and all(after[name] == before[name] for name in packed)

@@ -275,8 +275,8 @@ thread.join()
 weights = sum(module.in_features * module.out_features for _, module in packed_modules(model))
 print(getattr(torch, sys.argv[3]).itemsize * weights, peak - before)
 """
-    # Left to itself, malloc keeps a share of what was freed that changes from run to run (63 to 137 MB for the
-    # second row): larger blocks go back to the system at once, so that the peak is what the loader held.
+    # Left to itself, malloc keeps a share of what was freed that changes from run to run (63 to 137 MB for
+    # the second row): larger blocks go back to the system at once, so that the peak is what the loader held.
     environment = {"MALLOC_MMAP_THRESHOLD_": "131072"}
     result = run_python(code, str(tmp_path), layouts, dtype, environment=environment)
     dense, grown = map(int, result.stdout.split())

@@ -46,6 +46,69 @@ def test_state_dict_names(container, words):
     assert not any(parameter.requires_grad for parameter in layer.parameters())
 
 
+#: Words and scales of each float format of compressed-tensors, in a state dict.
+FLOATS = {
+    "fp8": {"weight": ("float8_e4m3fn", (64, 96)), "weight_scale": ("bfloat16", (64, 1))},
+    "fp8-groups": {"weight": ("float8_e4m3fn", (64, 96)), "weight_scale": ("float16", (64, 3))},
+    "mxfp8": {"weight": ("float8_e4m3fn", (64, 96)), "weight_scale": ("uint8", (64, 3))},
+    "mxfp4": {"weight_packed": ("uint8", (64, 48)), "weight_scale": ("uint8", (64, 3))},
+    "nvfp4": {
+        "weight_packed": ("uint8", (64, 48)),
+        "weight_scale": ("float8_e4m3fn", (64, 6)),
+        "weight_global_scale": ("float32", (1,)),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_the_state_dict_is_what_compressed_tensors_stores(name):
+    layer, dense = make(name, bias=False, container="compressed-tensors")
+    entries = {
+        key: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for key, t in layer.state_dict().items()
+    }
+    assert entries == FLOATS[name]
+    assert {key: (spec.dtype, spec.shape) for key, spec in layer.part_specs().items()} == {
+        key: (t.dtype, tuple(t.shape)) for key, t in layer.state_dict().items()
+    }
+    words = next(iter(layer.state_dict().values()))
+    assert layer.packed.words.dtype == torch.int32
+    assert layer.packed.words.data_ptr() == words.data_ptr()
+    x = torch.randn(2, 96)
+    torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_cast_leaves_codes_alone(name, dtype):
+    layer, _ = make(name, container="compressed-tensors")
+    before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
+    layer.to(dtype)
+    assert layer.bias.dtype == dtype
+    cast = {key for key, tensor in layer.state_dict().items() if tensor.dtype != before[key].dtype}
+    scales = {"weight_scale"} if name.startswith("fp8") and layer.weight_scale.dtype == dtype else set()
+    assert cast - {"bias"} == {key for key in scales if before[key].dtype != dtype}
+    for key in before.keys() - cast:
+        assert torch.equal(layer.state_dict()[key].view(torch.uint8), before[key].view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_words_of_a_mapped_file_may_begin_anywhere(name):
+    layer, dense = make(name, container="compressed-tensors")
+    (entry,) = (key for key, spec in layer.part_specs().items() if spec.part == "packed")
+    words = getattr(layer, entry)
+    memory = torch.zeros(words.numel() + 1, dtype=torch.uint8)
+    memory[1:] = words.detach().view(torch.uint8).flatten()
+    words.data = memory[1:].view(words.shape).view(words.dtype)
+    x = torch.randn(2, 96)
+    torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+    layer.align()
+    assert getattr(layer, entry).data_ptr() % 4 == 0
+    assert layer.packed.words.data_ptr() == getattr(layer, entry).data_ptr()
+    torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+
+
 def test_from_packed_shares_storage():
     layer, _ = make()
     assert layer.packed.words.data_ptr() == layer.weight.data_ptr()

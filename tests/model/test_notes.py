@@ -48,6 +48,25 @@ def test_zero_points_that_plain_transformers_misreads_are_noted():
     assert "only with compressed-tensors up to 0.17" in note
 
 
+def test_formats_that_plain_transformers_runs_as_bfloat16_only_are_noted():
+    kept = Rule("*.down_proj", Choice(keep=True))
+    (note,) = notes(kept, default=Choice("mxfp4"))
+    assert note.startswith(
+        "transformers without quantkit runs mxfp4-pack-quantized with dtype=torch.bfloat16 only"
+    )
+    assert notes(kept, default=Choice("fp8")) == ()
+
+
+def test_global_scales_that_engines_would_merge_are_noted():
+    kept = Rule("*.down_proj", Choice(keep=True))
+    engines, plain = notes(kept, default=Choice("nvfp4"))
+    assert engines == (
+        "vLLM and SGLang misread this: for linears that they fuse, such as model.layers.0.mlp.gate_proj, "
+        "model.layers.0.mlp.up_proj, they take the largest global scale, and here each has its own."
+    )
+    assert "nvfp4-pack-quantized with dtype=torch.bfloat16 only" in plain
+
+
 def edited(directory: Path, **changes: object) -> Path:
     shutil.copytree(STORIES, directory)
     config = json.loads((directory / "config.json").read_text())

@@ -190,6 +190,23 @@ def test_linears_that_no_recipe_packs_are_named_dense_in_the_config(tmp_path, co
     assert container == "quantkit" or gate in config["ignore"]
 
 
+def test_experts_stored_in_two_ways_are_noted(tmp_path):
+    source = write(tmp_path, "qwen3_moe")
+    assert planned(source, format="int4", group_size=4).notes == ()
+    (note,) = planned(source, format="int4", group_size=4, rules=("*.experts.down_proj=int8",)).notes
+    assert "cannot load this: it takes all experts to be stored in one way" in note
+
+
+def test_experts_that_plain_transformers_misreads_need_quantkit(tmp_path):
+    found = planned(write(tmp_path, "qwen3_moe"), format="fp8", group_size=4)
+    assert found.config.container == "quantkit"
+    assert (
+        "model.layers.0.mlp.experts.gate_up_proj: "
+        "compressed-tensors has fp8-e4m3 g4 with bfloat16 scales for experts, which transformers misreads "
+        "without quantkit"
+    ) in found.not_portable
+
+
 @pytest.mark.parametrize("rule", ["*.gate_up_proj=keep", "*.experts.down_proj=keep"])
 def test_half_packed_experts_are_refused(tmp_path, rule):
     source = write(tmp_path, "qwen3_moe")

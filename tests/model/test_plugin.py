@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import quantkit  # noqa: F401  registers the plug-in
@@ -16,7 +15,7 @@ from quantkit.model.experts import PackedExperts
 from quantkit.model.modules import PackedLinear, packed_modules
 from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer, register
 
-from .conftest import FAMILIES, HALF_ON_DISK, SCHEMES, VERSION, logits_of, run_python
+from .conftest import FAMILIES, HALF_ON_DISK, SCHEMES, VERSION, assert_same_checkpoint, logits_of, run_python
 
 CASES = [(family, "int4") for family in FAMILIES]
 CASES += [("llama", name) for name in SCHEMES if name != "int4"]
@@ -24,7 +23,17 @@ CASES += [("qwen2", "fp6"), ("qwen2", "int4-asym")]
 CASES += [
     (family, name)
     for family in ("mixtral", "qwen3_moe")
-    for name in ("int4-asym", "int8", "int4-ragged", "fp6", "binary")
+    for name in (
+        "int4-asym",
+        "int8",
+        "int4-ragged",
+        "fp6",
+        "binary",
+        "ternary-radix",
+        "fp8",
+        "mxfp4",
+        "nvfp4",
+    )
 ]
 
 
@@ -48,6 +57,9 @@ def test_logits_equal_those_of_the_dequantized_model(tiny, prompt, transformers_
         ("qwen2", "int4-asym"),
         ("mixtral", "int4-asym"),
         ("qwen3_moe", "fp6"),
+        *[("llama", name) for name in ("ternary-radix", "fp8", "fp8-groups", "mxfp8", "mxfp4", "nvfp4")],
+        *[("mixtral", name) for name in ("fp8", "nvfp4")],
+        *[("qwen3_moe", name) for name in ("fp8", "mxfp4", "nvfp4", "ternary-radix")],
     ],
 )
 def test_saving_writes_back_the_same_tensors_and_configuration(tiny, prompt, tmp_path, family, name):
@@ -70,7 +82,7 @@ def test_tied_embeddings(tiny, prompt, family, name):
     torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["int4", "fp6"])
+@pytest.mark.parametrize("name", ["int4", "fp6", "fp8", "mxfp4"])
 def test_a_packed_lm_head(tiny, prompt, tmp_path, name):
     checkpoint = tiny("llama", name, pack_head=True)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
@@ -89,7 +101,7 @@ def test_a_packed_lm_head_that_the_config_ties_is_refused(tiny):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["int4-asym", "int4-fp32", "fp6"])
+@pytest.mark.parametrize("name", ["int4-asym", "int4-fp32", "fp6", "fp8", "fp8-groups"])
 def test_scales_keep_their_dtype(tiny, prompt, dtype, name):
     checkpoint = tiny("qwen2", name)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.packed, dtype=dtype)
@@ -126,10 +138,13 @@ def test_generate(tiny, prompt, family):
     assert found.tolist() == checkpoint.dense_model().generate(prompt, **options).tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "int4-asym"), ("qwen3_moe", "int4-asym"), ("llama", "fp8"), ("llama", "nvfp4")],
+)
 @pytest.mark.parametrize("placement", ["auto", "cpu", "disk"])
-def test_device_maps(tiny, prompt, tmp_path, family, placement):
-    checkpoint = tiny(family, "int4-asym")
+def test_device_maps(tiny, prompt, tmp_path, family, name, placement):
+    checkpoint = tiny(family, name)
     options: dict[str, Any] = {"device_map": placement}
     if placement == "disk":
         options = {"device_map": HALF_ON_DISK, "offload_folder": tmp_path / "offload"}
@@ -370,13 +385,3 @@ def test_experts_are_packed(tiny):
 def edit_config(directory: Path, **changes: Any) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def assert_same_checkpoint(found: Path, expected: Path) -> None:
-    tensors, wanted = (load_file(directory / "model.safetensors") for directory in (found, expected))
-    assert set(tensors) == set(wanted)
-    for name, tensor in tensors.items():
-        assert tensor.dtype == wanted[name].dtype, name
-        assert torch.equal(tensor, wanted[name]), name
-    configs = [json.loads((directory / "config.json").read_text()) for directory in (found, expected)]
-    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]

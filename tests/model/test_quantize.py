@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.manifest import read_manifest, verify_files
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
@@ -90,15 +91,16 @@ def check_tensors(source: Path, out: Path, **options: Any) -> int:
     """Compare every output tensor with its source; the number of packed matrices."""
     before, after = tensors_of(source), tensors_of(out)
     container = json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"]
-    words = "_packed" if container == "compressed-tensors" else ""
-    packed = [name.removesuffix("_scale") for name in after if name.endswith("_scale")]
+    packed = [name.removesuffix("_scale") for name in after if name.endswith("weight_scale")]
     for name in packed:
         weight = before[name] if name in before else before["model.embed_tokens.weight"]
         expected = quantize_tensor(weight, **options)
+        stored = stored_format(expected.scheme, weight.shape[1], container)
         for part, tensor in expected.parts():
-            stored = after.pop(name + (words if part == "packed" else f"_{part}"))
-            assert same_bytes(stored, tensor), f"{name} {part}"
-        assert after.pop(f"{name}_shape").tolist() == list(weight.shape)
+            found = after.pop(stored.part_name(name, part))
+            assert same_bytes(found, stored.to_file(part, tensor)), f"{name} {part}"
+        if stored.codes_per_element is None:
+            assert after.pop(f"{name}_shape").tolist() == list(weight.shape)
         before.pop(name, None)
     assert set(after) == set(before)
     for name, tensor in after.items():
@@ -112,6 +114,10 @@ CASES: list[dict[str, Any]] = [
     {"format": "int8", "method": "rtn", "zero_point": "integer"},
     {"format": "fp6", "method": "mse"},
     {"format": "binary", "method": "rtn", "group_size": 48},
+    {"format": "ternary", "method": "rtn", "packing": "radix"},
+    {"format": "fp8", "method": "rtn"},
+    {"format": "mxfp4", "method": "rtn"},
+    {"format": "nvfp4", "method": "mse"},
 ]
 
 
@@ -177,7 +183,12 @@ def test_relative_errors_are_those_of_the_stored_weights(tmp_path):
     assert read_manifest(out)["layers"][module]["relative_error"] == result.relative_errors[module]
 
 
-def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [{"zero_point": "integer", "group_size": 32}, {"format": "binary-rank1"}, {"format": "book4"}],
+    ids=str,
+)
+def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeypatch, options):
     source = write(tmp_path)
     monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)
     threads = torch.get_num_threads()
@@ -186,12 +197,22 @@ def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeyp
         monkeypatch.setitem(stream.WORKERS, "cpu", workers)
         torch.set_num_threads(torch_threads)
         try:
-            quantize(source, tmp_path / "out", zero_point="integer", group_size=32, overwrite=bool(outputs))
+            quantize(source, tmp_path / "out", **options, overwrite=bool(outputs))
             assert torch.get_num_threads() == torch_threads
         finally:
             torch.set_num_threads(threads)
         outputs.append(files_of(tmp_path / "out"))
     assert all(output == outputs[0] for output in outputs)
+
+
+def test_what_cannot_be_fitted_is_named(tmp_path):
+    source = write(tmp_path, dtype=torch.float32)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] *= 1e9
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=rf"^'{name}': a scale of \S+ overflows torch.float16; store"):
+        quantize(source, tmp_path / "out", format="book4", scale_dtype="float16")
 
 
 def test_large_rows_that_are_copied_are_read_one_at_a_time(tmp_path, monkeypatch):

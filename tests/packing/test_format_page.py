@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS
 from quantkit.checkpoint.quantization_config import QuantizationConfig
-from quantkit.packing.formats import FORMATS, format_from_json, format_to_json
+from quantkit.packing.format_json import format_from_json, format_to_json
+from quantkit.packing.formats import FORMATS, FittedFormat
+from quantkit.packing.packings import PACKINGS
 from quantkit.packing.schemes import MAX_GROUP_SIZE, PRESETS, SCALE_DTYPES, SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.words import parts
@@ -39,23 +42,50 @@ def test_the_worked_examples_are_what_the_code_does(example: dict[str, Any]) -> 
         for part, (dtype, size) in scheme.storage_shapes(shape).items()
         if part in example and part != "shape"
     }
-    words, scale, factor = stored["packed"], stored["scale"], stored.get("global_scale")
-    packed = PackedTensor(words, scale, stored.get("zero_point"), scheme, shape, factor)
+    packed = PackedTensor.from_parts(stored, scheme, shape)
     assert packed.codes().tolist() == example["codes"]
     assert packed.dequantize().tolist() == example["weights"]
     codes = torch.tensor(example["codes"], dtype=torch.uint8)
-    again = PackedTensor.from_codes(codes, scale, packed.zero_points(), scheme, factor)
+    again = PackedTensor.from_codes(
+        codes,
+        stored["scale"],
+        packed.zero_points(),
+        scheme,
+        stored.get("global_scale"),
+        column_scale=stored.get("column_scale"),
+        codebook=stored.get("codebook"),
+    )
     assert all(
         torch.equal(part.view(torch.uint8), stored[name].view(torch.uint8)) for name, part in again.parts()
     )
 
 
 def test_there_is_an_example_of_each_kind() -> None:
-    assert [(e["scheme"]["format"], e["scheme"]["zero_point"], "global_scale" in e) for e in EXAMPLES] == [
-        ("int4", "integer", False),
-        ("fp6-e2m3", "none", False),
-        ("int2", "float", True),
+    beyond = ("zero_point", "global_scale", "column_scale", "codebook")
+    schemes = [(e["scheme"]["format"], e["scheme"]["planes"], e["scheme"]["packing"]) for e in EXAMPLES]
+    assert [
+        (*scheme, [p for p in beyond if p in e]) for scheme, e in zip(schemes, EXAMPLES, strict=True)
+    ] == [
+        ("int4", 1, "bits", ["zero_point"]),
+        ("fp6-e2m3", 1, "bits", []),
+        ("ternary", 1, "radix", []),
+        ("int2", 1, "bits", ["zero_point", "global_scale"]),
+        ("binary", 2, "bits", ["column_scale"]),
+        ({"kind": "fitted", "name": "book2", "bits": 2}, 1, "bits", ["codebook"]),
     ]
+
+
+def test_the_page_lists_every_format_of_compressed_tensors() -> None:
+    section = PAGE.split("## 7.")[1].split("## 8.")[0]
+    listed = re.findall(r"^\| `(\S+)` \| (`.*?) \| (`.*?) \| (.*?) \|", section, re.M)
+    assert [
+        (row[0], tuple(re.findall("`(.*?)`", row[1])), tuple(re.findall("`(.*?)`", row[2]))) for row in listed
+    ] == [(row.stored.name, row.formats, row.scales) for row in FORMATS_OF_COMPRESSED_TENSORS]
+    assert [row[3] for row in listed] == [
+        str(row.group_size or "that divide K, or the row") for row in FORMATS_OF_COMPRESSED_TENSORS
+    ]
+    assert all(PAGE.count(f"| `{row.stored.name}` |") == 2 for row in FORMATS_OF_COMPRESSED_TENSORS)
+    assert all(f'`"{name}"`' in section for name in PACKINGS)
 
 
 def test_the_custom_format_is_read_and_written_as_shown() -> None:
@@ -74,7 +104,8 @@ def test_the_page_lists_every_format_part_and_scale_dtype() -> None:
     assert set(re.findall(r"`(.*?)`", " ".join(listed))) == set(FORMATS)
     assert all(repr(value) in section for value in FORMATS["nf4"].values)
     for name, fmt in FORMATS.items():
-        reserved = [f"`{code:x}`" for code, value in enumerate(fmt.values) if math.isnan(value)]
+        nan = enumerate(() if isinstance(fmt, FittedFormat) else fmt.values)
+        reserved = [f"`{code:x}`" for code, value in nan if math.isnan(value)]
         (row,) = re.findall(rf"^\|.*`{name}`.*\|$", section, re.M)
         assert ("reserved" in row) is bool(reserved)
         assert all(code in row for code in reserved[:1] + reserved[-1:])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.packing.formats import CodebookFormat
+from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.words import pack, unpack
@@ -28,6 +28,11 @@ SCHEMES: dict[str, Scheme] = {
     "int8-asymmetric": scheme("int8", zero_point="integer", scale_dtype=torch.float32),
     "int3-e4m3": scheme("int3", group_size=32, scale_dtype=torch.float8_e4m3fn),
     "int2-float-zero": scheme("int2", group_size=28, zero_point="float"),
+    "ternary-planes": Scheme(FORMATS["ternary"], 28, planes=3),
+    "int4-columns": Scheme(FORMATS["int4"], 32, scale_dtype=torch.float16, column_scale=True),
+    "book3-e4m3": Scheme(FittedFormat("book3", 3), 28, scale_dtype=torch.float8_e4m3fn, global_scale=True),
+    "ternary-radix": scheme("ternary", packing="radix"),
+    "custom-radix": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32, packing="radix"),
     "custom": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32),
 }
 
@@ -35,8 +40,8 @@ SCHEMES: dict[str, Scheme] = {
 def example(scheme: Scheme) -> PackedTensor:
     """Integer arithmetic only, so that it is the same under every version of torch."""
     top = 2**scheme.format.bits
-    numbers = [code for code, value in enumerate(scheme.format.values) if not math.isnan(value)]
-    groups = scheme.groups(COLUMNS)
+    numbers = list(range(top)) if scheme.is_fitted else numbers_of(scheme)
+    groups = scheme.groups(COLUMNS) * scheme.planes
     codes = [
         [numbers[(37 * n + 11 * k + k * k // 7) % len(numbers)] for k in range(COLUMNS)] for n in range(ROWS)
     ]
@@ -49,7 +54,23 @@ def example(scheme: Scheme) -> PackedTensor:
         {"none": None, "integer": torch.tensor(zero, dtype=torch.uint8), "float": between}[scheme.zero_point],
         scheme,
         torch.tensor([512.0]) if scheme.global_scale else None,
+        column_scale=_column_scale(scheme),
+        codebook=torch.arange(-top // 2, top // 2) / (top // 2) if scheme.is_fitted else None,
     )
+
+
+def numbers_of(scheme: Scheme) -> list[int]:
+    """The codes all of whose planes are numbers."""
+    bits, values = scheme.format.bits, scheme.format.values
+    planes = [[code >> (bits * p) & (2**bits - 1) for p in range(scheme.planes)] for code in range(256)]
+    below = 2 ** (bits * scheme.planes)
+    return [code for code in range(below) if not any(math.isnan(values[part]) for part in planes[code])]
+
+
+def _column_scale(scheme: Scheme) -> torch.Tensor | None:
+    if not scheme.column_scale:
+        return None
+    return torch.tensor([(k % 128 + 64) / 128 for k in range(COLUMNS)]).to(scheme.column_scale_dtype)
 
 
 def _scale(i: int, digits: int) -> float:
@@ -108,10 +129,7 @@ def test_the_golden_bytes_read_back_as_the_golden_codes(name: str) -> None:
         for part, (dtype, shape) in scheme.storage_shapes(tuple(golden["shape"])).items()
         if (rows := golden["parts"].get(part))
     }
-    shape = tuple(golden["shape"])
-    packed = PackedTensor(
-        parts["packed"], parts["scale"], parts.get("zero_point"), scheme, shape, parts.get("global_scale")
-    )
+    packed = PackedTensor.from_parts(parts, scheme, tuple(golden["shape"]))
     assert [bytes(row).hex() for row in packed.codes().tolist()] == golden["codes"]
     assert hashlib.sha256(little_endian(packed.dequantize())).hexdigest() == golden["weights_sha256"]
 

@@ -3,13 +3,14 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.packing.formats import FORMATS, CodebookFormat, IntFormat
+from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat, IntFormat
 from quantkit.packing.schemes import (
     MAX_GROUP_SIZE,
     PRESETS,
@@ -30,6 +31,9 @@ VALID = {
     "zero_point": "none",
     "scale_dtype": "bfloat16",
     "global_scale": False,
+    "planes": 1,
+    "column_scale": False,
+    "packing": "bits",
 }
 THIRDS = CodebookFormat("thirds", 2, book=(-1.0, -0.25, 0.5))
 EVERY = [
@@ -41,6 +45,10 @@ EVERY = [
         if kind == "none" or isinstance(scheme(name).format, IntFormat)
     ],
     Scheme(THIRDS, 32),
+    Scheme(FittedFormat("book2", 2), 64, column_scale=True),
+    Scheme(FORMATS["ternary"], 64, planes=3),
+    Scheme(THIRDS, 32, packing="radix"),
+    scheme("ternary", packing="radix"),
 ]
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
@@ -62,6 +70,9 @@ def test_different_schemes_have_different_tokens() -> None:
         *[(f"int{bits}", f"int{bits}", 128, torch.bfloat16) for bits in range(2, 8)],
         ("ternary", "ternary", 128, torch.bfloat16),
         ("binary", "binary", 128, torch.bfloat16),
+        ("binary-residual", "binary", 128, torch.bfloat16),
+        ("binary-rank1", "binary", None, torch.bfloat16),
+        ("book4", "codebook4", 32, E4M3),
         ("fp8", "fp8-e4m3", None, torch.bfloat16),
         ("fp8-e4m3", "fp8-e4m3", None, torch.bfloat16),
         ("fp8-e5m2", "fp8-e5m2", None, torch.bfloat16),
@@ -78,7 +89,8 @@ def test_different_schemes_have_different_tokens() -> None:
 )
 def test_presets(name: str, format_name: str, group_size: int | None, scale_dtype: torch.dtype) -> None:
     expected = Scheme(FORMATS[format_name], group_size, "none", scale_dtype, scale_dtype == E4M3)
-    assert scheme(name) == expected
+    more = {"binary-residual": {"planes": 2}, "binary-rank1": {"column_scale": True}}
+    assert scheme(name) == replace(expected, **more.get(name, {}))
 
 
 def test_every_preset_is_listed_above() -> None:
@@ -223,6 +235,18 @@ def test_an_unknown_preset_lists_the_known_ones() -> None:
         ({"zero_point": "float", "format": "nf4"}, "format 'nf4' has no zero-point"),
         ({"global_scale": 1}, "scheme field 'global_scale' is 1; it is a boolean"),
         ({"global_scale": None}, "scheme field 'global_scale' is None"),
+        ({"column_scale": 0}, "scheme field 'column_scale' is 0; it is a boolean"),
+        ({"planes": True}, "scheme field 'planes' is True; it is an integer"),
+        ({"planes": 1.0}, "scheme field 'planes' is 1.0; it is an integer"),
+        ({"planes": 0}, "0 planes of 'int4' are out of range; a code has at most 8 bits, so use 1 to 2"),
+        ({"planes": 3}, "3 planes of 'int4' are out of range"),
+        ({"planes": 2, "zero_point": "integer"}, "2 planes have no zero-point; use zero_point 'none', or"),
+        (
+            {"planes": 2, "format": "codebook4"},
+            "values of 'codebook4' are fitted to one plane; use one plane",
+        ),
+        ({"zero_point": "float", "format": "codebook4"}, "format 'codebook4' has no zero-point"),
+        ({"format": {"kind": "fitted", "name": "x", "bits": 9}}, "number format 'x' has 9 bits"),
         ({"scale_dtype": "float64"}, "scheme field 'scale_dtype' is 'float64'; it is one of float32"),
         ({"scale_dtype": []}, r"scheme field 'scale_dtype' is \[\]"),
         ({"version": 2}, "a scheme has the fields .*; found .*'version'"),
@@ -235,7 +259,7 @@ def test_a_wrong_field_is_refused(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("field", VALID)
 def test_a_missing_field_is_refused(field: str) -> None:
-    with pytest.raises(FormatError, match=r"a scheme has the fields \['format', 'global_scale', "):
+    with pytest.raises(FormatError, match=r"a scheme has the fields \['column_scale', 'format', "):
         Scheme.from_dict({key: value for key, value in VALID.items() if key != field})
 
 

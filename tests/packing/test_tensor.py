@@ -9,7 +9,7 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from quantkit.errors import FormatError
-from quantkit.packing.formats import FORMATS, CodebookFormat, IntFormat
+from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat, IntFormat
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, dequantize_codes, encode_groups, spread
 
@@ -20,7 +20,7 @@ SCHEMES = [
     for size in (None, 1, 24, 32)
     for zero_point in ("none", "integer")
     for dtype in (torch.bfloat16, torch.float32)
-    if zero_point == "none" or isinstance(fmt, IntFormat)
+    if not isinstance(fmt, FittedFormat) and (zero_point == "none" or isinstance(fmt, IntFormat))
 ]
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 #: Their scales have less digits, their zero-points more, and some a factor for the whole tensor.
@@ -112,7 +112,9 @@ def test_small_scales_and_float_zero_points_give_the_weights_of_float64(scheme: 
 def test_a_global_scale_is_there_where_the_scheme_says(given: bool) -> None:
     layout = scheme("mxfp4" if given else "nvfp4")
     codes, scale, _ = random_parts(layout, (4, 64))
-    said = f"global_scale={not given} but a global scale was {'' if given else 'not '}given"
+    said = "has the parts packed, scale; got packed, scale, global_scale"
+    if not given:
+        said = "has the parts packed, scale, global_scale; got packed, scale"
     with pytest.raises(FormatError, match=said):
         PackedTensor.from_codes(codes, scale, None, layout, torch.ones(1) if given else None)
 
@@ -273,7 +275,7 @@ def bf16(*shape: int) -> torch.Tensor:
             bf16(4, 2),
             None,
             ASYMMETRIC,
-            "zero_point='integer' but a zero-point tensor was not given",
+            "has the parts packed, scale, zero_point; got packed, scale",
         ),
     ],
 )
@@ -281,18 +283,20 @@ def test_parts_that_do_not_fit_the_scheme_are_refused(
     words: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme, message: str
 ) -> None:
     with pytest.raises(FormatError, match=message):
-        PackedTensor(words, scale, zero, scheme, (4, 64))
+        PackedTensor.from_parts({"packed": words, "scale": scale, "zero_point": zero}, scheme, (4, 64))
 
 
 def test_a_zero_point_under_a_symmetric_scheme_is_refused() -> None:
-    with pytest.raises(FormatError, match="zero_point='none' but a zero-point tensor was given"):
-        PackedTensor(int32(4, 8), bf16(4, 2), int32(1, 2), INT4, (4, 64))
+    with pytest.raises(
+        FormatError, match=r"int4 g32 bfloat16 tensor has the parts packed, scale; got 3 tensors"
+    ):
+        PackedTensor((int32(4, 8), bf16(4, 2), int32(1, 2)), INT4, (4, 64))
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (4, 0), (-1, 64)])
 def test_empty_shapes_are_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(FormatError, match="at least one row and one column"):
-        PackedTensor(int32(4, 8), bf16(4, 2), None, INT4, shape)
+        PackedTensor((int32(4, 8), bf16(4, 2)), INT4, shape)
 
 
 def test_from_codes_refuses_what_it_would_have_to_guess() -> None:

@@ -19,12 +19,14 @@ bytes per lane and has its fragments. The tiles of a part follow each other, the
 A block is 128 columns or one group, whichever is longer: a lane loads all scales of one at once.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
+from quantkit.errors import FormatError
 from quantkit.kernels.fused.expressions import planes, registers
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -100,7 +102,10 @@ def geometry(n: int, k: int, scheme: Scheme) -> Geometry:
 
 
 def build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
-    """Codes, scales, zero-points (empty for none) and factor of `weight` in the fragment layout."""
+    """Codes, scales, zero-points, factor (both empty for none) and values of `weight` in the fragment layout.
+
+    Raises `FormatError` for codes that stand for no number.
+    """
     shape = geometry(*weight.shape, weight.scheme)
     step = max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
     codes = torch.cat(
@@ -122,9 +127,28 @@ def build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
         # Integers are exact in bfloat16, floats between codes need not be.
         dtype = torch.float32 if weight.scheme.zero_point == "float" else torch.bfloat16
         zero = by_lane(zero_point.to(torch.float32) + lowest).to(dtype)
-    factor = weight.global_scale if weight.global_scale is not None else empty.float()
-    values = torch.tensor(weight.scheme.format.values, device=codes.device).nan_to_num(0.0)
-    return codes, by_lane(scale), zero, factor, values
+    factor = weight.part("global_scale")
+    return codes, by_lane(scale), zero, empty.float() if factor is None else factor, _values(weight)
+
+
+def _values(weight: PackedTensor) -> torch.Tensor:
+    """The value of each code, float32; 0 for codes that stand for none, of which `build` lets none pass."""
+    book = weight.part("codebook")
+    if book is not None:
+        return book
+    return torch.tensor(weight.scheme.format.values, device=weight.device).nan_to_num(0.0)
+
+
+def _checked(codes: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
+    """`codes`, all of which stand for numbers: unpack expressions would make up values for the others."""
+    if weight.part("codebook") is None and any(math.isnan(value) for value in weight.scheme.format.values):
+        reserved = torch.tensor([math.isnan(v) for v in weight.scheme.format.values], device=codes.device)
+        if bool(reserved[codes.int()].any()):
+            raise FormatError(
+                f"a {weight.scheme} weight has codes that stand for no number. Run `quantkit verify` on the "
+                "checkpoint, and download or quantize it again."
+            )
+    return codes
 
 
 def pack_codes(codes: torch.Tensor, shape: Geometry) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from quantkit.kernels.fused import launch
 from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
 from quantkit.kernels.fused.layout import ROWS, Geometry, build, geometry
-from quantkit.kernels.problem import KernelRow, Layout, Problem, always, device_features
+from quantkit.kernels.problem import KernelRow, Layout, Problem, always, device_features, one_plane
 from quantkit.packing.tensor import PackedTensor
 
 #: The most rows of x that `fused-skinny` takes, and with how many it pays where the weight has few rows.
@@ -38,6 +38,8 @@ def _unpackable(problem: Problem) -> str | None:
     """Why the fragment layout cannot hold a weight."""
     if "triton" not in problem.features:
         return "Triton is not installed"
+    if problem.scheme.planes > 1:
+        return one_plane(problem)
     size = problem.scheme.for_columns(problem.k).group_size
     if size is not None and size != 16 and size % 32:
         return f"it takes groups of 16 or of multiples of 32 columns, not of {size}"
@@ -160,7 +162,7 @@ FUSED_ROWS = (
     ),
     KernelRow(
         name="dequantize",
-        summary="Triton: writes the weight in the dtype of x, at most 2^27 of it, then the library multiplies",
+        summary="Triton: writes the weight in the dtype of x, 2^27 at a time, for the library to multiply",
         devices=("cuda",),
         supports=_unpackable,
         pays=always,

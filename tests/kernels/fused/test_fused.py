@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from quantkit.errors import FormatError
 from quantkit.kernels.fused import launch
 from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
 from quantkit.kernels.fused.layout import build, geometry, pack_codes
 from quantkit.kernels.fused.rows import skinny_tile, tiled_tile
+from quantkit.kernels.problem import Problem
+from quantkit.kernels.table import explain
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -23,8 +27,9 @@ DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 e4m3 = torch.float8_e4m3fn
+# A column scale is in x before any kernel sees it.
 CASES = {
-    **{name: {} for name in PRESETS},
+    **{name: {} for name in PRESETS if scheme(name).planes == 1 and not scheme(name).column_scale},
     **{
         f"int{bits} {zero}": {"zero_point": zero, "group_size": 64}
         for bits in (8, 4, 3)
@@ -177,3 +182,54 @@ def test_tiles_fit_every_weight() -> None:
 def test_a_group_longer_than_the_row_is_the_row() -> None:
     row = Scheme(scheme("int4").format, 128)
     assert geometry(16, 96, row) == geometry(16, 96, Scheme(scheme("int4").format, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
+def test_every_scale_of_8_bits_is_read_as_stored(dtype: torch.dtype) -> None:
+    stored = torch.arange(256, dtype=torch.uint8).view(dtype)
+    if dtype == torch.float8_e8m0fnu:
+        # The last powers of two times one weight are all that x = 1 makes of them.
+        expected = torch.exp2(torch.arange(256).double() - 127).float()
+        expected[255] = math.nan
+    else:
+        expected = stored.float()
+    packed = PackedTensor.from_parts(
+        {
+            "packed": torch.full((256, 4), -1, dtype=torch.int32),  # int4 codes 15, value 7
+            "scale": stored.view(256, 1),
+            "global_scale": torch.ones(1) if scheme("int4", scale_dtype=dtype).global_scale else None,
+        },
+        scheme("int4", group_size=32, scale_dtype=dtype).for_columns(32),
+        (256, 32),
+    ).to(DEVICE)
+    op = Operands(
+        torch.zeros(1, 32, dtype=torch.float32, device=DEVICE), build(packed), None, packed.scheme, 256
+    )
+    for inline in INLINE:
+        weight = launch.dequantize(op, 0, 256, inline=inline)
+        torch.testing.assert_close(weight[:, 0].cpu(), expected * 7, rtol=0, atol=0, equal_nan=True)
+
+
+def test_codes_that_are_no_numbers_are_refused(make_packed: Callable[..., PackedTensor]) -> None:
+    packed = make_packed("ternary", (16, 128))
+    packed.words[3, 2] |= 3
+    with pytest.raises(FormatError, match="codes that stand for no number"):
+        build(packed)
+
+
+def test_why_not() -> None:
+    def reason(row: str, name: str = "int4", **given: Any) -> str | None:
+        asked = {"m": 1, "k": 4096, "dtype": torch.bfloat16, "features": frozenset({"triton"})} | given
+        size = {"group_size": asked.pop("group_size")} if "group_size" in asked else {}
+        found = Problem(n=4096, scheme=scheme(name, **size), device="cuda", **asked)
+        return dict(explain(found))[row]
+
+    assert reason("fused-skinny") is None
+    assert "up to 32 rows of x, not 33" in str(reason("fused-skinny", m=33))
+    assert "bfloat16 or float16 activations" in str(reason("fused-tiled", dtype=torch.float32))
+    assert reason("dequantize", dtype=torch.float32) is None
+    assert "Triton is not installed" in str(reason("dequantize", features=frozenset()))
+    assert "multiples of 32 columns, not of 48" in str(reason("dequantize", group_size=48))
+    assert "sums of 2" in str(reason("fused-skinny", "binary-residual"))
+    assert "faster from M=257 on" in str(reason("fused-tiled", m=300))
+    assert "more than it unrolls" in str(reason("fused-skinny", k=1 << 20))

@@ -1,0 +1,96 @@
+"""What is fitted to a whole tensor before its rows are quantized, one chunk of rows at a time.
+
+Chunks are read in order by whoever fits, so what is found depends on the weights and their shape alone.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.calibrate.codebook import Fit, bind, fit_codebook
+from quantkit.calibrate.grids import global_scale
+from quantkit.calibrate.rank_one import Chunks, fit_column_scale
+from quantkit.packing.schemes import Scheme
+
+#: Weights that a code book is fitted to: whole rows, evenly spaced.
+SAMPLE_WEIGHTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class TensorParameters:
+    """What all rows of a tensor share: as far as the scheme has it.
+
+    global_scale  what all scales are divided by
+    column_scale  float [K] as it is stored, what the weights of an input feature are multiplied by
+    codebook      the values of the codes
+    """
+
+    global_scale: float = 1.0
+    column_scale: torch.Tensor | None = None
+    codebook: tuple[float, ...] | None = None
+
+    def bind(self, scheme: Scheme) -> Scheme:
+        """`scheme` with the values of its codes known."""
+        return scheme if self.codebook is None else bind(scheme, self.codebook)
+
+    def normalised(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows ([n, K], any float dtype) as their groups see them: float32, without what they share."""
+        # Other strides would add up in another order.
+        weights = rows.to(torch.float32).contiguous()
+        if self.column_scale is not None:
+            weights = weights / self.column_scale.to(torch.float32)
+        return weights if self.global_scale == 1.0 else weights * self.global_scale
+
+    def parts(self, scheme: Scheme) -> dict[str, torch.Tensor]:
+        """The stored parts that are the same for all rows, by name, on the CPU."""
+        parts = {
+            "global_scale": torch.tensor([self.global_scale]),
+            "column_scale": self.column_scale,
+            "codebook": None if self.codebook is None else torch.tensor(self.codebook),
+        }
+        return {
+            part: tensor.cpu()
+            for part, tensor in parts.items()
+            if tensor is not None and part in scheme.part_names
+        }
+
+
+def fit_parameters(chunks: Chunks, shape: tuple[int, int], scheme: Scheme, fit: Fit) -> TensorParameters:
+    """The parameters of a tensor of `shape` that `chunks` reads; `fit` is how the method chooses scales.
+
+    Reads the tensor once for a global scale, once more for a code book's, and some times for a column scale.
+    """
+    columns = fit_column_scale(chunks, scheme) if scheme.column_scale else None
+    if not scheme.global_scale and not scheme.is_fitted:
+        return TensorParameters(column_scale=columns)
+    flat = TensorParameters(column_scale=columns)
+    step = -(-shape[0] * shape[1] // SAMPLE_WEIGHTS) if scheme.is_fitted else shape[0]
+    absmax, sample = _survey((flat.normalised(chunk) for chunk in chunks()), step)
+    book = None
+    if scheme.is_fitted and math.isfinite(absmax):
+        book = fit_codebook(sample, scheme, absmax, fit)
+    elif scheme.is_fitted:
+        # The rows are refused for what is not finite in them, which says more.
+        book = fit_codebook(torch.zeros_like(sample), scheme, 1.0, fit)
+    found = TensorParameters(column_scale=columns, codebook=book)
+    factor = global_scale(absmax, found.bind(scheme)) if scheme.global_scale else 1.0
+    return TensorParameters(factor, columns, book)
+
+
+def _survey(chunks: Iterable[torch.Tensor], step: int) -> tuple[float, torch.Tensor]:
+    """The largest magnitude (NaN if one is), and every row whose number is a multiple of `step`."""
+    largest, sample = [], list[torch.Tensor]()
+    for chunk, start in _numbered(chunks):
+        largest.append(float(chunk.abs().max()))
+        sample.append(chunk[-start % step :: step].clone())
+    absmax = math.nan if any(map(math.isnan, largest)) else max(largest)
+    return absmax, torch.cat(sample)
+
+
+def _numbered(chunks: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
+    start = 0
+    for chunk in chunks:
+        yield chunk, start
+        start += len(chunk)

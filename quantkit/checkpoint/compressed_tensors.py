@@ -1,0 +1,245 @@
+"""What compressed-tensors can say of a scheme: its formats as rows of a table.
+
+Each row says which schemes are one of its formats, how the parts of a matrix are then named and typed in a
+file, and the arguments that describe them. The bytes are those of quantkit's own parts in every row.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from quantkit.errors import FormatError
+from quantkit.packing.formats import FORMATS
+from quantkit.packing.names import QUANTKIT, Container, StoredFormat
+from quantkit.packing.schemes import Scheme, ZeroPoint
+
+#: Scales are held in the model's dtype by readers, whose significand has at least so many bits.
+_MODEL_SCALES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class CompressedTensorsFormat:
+    """One format of compressed-tensors, and the schemes that it expresses.
+
+    formats        number formats, by name
+    scales         types of scales, by name
+    global_scale   whether all scales of a matrix are divided by one float32
+    zero_points    kinds of zero-points
+    group_size     the one group size it has, None for any that divides a row
+    columns        what the length of a row is a multiple of: bytes of rows then are whole words
+    type, strategy, scale_dtype   of its weight arguments; the strategy None follows the group size
+    experts        the granularity at which transformers by itself reads fused experts right: it folds the
+                   scales of 8-bit floats into rows, and drops global scales
+    bfloat16       whether compressed-tensors dequantizes to that whatever the dtype of the model
+    """
+
+    stored: StoredFormat
+    formats: tuple[str, ...]
+    scales: tuple[str, ...]
+    type: str
+    global_scale: bool = False
+    zero_points: tuple[ZeroPoint, ...] = ("none",)
+    group_size: int | None = None
+    columns: int = 1
+    strategy: str | None = None
+    scale_dtype: str | None = None
+    experts: Literal["any", "channel", "none"] = "any"
+    bfloat16: bool = False
+
+    def arguments(self, scheme: Scheme, columns: int) -> dict[str, Any]:
+        """The `weights` of a config group: `scheme` for rows of `columns`.
+
+        A row of exactly one group has the same bytes per group and per channel. It stays a group, as some
+        readers want one scheme for a whole model or for all experts of a layer.
+        """
+        size = self.group_size or scheme.group_size
+        if size is not None and columns % size:
+            size = None
+        arguments: dict[str, Any] = {
+            "num_bits": scheme.format.bits,
+            "type": self.type,
+            "symmetric": scheme.zero_point == "none",
+            "strategy": self.strategy or ("channel" if size is None else "group"),
+            "group_size": size,
+            "dynamic": False,
+        }
+        return arguments if self.scale_dtype is None else {**arguments, "scale_dtype": self.scale_dtype}
+
+
+_E8M0 = torch.uint8
+
+#: Every format of compressed-tensors that has quantkit's bytes. Its mxfp6 has not: a stream of 6-bit codes.
+#: Its int formats of other widths are laid out in one way or another by its version.
+FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
+    CompressedTensorsFormat(
+        StoredFormat("pack-quantized", "_packed"),
+        ("int4", "int8"),
+        _MODEL_SCALES,
+        "int",
+        zero_points=("none", "integer"),
+    ),
+    CompressedTensorsFormat(
+        StoredFormat("float-quantized", "", torch.float8_e4m3fn, codes_per_element=1),
+        ("fp8-e4m3",),
+        _MODEL_SCALES,
+        "float",
+        columns=4,
+        experts="channel",
+    ),
+    CompressedTensorsFormat(
+        StoredFormat("mxfp8-quantized", "", torch.float8_e4m3fn, _E8M0, codes_per_element=1),
+        ("fp8-e4m3",),
+        ("e8m0",),
+        "float",
+        experts="none",
+        bfloat16=True,
+        group_size=32,
+        scale_dtype="torch.uint8",
+    ),
+    CompressedTensorsFormat(
+        StoredFormat("mxfp4-pack-quantized", "_packed", torch.uint8, _E8M0, codes_per_element=2),
+        ("fp4-e2m1",),
+        ("e8m0",),
+        "float",
+        bfloat16=True,
+        group_size=32,
+        scale_dtype="torch.uint8",
+    ),
+    CompressedTensorsFormat(
+        StoredFormat("nvfp4-pack-quantized", "_packed", torch.uint8, codes_per_element=2),
+        ("fp4-e2m1",),
+        ("e4m3",),
+        "float",
+        experts="none",
+        bfloat16=True,
+        global_scale=True,
+        group_size=16,
+        strategy="tensor_group",
+        scale_dtype="torch.float8_e4m3fn",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A scheme for rows of `columns`, of a linear or of experts."""
+
+    scheme: Scheme
+    columns: int
+    experts: bool
+
+    @property
+    def group(self) -> int:
+        """The columns of a group."""
+        return min(self.scheme.group_size or self.columns, self.columns)
+
+    @property
+    def granularity(self) -> str:
+        return "channel" if self.scheme.group_size is None else f"g{self.group}"
+
+
+Row = CompressedTensorsFormat
+Rows = Sequence[CompressedTensorsFormat]
+
+#: What a row must fit, in order, and what to say when none of the rows that are left does.
+_CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]], ...] = (
+    (
+        lambda row, case: any(
+            replace(FORMATS[name], name=case.scheme.format.name) == case.scheme.format for name in row.formats
+        ),
+        lambda rows, case: f"has no {case.scheme.format.name}",
+    ),
+    (
+        lambda row, case: case.scheme.planes == 1,
+        lambda rows, case: f"has no sums of {case.scheme.planes} values",
+    ),
+    (
+        lambda row, case: case.scheme.packing == "bits",
+        lambda rows, case: f"has no packing {case.scheme.packing!r}",
+    ),
+    (
+        lambda row, case: case.scheme.zero_point in row.zero_points,
+        lambda rows, case: f"has no {case.scheme.zero_point} zero-points",
+    ),
+    (
+        lambda row, case: case.scheme.scale_type.name in row.scales,
+        lambda rows, case: f"has no {case.scheme.scale_type.name} scales for {case.scheme.format.name}",
+    ),
+    (
+        lambda row, case: case.scheme.global_scale == row.global_scale,
+        lambda rows, case: (
+            f"has {'no' if case.scheme.global_scale else 'only a'} global scale for {case.scheme.format.name}"
+        ),
+    ),
+    (
+        lambda row, case: not case.scheme.column_scale,
+        lambda rows, case: "has no scales per input feature",
+    ),
+    (
+        lambda row, case: row.group_size in (None, case.group),
+        lambda rows, case: (
+            f"has {case.scheme.scale_type.name} scales for {case.scheme.format.name} only in groups of "
+            f"{' or '.join(str(row.group_size) for row in rows)}, this is {case.granularity}"
+        ),
+    ),
+    (
+        lambda row, case: case.columns % case.group == 0,
+        lambda rows, case: f"needs groups that divide {case.columns}, not {case.group}",
+    ),
+    (
+        lambda row, case: case.columns % row.columns == 0,
+        lambda rows, case: (
+            f"stores {case.columns} codes of {case.scheme.format.name} a row without padding to whole words"
+        ),
+    ),
+    (
+        lambda row, case: not case.experts or row.experts in ("any", case.granularity),
+        lambda rows, case: (
+            f"has {case.scheme.format.name} {case.granularity} with {case.scheme.scale_type.name} scales for "
+            "experts, which transformers misreads without quantkit"
+        ),
+    ),
+)
+
+
+def why_not_compressed_tensors(scheme: Scheme, columns: int, *, experts: bool = False) -> str | None:
+    """None if compressed-tensors can express `scheme` for rows of `columns`, else the reason.
+
+    With `experts`, so that transformers by itself reads it right when it is one of fused experts.
+    """
+    found = _match(_Case(scheme, columns, experts))
+    return f"compressed-tensors {found}" if isinstance(found, str) else None
+
+
+def compressed_tensors_format(scheme: Scheme, columns: int) -> CompressedTensorsFormat:
+    """The format that expresses `scheme` for rows of `columns`; `FormatError` says why none does."""
+    found = _match(_Case(scheme, columns, experts=False))
+    if isinstance(found, str):
+        raise FormatError(
+            f"{scheme} for rows of {columns} is not in the container compressed-tensors: it {found}."
+        )
+    return found
+
+
+def _match(case: _Case) -> CompressedTensorsFormat | str:
+    rows: Rows = FORMATS_OF_COMPRESSED_TENSORS
+    for fits, reason in _CHECKS:
+        fitting = [row for row in rows if fits(row, case)]
+        if not fitting:
+            return reason(rows, case)
+        rows = fitting
+    return rows[0]
+
+
+def stored_format(scheme: Scheme, columns: int, container: Container) -> StoredFormat:
+    """How a matrix with rows of `columns` is stored in `container`; `FormatError` if it cannot be."""
+    return QUANTKIT if container == "quantkit" else compressed_tensors_format(scheme, columns).stored
+
+
+def stored_formats(container: Container) -> tuple[StoredFormat, ...]:
+    """Every way in which a matrix may be stored in `container`."""
+    if container == "quantkit":
+        return (QUANTKIT,)
+    return tuple(row.stored for row in FORMATS_OF_COMPRESSED_TENSORS)

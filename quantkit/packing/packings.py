@@ -1,0 +1,74 @@
+"""Packings: the ways to lay codes into words, as rows of a table."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from quantkit.packing import radix, words
+from quantkit.packing.formats import FittedFormat, NumberFormat
+
+PackingName = Literal["bits", "radix"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the codes of a row become int32 words, where `why_not` has no reason against its format and planes.
+
+    `pack` maps codes (uint8 [..., K]), a format and planes to words (int32 [..., W]), W being
+    `words_per_row(K, format, planes)`, and `unpack` maps words, format, planes and K back. A code holds the
+    codes of all planes.
+    """
+
+    name: PackingName
+    summary: str
+    why_not: Callable[[NumberFormat, int], str | None]
+    words_per_row: Callable[[int, NumberFormat, int], int]
+    pack: Callable[[torch.Tensor, NumberFormat, int], torch.Tensor]
+    unpack: Callable[[torch.Tensor, NumberFormat, int, int], torch.Tensor]
+
+
+def base(number_format: NumberFormat) -> int:
+    """What the codes of a format are digits to: the number of its values, -0 and +0 counted apart."""
+    if isinstance(number_format, FittedFormat):
+        return int(2**number_format.bits)
+    return sum(not math.isnan(value) for value in number_format.values)
+
+
+def _why_not_radix(number_format: NumberFormat, planes: int) -> str | None:
+    if planes > 1:
+        return f"a digit is the code of one value, not of the {planes} of as many planes; pack it as 'bits'"
+    count = base(number_format)
+    if count == 2**number_format.bits:
+        return f"its {count} values fill {number_format.bits} bits; pack it as 'bits'"
+    if not math.isnan(number_format.values[count]):
+        return "its codes without a value are not the last; pack it as 'bits'"
+    digits = radix.digits_per_byte(count)
+    if digits * number_format.bits <= 8:
+        return f"a byte holds {digits} digits to base {count}, no more than its bits do; pack it as 'bits'"
+    return None
+
+
+PACKINGS: dict[str, Packing] = {
+    packing.name: packing
+    for packing in (
+        Packing(
+            "bits",
+            "every code takes its bits, in planes of 8, 4, 2 and 1: what kernels want",
+            why_not=lambda form, planes: None,
+            words_per_row=lambda columns, form, planes: words.words_per_row(columns, planes * form.bits),
+            pack=lambda codes, form, planes: words.pack(codes, planes * form.bits),
+            unpack=lambda packed, form, planes, columns: words.unpack(packed, planes * form.bits, columns),
+        ),
+        Packing(
+            "radix",
+            "codes are the digits of a byte, for formats whose values do not fill their bits: ternary in 1.6",
+            why_not=_why_not_radix,
+            words_per_row=lambda columns, form, planes: radix.words_per_row(columns, base(form)),
+            pack=lambda codes, form, planes: radix.pack(codes, base(form)),
+            unpack=lambda packed, form, planes, columns: radix.unpack(packed, base(form), columns),
+        ),
+    )
+}

@@ -1,0 +1,101 @@
+"""Codes as digits of a byte: for formats whose values do not fill a power of two.
+
+A format of three values wastes a quarter of what its 2-bit codes can say. As digits to base 3, five of them
+fit a byte, because 3**5 = 243:
+
+    byte = c0 + 3*c1 + 9*c2 + 27*c3 + 81*c4            c0 the code of the lowest column
+
+Bytes are in the order of columns, four of them one little-endian int32 word, so a row of K ternary codes
+takes `ceil(K/20)` words: 1.6 bits a code. Digits beyond the last column are zero. Bytes that are no sum of
+digits, here 243 to 255, stand for no codes: each digit of one reads as the base, a code without a value.
+"""
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.errors import FormatError
+
+WORD_BYTES = 4
+
+
+@lru_cache(maxsize=256)
+def digits_per_byte(base: int) -> int:
+    """How many codes below `base` a byte holds: 5 for 3, 3 for 5 and 6, 2 for 7 to 16."""
+    if not 2 <= base <= 256:
+        raise FormatError(f"the digits of a byte are to base 2 to 256, got {base}.")
+    digits = 1
+    while base ** (digits + 1) <= 256:
+        digits += 1
+    return digits
+
+
+def words_per_row(columns: int, base: int) -> int:
+    """int32 words that a row of `columns` codes below `base` takes."""
+    return -(-columns // (WORD_BYTES * digits_per_byte(base)))
+
+
+def pack(codes: torch.Tensor, base: int) -> torch.Tensor:
+    """Pack codes (uint8 [..., K], each below `base`) into words (int32 [..., words_per_row(K, base)])."""
+    if codes.dtype != torch.uint8:
+        raise FormatError(f"codes are torch.uint8, got {codes.dtype}.")
+    # A digit that is too large would carry into its neighbours.
+    if codes.numel() and (largest := int(codes.max())) >= base:
+        raise FormatError(f"a digit to base {base} is below {base}, got {largest}.")
+    digits, words = digits_per_byte(base), words_per_row(codes.shape[-1], base)
+    padded = F.pad(codes, (0, words * WORD_BYTES * digits - codes.shape[-1]))
+    places = padded.view(*codes.shape[:-1], words * WORD_BYTES, digits)
+    packed = places[..., digits - 1].clone(memory_format=torch.contiguous_format)
+    for digit in range(digits - 2, -1, -1):
+        packed.mul_(base).add_(places[..., digit])
+    return packed.view(torch.int32)
+
+
+def unpack(words: torch.Tensor, base: int, columns: int) -> torch.Tensor:
+    """Codes (uint8 [..., columns]) of `words` (int32 [..., words_per_row(columns, base)])."""
+    expected = words_per_row(columns, base)
+    if words.dtype != torch.int32 or words.shape[-1] != expected:
+        raise FormatError(
+            f"{columns} codes to base {base} take {expected} int32 words a row; "
+            f"got {words.shape[-1]} of {words.dtype}."
+        )
+    packed = words.contiguous().view(torch.uint8)
+    digits = digits_per_byte(base)
+    # Looking up a byte's codes together costs one gather where dividing it would cost one pass for each.
+    codes = _digits(base, words.device).index_select(0, packed.flatten().int())
+    return codes.view(*packed.shape[:-1], packed.shape[-1] * digits)[..., :columns]
+
+
+@lru_cache(maxsize=64)
+def _digits(base: int, device: torch.device) -> torch.Tensor:
+    """The codes in each byte, uint8 [256, digits]."""
+    return torch.tensor([_digits_of(byte, base) for byte in range(256)], dtype=torch.uint8, device=device)
+
+
+def _digits_of(byte: int, base: int) -> list[int]:
+    digits = digits_per_byte(base)
+    if byte >= base**digits:
+        return [base] * digits
+    return [byte // base**place % base for place in range(digits)]
+
+
+def pack_reference(codes: list[int], base: int) -> list[int]:
+    """The slow obvious twin of `pack` for one row: Python integers, a code at a time, words as unsigned."""
+    digits = digits_per_byte(base)
+    words = [0] * words_per_row(len(codes), base)
+    for column, code in enumerate(codes):
+        byte, place = divmod(column, digits)
+        words[byte // WORD_BYTES] += code * base**place << 8 * (byte % WORD_BYTES)
+    return words
+
+
+def unpack_reference(words: list[int], base: int, columns: int) -> list[int]:
+    """The slow obvious twin of `unpack` for one row."""
+    digits = digits_per_byte(base)
+    codes = []
+    for column in range(columns):
+        byte, place = divmod(column, digits)
+        value = words[byte // WORD_BYTES] >> 8 * (byte % WORD_BYTES) & 0xFF
+        codes.append(base if value >= base**digits else value // base**place % base)
+    return codes

@@ -36,6 +36,7 @@ from quantkit.packing.words import parts
 ROWS = 16
 RUN = 32
 LANES = 256
+_VERIFY = "Run `quantkit verify` on the checkpoint, and download or quantize it again."
 #: Weights whose codes are reordered at a time: their int32 copies take 64 bytes each.
 CHUNK_WEIGHTS = 1 << 25
 
@@ -104,14 +105,21 @@ def geometry(n: int, k: int, scheme: Scheme) -> Geometry:
 def build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
     """Codes, scales, zero-points, factor (both empty for none) and values of `weight` in the fragment layout.
 
-    Raises `FormatError` for codes that stand for no number.
+    Raises `FormatError` for codes and 8-bit scales that are no numbers.
     """
     shape = geometry(*weight.shape, weight.scheme)
     step = max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
     codes = torch.cat(
-        [pack_codes(weight.codes(start, start + step), shape) for start in range(0, weight.shape[0], step)]
+        [
+            pack_codes(_checked(weight.codes(start, start + step), weight), shape)
+            for start in range(0, weight.shape[0], step)
+        ]
     )
-    scale = weight.scale.view(torch.int8) if weight.scale.itemsize == 1 else weight.scale
+    scale = weight.scale
+    if scale.itemsize == 1:
+        if bool(scale.float().isnan().any()):
+            raise FormatError(f"a {weight.scheme} weight has scales that are NaN. {_VERIFY}")
+        scale = scale.view(torch.int8)
     size = weight.scheme.for_columns(shape.k).group_size or shape.k
 
     def by_lane(per_group: torch.Tensor) -> torch.Tensor:
@@ -144,10 +152,7 @@ def _checked(codes: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
     if weight.part("codebook") is None and any(math.isnan(value) for value in weight.scheme.format.values):
         reserved = torch.tensor([math.isnan(v) for v in weight.scheme.format.values], device=codes.device)
         if bool(reserved[codes.int()].any()):
-            raise FormatError(
-                f"a {weight.scheme} weight has codes that stand for no number. Run `quantkit verify` on the "
-                "checkpoint, and download or quantize it again."
-            )
+            raise FormatError(f"a {weight.scheme} weight has codes that stand for no number. {_VERIFY}")
     return codes
 
 

@@ -14,8 +14,9 @@ from quantkit.kernels.fused.layout import ROWS, Geometry, build, geometry
 from quantkit.kernels.problem import KernelRow, Layout, Problem, always, device_features, one_plane
 from quantkit.packing.tensor import PackedTensor
 
-#: The most rows of x that `fused-skinny` takes, and with how many it pays where the weight has few rows.
+#: The most rows of x that `fused-skinny` takes.
 SKINNY_ROWS = 32
+#: Weights with so many rows or fewer leave processors idle unless tiles are split by columns.
 FEW_ROWS = 8192
 #: Steps that the kernel for few rows of x unrolls at most.
 SKINNY_STEPS = 64
@@ -65,7 +66,7 @@ def _skinny_supports(problem: Problem) -> str | None:
 
 
 def _skinny_pays(problem: Problem) -> str | None:
-    limit = SKINNY_ROWS if problem.n <= FEW_ROWS else SKINNY_ROWS // 2
+    limit = 16 if problem.n <= FEW_ROWS else 8
     return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
 
 
@@ -80,7 +81,7 @@ def _tiled_pays(problem: Problem) -> str | None:
 
 def skinny_tile(shape: Geometry, m: int) -> SkinnyTile:
     """The tile for m rows of x: as many bytes in flight as the registers hold."""
-    columns = 512 if m <= 8 and shape.dot >= 64 else 256
+    columns = 512 if m <= 8 and shape.dot == 128 and shape.group >= 128 else 256
     least = max(shape.span, 128)
     while columns > least and 4 * columns > shape.spans * shape.span:
         columns //= 2
@@ -92,11 +93,14 @@ def skinny_tile(shape: Geometry, m: int) -> SkinnyTile:
 def tiled_tile(shape: Geometry, m: int) -> Tile:
     """The tile for m rows of x; weights with few rows are split by columns to keep all processors busy."""
     few = shape.n <= FEW_ROWS
+    # Codes of five and seven bits are long steps of many parts: two stages are what shared memory holds.
+    wide = shape.span > 128 and shape.bits > 4
     if m <= 64:
-        return _split(Tile(4 if few else 8, 32 if m <= 32 else 64, stages=4), shape, m, 264)
+        columns = 16 if m <= 16 else 32 if m <= 32 else 64
+        return _split(Tile(4 if few else 8, columns, stages=3 if wide else 4), shape, m, 264)
     if shape.span > 128 and not few:
-        return Tile(8, 128, warps=8)
-    return _split(Tile(4, 128), shape, m, 132)
+        return Tile(8, 128, warps=8, stages=2 if wide else 3)
+    return _split(Tile(4, 128, stages=2 if wide else 3), shape, m, 132)
 
 
 def _split(tile: Tile, shape: Geometry, m: int, programs: int) -> Tile:

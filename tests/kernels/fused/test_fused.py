@@ -186,28 +186,25 @@ def test_a_group_longer_than_the_row_is_the_row() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
 def test_every_scale_of_8_bits_is_read_as_stored(dtype: torch.dtype) -> None:
-    stored = torch.arange(256, dtype=torch.uint8).view(dtype)
+    layout = scheme("int4", group_size=32, scale_dtype=dtype).for_columns(32)
+    stored = torch.arange(256, dtype=torch.uint8).view(dtype).view(256, 1)
+    parts = {
+        "packed": torch.full((256, 4), -1, dtype=torch.int32),  # int4 codes 15, value 7
+        "scale": stored,
+        "global_scale": torch.ones(1) if layout.global_scale else None,
+    }
+    packed = PackedTensor.from_parts(parts, layout, (256, 32)).to(DEVICE)
+    with pytest.raises(FormatError, match="has scales that are NaN"):
+        build(packed)
+    numbers = stored.float()[:, 0].nan_to_num(0.0)
+    stored.view(torch.uint8)[stored.float().isnan()] = 0
+    packed = PackedTensor.from_parts(parts, layout, (256, 32)).to(DEVICE)
     if dtype == torch.float8_e8m0fnu:
-        # The last powers of two times one weight are all that x = 1 makes of them.
-        expected = torch.exp2(torch.arange(256).double() - 127).float()
-        expected[255] = math.nan
-    else:
-        expected = stored.float()
-    packed = PackedTensor.from_parts(
-        {
-            "packed": torch.full((256, 4), -1, dtype=torch.int32),  # int4 codes 15, value 7
-            "scale": stored.view(256, 1),
-            "global_scale": torch.ones(1) if scheme("int4", scale_dtype=dtype).global_scale else None,
-        },
-        scheme("int4", group_size=32, scale_dtype=dtype).for_columns(32),
-        (256, 32),
-    ).to(DEVICE)
-    op = Operands(
-        torch.zeros(1, 32, dtype=torch.float32, device=DEVICE), build(packed), None, packed.scheme, 256
-    )
+        numbers[[0, 255]] = 0.0
+    op = Operands(torch.zeros(1, 32, device=DEVICE), build(packed), None, layout, 256)
     for inline in INLINE:
         weight = launch.dequantize(op, 0, 256, inline=inline)
-        torch.testing.assert_close(weight[:, 0].cpu(), expected * 7, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(weight[:, 0].cpu(), numbers * 7)
 
 
 def test_codes_that_are_no_numbers_are_refused(make_packed: Callable[..., PackedTensor]) -> None:

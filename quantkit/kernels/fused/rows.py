@@ -3,7 +3,10 @@
 Where they pay was measured on one H200 (docs/kernels.md); other GPUs use the same rules.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache, wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,8 @@ from quantkit.packing.tensor import PackedTensor
 SKINNY_ROWS = 32
 #: Weights with so many rows or fewer leave processors idle unless tiles are split by columns.
 FEW_ROWS = 8192
+#: Bytes of shared memory that a program may have on an H100 or H200.
+HOPPER_SHARED = 227 << 10
 #: Steps that the kernel for few rows of x unrolls at most.
 SKINNY_STEPS = 64
 #: Weights dequantized at a time, 256 MiB in 16 bits.
@@ -90,17 +95,33 @@ def skinny_tile(shape: Geometry, m: int) -> SkinnyTile:
     return SkinnyTile(columns=columns, ahead=ahead)
 
 
-def tiled_tile(shape: Geometry, m: int) -> Tile:
-    """The tile for m rows of x; weights with few rows are split by columns to keep all processors busy."""
+def tiled_tile(shape: Geometry, m: int, shared: int = HOPPER_SHARED) -> Tile:
+    """The tile for m rows of x on a GPU with so many bytes of shared memory for a program.
+
+    Weights with few rows are split by columns to keep all processors busy.
+    """
     few = shape.n <= FEW_ROWS
-    # Codes of five and seven bits are long steps of many parts: two stages are what shared memory holds.
-    wide = shape.span > 128 and shape.bits > 4
     if m <= 64:
         columns = 16 if m <= 16 else 32 if m <= 32 else 64
-        return _split(Tile(4 if few else 8, columns, stages=3 if wide else 4), shape, m, 264)
-    if shape.span > 128 and not few:
-        return Tile(8, 128, warps=8, stages=2 if wide else 3)
-    return _split(Tile(4, 128, stages=2 if wide else 3), shape, m, 132)
+        tile, programs = Tile(4 if few else 8, columns, stages=4), 264
+    elif shape.span > 128 and not few:
+        tile, programs = Tile(8, 128, warps=8), 0
+    else:
+        tile, programs = Tile(4, 128), 132
+    while shared_memory(tile, shape) > shared and tile.stages > 2:
+        tile = replace(tile, stages=tile.stages - 1)
+    while shared_memory(tile, shape) > shared and tile.m > 16:
+        tile = replace(tile, m=tile.m // 2)
+    return _split(tile, shape, m, programs)
+
+
+def shared_memory(tile: Tile, shape: Geometry) -> int:
+    """Bytes of shared memory that a program of `fused-tiled` takes at most: its operands, in every stage."""
+    columns = max(shape.span, 128)
+    weights = ROWS * tile.row_tiles * columns
+    scales = weights // shape.group * 4 * (2 if shape.group < columns else 1)
+    stage = 2 * columns * tile.m + weights * shape.bits // 8 + scales + 1024
+    return stage * tile.stages
 
 
 def _split(tile: Tile, shape: Geometry, m: int, programs: int) -> Tile:
@@ -110,6 +131,31 @@ def _split(tile: Tile, shape: Geometry, m: int, programs: int) -> Tile:
     return replace(tile, split=next(parts))
 
 
+@lru_cache(maxsize=16)
+def _shared_memory(device: torch.device) -> int:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+_Launch = Callable[[torch.Tensor, PackedTensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
+
+
+def _where_x_is(launch_row: _Launch) -> _Launch:
+    """Triton launches on the current device, whatever the tensors are on."""
+
+    @wraps(launch_row)
+    def launched(
+        x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if x.device.index == torch.cuda.current_device():
+            return launch_row(x, weight, layout, bias)
+        with torch.cuda.device(x.device):
+            return launch_row(x, weight, layout, bias)
+
+    return launched
+
+
+@_where_x_is
 def _skinny_launch(
     x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -119,14 +165,16 @@ def _skinny_launch(
     return launch.skinny(operands, tile, inline="ptx" in features, overlap="overlap" in features)
 
 
+@_where_x_is
 def _tiled_launch(
     x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
 ) -> torch.Tensor:
     operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
-    tile = tiled_tile(operands.shape, x.shape[0])
+    tile = tiled_tile(operands.shape, x.shape[0], _shared_memory(x.device))
     return launch.tiled(operands, tile, inline="ptx" in device_features(x.device.type))
 
 
+@_where_x_is
 def _dense_launch(
     x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
 ) -> torch.Tensor:

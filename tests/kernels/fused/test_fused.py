@@ -11,7 +11,7 @@ from quantkit.errors import FormatError
 from quantkit.kernels.fused import launch
 from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
 from quantkit.kernels.fused.layout import build, geometry, pack_codes
-from quantkit.kernels.fused.rows import skinny_tile, tiled_tile
+from quantkit.kernels.fused.rows import shared_memory, skinny_tile, tiled_tile
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import explain
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
@@ -174,7 +174,10 @@ def test_tiles_fit_every_weight() -> None:
                 shape = geometry(n, k, scheme(name))
                 assert shape.spans * shape.span >= k
                 for m in (1, 8, 9, 32, 33, 64, 128, 500):
-                    assert shape.steps % tiled_tile(shape, m).split == 0
+                    for shared in (99 << 10, 163 << 10, 227 << 10):
+                        chosen = tiled_tile(shape, m, shared)
+                        assert shape.steps % chosen.split == 0
+                        assert shared_memory(chosen, shape) <= shared
                     tile = skinny_tile(shape, m)
                     assert tile.columns % max(shape.span, 128) == 0
 

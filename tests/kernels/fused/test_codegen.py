@@ -1,0 +1,94 @@
+"""What Triton makes of the fused kernels, without a GPU: compiled for targets and read as PTX."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+CODE = """
+import json, re, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from quantkit.kernels.fused.blocks import *
+from quantkit.kernels.fused.dense import dequantize
+from quantkit.kernels.fused.launch import constants
+from quantkit.kernels.fused.layout import geometry
+from quantkit.kernels.fused.rows import shared_memory, skinny_tile, tiled_tile
+from quantkit.kernels.fused.skinny import skinny
+from quantkit.kernels.fused.tiled import tiled
+from quantkit.packing.schemes import scheme
+
+kernel, name, capability, m = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+n, k, row = 4096, 4096, scheme(name)
+shape = geometry(n, k, row)
+known = dict(constants(n, k, row, torch.bfloat16, True))
+if kernel == "skinny":
+    tile, function, warps, stages = skinny_tile(shape, m), skinny, 4, 1
+    known |= dict(W=4, NG=tile.columns // shape.dot, R=1, BM=8 if m <= 8 else 16, AHEAD=tile.ahead)
+    known |= dict(PDL=capability >= 90)
+else:
+    tile, function = tiled_tile(shape, m, (227 if capability == 90 else 99) << 10), tiled
+    warps, stages = tile.warps, tile.stages
+    known |= dict(RT=tile.row_tiles, BM=tile.m, SPLIT=1, WAIT=True, STAGES=stages, RASTER=8)
+known |= dict(HAS_BIAS=True)
+scale = "*i8" if row.scale_dtype.itemsize == 1 else "*bf16"
+types = dict(x="*bf16", codes="*i16", scale=scale, zero="*bf16", factor="*fp32", lut="*fp32", bias="*bf16")
+types |= dict(y="*bf16", M="i32", N="i32", **{key: "constexpr" for key in known})
+aligned = {(i,): [["tt.divisibility", 16]] for i in (*range(8), 9)}
+options = dict(num_warps=warps, num_stages=stages) | (dict(launch_pdl=True) if known.get("PDL") else {})
+target = GPUTarget("cuda", capability, 32)
+built = triton.compile(ASTSource(function, types, known, aligned), target=target, options=options)
+ptx = built.asm["ptx"]
+count = lambda pattern: len(re.findall(pattern, ptx))
+print(json.dumps(dict(
+    loads=sorted(set(re.findall(r"ld\\.global\\.v4|cp\\.async\\.cg", ptx))),
+    products=count(r"mma\\.sync|mma_async|tcgen05\\.mma"),
+    in_flight=[int(w) for w in re.findall(r"wgmma\\.wait_group\\S* (\\d+)", ptx)],
+    shuffles=count(r"shfl\\.sync"), stores=count(r"st\\.shared"),
+    shared=built.metadata.shared,
+    bound=shared_memory(tile, shape) if kernel == "tiled" else None,
+)))
+"""
+
+
+def compiled(*arguments: object) -> dict[str, object]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE, *map(str, arguments)],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found: dict[str, object] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", ["int4", "int7", "nvfp4", "fp8"])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_few_rows_need_no_shared_memory_before_the_last_sum(name: str, capability: int) -> None:
+    found = compiled("skinny", name, capability, 1)
+    assert found["loads"] == ["ld.global.v4"]
+    # The four warps' sums meet once; everything else stays where it was loaded.
+    assert found["stores"] <= 16 and found["shuffles"] <= 16, found
+    assert found["products"] > 0
+
+
+@pytest.mark.parametrize(("name", "m"), [("int4", 64), ("int4", 128), ("int3", 32), ("nvfp4", 128)])
+def test_tiles_wait_for_a_product_before_they_decode_the_next(name: str, m: int) -> None:
+    """Triton would leave products in flight that read registers which the next weights are decoded into."""
+    found = compiled("tiled", name, 90, m)
+    assert found["products"] > 0
+    assert found["in_flight"] and set(found["in_flight"]) == {0}
+    assert found["shared"] <= found["bound"], found
+
+
+def test_tiles_fit_a_consumer_gpu() -> None:
+    found = compiled("tiled", "int7", 89, 128)
+    assert found["products"] > 0
+    assert found["shared"] <= 99 << 10

@@ -6,7 +6,6 @@ chooses its row from the table by the number of rows at run time. It is differen
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ def linear_parts(
     `parts` are those called `scheme.part_names`, in that order. `scheme` may be given as its token. A layout
     built for another activation dtype is not used.
     """
-    token = scheme if isinstance(scheme, str) else _token(scheme)
+    token = scheme if isinstance(scheme, str) else scheme.token
     use = layout is not None and layout.dtype == x.dtype
     y: torch.Tensor = torch.ops.quantkit.linear(
         x,
@@ -88,20 +87,6 @@ def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelL
         return None
     with torch.no_grad():
         return KernelLayout(row.layout.name, activation_dtype, row.layout.build(weight, activation_dtype))
-
-
-@lru_cache(maxsize=1024)
-def _cached_token(scheme: Scheme) -> str:
-    return scheme.token
-
-
-def _token(scheme: Scheme) -> str:
-    return _cached_token(scheme)
-
-
-# torch.compile cannot trace json and need not: a scheme is frozen, so its token is a constant. This is all
-# that torch.compiler.assume_constant_result does, less its import of torch._dynamo, which takes 1.5 s.
-_token._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _cache_key(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.kernels.linear import KernelLayout, build_layout, linear_parts
 from quantkit.packing.names import Container, is_aligned
-from quantkit.packing.schemes import CAST_PARTS, Scheme
+from quantkit.packing.schemes import CAST_PARTS, SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 
 
@@ -33,6 +33,22 @@ class PartSpec:
     logical: Mapping[int, tuple[int, int]]
 
 
+#: What schemes become when a cast of the model casts their scales. Made with the modules, because
+#: torch.compile cannot trace what makes a scheme's token.
+_CAST: dict[Scheme, dict[torch.dtype, Scheme]] = {}
+
+
+def _prepare_casts(scheme: Scheme) -> None:
+    if scheme not in _CAST:
+        _CAST[scheme] = {
+            dtype: replace(scheme, scale_dtype=dtype)
+            for dtype, scale in SCALE_TYPES.items()
+            if scale.signed and not scale.relative
+        }
+    for prepared in (scheme, *_CAST[scheme].values()):
+        _ = prepared.token
+
+
 @dataclass(frozen=True)
 class Matrix:
     """One packed matrix [N, K] in a module's parameters: the parts that the scheme they have now names."""
@@ -47,7 +63,7 @@ class Matrix:
         # A cast of the model casts the scales too. The words say how many rows there are: a
         # tensor-parallel rank has a shard of them.
         if scale.dtype != scheme.scale_dtype:
-            scheme = replace(scheme, scale_dtype=scale.dtype)
+            scheme = _CAST[scheme].get(scale.dtype) or replace(scheme, scale_dtype=scale.dtype)
         return cls(parts, scheme, (words.shape[0], columns))
 
     @property
@@ -81,6 +97,8 @@ class PackedModule(nn.Module):
         super().__init__()
         self.container = container
         self._schemes = {parameter: scheme for parameter, (scheme, _) in schemes.items()}
+        for scheme in self._schemes.values():
+            _prepare_casts(scheme)
         self._stored = {
             parameter: stored_format(scheme, columns, container)
             for parameter, (scheme, columns) in schemes.items()

@@ -264,7 +264,7 @@ class Scheme:
             PACKINGS[data["packing"]].name,
         )
 
-    @property
+    @cached_property
     def token(self) -> str:
         """The scheme as one string, for operator arguments; `parse_token` is its inverse."""
         return json.dumps(self.to_dict(), separators=(",", ":"))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.kernels.fused import launch
+from quantkit.kernels.fused.expressions import expression
 from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
 from quantkit.kernels.fused.layout import ROWS, Geometry, build, geometry
 from quantkit.kernels.problem import KernelRow, Layout, Problem, always, device_features, one_plane
@@ -21,6 +22,8 @@ from quantkit.packing.tensor import PackedTensor
 SKINNY_ROWS = 32
 #: Weights with so many rows or fewer leave processors idle unless tiles are split by columns.
 FEW_ROWS = 8192
+#: Rows with more columns than this take many steps, each of which waits for its loads.
+LONG_ROWS = 8192
 #: Bytes of shared memory that a program may have on an H100 or H200.
 HOPPER_SHARED = 227 << 10
 #: Steps that the kernel for few rows of x unrolls at most.
@@ -71,12 +74,15 @@ def _skinny_supports(problem: Problem) -> str | None:
 
 
 def _skinny_pays(problem: Problem) -> str | None:
-    limit = 16 if problem.n <= FEW_ROWS else 8
+    limit = 16 if problem.n <= FEW_ROWS and problem.k <= LONG_ROWS else 8
     return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
 
 
 def _tiled_pays(problem: Problem) -> str | None:
     shape = geometry(problem.n, problem.k, problem.scheme)
+    name = str(problem.dtype).removeprefix("torch.")
+    if "ptx" in problem.features and expression(problem.scheme.format, name) is None:
+        return f"it would look up every value of {problem.scheme.format.name} once for each tile of x"
     many = 256 if problem.n <= FEW_ROWS else 512
     limit = 128 if shape.span > 128 else many
     if problem.m <= limit:
@@ -86,13 +92,14 @@ def _tiled_pays(problem: Problem) -> str | None:
 
 def skinny_tile(shape: Geometry, m: int) -> SkinnyTile:
     """The tile for m rows of x: as many bytes in flight as the registers hold."""
-    columns = 512 if m <= 8 and shape.dot == 128 and shape.group >= 128 else 256
+    whole = shape.dot == 128 and shape.group >= 128
+    long = shape.n <= FEW_ROWS and shape.k > LONG_ROWS
+    columns = 512 if m <= 8 and whole and not long else 256
     least = max(shape.span, 128)
     while columns > least and 4 * columns > shape.spans * shape.span:
         columns //= 2
-    columns = max(columns, least)
-    ahead = shape.bits <= 4 and shape.dot >= 128 and (m > 8 or shape.bits == 4)
-    return SkinnyTile(columns=columns, ahead=ahead)
+    ahead = shape.bits <= 4 and whole and (m > 8 or shape.bits == 4 or long)
+    return SkinnyTile(warps=8 if long and not whole else 4, columns=max(columns, least), ahead=ahead)
 
 
 def tiled_tile(shape: Geometry, m: int, shared: int = HOPPER_SHARED) -> Tile:

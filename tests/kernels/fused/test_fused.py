@@ -230,6 +230,9 @@ def test_why_not() -> None:
     assert reason("dequantize", dtype=torch.float32) is None
     assert "Triton is not installed" in str(reason("dequantize", features=frozenset()))
     assert "multiples of 32 columns, not of 48" in str(reason("dequantize", group_size=48))
+    assert "look up every value of codebook4" in str(
+        reason("fused-tiled", "book4", m=64, features=frozenset({"triton", "ptx"}))
+    )
     assert "sums of 2" in str(reason("fused-skinny", "binary-residual"))
     assert "faster from M=257 on" in str(reason("fused-tiled", m=300))
     assert "more than it unrolls" in str(reason("fused-skinny", k=1 << 20))

@@ -21,17 +21,41 @@ ROWS: dict[str, dict[str, Any]] = {
     "int4 rtn": {"format": "int4", "method": "rtn"},
     "int4 integer zero rtn": {"format": "int4", "zero_point": "integer", "method": "rtn"},
     "int4 integer zero": {"format": "int4", "zero_point": "integer"},
+    "int6 integer zero": {"format": "int6", "zero_point": "integer"},
     "int6": {"format": "int6"},
+    "int5 integer zero": {"format": "int5", "zero_point": "integer"},
     "int5": {"format": "int5"},
     "nvfp4": {"format": "nvfp4"},
+    "book4 g16": {"format": "book4", "group_size": 16},
     "nf4 g32 e4m3": {"format": "nf4", "group_size": 32, "scale_dtype": "e4m3"},
     "book4": {"format": "book4"},
     "int4 g32 e4m3": {"format": "int4", "group_size": 32, "scale_dtype": "e4m3"},
     "mxfp4": {"format": "mxfp4"},
     "int3 g32 e4m3": {"format": "int3", "group_size": 32, "scale_dtype": "e4m3"},
+    "int3 g32 e4m3 integer zero": {
+        "format": "int3",
+        "group_size": 32,
+        "scale_dtype": "e4m3",
+        "zero_point": "integer",
+    },
+    "int2 g16 e4m3": {"format": "int2", "group_size": 16, "scale_dtype": "e4m3"},
+    "int2 g32 e4m3": {"format": "int2", "group_size": 32, "scale_dtype": "e4m3"},
+    "int2 g64 e4m3": {"format": "int2", "group_size": 64, "scale_dtype": "e4m3"},
     "int2 float zero g64": {"format": "int2", "zero_point": "float", "group_size": 64},
     "int2 float zero": {"format": "int2", "zero_point": "float"},
     "binary-residual": {"format": "binary-residual"},
+    "ternary g16 e4m3 radix": {
+        "format": "ternary",
+        "group_size": 16,
+        "scale_dtype": "e4m3",
+        "packing": "radix",
+    },
+    "ternary g32 e4m3 radix": {
+        "format": "ternary",
+        "group_size": 32,
+        "scale_dtype": "e4m3",
+        "packing": "radix",
+    },
     "ternary": {"format": "ternary"},
     "binary": {"format": "binary"},
     "binary-rank1": {"format": "binary-rank1"},
@@ -56,7 +80,7 @@ def main() -> None:
     for name, report in zip(ROWS, reports, strict=True):
         figures = report.to_dict()
         divergences = " / ".join(f"{text['kl_mean']:.5f}" for text in figures["texts"].values())
-        print(f"{name:22} {figures['bits_per_weight']['linears']:.3f}  {divergences}")
+        print(f"{name:26} {figures['bits_per_weight']['linears']:.3f}  {divergences}")
 
 
 if __name__ == "__main__":

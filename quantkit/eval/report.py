@@ -79,7 +79,8 @@ def verdict_line(report: EvalReport) -> str:
         return f"{report.label}: not compared with a reference; perplexity alone says nothing of the loss."
     agreement = min(m.same_top1 for m in report.texts.values() if m.same_top1 is not None)
     excess = max(m.excess for m in report.texts.values() if m.excess is not None)
-    change = f"{100 * math.expm1(excess):+.2g} %" if excess < math.log(10) else f"x{_power(excess)}"
+    # From 99.5 % on, two digits of a percentage would be an exponent.
+    change = f"{100 * math.expm1(excess):+.2g} %" if excess < math.log(1.99) else f"x{_power(excess)}"
     return (
         f"{report.label}: {found.word} ({found.meaning}). On its worst text it picks the original's next "
         f"token at {100 * agreement:.1f} % of positions, and perplexity changes by {change}."

@@ -92,7 +92,16 @@ def test_no_verdict_without_a_reference():
 
 
 @pytest.mark.parametrize(
-    ("excess", "change"), [(0.01, "+1 %"), (-0.01, "-1 %"), (5.0, "x148"), (800.0, "xe^800")]
+    ("excess", "change"),
+    [
+        (0.01, "+1 %"),
+        (-0.01, "-1 %"),
+        (0.68, "+97 %"),
+        (0.692, "x2"),
+        (1.20783, "x3.35"),
+        (5.0, "x148"),
+        (800.0, "xe^800"),
+    ],
 )
 def test_the_change_of_perplexity_is_readable_at_every_size(excess, change):
     row = text(6.0)

@@ -57,8 +57,12 @@ class TensorParameters:
         }
 
 
-def fit_parameters(chunks: Chunks, shape: tuple[int, int], scheme: Scheme, fit: Fit) -> TensorParameters:
+def fit_parameters(
+    chunks: Chunks, shape: tuple[int, int], scheme: Scheme, fit: Fit, beside: Chunks = lambda: iter(())
+) -> TensorParameters:
     """The parameters of a tensor of `shape` that `chunks` reads; `fit` is how the method chooses scales.
+
+    `beside` reads the tensors that have one global scale with it.
 
     Reads the tensor once for a global scale, once more for a code book's, and some times for a column scale.
     """
@@ -74,6 +78,8 @@ def fit_parameters(chunks: Chunks, shape: tuple[int, int], scheme: Scheme, fit: 
     elif scheme.is_fitted:
         # The rows are refused for what is not finite in them, which says more.
         book = fit_codebook(torch.zeros_like(sample), scheme, 1.0, fit)
+    for chunk in beside():
+        absmax = max(absmax, float(chunk.abs().max()))
     found = TensorParameters(column_scale=columns, codebook=book)
     factor = global_scale(absmax, found.bind(scheme)) if scheme.global_scale else 1.0
     return TensorParameters(factor, columns, book)

@@ -19,7 +19,7 @@ def split_fusions(schemes: Mapping[str, Scheme | None]) -> tuple[str, ...]:
     """For each set of linears that engines fuse and `schemes` treats differently: who, and how."""
     return tuple(
         ", ".join(f"{name} {scheme or 'dense'}" for name, scheme in members.items())
-        for members in _fused_sets(schemes)
+        for members in fused_sets(schemes)
         if len(set(members.values())) > 1
     )
 
@@ -48,12 +48,6 @@ def plan_notes(
         notes.append(
             "transformers without quantkit reads zero-points only with compressed-tensors up to 0.17, or "
             "with CompressedTensorsConfig(dequantize=True)."
-        )
-    relative = [members for members in _fused_sets(schemes) if _has_global_scales(members)]
-    if container == "compressed-tensors" and relative:
-        notes.append(
-            "vLLM and SGLang misread this: for linears that they fuse, such as "
-            f"{', '.join(relative[0])}, they take the largest global scale, and here each has its own."
         )
     if container == "compressed-tensors":
         notes += _notes_on_compressed_tensors(assignments)
@@ -91,14 +85,11 @@ def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[
         )
 
 
-def _has_global_scales(members: Mapping[str, Scheme | None]) -> bool:
-    return len(members) > 1 and any(scheme is not None and scheme.global_scale for scheme in members.values())
-
-
 NOT_A_PARAMETER = "not a parameter of the model"
 
 
-def _fused_sets(schemes: Mapping[str, Scheme | None]) -> Iterator[dict[str, Scheme | None]]:
+def fused_sets(schemes: Mapping[str, Scheme | None]) -> Iterator[dict[str, Scheme | None]]:
+    """The linears that inference engines fuse, as far as there are any, with their schemes."""
     for name in schemes:
         parent, _, leaf = name.rpartition(".")
         for fused in FUSED:

@@ -5,7 +5,7 @@ are known first, and the writer can put each chunk where it belongs in any order
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.calibrate.methods import Method
@@ -16,7 +16,7 @@ from quantkit.checkpoint.quantization_config import Assignment, QuantizationConf
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model.notes import plan_notes
+from quantkit.model.notes import fused_sets, plan_notes
 from quantkit.model.record import LayerRecord
 from quantkit.model.structure import Linear, Structure
 from quantkit.packing.names import Container
@@ -35,7 +35,7 @@ class Task:
     """One source tensor and what is written for it.
 
     `scheme` None copies it. Otherwise `parts` maps packed, scale, zero_point and shape to the output
-    tensors, and `module` is the linear it belongs to.
+    tensors, and `module` is the linear it belongs to. `beside` are sources with the same global scale.
     """
 
     source: StoredTensor
@@ -44,6 +44,7 @@ class Task:
     scheme: Scheme | None = None
     method: Method | None = None
     parts: tuple[tuple[str, TensorSpec], ...] = ()
+    beside: tuple[StoredTensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -179,12 +180,14 @@ def make_plan(
 
     tasks = []
     layer_bytes: dict[str, int] = {}
+    beside = _one_global_scale(structure, schemes, sources, config.container)
     owners = {one: linear for linear in structure.linears.values() for one in linear.stored}
     for name, source in _in_file_order(checkpoint, sources):
         linear = owners.get(name)
         scheme = None if linear is None else schemes[linear.module]
         if linear is not None and scheme is not None:
             task = _packing_task(name, source, linear, scheme, fates[linear.module], config.container)
+            task = replace(task, beside=beside.get(linear.module, ()))
         elif name + ".weight" in checkpoint.tensors or linear is None:
             task = Task(source, (TensorSpec(source.name, source.dtype, source.shape),))
         else:
@@ -208,6 +211,22 @@ def make_plan(
         checkpoint.nbytes,
         plan_notes(structure, schemes, assignments, config.container, untied),
     )
+
+
+def _one_global_scale(
+    structure: Structure,
+    schemes: Mapping[str, Scheme | None],
+    sources: Mapping[str, StoredTensor],
+    container: Container,
+) -> dict[str, tuple[StoredTensor, ...]]:
+    """For linears that engines fuse, the sources of all: of their global scales engines take the largest."""
+    found: dict[str, tuple[StoredTensor, ...]] = {}
+    for members in fused_sets(schemes):
+        (scheme, *others) = set(members.values())
+        if container == "compressed-tensors" and not others and scheme is not None and scheme.global_scale:
+            stored = tuple(sources[one] for name in members for one in structure.linears[name].stored)
+            found.update(dict.fromkeys(members, stored))
+    return found
 
 
 def _sources(checkpoint: Checkpoint, structure: Structure) -> dict[str, StoredTensor]:

@@ -8,6 +8,7 @@ so the bytes do not depend on the workers.
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import replace
 
 import torch
 
@@ -84,9 +85,14 @@ def _fit_parameters(checkpoint: Checkpoint, task: Task, device: torch.device) ->
             weights = checkpoint.read(source.name, start, stop).to(device)
             yield from torch.split(weights, _piece_rows(weights.shape[1], device))
 
+    def beside() -> Iterator[torch.Tensor]:
+        for other in task.beside:
+            for start, stop in _chunks(replace(task, source=other), device):
+                yield checkpoint.read(other.name, start, stop).to(device)
+
     rows, columns = source.shape
     try:
-        return fit_parameters(chunks, (rows, columns), task.scheme, task.method.fit)
+        return fit_parameters(chunks, (rows, columns), task.scheme, task.method.fit, beside)
     except FormatError as error:
         raise FormatError(f"{source.name!r}: {error}") from error
 

@@ -1,6 +1,7 @@
 """Every kind of format, scale and zero-point goes from a checkpoint into a model and back."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,25 @@ def dequantized(source: Path, packed: Path, **options: Any) -> Path:
     """A dense checkpoint of the weights that the packed one stands for."""
     scale_dtype = SCALE_DTYPES.get(options.pop("scale_dtype", None))
     tensors = tensors_of(source)
-    for name in tensors_of(packed):
-        if name.endswith("weight_scale"):
-            weight = name.removesuffix("_scale")
-            stored = quantize_tensor(tensors[weight], scale_dtype=scale_dtype, **options)
-            tensors[weight] = stored.dequantize().contiguous()
+    weights = [name.removesuffix("_scale") for name in tensors_of(packed) if name.endswith("weight_scale")]
+    one_global_scale = options["format"] == "nvfp4" and not any("experts" in name for name in weights)
+    for members in together(weights) if one_global_scale else [[name] for name in weights]:
+        # What is fused by engines is quantized as if it were one matrix.
+        fused = torch.cat([tensors[name] for name in members])
+        stored = quantize_tensor(fused, scale_dtype=scale_dtype, **options).dequantize()
+        for name, rows in zip(members, stored.split([len(tensors[n]) for n in members]), strict=True):
+            tensors[name] = rows.contiguous()
     return write_dense(source, tensors)
+
+
+def together(weights: list[str]) -> list[list[str]]:
+    sets: dict[str, list[str]] = {}
+    for name in weights:
+        key = re.sub(
+            r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda m: "qkv" if m[0][1] == "_" else "gate_up", name
+        )
+        sets.setdefault(key, []).append(name)
+    return list(sets.values())
 
 
 def write_dense(source: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -182,3 +196,27 @@ def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind
         parts = ("_scale", "_packed", "zero_point", "_codebook", "proj.weight")
         packed = [name for name in before if name.endswith(parts)]
         assert packed and all(after[name] == before[name] for name in packed)
+
+
+def test_linears_that_engines_fuse_have_one_global_scale(tmp_path, monkeypatch):
+    source = write(tmp_path, "llama")
+    largest = {name: float(t.abs().max()) for name, t in tensors_of(source).items()}
+    written = []
+    # However the model is cut into files, and whoever works.
+    for shard, workers in ((1 << 10, 1), (1 << 30, 4)):
+        monkeypatch.setattr(stream, "WORKERS", {"cpu": workers, "cuda": 1})
+        quantize(source, tmp_path / str(shard), format="nvfp4", max_shard_bytes=shard)
+        written.append(tensors_of(tmp_path / str(shard)))
+    few, one = written
+    assert few.keys() == one.keys() and as_bytes(few) == as_bytes(one)
+    layer = "model.layers.0."
+    for members in (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+    ):
+        expected = 448 * 6 / max(largest[f"{layer}{member}.weight"] for member in members)
+        for member in members:
+            found = one[f"{layer}{member}.weight_global_scale"]
+            assert found.item() == pytest.approx(expected, rel=1e-6)
+    alone = one[f"{layer}mlp.down_proj.weight_global_scale"].item()
+    assert alone == pytest.approx(448 * 6 / largest[f"{layer}mlp.down_proj.weight"], rel=1e-6)

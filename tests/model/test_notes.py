@@ -57,14 +57,10 @@ def test_formats_that_plain_transformers_runs_as_bfloat16_only_are_noted():
     assert notes(kept, default=Choice("fp8")) == ()
 
 
-def test_global_scales_that_engines_would_merge_are_noted():
+def test_scales_of_nvfp4_are_noted():
     kept = Rule("*.down_proj", Choice(keep=True))
-    engines, plain = notes(kept, default=Choice("nvfp4"))
-    assert engines == (
-        "vLLM and SGLang misread this: for linears that they fuse, such as model.layers.0.mlp.gate_proj, "
-        "model.layers.0.mlp.up_proj, they take the largest global scale, and here each has its own."
-    )
-    assert "nvfp4-pack-quantized with dtype=torch.bfloat16 only" in plain
+    (note,) = notes(kept, default=Choice("nvfp4"))
+    assert "nvfp4-pack-quantized with dtype=torch.bfloat16 only" in note
 
 
 def edited(directory: Path, **changes: object) -> Path:

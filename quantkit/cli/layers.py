@@ -93,9 +93,8 @@ def print_readers(container: str, reasons: Sequence[str]) -> None:
             "as far as they have its formats"
         )
     elif reasons:
-        more = len(reasons) - 1
-        others = f", and {more} more linear{'s' if more > 1 else ''}" if more else ""
-        note(f"only quantkit can load this: {reasons[0]}{others}.")
+        linears = f" (one of {len(reasons)} linears)" if len(reasons) > 1 else ""
+        note(f"only quantkit can load this: {reasons[0]}{linears}.")
 
 
 def totals(source_bytes: int, output_bytes: int, bits: Mapping[str, float | None]) -> str:

@@ -50,6 +50,7 @@ def test_the_whole_way(run: Run, tmp_path: Path) -> None:
     assert "relative error: mean" in done.out
     assert f"wrote {packed}" in done.out
     assert "note: only quantkit can load this: model.layers.0.mlp.down_proj: " in done.err
+    assert "(one of 5 linears)." in done.err.replace("\n", " ")
 
     done = run("inspect", packed)
     assert done.code == 0
@@ -541,3 +542,14 @@ def test_a_closed_pipe_is_no_traceback(packed: Path, arguments: list[str]) -> No
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
+
+
+def test_the_package_runs_as_the_command() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "quantkit", "formats", "binary", "--codes"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "-1" in shown.stdout

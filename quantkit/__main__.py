@@ -1,0 +1,5 @@
+"""`python -m quantkit`."""
+
+from quantkit.cli.main import main
+
+main()

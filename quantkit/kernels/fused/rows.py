@@ -73,15 +73,22 @@ def _skinny_supports(problem: Problem) -> str | None:
     return None if steps <= SKINNY_STEPS else f"{problem.k} columns are more than it unrolls"
 
 
+#: Without PTX, values are looked up, and take more shared memory than a program may have on some GPUs.
+_LOOKED_UP = "without PTX its values are looked up and pass through shared memory"
+
+
 def _skinny_pays(problem: Problem) -> str | None:
+    if "ptx" not in problem.features:
+        return _LOOKED_UP
     limit = 16 if problem.n <= FEW_ROWS and problem.k <= LONG_ROWS else 8
     return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
 
 
 def _tiled_pays(problem: Problem) -> str | None:
     shape = geometry(problem.n, problem.k, problem.scheme)
-    name = str(problem.dtype).removeprefix("torch.")
-    if "ptx" in problem.features and expression(problem.scheme.format, name) is None:
+    if "ptx" not in problem.features:
+        return _LOOKED_UP
+    if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:
         return f"it would look up every value of {problem.scheme.format.name} once for each tile of x"
     many = 256 if problem.n <= FEW_ROWS else 512
     limit = 128 if shape.span > 128 else many
@@ -141,7 +148,8 @@ def _split(tile: Tile, shape: Geometry, m: int, programs: int) -> Tile:
 @lru_cache(maxsize=16)
 def _shared_memory(device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+    # What a program may have if it asks for it; not every build of torch says.
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 _Launch = Callable[[torch.Tensor, PackedTensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]

@@ -25,30 +25,37 @@ from quantkit.kernels.fused.tiled import tiled
 from quantkit.packing.schemes import scheme
 
 kernel, name, capability, m = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+amd = capability == 942
+target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", capability, 32)
+shared = {80: 163, 89: 99, 942: 64}.get(capability, 227) << 10
 n, k, row = 4096, 4096, scheme(name)
 shape = geometry(n, k, row)
-known = dict(constants(n, k, row, torch.bfloat16, True))
+known = dict(constants(n, k, row, torch.bfloat16, not amd))
 if kernel == "skinny":
     tile, function, warps, stages = skinny_tile(shape, m), skinny, 4, 1
     known |= dict(W=4, NG=tile.columns // shape.dot, R=1, BM=8 if m <= 8 else 16, AHEAD=tile.ahead)
-    known |= dict(PDL=capability >= 90)
+    known |= dict(PDL=capability == 90)
+elif kernel == "dense":
+    function, warps, stages = dequantize, 4, 1
+    known |= dict(C=max(128 // shape.span, 1), W=4)
 else:
-    tile, function = tiled_tile(shape, m, (227 if capability == 90 else 99) << 10), tiled
+    tile, function = tiled_tile(shape, m, shared), tiled
     warps, stages = tile.warps, tile.stages
-    known |= dict(RT=tile.row_tiles, BM=tile.m, SPLIT=1, WAIT=True, STAGES=stages, RASTER=8)
-known |= dict(HAS_BIAS=True)
+    known |= dict(RT=tile.row_tiles, BM=tile.m, SPLIT=1, WAIT=not amd, STAGES=stages, RASTER=8)
+known |= dict(HAS_BIAS=True) if kernel != "dense" else {}
 scale = "*i8" if row.scale_dtype.itemsize == 1 else "*bf16"
 types = dict(x="*bf16", codes="*i16", scale=scale, zero="*bf16", factor="*fp32", lut="*fp32", bias="*bf16")
-types |= dict(y="*bf16", M="i32", N="i32", **{key: "constexpr" for key in known})
-aligned = {(i,): [["tt.divisibility", 16]] for i in (*range(8), 9)}
+types |= dict(y="*bf16", out="*bf16", M="i32", first="i32", N="i32")
+types = {key: types[key] for key in function.arg_names if key in types} | {key: "constexpr" for key in known}
+pointers = [i for i, key in enumerate(function.arg_names) if types[key][0] == "*"]
+aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
 options = dict(num_warps=warps, num_stages=stages) | (dict(launch_pdl=True) if known.get("PDL") else {})
-target = GPUTarget("cuda", capability, 32)
 built = triton.compile(ASTSource(function, types, known, aligned), target=target, options=options)
-ptx = built.asm["ptx"]
+ptx = built.asm["amdgcn" if amd else "ptx"]
 count = lambda pattern: len(re.findall(pattern, ptx))
 print(json.dumps(dict(
     loads=sorted(set(re.findall(r"ld\\.global\\.v4|cp\\.async\\.cg", ptx))),
-    products=count(r"mma\\.sync|mma_async|tcgen05\\.mma"),
+    products=count(r"mma\\.sync|mma_async|tcgen05\\.mma|v_mfma"),
     in_flight=[int(w) for w in re.findall(r"wgmma\\.wait_group\\S* (\\d+)", ptx)],
     shuffles=count(r"shfl\\.sync"), stores=count(r"st\\.shared"),
     shared=built.metadata.shared,
@@ -92,3 +99,12 @@ def test_tiles_fit_a_consumer_gpu() -> None:
     found = compiled("tiled", "int7", 89, 128)
     assert found["products"] > 0
     assert found["shared"] <= 99 << 10
+
+
+@pytest.mark.parametrize("name", ["int4", "nvfp4"])
+@pytest.mark.parametrize(("kernel", "capability"), [("skinny", 100), ("tiled", 100), ("dense", 942)])
+def test_other_targets_compile(kernel: str, capability: int, name: str) -> None:
+    """Blackwell, and AMD's MI300, which looks values up and then uses the library's product."""
+    found = compiled(kernel, name, capability, 8)
+    assert (found["products"] > 0) == (kernel != "dense")
+    assert found["shared"] <= {100: 227, 942: 64}[capability] << 10

@@ -219,7 +219,7 @@ def test_codes_that_are_no_numbers_are_refused(make_packed: Callable[..., Packed
 
 def test_why_not() -> None:
     def reason(row: str, name: str = "int4", **given: Any) -> str | None:
-        asked = {"m": 1, "k": 4096, "dtype": torch.bfloat16, "features": frozenset({"triton"})} | given
+        asked = {"m": 1, "k": 4096, "dtype": torch.bfloat16, "features": frozenset({"triton", "ptx"})} | given
         size = {"group_size": asked.pop("group_size")} if "group_size" in asked else {}
         found = Problem(n=4096, scheme=scheme(name, **size), device="cuda", **asked)
         return dict(explain(found))[row]
@@ -230,9 +230,11 @@ def test_why_not() -> None:
     assert reason("dequantize", dtype=torch.float32) is None
     assert "Triton is not installed" in str(reason("dequantize", features=frozenset()))
     assert "multiples of 32 columns, not of 48" in str(reason("dequantize", group_size=48))
-    assert "look up every value of codebook4" in str(
-        reason("fused-tiled", "book4", m=64, features=frozenset({"triton", "ptx"}))
-    )
+    assert "look up every value of codebook4" in str(reason("fused-tiled", "book4", m=64))
+    portable = frozenset({"triton"})
+    assert "pass through shared memory" in str(reason("fused-skinny", features=portable))
+    assert "pass through shared memory" in str(reason("fused-tiled", m=64, features=portable))
+    assert reason("dequantize", features=portable) is None
     assert "sums of 2" in str(reason("fused-skinny", "binary-residual"))
     assert "faster from M=257 on" in str(reason("fused-tiled", m=300))
     assert "more than it unrolls" in str(reason("fused-skinny", k=1 << 20))

@@ -12,7 +12,7 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
-from quantkit.kernels.table import choose, forced_row, log_choice
+from quantkit.kernels.table import choose, forced_row, log_choice, warn_unfused
 from quantkit.kernels.unpack import block_rows
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
@@ -84,6 +84,7 @@ def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelL
     problem = Problem(1, *weight.shape, weight.scheme, activation_dtype, device, device_features(device))
     row = choose(problem)
     if row.layout is None:
+        warn_unfused(problem, row)
         return None
     with torch.no_grad():
         return KernelLayout(row.layout.name, activation_dtype, row.layout.build(weight, activation_dtype))

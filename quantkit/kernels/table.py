@@ -86,6 +86,15 @@ def _unbuilt(row: KernelRow, problem: Problem) -> str | None:
     return None
 
 
+def warn_unfused(problem: Problem, row: KernelRow) -> None:
+    """Say once per scheme, N and K that a GPU runs `row`, without a layout, and why no faster one.
+
+    On a CPU such a row often is the fastest there is.
+    """
+    if problem.device != "cpu":
+        _log_once(problem, row, (str(problem.scheme), problem.n, problem.k, 0))
+
+
 def log_choice(problem: Problem, row: KernelRow) -> None:
     """With `QUANTKIT_VERBOSE=1`, say once per scheme, N, K and power of two of M what runs and why."""
     if os.environ.get(VERBOSE_VARIABLE) == "1":

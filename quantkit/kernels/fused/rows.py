@@ -5,7 +5,7 @@ Where they pay was measured on one H200 (docs/kernels.md); other GPUs use the sa
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -152,51 +152,42 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
-_Launch = Callable[[torch.Tensor, PackedTensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
+def _launch(
+    run: Callable[[Operands, frozenset[str]], torch.Tensor],
+) -> Callable[[torch.Tensor, PackedTensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]:
+    """`run`, which gets the device's features too, as rows launch: with x's device the current one."""
 
-
-def _where_x_is(launch_row: _Launch) -> _Launch:
-    """Triton launches on the current device, whatever the tensors are on."""
-
-    @wraps(launch_row)
     def launched(
         x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
     ) -> torch.Tensor:
+        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
+        features = device_features(x.device.type)
         if x.device.index == torch.cuda.current_device():
-            return launch_row(x, weight, layout, bias)
+            return run(operands, features)
         with torch.cuda.device(x.device):
-            return launch_row(x, weight, layout, bias)
+            return run(operands, features)
 
     return launched
 
 
-@_where_x_is
-def _skinny_launch(
-    x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
-) -> torch.Tensor:
-    operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
-    features = device_features(x.device.type)
-    tile = skinny_tile(operands.shape, x.shape[0])
+@_launch
+def _skinny_launch(operands: Operands, features: frozenset[str]) -> torch.Tensor:
+    tile = skinny_tile(operands.shape, operands.x.shape[0])
     return launch.skinny(operands, tile, inline="ptx" in features, overlap="overlap" in features)
 
 
-@_where_x_is
-def _tiled_launch(
-    x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
-) -> torch.Tensor:
-    operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
+@_launch
+def _tiled_launch(operands: Operands, features: frozenset[str]) -> torch.Tensor:
+    x = operands.x
     tile = tiled_tile(operands.shape, x.shape[0], _shared_memory(x.device))
-    return launch.tiled(operands, tile, inline="ptx" in device_features(x.device.type))
+    return launch.tiled(operands, tile, inline="ptx" in features)
 
 
-@_where_x_is
-def _dense_launch(
-    x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
-) -> torch.Tensor:
-    n, k = weight.shape
-    operands = Operands(x, layout, bias, weight.scheme, n)
-    inline = "ptx" in device_features(x.device.type)
-    step = max(1, DENSE_WEIGHTS // k // ROWS) * ROWS
+@_launch
+def _dense_launch(operands: Operands, features: frozenset[str]) -> torch.Tensor:
+    x, bias, n = operands.x, operands.bias, operands.n
+    inline = "ptx" in features
+    step = max(1, DENSE_WEIGHTS // x.shape[1] // ROWS) * ROWS
     if step >= n:
         return F.linear(x, launch.dequantize(operands, 0, n, inline=inline), bias)
     y = x.new_empty(x.shape[0], n)

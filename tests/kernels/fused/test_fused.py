@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.kernels.fused import launch
+from quantkit.kernels.fused import launch, rows
 from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
 from quantkit.kernels.fused.layout import build, geometry, pack_codes
 from quantkit.kernels.fused.rows import shared_memory, skinny_tile, tiled_tile
 from quantkit.kernels.problem import Problem
-from quantkit.kernels.table import explain
+from quantkit.kernels.table import choose, explain, row_named, warn_unfused
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -102,10 +103,10 @@ def test_dequantize_writes_the_weight(
         for dtype in (*DTYPES, torch.float32):
             op, packed = operands(make_packed, case, n, k, 1, dtype)
             for inline in INLINE:
-                rows = [launch.dequantize(op, at, min(at + 64, n), inline=inline) for at in range(0, n, 64)]
+                blocks = [launch.dequantize(op, at, min(at + 64, n), inline=inline) for at in range(0, n, 64)]
                 # A float zero-point is moved by the lowest value once, in float32.
                 torch.testing.assert_close(
-                    torch.cat(rows),
+                    torch.cat(blocks),
                     packed.dequantize(dtype),
                     rtol=2e-2 if dtype != torch.float32 else 1e-5,
                     atol=1e-5,
@@ -238,3 +239,44 @@ def test_why_not() -> None:
     assert "sums of 2" in str(reason("fused-skinny", "binary-residual"))
     assert "faster from M=257 on" in str(reason("fused-tiled", m=300))
     assert "more than it unrolls" in str(reason("fused-skinny", k=1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("row", "m", "dtype"),
+    [("fused-skinny", 3, DTYPES[0]), ("fused-tiled", 20, DTYPES[0]), ("dequantize", 5, torch.float32)],
+)
+def test_rows_launch_what_they_say(
+    make_packed: Callable[..., PackedTensor],
+    monkeypatch: pytest.MonkeyPatch,
+    row: str,
+    m: int,
+    dtype: torch.dtype,
+) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        monkeypatch.setattr(rows, "_shared_memory", lambda device: rows.HOPPER_SHARED)
+    # Blocks of 16 rows, of which the last is not whole.
+    monkeypatch.setattr(rows, "DENSE_WEIGHTS", 16 * 256)
+    op, packed = operands(make_packed, "int4 integer", 40, 256, m, dtype)
+    chosen = row_named(row)
+    assert chosen.layout is not None
+    for bias in (op.bias, None):
+        y = chosen.launch(op.x, packed, chosen.layout.build(packed, dtype), bias)
+        assert error(y, op.x, packed, torch.zeros_like(op.bias) if bias is None else bias) < LIMIT[dtype]
+
+
+def test_a_gpu_that_falls_back_says_so_once(
+    make_packed: Callable[..., PackedTensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    problem = Problem(
+        1, 40, 960, scheme("int4", group_size=48), torch.bfloat16, "cuda", frozenset({"triton", "ptx"})
+    )
+    for _ in range(2):
+        warn_unfused(problem, choose(problem))
+    (record,) = caplog.records
+    assert (
+        "unpack; not fused-skinny: it takes groups of 16 or of multiples of 32 columns, not of 48"
+        in record.message
+    )
+    warn_unfused(replace(problem, device="cpu"), row_named("unpack"))
+    assert len(caplog.records) == 1

@@ -78,7 +78,7 @@ def timed(calls: Calls, dense: Calls, repeats: int) -> tuple[list[float], float]
 def bytes_read(weight: PackedTensor, row: str) -> int:
     for entry in weight.kernel_cache.values():
         built = entry[1]
-        if built is not None and built.row == row:
+        if built is not None and built.name == row:
             return sum(tensor.nbytes for tensor in built.tensors)
     return weight.nbytes
 
@@ -108,7 +108,7 @@ def measure(dtype: torch.dtype, layers: int, repeats: int) -> list[Measurement]:
         best, refusals = choose(problem).name, dict(explain(problem))
         for row in ROWS:
             os.environ[FORCE_VARIABLE] = row.name
-            if row.supports(problem) is not None:
+            if "cpu" not in row.devices or row.supports(problem) is not None:
                 continue
             slow = row.name == "unpack" or refusals[row.name] is not None
             calls: Calls = [lambda p=p: linear(xs[p.shape[1]], p) for p in packed]

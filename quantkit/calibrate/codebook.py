@@ -105,7 +105,7 @@ def _round(
 
 def _groups(rows: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
     """The groups of `rows`, [R, g]: the whole ones, then the ragged last ones."""
-    size = scheme.group_size or rows.shape[1]
+    size = scheme.group_columns(rows.shape[1])
     full = rows.shape[1] // size * size
     for span in (rows[:, :full], rows[:, full:]):
         if span.shape[1]:

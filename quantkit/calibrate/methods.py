@@ -84,7 +84,7 @@ def quantize_rows(
     norm = _squared_norm(weights)
     weights, bound = parameters.normalised(weights), parameters.bind(scheme)
     count, columns = weights.shape
-    size = scheme.group_size or columns
+    size = scheme.group_columns(columns)
     full = columns // size * size
     # The ragged last group of every row is fitted on its own: padding would shift its statistics.
     spans = [span for span in (slice(0, full), slice(full, columns)) if span.start < span.stop]

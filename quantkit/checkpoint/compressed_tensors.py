@@ -6,7 +6,7 @@ file, and the arguments that describe them. The bytes are those of quantkit's ow
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,8 +30,10 @@ class CompressedTensorsFormat:
     group_size     the one group size it has, None for any that divides a row
     columns        what the length of a row is a multiple of: bytes of rows then are whole words
     type, strategy, scale_dtype   of its weight arguments; the strategy None follows the group size
-    experts        the granularity at which transformers by itself reads fused experts right: it folds the
-                   scales of 8-bit floats into rows, and drops global scales
+    experts        the granularities at which transformers by itself reads fused experts right, None for any:
+                   it folds the scales of 8-bit floats into rows, and drops global scales
+    fused          whether engines fuse matrices of it, and then give all the largest of what each has one of:
+                   a global scale, or one scale
     bfloat16       whether compressed-tensors dequantizes to that whatever the dtype of the model
     """
 
@@ -45,7 +47,8 @@ class CompressedTensorsFormat:
     columns: int = 1
     strategy: str | None = None
     scale_dtype: str | None = None
-    experts: Literal["any", "channel", "none"] = "any"
+    experts: tuple[str, ...] | None = None
+    fused: bool = False
     bfloat16: bool = False
 
     def arguments(self, scheme: Scheme, columns: int) -> dict[str, Any]:
@@ -55,14 +58,15 @@ class CompressedTensorsFormat:
         readers want one scheme for a whole model or for all experts of a layer.
         """
         size = self.group_size or scheme.group_size
-        if size is not None and columns % size:
+        if isinstance(size, int) and columns % size:
             size = None
+        grouped = isinstance(size, int)
         arguments: dict[str, Any] = {
             "num_bits": scheme.format.bits,
             "type": self.type,
             "symmetric": scheme.zero_point == "none",
-            "strategy": self.strategy or ("channel" if size is None else "group"),
-            "group_size": size,
+            "strategy": self.strategy or ("group" if grouped else size or "channel"),
+            "group_size": size if grouped else None,
             "dynamic": False,
         }
         return arguments if self.scale_dtype is None else {**arguments, "scale_dtype": self.scale_dtype}
@@ -86,14 +90,15 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         _MODEL_SCALES,
         "float",
         columns=4,
-        experts="channel",
+        experts=("channel", "tensor"),
+        fused=True,
     ),
     CompressedTensorsFormat(
         StoredFormat("mxfp8-quantized", "", torch.float8_e4m3fn, _E8M0, codes_per_element=1),
         ("fp8-e4m3",),
         ("e8m0",),
         "float",
-        experts="none",
+        experts=(),
         bfloat16=True,
         group_size=32,
         scale_dtype="torch.uint8",
@@ -112,7 +117,8 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         ("fp4-e2m1",),
         ("e4m3",),
         "float",
-        experts="none",
+        experts=(),
+        fused=True,
         bfloat16=True,
         global_scale=True,
         group_size=16,
@@ -133,11 +139,11 @@ class _Case:
     @property
     def group(self) -> int:
         """The columns of a group."""
-        return min(self.scheme.group_size or self.columns, self.columns)
+        return self.scheme.group_columns(self.columns)
 
     @property
     def granularity(self) -> str:
-        return "channel" if self.scheme.group_size is None else f"g{self.group}"
+        return f"g{self.group}" if isinstance(self.scheme.group_size, int) else self.scheme.granularity
 
 
 Row = CompressedTensorsFormat
@@ -195,7 +201,7 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
         ),
     ),
     (
-        lambda row, case: not case.experts or row.experts in ("any", case.granularity),
+        lambda row, case: not case.experts or row.experts is None or case.granularity in row.experts,
         lambda rows, case: (
             f"has {case.scheme.format.name} {case.granularity} with {case.scheme.scale_type.name} scales for "
             "experts, which transformers misreads without quantkit"

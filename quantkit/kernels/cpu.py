@@ -40,11 +40,11 @@ def _int4_supports(problem: Problem) -> str | None:
     if scheme.planes > 1:
         return one_plane(problem)
     if scheme.group_size not in _INT4_GROUPS:
-        size = "channel" if scheme.group_size is None else scheme.group_size
+        size = scheme.group_size or "channel"
         return (
             f"torch's operator takes groups of 32, 64, 128 or 256, this is {size}; quantize with one of them"
         )
-    if problem.k % scheme.group_size:
+    if problem.k % scheme.group_columns(problem.k):
         return f"torch's operator takes whole groups, K={problem.k} is not a multiple of {scheme.group_size}"
     if problem.n % 16:
         return f"torch's operator takes N in multiples of 16, this is {problem.n}"
@@ -84,7 +84,7 @@ def _int4_launch(
 ) -> torch.Tensor:
     packed, scales = layout
     group_size = weight.scheme.group_size
-    assert group_size is not None
+    assert isinstance(group_size, int)
     y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
     return y if bias is None else y.add_(bias)
 
@@ -95,7 +95,7 @@ def _int8_supports(problem: Problem) -> str | None:
         return f"it computes int8, the weight is {scheme.format.name}"
     if scheme.zero_point != "none":
         return "torch's operator has no zero-points; quantize symmetrically"
-    if scheme.group_size is not None:
+    if isinstance(scheme.group_size, int):
         return "torch's operator has one scale per output channel; quantize with group size 'channel'"
     if problem.k % 16:
         # Measured: at other K its bfloat16 loop reads past the row: wrong results, or a crash.

@@ -53,7 +53,7 @@ def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] |
 def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
     """Columns of one integer product (the group, or an even part of it), and products per row."""
     size = scheme.group_size
-    if size is None:
+    if not isinstance(size, int):
         parts = -(-columns // _SEGMENT)
         return -(-columns // parts), parts
     whole = size

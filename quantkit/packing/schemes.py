@@ -25,6 +25,9 @@ ZeroPoint = Literal["none", "integer", "float"]
 
 ZERO_POINTS: tuple[ZeroPoint, ...] = ("none", "integer", "float")
 
+#: What may be asked for: None is the format's own.
+GroupSize = int | Literal["channel", "tensor"] | None
+
 
 @dataclass(frozen=True)
 class ScaleType:
@@ -80,7 +83,8 @@ class Scheme:
     A weight is `scale * value(code)`, or with a zero-point, which is a code or a float between codes,
     `scale * (code - zero_point)`. A scale is shared by `group_size` consecutive input features of one
     output channel; the last group of a row holds what is left. `group_size` None is one group per output
-    channel. With `global_scale`, all scales of a tensor are divided by one float32.
+    channel, and "tensor" one scale for all weights. With `global_scale`, all scales of a tensor are divided
+    by one float32.
 
     With `planes` above 1 a weight is the sum of so many values, each with a scale of its own, and its code
     holds theirs, plane 0 in the lowest bits. With `column_scale` every weight is also multiplied by a
@@ -89,7 +93,7 @@ class Scheme:
     """
 
     format: NumberFormat
-    group_size: int | None
+    group_size: int | Literal["tensor"] | None
     zero_point: ZeroPoint = "none"
     scale_dtype: torch.dtype = torch.bfloat16
     global_scale: bool = False
@@ -98,15 +102,15 @@ class Scheme:
     packing: PackingName = "bits"
 
     def __post_init__(self) -> None:
-        if self.group_size is not None and type(self.group_size) is not int:
+        if type(self.group_size) is not int and self.group_size not in (None, "tensor"):
             raise FormatError(
                 f"group size {self.group_size!r} is a {type(self.group_size).__name__}; use a positive "
-                "integer, or 'channel' for one group per output channel."
+                "integer, 'channel' for one group per output channel, or 'tensor' for one scale in all."
             )
-        if self.group_size is not None and not 1 <= self.group_size <= MAX_GROUP_SIZE:
+        if isinstance(self.group_size, int) and not 1 <= self.group_size <= MAX_GROUP_SIZE:
             raise FormatError(
-                f"group size {self.group_size} is out of range; use 1 to {MAX_GROUP_SIZE}, or "
-                "'channel' for one group per output channel."
+                f"group size {self.group_size} is out of range; use 1 to {MAX_GROUP_SIZE}, 'channel' for one "
+                "group per output channel, or 'tensor' for one scale in all."
             )
         if self.zero_point != "none" and not isinstance(self.format, IntFormat):
             raise FormatError(
@@ -117,6 +121,8 @@ class Scheme:
                 f"scale dtype {self.scale_dtype} is not supported; use one of {', '.join(SCALE_DTYPES)}."
             )
         self._check_planes()
+        if self.per_tensor:
+            self._check_per_tensor()
         if (reason := PACKINGS[self.packing].why_not(self.format, self.planes)) is not None:
             raise FormatError(f"packing {self.packing!r} is not for {self.format.name!r}: {reason}.")
 
@@ -136,6 +142,30 @@ class Scheme:
                 f"the values of {self.format.name!r} are fitted to one plane; use one plane, or a code book "
                 "of fixed values."
             )
+
+    def _check_per_tensor(self) -> None:
+        """One scale per tensor leaves nothing to what is fitted to groups, rows or columns beside scales."""
+        unfit = {
+            f"{self.planes} planes": self.planes > 1,
+            "column scales": self.column_scale,
+            f"the fitted values of {self.format.name!r}": self.is_fitted,
+            f"{self.zero_point} zero-points": self.zero_point != "none",
+            # All they have for them is their size.
+            f"{self.scale_type.name} scales": self.scale_dtype.itemsize < 2,
+            "a global scale": self.global_scale,
+        }
+        for what, there in unfit.items():
+            if there:
+                raise FormatError(
+                    f"group size 'tensor' does not go with {what}: one scale per tensor is for symmetric "
+                    "schemes of fixed values, and is float32, float16 or bfloat16. Change that, or use a "
+                    "group size or 'channel'."
+                )
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether all weights of a tensor have one scale."""
+        return self.group_size == "tensor"
 
     @property
     def is_fitted(self) -> bool:
@@ -175,20 +205,27 @@ class Scheme:
 
     def for_columns(self, columns: int) -> "Scheme":
         """The scheme as it applies to rows of `columns`: a group as long as the row is the row."""
-        if self.group_size is not None and self.group_size >= columns:
+        if isinstance(self.group_size, int) and self.group_size >= columns:
             return replace(self, group_size=None)
         return self
 
+    def group_columns(self, columns: int) -> int:
+        """How many of a row's `columns` weights share a scale; those of a ragged last group are fewer."""
+        return min(self.group_size, columns) if isinstance(self.group_size, int) else columns
+
     def groups(self, columns: int) -> int:
         """Groups in a row of `columns` weights, a ragged last one included."""
-        return 1 if self.group_size is None else -(-columns // self.group_size)
+        return -(-columns // self.group_columns(columns))
 
     def storage_shapes(self, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each stored part of a weight [N, K], by part name."""
         rows, columns = shape
         parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "packed": (torch.int32, (rows, self.words_per_row(columns))),
-            "scale": (self.scale_dtype, (rows, self.groups(columns) * self.planes)),
+            "scale": (
+                self.scale_dtype,
+                (1,) if self.per_tensor else (rows, self.groups(columns) * self.planes),
+            ),
         }
         if self.zero_point == "integer":
             # Zero-points are codes, packed along N as compressed-tensors does.
@@ -233,8 +270,10 @@ class Scheme:
             found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise FormatError(f"a scheme has the fields {sorted(expected)}; found {found}.")
         group_size = data["group_size"]
-        if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
-            raise FormatError(f"scheme field 'group_size' is {group_size!r}; it is an integer or null.")
+        if type(group_size) is not int and group_size not in (None, "tensor"):
+            raise FormatError(
+                f"scheme field 'group_size' is {group_size!r}; it is an integer, null or 'tensor'."
+            )
         if not isinstance(data["zero_point"], str) or data["zero_point"] not in ZERO_POINTS:
             raise FormatError(
                 f"scheme field 'zero_point' is {data['zero_point']!r}; it is one of {', '.join(ZERO_POINTS)}."
@@ -269,13 +308,19 @@ class Scheme:
         """The scheme as one string, for operator arguments; `parse_token` is its inverse."""
         return json.dumps(self.to_dict(), separators=(",", ":"))
 
+    @property
+    def granularity(self) -> str:
+        """What has a scale of its own: `tensor`, `channel` or a group, such as `g128`."""
+        if isinstance(self.group_size, int):
+            return f"g{self.group_size}"
+        return self.group_size or "channel"
+
     def __str__(self) -> str:
-        granularity = "channel" if self.group_size is None else f"g{self.group_size}"
         zero = {"none": "", "integer": " asym", "float": " asym-float"}[self.zero_point]
         planes = f" {self.planes}-planes" if self.planes > 1 else ""
         columns = " columns" if self.column_scale else ""
         packing = "" if self.packing == "bits" else f" {self.packing}"
-        return f"{self.format.name} {granularity}{zero}{planes}{columns}{packing} {self.scale_type.name}"
+        return f"{self.format.name} {self.granularity}{zero}{planes}{columns}{packing} {self.scale_type.name}"
 
 
 @lru_cache(maxsize=1024)
@@ -335,7 +380,7 @@ def default_scale_dtype(weight_dtype: torch.dtype) -> torch.dtype:
 def scheme(
     name: str,
     *,
-    group_size: int | Literal["channel"] | None = None,
+    group_size: GroupSize = None,
     zero_point: ZeroPoint = "none",
     scale_dtype: torch.dtype | None = None,
     packing: PackingName = "bits",
@@ -345,8 +390,8 @@ def scheme(
 
     What neither says is bfloat16, or float16 for a float16 weight.
 
-    Raises `FormatError` for an unknown format, a group size out of range, or a zero-point or packing that
-    the format cannot have.
+    Raises `FormatError` for an unknown format, a group size out of range, or a zero-point, packing or scale
+    per tensor that the format cannot have.
     """
     preset = PRESETS.get(name)
     if preset is None:

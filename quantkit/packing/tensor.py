@@ -19,7 +19,7 @@ class PackedTensor:
     `tensors` are the parts called `scheme.part_names`, in that order; of these a scheme has some:
 
     packed      int32 [N, W]   codes, packed along K as `scheme.packing` says
-    scale       scale dtype [N, groups * planes]   plane p of group g in column g * planes + p
+    scale       scale dtype [N, groups * planes]   plane p of group g in column g * planes + p; or [1]
     zero_point  int32 [words_per_row(N, bits), groups]   codes, packed along N; or float [N, groups]
     global_scale  float32 [1]   by which all scales are divided
     column_scale  float [K]   by which all weights of an input feature are multiplied
@@ -126,9 +126,13 @@ class PackedTensor:
         """Codes of rows `start:stop`, uint8 [rows, K]."""
         return self.scheme.unpack(self.words[start:stop], self.shape[1])
 
+    def row_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """The stored scales of rows `start:stop`, [rows, groups * planes]; a tensor's only one repeated."""
+        return (self.scale.expand(self.shape[0], 1) if self.scheme.per_tensor else self.scale)[start:stop]
+
     def group_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """What the values of rows `start:stop` are multiplied by, float32 [rows, groups * planes]."""
-        scale = self.scale[start:stop].to(torch.float32)
+        scale = self.row_scale(start, stop).to(torch.float32)
         divisor = self.part("global_scale")
         return scale if divisor is None else scale / divisor
 
@@ -186,9 +190,8 @@ def dequantize_codes(
 ) -> torch.Tensor:
     """float32 [N, K] from codes (uint8 [N, K]), scales [N, groups * planes] and zero-points [N, groups]."""
     rows, columns = codes.shape
-    size = scheme.group_size
     # Groups of equal length broadcast; only a ragged last group needs one scale spelled out per weight.
-    even = size is None or columns % size == 0
+    even = columns % scheme.group_columns(columns) == 0
     groups = scheme.groups(columns)
     grouped = (rows, groups, columns // groups) if even else (rows, columns)
 
@@ -226,9 +229,9 @@ def look_up(codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 def spread(per_group: torch.Tensor, columns: int, scheme: Scheme) -> torch.Tensor:
     """Repeat one value per group, [N, groups], to one per weight, broadcastable to [N, columns]."""
-    if scheme.group_size is None:
+    if per_group.shape[1] == 1:
         return per_group
-    return per_group.repeat_interleave(scheme.group_size, dim=1)[:, :columns]
+    return per_group.repeat_interleave(scheme.group_columns(columns), dim=1)[:, :columns]
 
 
 def encode_groups(

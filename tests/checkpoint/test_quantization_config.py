@@ -118,6 +118,15 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
         (scheme("fp8"), 256, None),
         (scheme("fp8", group_size=64, scale_dtype=torch.float16), 256, None),
         (scheme("fp8", group_size=64), 100, "compressed-tensors needs groups that divide 100, not 64"),
+        (scheme("fp8", group_size="tensor"), 100, None),
+        (scheme("int4", group_size="tensor"), 101, None),
+        (scheme("int8", group_size="tensor"), 101, None),
+        (
+            scheme("fp8", group_size="tensor"),
+            102,
+            "compressed-tensors stores 102 codes of fp8-e4m3 a row without padding to whole words",
+        ),
+        (scheme("int5", group_size="tensor"), 256, "compressed-tensors has no int5"),
         (
             scheme("fp8"),
             250,

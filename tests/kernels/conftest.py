@@ -1,13 +1,12 @@
 """What the kernel tests share: packed tensors with known weights, and the fp64 product of them."""
 
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import pytest
 import torch
 
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
-from quantkit.packing.schemes import ZeroPoint, scheme
+from quantkit.packing.schemes import GroupSize, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
 
@@ -36,7 +35,7 @@ def make_packed() -> Callable[..., PackedTensor]:
         name: str,
         shape: tuple[int, int],
         *,
-        group_size: int | Literal["channel"] | None = None,
+        group_size: GroupSize = None,
         zero_point: ZeroPoint = "none",
         scale_dtype: torch.dtype | None = None,
         exact: bool = False,
@@ -47,6 +46,7 @@ def make_packed() -> Callable[..., PackedTensor]:
         layout = scheme(name, group_size=group_size, zero_point=zero_point, scale_dtype=scale_dtype)
         rows, columns = shape
         top, groups = 2**layout.format.bits, layout.groups(columns)
+        _, scales = layout.storage_shapes(shape)["scale"]
         values = (0.0,) * top if layout.is_fitted else layout.format.values
         numbers = torch.tensor([c for c, v in enumerate(values) if v == v], dtype=torch.uint8)
         codes = torch.zeros(shape, dtype=torch.uint8)
@@ -55,12 +55,10 @@ def make_packed() -> Callable[..., PackedTensor]:
             codes = (codes << layout.format.bits) | plane
         zeros = torch.randint(0, top, (rows, groups), generator=generator, dtype=torch.uint8)
         if exact:
-            scale = torch.exp2(
-                torch.randint(-1, 2, (rows, groups * layout.planes), generator=generator).float()
-            )
+            scale = torch.exp2(torch.randint(-1, 2, scales, generator=generator).float())
         else:
             # Weights that float16 can hold.
-            spread = torch.rand(rows, groups * layout.planes, generator=generator) + 0.5
+            spread = torch.rand(scales, generator=generator) + 0.5
             scale = spread * min(1, 448 / layout.format.max)
         # Weights that bfloat16 can hold.
         between = zeros + (0.5 if layout.format.bits < 8 else 0)

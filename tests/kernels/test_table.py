@@ -31,6 +31,8 @@ def problem(name="int4", m=1, n=2048, k=2048, dtype=torch.bfloat16, features=FAS
         (problem(m=512), "unpack"),
         (problem("int8"), "torch-int8"),
         (problem("int8", zero_point="integer"), "unpack"),
+        (problem("int8", group_size="tensor"), "torch-int8"),
+        (problem("int4", group_size="tensor"), "int-digits"),
         (problem("fp6"), "int-digits"),
         (problem("fp6-e3m2"), "unpack"),
         (problem("binary"), "int-digits"),
@@ -58,6 +60,7 @@ def test_choice(asked, row):
     [
         ("torch-int4", problem("int8"), "it computes int4, the weight is int8"),
         ("torch-int4", problem(group_size="channel"), "groups of 32, 64, 128 or 256, this is channel"),
+        ("torch-int4", problem(group_size="tensor"), "groups of 32, 64, 128 or 256, this is tensor"),
         ("torch-int4", problem(group_size=16), "groups of 32, 64, 128 or 256, this is 16; quantize with"),
         ("torch-int4", problem(k=2000), "K=2000 is not a multiple of 128"),
         ("torch-int4", problem(n=40), "N in multiples of 16, this is 40"),

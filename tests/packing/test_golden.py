@@ -32,6 +32,8 @@ SCHEMES: dict[str, Scheme] = {
     "int4-columns": Scheme(FORMATS["int4"], 32, scale_dtype=torch.float16, column_scale=True),
     "book3-e4m3": Scheme(FittedFormat("book3", 3), 28, scale_dtype=torch.float8_e4m3fn, global_scale=True),
     "ternary-radix": scheme("ternary", packing="radix"),
+    "fp8-tensor": scheme("fp8", group_size="tensor"),
+    "ternary-radix-tensor": scheme("ternary", group_size="tensor", packing="radix"),
     "custom-radix": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32, packing="radix"),
     "custom": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32),
 }
@@ -50,7 +52,7 @@ def example(scheme: Scheme) -> PackedTensor:
     between = torch.tensor(zero) + 0.375
     return PackedTensor.from_codes(
         torch.tensor(codes, dtype=torch.uint8),
-        torch.tensor(scale),
+        torch.tensor(scale).flatten()[-1:] if scheme.per_tensor else torch.tensor(scale),
         {"none": None, "integer": torch.tensor(zero, dtype=torch.uint8), "float": between}[scheme.zero_point],
         scheme,
         torch.tensor([512.0]) if scheme.global_scale else None,

@@ -165,19 +165,23 @@ CASES: dict[str, Scheme] = {
     "fp8 float16": scheme("fp8", scale_dtype=torch.float16),
     "fp8 float32": scheme("fp8", scale_dtype=torch.float32),
     "fp8 groups": scheme("fp8", group_size=64),
+    "fp8 tensor": scheme("fp8", group_size="tensor"),
+    "fp8 tensor float32": scheme("fp8", group_size="tensor", scale_dtype=torch.float32),
     "mxfp8": scheme("mxfp8"),
     "mxfp4": scheme("mxfp4"),
     "nvfp4": scheme("nvfp4"),
     "int4": scheme("int4", group_size=32, scale_dtype=torch.float32),
     "int8": scheme("int8", scale_dtype=torch.float32),
+    "int4 tensor": scheme("int4", group_size="tensor", scale_dtype=torch.float32),
+    "int8 tensor": scheme("int8", group_size="tensor", scale_dtype=torch.float16),
 }
 
 
 def example(chosen: Scheme, columns: int) -> PackedTensor:
     codes = every_code(chosen.format.name, columns, rows=6)
     assert len(codes.unique()) == sum(not math.isnan(value) for value in chosen.format.values)
-    groups = chosen.for_columns(columns).groups(columns)
-    scale = chosen.scale_type.round(torch.exp2(torch.arange(6 * groups).view(6, groups) % 13 - 6.0))
+    _, size = chosen.for_columns(columns).storage_shapes((6, columns))["scale"]
+    scale = chosen.scale_type.round(torch.exp2(torch.arange(math.prod(size)).view(size) % 13 - 6.0))
     factor = torch.tensor([3.0]) if chosen.global_scale else None
     return PackedTensor.from_codes(codes, scale, None, chosen.for_columns(columns), factor)
 

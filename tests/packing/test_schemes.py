@@ -49,6 +49,12 @@ EVERY = [
     Scheme(FORMATS["ternary"], 64, planes=3),
     Scheme(THIRDS, 32, packing="radix"),
     scheme("ternary", packing="radix"),
+    *[
+        scheme(name, group_size="tensor", scale_dtype=dtype)
+        for name, dtype in itertools.product(PRESETS, (torch.float32, torch.float16, torch.bfloat16))
+        if not scheme(name).is_fitted and scheme(name).planes == 1 and not scheme(name).column_scale
+    ],
+    scheme("ternary", group_size="tensor", packing="radix"),
 ]
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
@@ -138,6 +144,7 @@ def test_a_custom_format_travels_with_its_scheme() -> None:
 def test_arguments_override_the_preset() -> None:
     assert scheme("int4", group_size=32).group_size == 32
     assert scheme("int4", group_size="channel").group_size is None
+    assert scheme("int4", group_size="tensor").group_size == "tensor"
     assert scheme("int8", group_size=64, zero_point="integer").zero_point == "integer"
 
 
@@ -153,7 +160,50 @@ def test_a_group_as_long_as_the_row_is_the_row() -> None:
 )
 def test_the_ragged_last_group_counts(columns: int, groups: int) -> None:
     assert scheme("int4").groups(columns) == groups
-    assert scheme("int8").groups(columns) == 1
+    assert scheme("int8").groups(columns) == scheme("int8", group_size="tensor").groups(columns) == 1
+
+
+@pytest.mark.parametrize(("size", "columns"), [(128, 128), ("channel", 300), ("tensor", 300), (48, 48)])
+def test_the_columns_of_a_group_are_a_row_at_most(size: Any, columns: int) -> None:
+    assert scheme("int4", group_size=size).group_columns(300) == columns
+    assert scheme("int4", group_size=size).group_columns(40) == 40
+
+
+def test_one_scale_per_tensor_is_one_number_whatever_the_shape() -> None:
+    chosen = scheme("fp8", group_size="tensor")
+    assert chosen.per_tensor and not scheme("fp8").per_tensor and not scheme("int4").per_tensor
+    assert chosen.for_columns(1) is chosen
+    assert str(chosen) == "fp8-e4m3 tensor bfloat16"
+    assert chosen.storage_shapes((9, 300)) == {
+        "packed": (torch.int32, (9, 75)),
+        "scale": (torch.bfloat16, (1,)),
+        "shape": (torch.int64, (2,)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "what"),
+    [
+        *[(name, {}, "e8m0 scales") for name in ("mxfp8", "mxfp6", "mxfp4")],
+        ("nvfp4", {}, "e4m3 scales"),
+        ("int4", {"scale_dtype": E4M3}, "e4m3 scales"),
+        ("int4", {"zero_point": "integer"}, "integer zero-points"),
+        ("int4", {"zero_point": "float"}, "float zero-points"),
+        ("binary-residual", {}, "2 planes"),
+        ("binary-rank1", {}, "column scales"),
+        ("book4", {"scale_dtype": torch.bfloat16}, "the fitted values of 'codebook4'"),
+    ],
+)
+def test_one_scale_per_tensor_is_refused_beside_what_groups_have(
+    name: str, options: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(FormatError, match=rf"group size 'tensor' does not go with {what}: .* or 'channel'\."):
+        scheme(name, group_size="tensor", **options)
+
+
+def test_one_scale_per_tensor_has_no_global_scale() -> None:
+    with pytest.raises(FormatError, match="does not go with a global scale"):
+        Scheme(INT4, "tensor", global_scale=True)
 
 
 def test_storage_shapes_of_an_asymmetric_weight() -> None:
@@ -196,7 +246,7 @@ def test_scale_dtype_follows_fp16_weights_only() -> None:
 @pytest.mark.parametrize("size", [0, -5, MAX_GROUP_SIZE + 1])
 def test_group_sizes_out_of_range_are_refused(size: int) -> None:
     with pytest.raises(
-        FormatError, match=f"group size {size} is out of range; use 1 to {MAX_GROUP_SIZE}, or"
+        FormatError, match=f"group size {size} is out of range; use 1 to {MAX_GROUP_SIZE}, 'channel' for"
     ):
         scheme("int4", group_size=size)
 
@@ -225,9 +275,11 @@ def test_an_unknown_preset_lists_the_known_ones() -> None:
         ({"format": None}, "a number format is a name or an object of kind .*; found None"),
         ({"format": ["int4"]}, "a number format is a name or an object of kind .*; found ..int4.."),
         ({"format": {"kind": "int", "name": "x", "bits": 1}}, "int format 'x' has 1 bit"),
-        ({"group_size": True}, "scheme field 'group_size' is True; it is an integer or null"),
-        ({"group_size": 128.0}, "scheme field 'group_size' is 128.0; it is an integer or null"),
+        ({"group_size": True}, "scheme field 'group_size' is True; it is an integer, null or 'tensor'"),
+        ({"group_size": 128.0}, "scheme field 'group_size' is 128.0; it is an integer, null or 'tensor'"),
         ({"group_size": "channel"}, "scheme field 'group_size' is 'channel'"),
+        ({"group_size": ["tensor"]}, "scheme field 'group_size' is ..tensor.."),
+        ({"group_size": "tensor", "planes": 2}, "group size 'tensor' does not go with 2 planes"),
         ({"group_size": 0}, "group size 0 is out of range"),
         ({"zero_point": "half"}, "scheme field 'zero_point' is 'half'; it is one of none, integer, float"),
         ({"zero_point": []}, r"scheme field 'zero_point' is \[\]"),

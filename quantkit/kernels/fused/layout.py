@@ -57,7 +57,7 @@ class Geometry:
     spans: int
     row_tiles: int
     dot: int
-    #: Columns that share a scale; all of them for one scale per channel.
+    #: Columns that share a scale; all of them for one scale per channel or tensor.
     group: int
 
     @property
@@ -89,17 +89,17 @@ def geometry(n: int, k: int, scheme: Scheme) -> Geometry:
     """The layout of a weight [n, k] in `scheme`, whose groups are half a run or whole runs."""
     bits = scheme.format.bits
     span = 16 * planes(bits)
-    group = scheme.for_columns(k).group_size
+    group = scheme.group_columns(k)
     # Groups of half a run are not multiplied on their own.
-    whole = 128 if group is None or group == 16 else group
+    whole = 128 if group in (16, k) else group
     dot = next(size for size in (128, 64, 32) if whole % size == 0)
-    if group is not None and 128 % group and group % 128:
+    if group != k and 128 % group and group % 128:
         # Groups that straddle blocks, of 96 say, become several of one dot with the same scale.
         group = dot
     # Whole blocks, so that no kernel has half a step.
     block = max(span, 128)
     spans = -(-k // block) * block // span
-    return Geometry(n, k, bits, planes(bits), registers(bits), span, spans, -(-n // ROWS), dot, group or k)
+    return Geometry(n, k, bits, planes(bits), registers(bits), span, spans, -(-n // ROWS), dot, group)
 
 
 def build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
@@ -115,12 +115,12 @@ def build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
             for start in range(0, weight.shape[0], step)
         ]
     )
-    scale = weight.scale
+    scale = weight.row_scale()
     if scale.itemsize == 1:
         if bool(scale.float().isnan().any()):
             raise FormatError(f"a {weight.scheme} weight has scales that are NaN. {_VERIFY}")
         scale = scale.view(torch.int8)
-    size = weight.scheme.for_columns(shape.k).group_size or shape.k
+    size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor) -> torch.Tensor:
         if size != shape.group:

@@ -49,8 +49,8 @@ def _unpackable(problem: Problem) -> str | None:
         return "Triton is not installed"
     if problem.scheme.planes > 1:
         return one_plane(problem)
-    size = problem.scheme.for_columns(problem.k).group_size
-    if size is not None and size != 16 and size % 32:
+    size = problem.scheme.group_columns(problem.k)
+    if size not in (16, problem.k) and size % 32:
         return f"it takes groups of 16 or of multiples of 32 columns, not of {size}"
     return None
 

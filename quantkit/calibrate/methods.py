@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from quantkit.calibrate import planes, rank_one
+from quantkit.calibrate import planes, rank_one, tensor_scale
 from quantkit.calibrate.grids import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.hqq import hqq
-from quantkit.calibrate.parameters import TensorParameters, fit_parameters
+from quantkit.calibrate.parameters import FitTensor, TensorParameters, fit_parameters
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.packings import PackingName
-from quantkit.packing.schemes import Scheme, ZeroPoint, scheme
+from quantkit.packing.schemes import GroupSize, Scheme, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
 
 #: Weights worked on at a time on a CPU, so that their float32 copies stay in a core's cache. On a GPU only
@@ -29,20 +28,39 @@ class Method:
     """A way to choose grids. `fit` maps groups (float32 [R, g]) to their `Grid`.
 
     `fit_planes` maps them, and the importance of each weight or None, to the scales of additive planes,
-    float32 [R, planes]; None where it has none.
+    float32 [R, planes]; None where it has none. `fit_tensor` maps the values of a whole tensor to its one
+    scale; None where it has none.
     """
 
     name: str
     summary: str
     fit: Callable[[torch.Tensor, Scheme], Grid]
     fit_planes: Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor] | None = None
+    fit_tensor: FitTensor | None = None
+
+    def check(self, scheme: Scheme) -> None:
+        """Refuse, with a `FormatError`, a scheme whose scales it has no way to choose."""
+        if scheme.planes > 1 and self.fit_planes is None:
+            known = ", ".join(row.name for row in METHODS.values() if row.fit_planes is not None)
+            raise FormatError(f"method {self.name!r} has one scale per group, not {scheme}; take {known}.")
+        if scheme.per_tensor and self.fit_tensor is None:
+            known = ", ".join(row.name for row in METHODS.values() if row.fit_tensor is not None)
+            raise FormatError(
+                f"method {self.name!r} fits scales to groups, not one to a tensor: {scheme}; take {known}."
+            )
 
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("rtn", "plain rounding to nearest, one pass", rtn, planes.plain),
-        Method("mse", "scales searched for the smallest squared error, data-free", mse, planes.search),
+        Method("rtn", "plain rounding to nearest, one pass", rtn, planes.plain, tensor_scale.plain),
+        Method(
+            "mse",
+            "scales searched for the smallest squared error, data-free",
+            mse,
+            planes.search,
+            tensor_scale.search,
+        ),
         Method("hqq", "half-quadratic search for a small l_0.7 error, data-free, int formats only", hqq),
     )
 }
@@ -60,11 +78,12 @@ def method_named(name: str) -> Method:
 class QuantizedRows:
     """Some rows of a weight, quantized: words int32 [n, W], scale [n, S], zero-points [n, G] or None.
 
-    `squared_error` and `squared_norm` are sums over the rows, of (weight - stored)^2 and weight^2.
+    `scale` is None where the tensor has one. `squared_error` and `squared_norm` are sums over the rows, of
+    (weight - stored)^2 and weight^2.
     """
 
     words: torch.Tensor
-    scale: torch.Tensor
+    scale: torch.Tensor | None
     zero_point: torch.Tensor | None
     squared_error: float
     squared_norm: float
@@ -79,6 +98,7 @@ def quantize_rows(
 
     Raises `FormatError` if a weight is NaN or infinite, or a scale overflows its dtype.
     """
+    assert scheme.per_tensor == (parameters.scale is not None)
     # Other strides would add up in another order.
     weights = rows.to(torch.float32).contiguous()
     norm = _squared_norm(weights)
@@ -96,7 +116,7 @@ def quantize_rows(
         if parameters.column_scale is not None:
             squares = parameters.column_scale[span].float().square()
             importance = squares.expand(count, -1).reshape(-1, width)
-        done = _quantize_groups(groups, importance, bound, method)
+        done = _quantize_groups(groups, importance, bound, method, parameters)
         error += float(done.squared_error.sum())
         codes.append(done.codes.view(count, -1))
         scales.append(done.scale.reshape(count, -1))
@@ -104,7 +124,7 @@ def quantize_rows(
             zeros.append(done.zero_point.view(count, -1))
     return QuantizedRows(
         scheme.pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0]),
-        torch.cat(scales, 1).to(scheme.scale_dtype),
+        None if scheme.per_tensor else torch.cat(scales, 1).to(scheme.scale_dtype),
         torch.cat(zeros, 1).to(_zero_point_dtype(scheme)) if zeros else None,
         error / parameters.global_scale**2,
         norm,
@@ -122,19 +142,22 @@ class _QuantizedGroups:
 
 
 def _quantize_groups(
-    groups: torch.Tensor, importance: torch.Tensor | None, scheme: Scheme, method: Method
+    groups: torch.Tensor,
+    importance: torch.Tensor | None,
+    scheme: Scheme,
+    method: Method,
+    parameters: TensorParameters,
 ) -> _QuantizedGroups:
     """Quantize groups (float32 [R, g]); each squared error counts `importance` ([R, g]; None for 1)."""
     if scheme.planes > 1:
-        if method.fit_planes is None:
-            known = ", ".join(row.name for row in METHODS.values() if row.fit_planes is not None)
-            raise FormatError(f"method {method.name!r} has one scale per group, not {scheme}; take {known}.")
+        method.check(scheme)
+        assert method.fit_planes is not None
         scales = method.fit_planes(groups, scheme, importance)
         codes, values = planes.encode(groups, scales, scheme)
         residual = groups - values
         error = _sum_of_squares(residual if importance is None else residual * importance.sqrt())
         return _QuantizedGroups(codes, scales, None, error)
-    grid = method.fit(groups, scheme)
+    grid = parameters.grid(len(groups), groups.device) or method.fit(groups, scheme)
     units = groups / torch.where(grid.scale == 0, 1.0, grid.scale)
     codes, values = quantize_units(units, grid.zero_point, scheme)
     if importance is None:
@@ -192,7 +215,7 @@ def quantize_tensor(
     weight: torch.Tensor,
     format: str | Scheme = "int4",
     *,
-    group_size: int | Literal["channel"] | None = None,
+    group_size: GroupSize = None,
     method: str = "mse",
     zero_point: ZeroPoint = "none",
     scale_dtype: torch.dtype | None = None,
@@ -201,11 +224,13 @@ def quantize_tensor(
     """Quantize one weight [N, K] (float16, bfloat16, float32 or float64) and pack it.
 
     `format` is a format name or a whole `Scheme`. Scales are stored as bfloat16, or float16 for a float16
-    weight, unless `scale_dtype` says otherwise; `packing` "radix" stores ternary codes in 1.6 bits. Runs on
-    the weight's device and returns a tensor there.
+    weight, unless `scale_dtype` says otherwise; `group_size` "channel" is one scale per row and "tensor" one
+    in all; `packing` "radix" stores ternary codes in 1.6 bits. Runs on the weight's device and returns a
+    tensor there.
 
     Raises `FormatError` for a weight that is not a non-empty floating-point matrix, holds NaN or infinity,
-    or whose scales overflow `scale_dtype`, and `UsageError` for an unknown method.
+    or whose scales overflow `scale_dtype`, for a scheme that the method cannot fit, and `UsageError` for an
+    unknown method.
     """
     if not isinstance(weight, torch.Tensor):
         raise FormatError(f"the weight is a {type(weight).__name__}; expected a torch.Tensor [N, K].")
@@ -234,13 +259,17 @@ def quantize_tensor(
     chosen = chosen.for_columns(columns)
     limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS
     chosen_method = method_named(method)
+    chosen_method.check(chosen)
     chunks = torch.split(weight.detach(), max(1, limit // columns))
-    shared = fit_parameters(lambda: iter(chunks), (rows, columns), chosen, chosen_method.fit)
+    shared = fit_parameters(
+        lambda: iter(chunks), (rows, columns), chosen, chosen_method.fit, chosen_method.fit_tensor
+    )
     done = [quantize_rows(chunk, chosen, chosen_method, shared) for chunk in chunks]
+    scales = [part.scale for part in done if part.scale is not None]
     zeros = [part.zero_point for part in done if part.zero_point is not None]
     parts = {
         "packed": torch.cat([part.words for part in done]),
-        "scale": torch.cat([part.scale for part in done]),
+        "scale": torch.cat(scales) if scales else None,
         "zero_point": store_zero_points(torch.cat(zeros), chosen) if zeros else None,
         **{part: tensor.to(weight.device) for part, tensor in shared.parts(chosen).items()},
     }

@@ -4,18 +4,22 @@ Chunks are read in order by whoever fits, so what is found depends on the weight
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from quantkit.calibrate.codebook import Fit, bind, fit_codebook
-from quantkit.calibrate.grids import global_scale
+from quantkit.calibrate.grids import Grid, global_scale
 from quantkit.calibrate.rank_one import Chunks, fit_column_scale
+from quantkit.calibrate.tensor_scale import ValueCounts, count_values
 from quantkit.packing.schemes import Scheme
 
 #: Weights that a code book is fitted to: whole rows, evenly spaced.
 SAMPLE_WEIGHTS = 1 << 20
+
+FitTensor = Callable[[ValueCounts, Scheme], float]
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,17 @@ class TensorParameters:
     global_scale  what all scales are divided by
     column_scale  float [K] as it is stored, what the weights of an input feature are multiplied by
     codebook      the values of the codes
+    scale         the one scale of a scheme that has one per tensor, exact in the dtype it is stored in
     """
 
     global_scale: float = 1.0
     column_scale: torch.Tensor | None = None
     codebook: tuple[float, ...] | None = None
+    scale: float | None = None
+
+    def grid(self, groups: int, device: torch.device) -> Grid | None:
+        """The grid that so many groups have in common; None where each has its own."""
+        return None if self.scale is None else Grid(torch.full((groups, 1), self.scale, device=device))
 
     def bind(self, scheme: Scheme) -> Scheme:
         """`scheme` with the values of its codes known."""
@@ -49,6 +59,7 @@ class TensorParameters:
             "global_scale": torch.tensor([self.global_scale]),
             "column_scale": self.column_scale,
             "codebook": None if self.codebook is None else torch.tensor(self.codebook),
+            "scale": None if self.scale is None else torch.tensor([self.scale], dtype=scheme.scale_dtype),
         }
         return {
             part: tensor.cpu()
@@ -58,14 +69,25 @@ class TensorParameters:
 
 
 def fit_parameters(
-    chunks: Chunks, shape: tuple[int, int], scheme: Scheme, fit: Fit, beside: Chunks = lambda: iter(())
+    chunks: Chunks,
+    shape: tuple[int, int],
+    scheme: Scheme,
+    fit: Fit,
+    fit_tensor: FitTensor | None = None,
+    beside: Chunks = lambda: iter(()),
 ) -> TensorParameters:
     """The parameters of a tensor of `shape` that `chunks` reads; `fit` is how the method chooses scales.
 
-    `beside` reads the tensors that have one global scale with it.
+    `fit_tensor` is how it chooses the one of a tensor that has one. `beside` reads other tensors, which have
+    the same global scale, or one scale.
 
-    Reads the tensor once for a global scale, once more for a code book's, and some times for a column scale.
+    Reads the tensor once for its one scale or a global scale, and some times for a column scale.
     """
+    if scheme.per_tensor:
+        assert fit_tensor is not None
+        counted = count_values(chain(chunks(), beside()))
+        # The rows are refused for what is not finite in them, which says more.
+        return TensorParameters(scale=1.0 if counted is None else fit_tensor(counted, scheme))
     columns = fit_column_scale(chunks, scheme) if scheme.column_scale else None
     if not scheme.global_scale and not scheme.is_fitted:
         return TensorParameters(column_scale=columns)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,9 +27,16 @@ from quantkit.calibrate.methods import Method, method_named
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.packings import PACKINGS, PackingName
-from quantkit.packing.schemes import PRESETS, SCALE_DTYPES, ZERO_POINTS, Scheme, ZeroPoint, scheme
-
-GroupSize = int | Literal["channel"] | None
+from quantkit.packing.schemes import (
+    MAX_GROUP_SIZE,
+    PRESETS,
+    SCALE_DTYPES,
+    ZERO_POINTS,
+    GroupSize,
+    Scheme,
+    ZeroPoint,
+    scheme,
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,10 @@ class Choice:
 
     def check(self) -> None:
         """Raise the error that using this choice would raise."""
-        self.scheme(torch.bfloat16)
-        method_named(self.method)
+        chosen = self.scheme(torch.bfloat16)
+        method = method_named(self.method)
+        if chosen is not None:
+            method.check(chosen)
 
     def of_format(self, name: str) -> "Choice":
         """This choice in format `name`: another format brings its own group size and scale dtype, and has
@@ -181,12 +190,13 @@ def parse_rule(text: str, default: Choice) -> Rule:
 
 
 def parse_group_size(text: str | None) -> GroupSize:
-    """A group size from the command line: a positive integer, `channel`, or None for the format's own."""
-    if text is None or text == "channel":
-        return text  # type: ignore[return-value]
+    """A group size from the command line: a positive integer, `channel` or `tensor`; None as it is."""
+    match text:
+        case None | "channel" | "tensor":
+            return text
     # The length first: Python refuses to convert thousands of digits.
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= 1 << 20:
-        raise UsageError(f"group size {text!r} is neither a positive integer nor 'channel'.")
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MAX_GROUP_SIZE:
+        raise UsageError(f"group size {text!r} is not a positive integer, 'channel' or 'tensor'.")
     return int(text)
 
 

@@ -48,7 +48,7 @@ GroupSizeText = Annotated[
     typer.Option(
         "--group-size",
         "-g",
-        help="Weights of a row that share a scale, or 'channel'.",
+        help="Weights of a row that share a scale, 'channel' for a whole row or 'tensor' for all rows.",
         show_default="by format",
     ),
 ]

@@ -14,7 +14,7 @@ import torch
 
 from quantkit.calibrate.methods import CHUNK_WEIGHTS
 from quantkit.calibrate.parameters import SAMPLE_WEIGHTS
-from quantkit.calibrate.recipe import Choice, GroupSize, Recipe, parse_rule, read_recipe
+from quantkit.calibrate.recipe import Choice, Recipe, parse_rule, read_recipe
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
@@ -25,7 +25,7 @@ from quantkit.model.record import ModelRecord
 from quantkit.model.stream import CHUNK_BYTES, WORKERS, row_unit, write_shard
 from quantkit.model.structure import read_structure
 from quantkit.packing.packings import PackingName
-from quantkit.packing.schemes import ZeroPoint
+from quantkit.packing.schemes import GroupSize, ZeroPoint
 
 Progress = Callable[[int, int, str], None]
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -16,6 +17,7 @@ from quantkit.calibrate.methods import CHUNK_WEIGHTS, GPU_CHUNK_WEIGHTS, Quantiz
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import FormatError
 from quantkit.model.plan import Shard, Task
 from quantkit.packing.tensor import store_zero_points
@@ -80,19 +82,21 @@ def _fit_parameters(checkpoint: Checkpoint, task: Task, device: torch.device) ->
     assert task.scheme is not None and task.method is not None
     source = task.source
 
-    def chunks() -> Iterator[torch.Tensor]:
-        for start, stop in _chunks(task, device):
+    def chunks(source: StoredTensor) -> Iterator[torch.Tensor]:
+        for start, stop in _chunks(replace(task, source=source), device):
             weights = checkpoint.read(source.name, start, stop).to(device)
             yield from torch.split(weights, _piece_rows(weights.shape[1], device))
 
-    def beside() -> Iterator[torch.Tensor]:
-        for other in task.beside:
-            for start, stop in _chunks(replace(task, source=other), device):
-                yield checkpoint.read(other.name, start, stop).to(device)
-
     rows, columns = source.shape
     try:
-        return fit_parameters(chunks, (rows, columns), task.scheme, task.method.fit, beside)
+        return fit_parameters(
+            lambda: chunks(source),
+            (rows, columns),
+            task.scheme,
+            task.method.fit,
+            task.method.fit_tensor,
+            lambda: chain.from_iterable(map(chunks, task.beside)),
+        )
     except FormatError as error:
         raise FormatError(f"{source.name!r}: {error}") from error
 
@@ -175,10 +179,10 @@ def _quantize_rows(
 
 def _parts(pieces: list[QuantizedRows], task: Task) -> dict[str, torch.Tensor]:
     assert task.scheme is not None
-    parts = {
-        "packed": torch.cat([piece.words for piece in pieces]),
-        "scale": torch.cat([piece.scale for piece in pieces]),
-    }
+    parts = {"packed": torch.cat([piece.words for piece in pieces])}
+    scales = [piece.scale for piece in pieces if piece.scale is not None]
+    if scales:
+        parts["scale"] = torch.cat(scales)
     zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
     if zeros:
         parts["zero_point"] = store_zero_points(torch.cat(zeros), task.scheme)

@@ -109,6 +109,7 @@ def test_a_rule_behind_one_that_takes_all_it_matches_is_an_error(pattern):
         ("a=int8", Choice("int8", None, "integer", None, "rtn")),
         ("a=int8:64", Choice("int8", 64, "integer", None, "rtn")),
         ("a=int4:channel", Choice("int4", "channel", "integer", None, "rtn")),
+        ("a=fp8:tensor", Choice("fp8", "tensor", "none", None, "rtn")),
         ("a=int4", Choice("int4", 32, "integer", None, "rtn")),
         ("a=fp6::mse", Choice("fp6", None, "none", None, "mse")),
         ("a=int4:16:mse", Choice("int4", 16, "integer", None, "mse")),
@@ -125,7 +126,7 @@ def test_rules_on_the_command_line(text, expected):
         ("=int8", "is not PATTERN=FORMAT"),
         ("a=", "is not PATTERN=FORMAT"),
         ("a=int4:32:mse:1", "has more than FORMAT:GROUP:METHOD"),
-        ("a=int4:mse", "group size 'mse' is neither a positive integer nor 'channel'"),
+        ("a=int4:mse", "group size 'mse' is not a positive integer, 'channel' or 'tensor'"),
         ("a=int9", "unknown format 'int9'; known are int8"),
         ("a=int4:32:best", "unknown method 'best'; known are rtn, mse"),
         ("a=int4::", "unknown method ''"),
@@ -138,16 +139,17 @@ def test_rules_that_are_refused(text, message):
 
 @pytest.mark.parametrize("text", ["0", "-5", "1.5", "\u0661", "9" * 5000, "1048577", "32 ", ""])
 def test_group_sizes_that_are_refused(text):
-    with pytest.raises(UsageError, match="neither a positive integer nor 'channel'"):
+    with pytest.raises(UsageError, match="is not a positive integer, 'channel' or 'tensor'"):
         parse_group_size(text)
 
 
 def test_group_sizes_that_are_taken():
-    assert [parse_group_size(text) for text in ("1", "128", "1048576", "channel", None)] == [
+    assert [parse_group_size(text) for text in ("1", "128", "1048576", "channel", "tensor", None)] == [
         1,
         128,
         1 << 20,
         "channel",
+        "tensor",
         None,
     ]
 
@@ -218,7 +220,11 @@ def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(
         ("[default]\nscale_dtype = 'e5m2'", "scale dtype 'e5m2' is unknown; use one of float32, float16"),
         ("[default]\ngroup_size = true", "'group_size' is True; expected int or str"),
         ("[default]\ngroup_size = 1.5", "'group_size' is 1.5; expected int or str"),
-        ("[default]\ngroup_size = 'row'", "group size 'row' is neither"),
+        ("[default]\ngroup_size = 'row'", "group size 'row' is not a positive"),
+        ("[default]\ngroup_size = 'tensor'\nzero_point = 'float'", "does not go with float zero-points"),
+        ("[default]\ngroup_size = 'tensor'\nmethod = 'hqq'", "fits scales to groups, not one to a tensor"),
+        ("[default]\nformat = 'mxfp4'\ngroup_size = 'tensor'", "does not go with e8m0 scales"),
+        ("[default]\nformat = 'binary-residual'\nmethod = 'hqq'", "'hqq' has one scale per group"),
         ("[default]\ngroup_size = 0", "group size 0 is out of range"),
         ("[default]\nformat = 'int9'", "unknown format 'int9'"),
         ("[default]\nmethod = 'best'", "unknown method 'best'"),

@@ -37,6 +37,9 @@ SCHEMES: dict[str, Scheme] = {
     "ternary-radix": scheme("ternary", group_size=32, packing="radix"),
     "fp8": scheme("fp8"),
     "fp8-groups": scheme("fp8", group_size=32, scale_dtype=torch.float16),
+    "fp8-tensor": scheme("fp8", group_size="tensor"),
+    "int8-tensor": scheme("int8", group_size="tensor"),
+    "ternary-tensor": scheme("ternary", group_size="tensor", packing="radix"),
     "mxfp8": scheme("mxfp8"),
     "mxfp4": scheme("mxfp4"),
     "nvfp4": scheme("nvfp4"),
@@ -92,7 +95,7 @@ def absmax_pack(weight: torch.Tensor, scheme: Scheme) -> PackedTensor:
     """Round-to-nearest: float32 [N, K] on a grid from each group's extremes."""
     rows, columns = weight.shape
     scheme = scheme.for_columns(columns)
-    size = scheme.group_size or columns
+    size = scheme.group_columns(columns)
     factor = torch.tensor([512.0]) if scheme.global_scale else None
     padded = torch.nn.functional.pad(weight, (0, -columns % size)) * (1 if factor is None else factor)
     groups = padded.reshape(-1, size)
@@ -102,13 +105,16 @@ def absmax_pack(weight: torch.Tensor, scheme: Scheme) -> PackedTensor:
     else:
         low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
         scale = (high - low) / (2**scheme.format.bits - 1)
+    if scheme.per_tensor:
+        scale = scale.amax().view(1)
     scale = scheme.scale_type.round(scale)
     if scheme.zero_point == "integer":
         zero = torch.round(-low / scale.float())
     codes = encode_groups(groups, scale.float(), zero, scheme).reshape(rows, -1)[:, :columns]
     packed_zero = None if zero is None else zero.to(torch.uint8).reshape(rows, -1)
     codes = codes.contiguous()
-    return PackedTensor.from_codes(codes, scale.reshape(rows, -1), packed_zero, scheme, factor)
+    stored_scale = scale if scheme.per_tensor else scale.reshape(rows, -1)
+    return PackedTensor.from_codes(codes, stored_scale, packed_zero, scheme, factor)
 
 
 @dataclass(frozen=True)

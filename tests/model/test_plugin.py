@@ -31,6 +31,9 @@ CASES += [
         "binary",
         "ternary-radix",
         "fp8",
+        "fp8-tensor",
+        "int8-tensor",
+        "ternary-tensor",
         "mxfp4",
         "nvfp4",
     )
@@ -58,8 +61,9 @@ def test_logits_equal_those_of_the_dequantized_model(tiny, prompt, transformers_
         ("mixtral", "int4-asym"),
         ("qwen3_moe", "fp6"),
         *[("llama", name) for name in ("ternary-radix", "fp8", "fp8-groups", "mxfp8", "mxfp4", "nvfp4")],
-        *[("mixtral", name) for name in ("fp8", "nvfp4")],
-        *[("qwen3_moe", name) for name in ("fp8", "mxfp4", "nvfp4", "ternary-radix")],
+        *[("llama", name) for name in ("fp8-tensor", "int8-tensor", "ternary-tensor")],
+        *[("mixtral", name) for name in ("fp8", "fp8-tensor", "nvfp4")],
+        *[("qwen3_moe", name) for name in ("fp8", "mxfp4", "nvfp4", "ternary-radix", "ternary-tensor")],
     ],
 )
 def test_saving_writes_back_the_same_tensors_and_configuration(tiny, prompt, tmp_path, family, name):
@@ -101,7 +105,7 @@ def test_a_packed_lm_head_that_the_config_ties_is_refused(tiny):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["int4-asym", "int4-fp32", "fp6", "fp8", "fp8-groups"])
+@pytest.mark.parametrize("name", ["int4-asym", "int4-fp32", "fp6", "fp8", "fp8-groups", "fp8-tensor"])
 def test_scales_keep_their_dtype(tiny, prompt, dtype, name):
     checkpoint = tiny("qwen2", name)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.packed, dtype=dtype)

@@ -118,6 +118,8 @@ CASES: list[dict[str, Any]] = [
     {"format": "fp8", "method": "rtn"},
     {"format": "mxfp4", "method": "rtn"},
     {"format": "nvfp4", "method": "mse"},
+    {"format": "int8", "method": "mse", "group_size": "tensor"},
+    {"format": "ternary", "method": "rtn", "group_size": "tensor", "packing": "radix"},
 ]
 
 
@@ -185,7 +187,12 @@ def test_relative_errors_are_those_of_the_stored_weights(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"zero_point": "integer", "group_size": 32}, {"format": "binary-rank1"}, {"format": "book4"}],
+    [
+        {"zero_point": "integer", "group_size": 32},
+        {"format": "binary-rank1"},
+        {"format": "book4"},
+        {"format": "fp8", "group_size": "tensor"},
+    ],
     ids=str,
 )
 def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeypatch, options):
@@ -211,8 +218,9 @@ def test_what_cannot_be_fitted_is_named(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name] *= 1e9
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(FormatError, match=rf"^'{name}': a scale of \S+ overflows torch.float16; store"):
-        quantize(source, tmp_path / "out", format="book4", scale_dtype="float16")
+    for options in ({"format": "book4"}, {"format": "int6", "group_size": "tensor", "overwrite": True}):
+        with pytest.raises(FormatError, match=rf"^'{name}': a scale of \S+ overflows torch.float16; store"):
+            quantize(source, tmp_path / "out", scale_dtype="float16", **options)
 
 
 def test_large_rows_that_are_copied_are_read_one_at_a_time(tmp_path, monkeypatch):
@@ -330,8 +338,9 @@ def test_contradictory_options_are_refused(tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("options", [{}, {"format": "fp8", "group_size": "tensor"}], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_is_named_and_no_checkpoint_is_left(tmp_path, value):
+def test_a_weight_that_is_not_finite_is_named_and_no_checkpoint_is_left(tmp_path, value, options):
     source, out = write(tmp_path), tmp_path / "out"
 
     def spoil(weight: torch.Tensor) -> torch.Tensor:
@@ -341,9 +350,9 @@ def test_a_weight_that_is_not_finite_is_named_and_no_checkpoint_is_left(tmp_path
     edit(source, UP, spoil)
     counts = "1 NaN and 0" if value != value else "0 NaN and 1"
     with pytest.raises(FormatError, match=rf"'{UP}', rows 0 to 171: {counts} infinite"):
-        quantize(source, out)
+        quantize(source, out, **options)
     assert not (out / "config.json").exists() and not list(out.glob("*.safetensors"))
-    quantize(source, out, rules=(f"{UP.removesuffix('.weight')}=keep",), overwrite=True)
+    quantize(source, out, rules=(f"{UP.removesuffix('.weight')}=keep",), overwrite=True, **options)
     assert same_bytes(tensors_of(out)[UP], tensors_of(source)[UP])
 
 

@@ -27,7 +27,14 @@ BFLOAT16 = "dict(dtype=torch.bfloat16)"
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama", "int4"), ("llama", "int8"), ("llama", "int4-asym"), ("qwen3_moe", "int4")],
+    [
+        ("llama", "int4"),
+        ("llama", "int8"),
+        ("llama", "int8-tensor"),
+        ("llama", "int4-asym"),
+        ("qwen3_moe", "int4"),
+        ("qwen3_moe", "int8-tensor"),
+    ],
 )
 def test_plain_transformers_reads_int4_and_int8(tiny, prompt, tmp_path, family, name):
     pytest.importorskip("compressed_tensors")
@@ -47,12 +54,14 @@ def test_plain_transformers_reads_int4_and_int8(tiny, prompt, tmp_path, family, 
     [
         ("llama", "fp8", "{}"),
         ("llama", "fp8-groups", "{}"),
+        ("llama", "fp8-tensor", "{}"),
         ("llama", "fp8", BFLOAT16),
         # compressed-tensors dequantizes these to bfloat16, which takes all products of these numbers.
         ("llama", "mxfp8", BFLOAT16),
         ("llama", "mxfp4", BFLOAT16),
         ("llama", "nvfp4", BFLOAT16),
         ("qwen3_moe", "fp8", BFLOAT16),
+        ("qwen3_moe", "fp8-tensor", BFLOAT16),
         ("qwen3_moe", "mxfp4", BFLOAT16),
     ],
 )

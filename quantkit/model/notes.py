@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
 from quantkit.checkpoint.quantization_config import Assignment
@@ -11,8 +11,10 @@ from quantkit.packing.schemes import Scheme
 if TYPE_CHECKING:
     from quantkit.model.structure import Structure
 
-#: Linears that inference engines fuse into one, which then has one scheme.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+#: Linears, of a layer or an expert, that inference engines fuse into one, which then has one scheme.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+T = TypeVar("T")
 
 
 def split_fusions(schemes: Mapping[str, Scheme | None]) -> tuple[str, ...]:
@@ -63,20 +65,27 @@ def plan_notes(
 
 
 def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[str]:
-    """What transformers by itself, which dequantizes with compressed-tensors, cannot do with it."""
-    narrow, experts = set(), set()
+    """What others cannot do with it: vLLM, and transformers by itself, which dequantizes."""
+    narrow, experts, whole = set(), set(), set()
     for a in assignments:
         if a.scheme is None:
             continue
         row = compressed_tensors_format(a.scheme, a.shape[1])
         if row.bfloat16:
             narrow.add(row.stored.name)
+        if a.scheme.per_tensor and not row.fused:
+            whole.add(a.scheme.format.name)
         if a.experts:
             experts.add(json.dumps([row.stored.name, row.arguments(a.scheme, a.shape[1])]))
     if narrow:
         yield (
             f"transformers without quantkit runs {' and '.join(sorted(narrow))} with dtype=torch.bfloat16 "
             "only; it stops with an error otherwise."
+        )
+    if whole:
+        yield (
+            f"vLLM cannot load {' and '.join(sorted(whole))} with one scale per tensor: its products of such "
+            "weights take scales per channel or group. transformers reads it without quantkit."
         )
     if len(experts) > 1:
         yield (
@@ -88,11 +97,11 @@ def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[
 NOT_A_PARAMETER = "not a parameter of the model"
 
 
-def fused_sets(schemes: Mapping[str, Scheme | None]) -> Iterator[dict[str, Scheme | None]]:
-    """The linears that inference engines fuse, as far as there are any, with their schemes."""
-    for name in schemes:
+def fused_sets(linears: Mapping[str, T]) -> Iterator[dict[str, T]]:
+    """The linears that inference engines fuse, as far as there are any, with what they are mapped to."""
+    for name in linears:
         parent, _, leaf = name.rpartition(".")
         for fused in FUSED:
             if leaf == fused[0]:
                 members = [f"{parent}.{other}" for other in fused]
-                yield {member: schemes[member] for member in members if member in schemes}
+                yield {member: linears[member] for member in members if member in linears}

@@ -10,7 +10,11 @@ from typing import Any
 
 from quantkit.calibrate.methods import Method
 from quantkit.calibrate.recipe import Fate, Recipe
-from quantkit.checkpoint.compressed_tensors import stored_format, why_not_compressed_tensors
+from quantkit.checkpoint.compressed_tensors import (
+    compressed_tensors_format,
+    stored_format,
+    why_not_compressed_tensors,
+)
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
@@ -35,7 +39,8 @@ class Task:
     """One source tensor and what is written for it.
 
     `scheme` None copies it. Otherwise `parts` maps packed, scale, zero_point and shape to the output
-    tensors, and `module` is the linear it belongs to. `beside` are sources with the same global scale.
+    tensors, and `module` is the linear it belongs to. `beside` are other sources with the same global scale,
+    or one scale.
     """
 
     source: StoredTensor
@@ -180,14 +185,14 @@ def make_plan(
 
     tasks = []
     layer_bytes: dict[str, int] = {}
-    beside = _one_global_scale(structure, schemes, sources, config.container)
+    beside = _beside(structure, fates, schemes, sources, config.container)
     owners = {one: linear for linear in structure.linears.values() for one in linear.stored}
     for name, source in _in_file_order(checkpoint, sources):
         linear = owners.get(name)
         scheme = None if linear is None else schemes[linear.module]
         if linear is not None and scheme is not None:
             task = _packing_task(name, source, linear, scheme, fates[linear.module], config.container)
-            task = replace(task, beside=beside.get(linear.module, ()))
+            task = replace(task, beside=beside.get(name, ()))
         elif name + ".weight" in checkpoint.tensors or linear is None:
             task = Task(source, (TensorSpec(source.name, source.dtype, source.shape),))
         else:
@@ -213,19 +218,32 @@ def make_plan(
     )
 
 
-def _one_global_scale(
+def _beside(
     structure: Structure,
+    fates: Mapping[str, Fate],
     schemes: Mapping[str, Scheme | None],
     sources: Mapping[str, StoredTensor],
     container: Container,
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """For linears that engines fuse, the sources of all: of their global scales engines take the largest."""
+    """For matrices that engines fuse, by stored name, the sources of the others of their set.
+
+    Of the global scales of a set, or of the scales where each has one, engines take the largest for all.
+    """
+    if container != "compressed-tensors":
+        return {}
+    linears = {one: linear for linear in structure.linears.values() for one in linear.stored}
+    chosen = {
+        one: (linear.shape[1], schemes[linear.module], fates[linear.module].method)
+        for one, linear in linears.items()
+    }
     found: dict[str, tuple[StoredTensor, ...]] = {}
-    for members in fused_sets(schemes):
-        (scheme, *others) = set(members.values())
-        if container == "compressed-tensors" and not others and scheme is not None and scheme.global_scale:
-            stored = tuple(sources[one] for name in members for one in structure.linears[name].stored)
-            found.update(dict.fromkeys(members, stored))
+    for members in fused_sets(chosen):
+        ((columns, scheme, _), *others) = set(members.values())
+        if others or scheme is None or not (scheme.global_scale or scheme.per_tensor):
+            continue
+        if compressed_tensors_format(scheme, columns).fused:
+            for name in members:
+                found[name] = tuple(sources[other] for other in members if other != name)
     return found
 
 

@@ -29,6 +29,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "ternary radix": {"format": "ternary", "packing": "radix"},
     "ternary radix e4m3": {"format": "ternary", "packing": "radix", "group_size": 16, "scale_dtype": "e4m3"},
     "fp8": {"format": "fp8"},
+    "fp8 tensor": {"format": "fp8", "group_size": "tensor"},
+    "int8 tensor": {"format": "int8", "group_size": "tensor"},
+    "ternary tensor": {"format": "ternary", "packing": "radix", "group_size": "tensor"},
     "mxfp8": {"format": "mxfp8"},
     "binary-residual": {"format": "binary-residual", "group_size": 32},
     "binary-rank1": {"format": "binary-rank1"},
@@ -37,13 +40,18 @@ KINDS: dict[str, dict[str, Any]] = {
 CASES = [("llama", kind) for kind in KINDS]
 MIXTURE = (
     *("nvfp4", "int2 float", "ternary radix", "fp8", "mxfp4"),
+    *("fp8 tensor", "int8 tensor", "ternary tensor"),
     *("binary-residual", "binary-rank1", "book4"),
 )
 CASES += [("qwen3_moe", kind) for kind in MIXTURE]
 #: The others are in quantkit's own container.
-COMPRESSED_TENSORS = {("llama", kind) for kind in ("nvfp4", "mxfp4", "mxfp8", "fp8")} | {
-    ("qwen3_moe", kind) for kind in ("fp8", "mxfp4")
+COMPRESSED_TENSORS = {("llama", kind) for kind in ("nvfp4", "mxfp4", "mxfp8")} | {
+    (family, kind)
+    for family in ("llama", "qwen3_moe")
+    for kind in ("fp8", "mxfp4", "fp8 tensor", "int8 tensor")
 }
+#: In these, what engines fuse has one global scale, or one scale.
+SHARED = {("llama", "nvfp4"), ("llama", "fp8 tensor"), ("qwen3_moe", "fp8 tensor")}
 
 
 def write(directory: Path, family: str) -> Path:
@@ -59,13 +67,12 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for path in directory.glob("*.safetensors") for name, t in load_file(path).items()}
 
 
-def dequantized(source: Path, packed: Path, **options: Any) -> Path:
+def dequantized(source: Path, packed: Path, shared: bool, **options: Any) -> Path:
     """A dense checkpoint of the weights that the packed one stands for."""
     scale_dtype = SCALE_DTYPES.get(options.pop("scale_dtype", None))
     tensors = tensors_of(source)
     weights = [name.removesuffix("_scale") for name in tensors_of(packed) if name.endswith("weight_scale")]
-    one_global_scale = options["format"] == "nvfp4" and not any("experts" in name for name in weights)
-    for members in together(weights) if one_global_scale else [[name] for name in weights]:
+    for members in together(weights) if shared else [[name] for name in weights]:
         # What is fused by engines is quantized as if it were one matrix.
         fused = torch.cat([tensors[name] for name in members])
         stored = quantize_tensor(fused, scale_dtype=scale_dtype, **options).dequantize()
@@ -105,7 +112,8 @@ def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind)
     assert method == ("compressed-tensors" if (family, kind) in COMPRESSED_TENSORS else "quantkit")
 
     model = AutoModelForCausalLM.from_pretrained(out)
-    dense = AutoModelForCausalLM.from_pretrained(dequantized(source, out, **options))
+    reference = dequantized(source, out, (family, kind) in SHARED, **options)
+    dense = AutoModelForCausalLM.from_pretrained(reference)
     torch.testing.assert_close(logits_of(model, prompt), logits_of(dense, prompt), rtol=1e-5, atol=1e-5)
 
     model.save_pretrained(tmp_path / "again")
@@ -170,7 +178,7 @@ def test_one_recipe_mixes_all_kinds(tmp_path, prompt):
 
 
 CASTS = (
-    *("nvfp4", "mxfp4", "mxfp8", "fp8", "int4 float e4m3", "int2 float"),
+    *("nvfp4", "mxfp4", "mxfp8", "fp8", "fp8 tensor", "int4 float e4m3", "int2 float"),
     *("binary-residual", "binary-rank1", "book4"),
 )
 
@@ -220,3 +228,34 @@ def test_linears_that_engines_fuse_have_one_global_scale(tmp_path, monkeypatch):
             assert found.item() == pytest.approx(expected, rel=1e-6)
     alone = one[f"{layer}mlp.down_proj.weight_global_scale"].item()
     assert alone == pytest.approx(448 * 6 / largest[f"{layer}mlp.down_proj.weight"], rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
+def test_linears_that_engines_fuse_have_one_scale_where_each_has_one(tmp_path, family):
+    source = write(tmp_path, family)
+    rule = "*.1.self_attn.k_proj=fp8:channel"
+    quantize(source, tmp_path / "out", format="fp8", group_size="tensor", rules=(rule,))
+    scales = {n: t for n, t in tensors_of(tmp_path / "out").items() if n.endswith("_scale")}
+    attention, other = (f"model.layers.{layer}.self_attn." for layer in (0, 1))
+    q, k, v, o = (scales[f"{attention}{leaf}_proj.weight_scale"] for leaf in "qkvo")
+    assert q.shape == (1,) and q == k == v != o
+    # One of another scheme is not fused with the others.
+    assert scales[f"{other}q_proj.weight_scale"] != scales[f"{other}v_proj.weight_scale"]
+    names = {
+        "llama": ("mlp.gate_proj", "mlp.up_proj"),
+        "qwen3_moe": ("mlp.experts.2.gate_proj", "mlp.experts.2.up_proj"),
+        "mixtral": ("block_sparse_moe.experts.2.w1", "block_sparse_moe.experts.2.w3"),
+    }[family]
+    gate, up = (scales[f"model.layers.0.{name}.weight_scale"] for name in names)
+    assert gate == up
+    assert family == "llama" or gate != scales[f"model.layers.0.{names[0].replace('2', '1', 1)}.weight_scale"]
+
+
+def test_int8_per_tensor_is_not_fused_by_engines_and_has_scales_of_its_own(tmp_path):
+    source = write(tmp_path, "llama")
+    quantize(source, tmp_path / "out", format="int8", group_size="tensor")
+    tensors, weights = tensors_of(tmp_path / "out"), tensors_of(source)
+    for leaf in ("q_proj", "k_proj", "v_proj"):
+        name = f"model.layers.0.self_attn.{leaf}.weight"
+        expected = quantize_tensor(weights[name], "int8", group_size="tensor").scale
+        assert torch.equal(tensors[f"{name}_scale"], expected)

@@ -57,6 +57,13 @@ def test_formats_that_plain_transformers_runs_as_bfloat16_only_are_noted():
     assert notes(kept, default=Choice("fp8")) == ()
 
 
+def test_one_scale_per_tensor_of_integers_is_noted():
+    kept = Rule("*.down_proj", Choice("fp8", "tensor"))
+    (note,) = notes(kept, default=Choice("int8", "tensor"))
+    assert note.startswith("vLLM cannot load int8 with one scale per tensor")
+    assert notes(default=Choice("fp8", "tensor")) == ()
+
+
 def test_scales_of_nvfp4_are_noted():
     kept = Rule("*.down_proj", Choice(keep=True))
     (note,) = notes(kept, default=Choice("nvfp4"))

@@ -1,9 +1,10 @@
 """Divergence from the original of a model in many schemes: the tables of docs/accuracy.md.
 
-    python benchmarks/accuracy.py MODEL --text books.txt --text docs.txt [--max-windows 8]
+    python benchmarks/accuracy.py MODEL --text books.txt --text docs.txt [--max-windows 8] [--row int4]
 
 Quantizes MODEL once per row into a temporary directory, evaluates all against it in float32 on windows of
-1024 tokens, and prints bits per weight of the packed linears and KL mean per text.
+1024 tokens, and prints bits per weight of the packed linears and KL mean per text. With `--row`, only of the
+rows whose names contain what it is given.
 """
 
 import argparse
@@ -16,6 +17,12 @@ from quantkit.model.quantize import quantize
 
 #: What `quantize` is given, by row.
 ROWS: dict[str, dict[str, Any]] = {
+    "int8 channel": {"format": "int8"},
+    "int8 tensor": {"format": "int8", "group_size": "tensor"},
+    "int8 tensor rtn": {"format": "int8", "group_size": "tensor", "method": "rtn"},
+    "fp8 channel": {"format": "fp8"},
+    "fp8 tensor": {"format": "fp8", "group_size": "tensor"},
+    "fp8 tensor rtn": {"format": "fp8", "group_size": "tensor", "method": "rtn"},
     "int8 rtn": {"format": "int8", "method": "rtn"},
     "fp6 channel rtn": {"format": "fp6", "group_size": "channel", "method": "rtn"},
     "int4 rtn": {"format": "int4", "method": "rtn"},
@@ -69,15 +76,23 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, action="append", required=True)
     parser.add_argument("--max-windows", type=int, default=8)
+    parser.add_argument("--row", action="append", default=[])
     arguments = parser.parse_args()
+    rows = {
+        name: options
+        for name, options in ROWS.items()
+        if not arguments.row or any(part in name for part in arguments.row)
+    }
+    if not rows:
+        parser.error(f"no row is called so; there are {', '.join(ROWS)}")
     with tempfile.TemporaryDirectory() as directory:
-        outputs = [Path(directory) / name.replace(" ", "-") for name in ROWS]
-        for output, options in zip(outputs, ROWS.values(), strict=True):
+        outputs = [Path(directory) / name.replace(" ", "-") for name in rows]
+        for output, options in zip(outputs, rows.values(), strict=True):
             quantize(arguments.model, output, **options)
         reports = evaluate_many(
             outputs, against=arguments.model, texts=arguments.text, max_windows=arguments.max_windows
         )
-    for name, report in zip(ROWS, reports, strict=True):
+    for name, report in zip(rows, reports, strict=True):
         figures = report.to_dict()
         divergences = " / ".join(f"{text['kl_mean']:.5f}" for text in figures["texts"].values())
         print(f"{name:26} {figures['bits_per_weight']['linears']:.3f}  {divergences}")

@@ -150,7 +150,7 @@ def test_zero_points_and_scales_of_every_kind(run: Run, arguments: tuple[str, ..
     [
         (("-f", "int9"), 4, "unknown format 'int9'; known are int8, int7"),
         (("-m", "magic"), 2, "unknown method 'magic'; known are rtn, mse"),
-        (("-g", "0"), 2, "group size '0' is neither a positive integer nor 'channel'"),
+        (("-g", "0"), 2, "group size '0' is not a positive integer, 'channel' or 'tensor'"),
         (("-f", "binary", "--zero-point", "float"), 4, "format 'binary' has no zero-point"),
         (("--zero-point", "half"), 2, "zero-point 'half' is unknown; use one of none, integer, float"),
         (("--packing", "radix"), 4, "packing 'radix' is not for 'int4': its 16 values fill 4 bits"),
@@ -553,3 +553,37 @@ def test_the_package_runs_as_the_command() -> None:
     )
     assert shown.returncode == 0, shown.stderr
     assert "-1" in shown.stdout
+
+
+def test_one_scale_per_tensor(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run("quantize", SOURCE, out, "--format", "fp8", "-g", "tensor", "--json")
+    assert done.code == 0, done.err
+    written = json.loads(done.out)
+    assert written["container"] == "compressed-tensors" and written["notes"] == []
+    packed = {layer["scheme"] for layer in written["layers"].values()} - {None}
+    assert packed == {"fp8-e4m3 tensor bfloat16"}
+    # Eight bits a weight and sixteen in all.
+    assert all(
+        layer["bits_per_weight"] == 8 + 16 / math.prod(layer["shape"])
+        for layer in written["layers"].values()
+        if layer["scheme"] is not None
+    )
+    shown = run("inspect", out)
+    assert re.search(r"self_attn\.q_proj +5 +64x64 fp8-e4m3 tensor mse", shown.out)
+    assert run("verify", out).code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-f", "mxfp4"), "group size 'tensor' does not go with e8m0 scales"),
+        (("-f", "int4", "--zero-point", "integer"), "does not go with integer zero-points"),
+        (("-f", "int4", "--method", "hqq"), "method 'hqq' fits scales to groups, not one to a tensor"),
+    ],
+)
+def test_what_has_no_scale_per_tensor_is_refused_by_the_plan(
+    run: Run, options: tuple[str, ...], message: str
+) -> None:
+    done = run("plan", SOURCE, "-g", "tensor", *options)
+    assert done.code == 4 and message in " ".join(done.err.split())

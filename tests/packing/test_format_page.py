@@ -72,7 +72,9 @@ def test_there_is_an_example_of_each_kind() -> None:
         ("int2", 1, "bits", ["zero_point", "global_scale"]),
         ("binary", 2, "bits", ["column_scale"]),
         ({"kind": "fitted", "name": "book2", "bits": 2}, 1, "bits", ["codebook"]),
+        ("fp8-e4m3", 1, "bits", []),
     ]
+    assert EXAMPLES[-1]["scheme"]["group_size"] == "tensor"
 
 
 def test_the_page_lists_every_format_of_compressed_tensors() -> None:
@@ -82,7 +84,7 @@ def test_the_page_lists_every_format_of_compressed_tensors() -> None:
         (row[0], tuple(re.findall("`(.*?)`", row[1])), tuple(re.findall("`(.*?)`", row[2]))) for row in listed
     ] == [(row.stored.name, row.formats, row.scales) for row in FORMATS_OF_COMPRESSED_TENSORS]
     assert [row[3] for row in listed] == [
-        str(row.group_size or "that divide K, or the row") for row in FORMATS_OF_COMPRESSED_TENSORS
+        str(row.group_size or "that divide K, the row, the matrix") for row in FORMATS_OF_COMPRESSED_TENSORS
     ]
     assert all(PAGE.count(f"| `{row.stored.name}` |") == 2 for row in FORMATS_OF_COMPRESSED_TENSORS)
     assert all(f'`"{name}"`' in section for name in PACKINGS)

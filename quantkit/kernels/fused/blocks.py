@@ -113,10 +113,14 @@ def load_by_lane(values, row_tile, block, BLOCKS: tl.constexpr, V: tl.constexpr)
 
     `row_tile` is [L], `block` [W, L]. The four lanes t of a row have the same values.
     """
-    t = tl.arange(0, 4)[:, None, None, None, None]
-    r = tl.arange(0, 8)[:, None, None, None]
-    at = row_tile[:, None] * BLOCKS + tl.minimum(block, BLOCKS - 1)[:, :, None] + t * 0
-    v = tl.load(values + at * (16 * V) + r * (2 * V) + tl.arange(0, 2 * V))
+    # A lane loads up to 16 bytes at once.
+    MOST: tl.constexpr = 128 // values.dtype.element_ty.primitive_bitwidth
+    LAST: tl.constexpr = 2 * V if 2 * V < MOST else MOST
+    t = tl.arange(0, 4)[:, None, None, None, None, None]
+    r = tl.arange(0, 8)[:, None, None, None, None]
+    at = row_tile[:, None, None] * BLOCKS + tl.minimum(block, BLOCKS - 1)[:, :, None, None] + t * 0
+    part = tl.arange(0, 2 * V // LAST)[:, None] * LAST
+    v = tl.load(values + at * (16 * V) + r * (2 * V) + part + tl.arange(0, LAST))
     return tl.reshape(v, (4, 8, block.shape[0], block.shape[1], V, 2))
 
 

@@ -11,7 +11,7 @@ def dequantize(
     codes, scale, zero, factor, lut, out, first, N,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
-    SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
     DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -28,9 +28,12 @@ def dequantize(
     for t in tl.static_range(TILES):
         tiles = tiles + (tl.load(codes + at[:, :, None] + t * 256 + tl.arange(0, 256)),)
     q = decode(tiles, lut, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE).to(tl.float32)
+    # W, span, r, t, e1, row // 8, e0, run, p0
     q = tl.reshape(q, (W, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
-    # row // 8, r | span, run, t, p0, e1, e0
-    q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 3, 8, 4, 6)), (W * 16, COLUMNS))
+    if GROUP == 16:
+        q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 3, 4, 6)), (W * 16, COLUMNS))
+    else:
+        q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 3, 8, 4, 6)), (W * 16, COLUMNS))
     block = (tl.program_id(1) * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
     rows = tl.reshape(tl.broadcast_to(rows_in[:, None], (W, B)), (W * B,))
     which = tl.reshape(tl.broadcast_to(block[None, :], (W, B)), (1, W * B))
@@ -54,12 +57,8 @@ def _spread(v, W: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr):
     """Values by lane, [4, 8, 1, W * B, V, 2], for weights [16 * W, COLUMNS]."""
     G: tl.constexpr = B * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, W, G, 2)), (2, 4, 1, 3, 0))
-    if COLUMNS // G == 16:
-        v = tl.reshape(v, (16 * W, G // 2, 2, 4))
-        mine = (tl.arange(0, 4) // 2)[None, :] == tl.arange(0, 2)[:, None]
-        v = tl.reshape(tl.sum(tl.where(mine, v, 0.0), axis=2), (16 * W, G // 2, 4, 1))
-        v = tl.broadcast_to(v, (16 * W, G // 2, 4, 8))
-    else:
-        v = tl.reshape(v, (16 * W, G, 1, 4, 1))
-        v = tl.broadcast_to(v, (16 * W, G, COLUMNS // (32 * G), 4, 8))
+    # Columns that lane t has in a row: four in groups of 16, else eight.
+    L: tl.constexpr = 4 if COLUMNS // G == 16 else 8
+    v = tl.reshape(v, (16 * W, G, 1, 4, 1))
+    v = tl.broadcast_to(v, (16 * W, G, COLUMNS // (4 * L * G), 4, L))
     return tl.reshape(v, (16 * W, COLUMNS))

@@ -14,7 +14,7 @@ Every other format looks its values up; see `decode` in `quantkit.kernels.fused.
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -51,10 +51,14 @@ LANES: dict[str, Lane] = {"bfloat16": Lane("bf16x2", 7, 127), "float16": Lane("f
 
 @dataclass(frozen=True)
 class Expression:
-    """Inline PTX: `planes` outputs from the registers of all parts, with its operand constraints."""
+    """Inline PTX: `planes` outputs from the registers of all parts, with its operand constraints.
+
+    The values are `factor` times the outputs.
+    """
 
     asm: str
     constraints: str
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -140,13 +144,16 @@ class _Writer:
 
 
 @lru_cache(maxsize=256)
-def expression(number_format: NumberFormat, dtype: str) -> Expression | None:
-    """The expression of a format for activations of `dtype`; None if its values have to be looked up."""
+def expression(number_format: NumberFormat, dtype: str, *, bare: bool = False) -> Expression | None:
+    """The expression of a format for activations of `dtype`; None if its values have to be looked up.
+
+    A `bare` one of floats leaves their exponents to whoever multiplies the values next.
+    """
     lane = LANES.get(dtype)
     if lane is None:
         return None
     if isinstance(number_format, FloatFormat):
-        return _float(number_format, lane)
+        return _float(number_format, lane, bare)
     spacing = _spacing(number_format)
     if spacing is not None:
         return _even(number_format.bits, spacing, number_format.values[0], lane)
@@ -221,7 +228,7 @@ def _even_wide(spacing: float, lowest: float, lane: Lane) -> Expression | None:
     return writer.expression(bits)
 
 
-def _float(number_format: FloatFormat, lane: Lane) -> Expression | None:
+def _float(number_format: FloatFormat, lane: Lane, bare: bool) -> Expression | None:
     """Sign to bit 15, the rest to just above the missing mantissa bits, times 2^(difference of biases)."""
     factor = lane.bits(2.0 ** (lane.bias - number_format.bias))
     lift = lane.mantissa_bits - number_format.mantissa_bits
@@ -242,11 +249,12 @@ def _float(number_format: FloatFormat, lane: Lane) -> Expression | None:
                 else f"lop3.b32 ${plane}, {source}, {text}, ${plane}, 0xEA;"
             )
             first = False
-        if factor != lane.bits(1.0):
+        if factor != lane.bits(1.0) and not bare:
             # Adding -0 keeps the sign of a zero.
             constants = writer.constant(factor), writer.constant(negative_zero)
             writer.lines.append(f"fma.rn.{lane.ptx} ${plane}, ${plane}, {', '.join(constants)};")
-    return writer.expression(bits)
+    found = writer.expression(bits)
+    return replace(found, factor=2.0 ** (lane.bias - number_format.bias)) if bare else found
 
 
 def _moves(bits: int, plane: int, lift: int) -> list[tuple[int, int, int]]:

@@ -26,7 +26,7 @@ class Operands:
 
     @property
     def shape(self) -> Geometry:
-        return geometry(self.n, self.x.shape[1], self.scheme)
+        return geometry(self.n, self.x.shape[1], self.scheme, self.x.dtype)
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
     """What all fused kernels know of a weight at compile time. `inline` allows PTX."""
     import triton.language as tl
 
-    shape = geometry(n, k, scheme)
+    shape = geometry(n, k, scheme, dtype)
     name = str(dtype).removeprefix("torch.")
-    found = expression(scheme.format, name) if inline else None
+    carried = shape.carried != 1.0
+    found = expression(scheme.format, name, bare=carried) if inline else None
     return {
         "K": shape.k,
         "SPANS": shape.spans,
@@ -68,9 +69,10 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "PER_BLOCK": shape.per_block,
         "BLOCKS": shape.blocks,
         "V": shape.in_block,
-        "SCALE": SCALE_KINDS.get(scheme.scale_dtype, ""),
+        "ON_WEIGHTS": shape.on_weights,
+        "SCALE": "" if shape.on_weights else SCALE_KINDS.get(scheme.scale_dtype, ""),
         "HAS_ZERO": scheme.zero_point != "none",
-        "HAS_FACTOR": scheme.global_scale,
+        "HAS_FACTOR": scheme.global_scale or carried,
         "ASM": None if found is None else found.asm,
         "CONSTRAINTS": None if found is None else found.constraints,
         "FIELDS": fields(shape.bits),
@@ -122,7 +124,9 @@ def tiled(op: Operands, tile: Tile, *, inline: bool = True) -> torch.Tensor:
     assert shape.steps % tile.split == 0, (shape, tile)
     known = constants(op.n, k, op.scheme, op.x.dtype, inline)
     ordered = _empty(op, m, shape.spans * shape.span)
-    order_columns[(-(-ordered.shape[1] // 1024), m)](op.x, ordered, m, k, ordered.shape[1], BLOCK=1024)
+    order_columns[(-(-ordered.shape[1] // 1024), m)](
+        op.x, ordered, m, k, ordered.shape[1], HALVES=shape.group == 16, BLOCK=1024
+    )
     y = _empty(op, m, op.n)
     bias = y if op.bias is None else op.bias
     sums = y if tile.split == 1 else _empty(op, tile.split, m, op.n, dtype=torch.float32)

@@ -8,15 +8,22 @@ lies in memory:
     column in its run = 8 t + 4 p0 + 2 e1 + e0        p0: the first or second of the run's two products
                                                       e1, e0: which of the lane's four columns of a product
 
+With groups of 16 columns, a product is a group, and the column 16 p0 + 4 t + 2 e1 + e0.
+
 A lane of 16 bits holds one field of each plane (`quantkit.kernels.fused.expressions`), plane = 2 run + p0. A
 tile is 16 rows times 256 lanes of 16 bits, 512 bytes, in the order (r, t, e1, row // 8, e0): a warp reads 16
 bytes per lane and has its fragments. The tiles of a part follow each other, then those of the next part:
 
     codes  int16 [N / 16][K / span][tiles][256]    span: the columns of one field in all planes, 16 * planes
-    scale        [N / 16][blocks][8 r][groups of a block][2]   in their own dtype, 8-bit ones as int8
+    scale        [N / 16][blocks][8 r][groups of a block][2]   in their own dtype, 8-bit ones as int8;
+                                                               those that multiply weights as bfloat16
     zero         as scale: zero-point plus the lowest value; bfloat16, or float32 between codes
 
 A block is 128 columns or one group, whichever is longer: a lane loads all scales of one at once.
+
+Scales multiply sums of products, but those of groups of 16 the weights themselves. So do scales of few digits
+of small floats, as they can carry a factor that each weight has to be multiplied with anyway: the bits of an
+e2m1, say, in the places where a bfloat16 has sign, exponent and mantissa are its value times 2^-126.
 """
 
 import math
@@ -27,7 +34,8 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.errors import FormatError
-from quantkit.kernels.fused.expressions import planes, registers
+from quantkit.kernels.fused.expressions import expression, planes, registers
+from quantkit.packing.formats import FloatFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.words import parts
@@ -59,6 +67,9 @@ class Geometry:
     dot: int
     #: Columns that share a scale; all of them for one scale per channel or tensor.
     group: int
+    #: Whether scales multiply weights rather than sums, and what they carry besides.
+    on_weights: bool
+    carried: float
 
     @property
     def groups(self) -> int:
@@ -85,29 +96,45 @@ class Geometry:
 
 
 @lru_cache(maxsize=1024)
-def geometry(n: int, k: int, scheme: Scheme) -> Geometry:
-    """The layout of a weight [n, k] in `scheme`, whose groups are half a run or whole runs."""
+def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
+    """The layout of a weight [n, k] for activations of `dtype`; groups are half a run or whole runs."""
     bits = scheme.format.bits
     span = 16 * planes(bits)
     group = scheme.group_columns(k)
-    # Groups of half a run are not multiplied on their own.
-    whole = 128 if group in (16, k) else group
+    carried = 1.0 if group == k else _carried(scheme, dtype)
+    on_weights = group != k and (group == RUN // 2 or carried != 1.0)
+    whole = 128 if on_weights or group == k else group
     dot = next(size for size in (128, 64, 32) if whole % size == 0)
     if group != k and 128 % group and group % 128:
         # Groups that straddle blocks, of 96 say, become several of one dot with the same scale.
-        group = dot
+        group = next(size for size in (128, 64, 32) if group % size == 0)
     # Whole blocks, so that no kernel has half a step.
     block = max(span, 128)
     spans = -(-k // block) * block // span
-    return Geometry(n, k, bits, planes(bits), registers(bits), span, spans, -(-n // ROWS), dot, group)
+    return Geometry(
+        n, k, bits, planes(bits), registers(bits), span, spans, -(-n // ROWS), dot, group, on_weights, carried
+    )
 
 
-def build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
-    """Codes, scales, zero-points, factor (both empty for none) and values of `weight` in the fragment layout.
+def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
+    """The factor of the bare unpack expression, if scales can carry it; else 1.
+
+    They can where their products with the format's values are exact: a bfloat16 has eight digits.
+    """
+    if dtype == torch.float16 or not isinstance(scheme.format, FloatFormat):
+        return 1.0
+    digits = scheme.format.mantissa_bits + 1 + scheme.scale_type.digits
+    bare = expression(scheme.format, "bfloat16", bare=True)
+    return 1.0 if bare is None or digits > 8 else bare.factor
+
+
+def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Codes, scales, zero-points, factor (both empty for none) and values of `weight` in the fragment layout,
+    for activations of `dtype`.
 
     Raises `FormatError` for codes and 8-bit scales that are no numbers.
     """
-    shape = geometry(*weight.shape, weight.scheme)
+    shape = geometry(*weight.shape, weight.scheme, dtype)
     step = max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
     codes = torch.cat(
         [
@@ -119,7 +146,15 @@ def build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
     if scale.itemsize == 1:
         if bool(scale.float().isnan().any()):
             raise FormatError(f"a {weight.scheme} weight has scales that are NaN. {_VERIFY}")
-        scale = scale.view(torch.int8)
+        scale = scale.to(torch.bfloat16) if shape.on_weights else scale.view(torch.int8)
+    factor, values = weight.part("global_scale"), _values(weight)
+    if shape.carried != 1.0:
+        # What sums are divided by brings the largest scale to where bfloat16 ends.
+        largest = float(scale.float().abs().max())
+        unit = 2.0 ** (125 - math.floor(math.log2(largest))) if largest else 1.0
+        scale, values = (scale.double() * unit).to(torch.bfloat16), values / shape.carried
+        divisor = torch.tensor([unit / shape.carried], device=scale.device)
+        factor = divisor if factor is None else divisor * factor
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor) -> torch.Tensor:
@@ -135,8 +170,7 @@ def build(weight: PackedTensor) -> tuple[torch.Tensor, ...]:
         # Integers are exact in bfloat16, floats between codes need not be.
         dtype = torch.float32 if weight.scheme.zero_point == "float" else torch.bfloat16
         zero = by_lane(zero_point.to(torch.float32) + lowest).to(dtype)
-    factor = weight.part("global_scale")
-    return codes, by_lane(scale), zero, empty.float() if factor is None else factor, _values(weight)
+    return codes, by_lane(scale), zero, empty.float() if factor is None else factor, values
 
 
 def _values(weight: PackedTensor) -> torch.Tensor:
@@ -160,9 +194,12 @@ def pack_codes(codes: torch.Tensor, shape: Geometry) -> torch.Tensor:
     """Codes (uint8 [rows, K]) as int16 [rows / 16, spans, tiles, 256]; both sides are padded with code 0."""
     rows, columns = codes.shape
     padded = F.pad(codes, (0, shape.spans * shape.span - columns, 0, -rows % ROWS))
-    # rows 16 | row // 8, r | span | run, t, p0, e1, e0
-    axes = padded.view(-1, 2, 8, shape.spans, shape.planes // 2, 4, 2, 2, 2)
-    fields = axes.permute(0, 3, 2, 5, 7, 1, 8, 4, 6).reshape(-1, shape.spans, LANES, shape.planes)
+    halves = shape.group == RUN // 2
+    in_run = (2, 4, 2, 2) if halves else (4, 2, 2, 2)
+    axes = padded.view(-1, 2, 8, shape.spans, shape.planes // 2, *in_run)
+    # rows 16 | row // 8, r | span | run, p0, t, e1, e0
+    axes = axes if halves else axes.transpose(5, 6)
+    fields = axes.permute(0, 3, 2, 6, 7, 1, 8, 4, 5).reshape(-1, shape.spans, LANES, shape.planes)
     tiles, first = [], 0
     for width in parts(shape.bits):
         per_lane = 16 // width

@@ -33,7 +33,7 @@ DENSE_WEIGHTS = 1 << 27
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    layout = build(weight)
+    layout = build(weight, dtype)
     if weight.device.type == "cuda":
         # Kernels that overlap the one before them read weights before they wait for it.
         torch.cuda.current_stream(weight.device).synchronize()
@@ -67,7 +67,7 @@ def _skinny_supports(problem: Problem) -> str | None:
     reason = _unmultipliable(problem)
     if reason is not None:
         return reason
-    shape = geometry(problem.n, problem.k, problem.scheme)
+    shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
     tile = skinny_tile(shape, problem.m)
     steps = -(-shape.spans * shape.span // (tile.warps * tile.columns))
     return None if steps <= SKINNY_STEPS else f"{problem.k} columns are more than it unrolls"
@@ -85,7 +85,7 @@ def _skinny_pays(problem: Problem) -> str | None:
 
 
 def _tiled_pays(problem: Problem) -> str | None:
-    shape = geometry(problem.n, problem.k, problem.scheme)
+    shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
     if "ptx" not in problem.features:
         return _LOOKED_UP
     if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:

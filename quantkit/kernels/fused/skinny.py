@@ -16,7 +16,7 @@ def skinny(
     x, codes, scale, zero, factor, lut, bias, y, M, N,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
-    SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
+    ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -26,13 +26,14 @@ def skinny(
     SPAN: tl.constexpr = 16 * PLANES
     STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * NG - 1) // (W * NG)
     EVEN: tl.constexpr = SPANS * SPAN == STEPS * W * NG * DOT
+    WHOLE: tl.constexpr = EVEN and K == SPANS * SPAN
     # Spans of a dot, or dots of a span.
     C: tl.constexpr = DOT // SPAN if DOT > SPAN else 1
     B2: tl.constexpr = SPAN // DOT if SPAN > DOT else 1
     B1: tl.constexpr = NG // B2
     PER_CHANNEL: tl.constexpr = GROUPS == 1
-    # Groups shorter than a run: their scales go to the weights, not to the sums.
-    FINE: tl.constexpr = GROUP < 32
+    # Groups of a dot.
+    PARTS: tl.constexpr = DOT // GROUP if ON_WEIGHTS and GROUP < DOT else 1
     # Dots of a block of scales.
     IN_BLOCK: tl.constexpr = 128 // DOT
     if PDL:
@@ -70,19 +71,16 @@ def skinny(
             )
         # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
         tl.debug_barrier()
-        columns = _activations(x, step, M, K, EVEN and K == SPANS * SPAN, DOT, W, NG, BM).to(DTYPE)
+        columns = _activations(x, step, M, K, WHOLE, DOT, W, NG, BM, GROUP == 16).to(DTYPE)
         q = decode(tiles, lut, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE)
         q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
         q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 11, 5, 6, 8))
         q = tl.reshape(q, (NG * W, 16 * R, DOT))
         if HAS_ZERO:
-            if FINE:
-                q -= _per_weight(_halves(z.to(tl.float32)), W, NG, R, DOT // 32, DOT).to(DTYPE)
-            else:
-                q -= _per_weight(z, W, NG, R, 1, DOT).to(DTYPE)
-        if FINE:
-            q *= _per_weight(_halves(scale_value(s, SCALE)), W, NG, R, DOT // 32, DOT).to(DTYPE)
-        if FINE or PER_CHANNEL:
+            q -= _per_weight(z, W, NG, R, PARTS, DOT).to(DTYPE)
+        if ON_WEIGHTS:
+            q *= _per_weight(scale_value(s, SCALE), W, NG, R, PARTS, DOT).to(DTYPE)
+        if ON_WEIGHTS or PER_CHANNEL:
             acc = tl.dot(q, columns, acc, input_precision="ieee")
         else:
             sums = tl.dot(q, columns, input_precision="ieee")
@@ -133,15 +131,6 @@ def _scales_and_zeros(
 
 
 @triton.jit
-def _halves(v):
-    """Of groups of half a run, [4, 8, W, L, 8, 2], those that lane t has weights of: [4, 8, W, L, 4, 2]."""
-    v = tl.reshape(v, (4, 8, v.shape[2], v.shape[3], 4, 2, 2))
-    half = (tl.arange(0, 4) // 2)[:, None, None, None, None, None, None]
-    mine = half == tl.arange(0, 2)[:, None]
-    return tl.sum(tl.where(mine, v, 0.0), axis=5)
-
-
-@triton.jit
 def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
     """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG, for sums [NG * W, 16 * R, BM]."""
     v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, 2)), (4, 2, 3, 5, 1, 0))
@@ -151,31 +140,38 @@ def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.const
 
 
 @triton.jit
-def _per_weight(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr, DOT: tl.constexpr):
-    """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG * RUNS, for weights [NG * W, 16 * R, DOT]."""
-    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, RUNS, 2)), (4, 2, 3, 6, 1, 5, 0))
-    v = tl.reshape(v, (NG * W, 16 * R, RUNS, 1, 4, 1))
-    v = tl.broadcast_to(v, (NG * W, 16 * R, RUNS, DOT // (16 * RUNS), 4, 4))
+def _per_weight(
+    v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr
+):
+    """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG * PARTS, for weights [NG * W, 16 * R, DOT]."""
+    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, PARTS, 2)), (4, 2, 3, 6, 1, 5, 0))
+    v = tl.reshape(v, (NG * W, 16 * R, PARTS, 1, 4, 1))
+    v = tl.broadcast_to(v, (NG * W, 16 * R, PARTS, DOT // (16 * PARTS), 4, 4))
     return tl.reshape(v, (NG * W, 16 * R, DOT))
 
 
 @triton.jit
 def _activations(
     x, step, M, K: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr, NG: tl.constexpr,
-    BM: tl.constexpr,
+    BM: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """x^T as operand B, [NG * W, DOT, BM], zeros beyond K; rows beyond M repeat the last one."""
     RUNS: tl.constexpr = DOT // 32
     MH: tl.constexpr = BM // 8
-    i = tl.arange(0, NG * RUNS * MH)
-    w = tl.arange(0, W)
-    k = ((step * W + w[:, None]) * NG + (i // (RUNS * MH))[None, :]) * DOT + (i // MH % RUNS * 32)[None, :]
-    k = k[None, :, :, None] + tl.arange(0, 32)
-    m = tl.minimum((i % MH * 8)[None, None, :, None] + tl.arange(0, 8)[:, None, None, None], M - 1)
+    # What a lane has in a row, 16 bytes or twice 8, is last; the lanes come first.
+    LAST: tl.constexpr = 4 if HALVES else 8
+    t = tl.arange(0, 4)[:, None, None, None, None, None]
+    m = tl.arange(0, 8)[:, None, None, None, None]
+    w = tl.arange(0, W)[:, None, None, None]
+    i = tl.arange(0, NG * RUNS * MH)[:, None, None]
+    p = tl.arange(0, 8 // LAST)[:, None]
+    run = ((step * W + w) * NG + i // (RUNS * MH)) * RUNS + i // MH % RUNS
+    k = run * 32 + p * 16 + t * LAST + tl.arange(0, LAST)
+    at = x + tl.minimum(i % MH * 8 + m, M - 1) * K + k
     if EVEN:
-        v = tl.load(x + m * K + k)
+        v = tl.load(at)
     else:
-        v = tl.load(x + m * K + k, mask=k < K, other=0.0)
-    # m, warp, group, run, m // 8, t, p0, e1, e0
-    v = tl.reshape(v, (8, W, NG, RUNS, MH, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(v, (2, 1, 3, 6, 5, 7, 8, 4, 0)), (NG * W, DOT, BM))
+        v = tl.load(at, mask=k < K, other=0.0)
+    # t, m, warp, group, run, m // 8, p0, e1, e0
+    v = tl.reshape(v, (4, 8, W, NG, RUNS, MH, 2, 2, 2))
+    return tl.reshape(tl.permute(v, (3, 2, 4, 6, 0, 7, 8, 5, 1)), (NG * W, DOT, BM))

@@ -15,7 +15,8 @@ def tiled(
     x, codes, scale, zero, factor, lut, bias, y, M, N,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
-    SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
     DTYPE: tl.constexpr,
     RT: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, WAIT: tl.constexpr, STAGES: tl.constexpr, RASTER:
@@ -106,12 +107,18 @@ def combine(
 
 
 @triton.jit
-def order_columns(x, out, M, K, KP, BLOCK: tl.constexpr):
-    """x [M, K] as [M, KP], zeros beyond K: in each run (t, p0, e1, e0) becomes (p0, e1, t, e0)."""
+def order_columns(x, out, M, K, KP, HALVES: tl.constexpr, BLOCK: tl.constexpr):
+    """x [M, K] as [M, KP], zeros beyond K: in each run (t, p0, e1, e0) becomes (p0, e1, t, e0).
+
+    With `HALVES`, for groups of 16, it is (p0, t, e1, e0) that does.
+    """
     m = tl.program_id(1).to(tl.int64)
     to = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # to = 16 p0 + 8 e1 + 2 t + e0 of its run
-    source = to // 32 * 32 + to // 2 % 4 * 8 + to // 16 % 2 * 4 + to // 8 % 2 * 2 + to % 2
+    t = to // 2 % 4
+    p0 = to // 16 % 2
+    first = p0 * 16 + t * 4 if HALVES else t * 8 + p0 * 4
+    source = to // 32 * 32 + first + to // 8 % 2 * 2 + to % 2
     v = tl.load(x + m * K + source, mask=(source < K) & (to < KP), other=0.0)
     tl.store(out + m * KP + to, v, mask=to < KP)
 
@@ -134,13 +141,6 @@ def _per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
     """Values by lane for weights [16 * RT, COLUMNS]."""
     G: tl.constexpr = v.shape[3] * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
-    if COLUMNS // G == 16:
-        # Groups of half a run: lanes 0 and 1 have the first half. Columns are (run, p0, e1, t, e0).
-        v = tl.reshape(v, (16 * RT, G // 2, 2, 4))
-        mine = (tl.arange(0, 4) // 2)[None, :] == tl.arange(0, 2)[:, None]
-        v = tl.reshape(tl.sum(tl.where(mine, v, 0.0), axis=2), (16 * RT, G // 2, 1, 4, 1))
-        v = tl.broadcast_to(v, (16 * RT, G // 2, 4, 4, 2))
-    else:
-        v = tl.reshape(v, (16 * RT, G, 1, 4, 1))
-        v = tl.broadcast_to(v, (16 * RT, G, COLUMNS // (8 * G), 4, 2))
+    v = tl.reshape(v, (16 * RT, G, 1, 4, 1))
+    v = tl.broadcast_to(v, (16 * RT, G, COLUMNS // (8 * G), 4, 2))
     return tl.reshape(v, (16 * RT, COLUMNS))

@@ -29,7 +29,7 @@ amd = capability == 942
 target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", capability, 32)
 shared = {80: 163, 89: 99, 942: 64}.get(capability, 227) << 10
 n, k, row = 4096, 4096, scheme(name)
-shape = geometry(n, k, row)
+shape = geometry(n, k, row, torch.bfloat16)
 known = dict(constants(n, k, row, torch.bfloat16, not amd))
 if kernel == "skinny":
     tile, function, warps, stages = skinny_tile(shape, m), skinny, 4, 1
@@ -43,7 +43,7 @@ else:
     warps, stages = tile.warps, tile.stages
     known |= dict(RT=tile.row_tiles, BM=tile.m, SPLIT=1, WAIT=not amd, STAGES=stages, RASTER=8)
 known |= dict(HAS_BIAS=True) if kernel != "dense" else {}
-scale = "*i8" if row.scale_dtype.itemsize == 1 else "*bf16"
+scale = "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16"
 types = dict(x="*bf16", codes="*i16", scale=scale, zero="*bf16", factor="*fp32", lut="*fp32", bias="*bf16")
 types |= dict(y="*bf16", out="*bf16", M="i32", first="i32", N="i32")
 types = {key: types[key] for key in function.arg_names if key in types} | {key: "constexpr" for key in known}

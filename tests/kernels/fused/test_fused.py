@@ -55,7 +55,7 @@ def operands(
     packed = make(case.split(maxsplit=1)[0], (n, k), **CASES[case]).to(DEVICE)
     generator = torch.Generator().manual_seed(1)
     x, bias = (torch.randn(*size, generator=generator).to(DEVICE, dtype) for size in ((m, k), (n,)))
-    return Operands(x, build(packed), bias, packed.scheme, n), packed
+    return Operands(x, build(packed, dtype), bias, packed.scheme, n), packed
 
 
 def error(y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor) -> float:
@@ -127,7 +127,7 @@ def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor
     generator = torch.Generator().manual_seed(2)
     x = torch.randint(-4, 5, (m, k), generator=generator).to(DEVICE, DTYPES[0])
     reference = (x.double() @ packed.dequantize().double().T).to(x.dtype)
-    op = Operands(x, build(packed), None, packed.scheme, n)
+    op = Operands(x, build(packed, x.dtype), None, packed.scheme, n)
     for inline in INLINE:
         for name, run in kernels(op, inline).items():
             assert torch.equal(run(), reference), name
@@ -145,12 +145,13 @@ def test_what_is_no_number_stays_in_its_row(make_packed: Callable[..., PackedTen
         assert torch.equal(y[others], clean[name][others]), name
 
 
+@pytest.mark.parametrize("group_size", [16, 64])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_codes_are_where_the_layout_says(bits: int) -> None:
+def test_codes_are_where_the_layout_says(bits: int, group_size: int) -> None:
     """The slow twin of `pack_codes`: one code at a time, from the module's description."""
     name = "binary" if bits == 1 else f"int{bits}"
     n, k = 20, 300
-    shape = geometry(n, k, scheme(name))
+    shape = geometry(n, k, scheme(name, group_size=group_size), torch.bfloat16)
     codes = torch.randint(0, 2**bits, (n, k), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     packed = pack_codes(codes, shape)
     assert packed.shape == (2, shape.spans, shape.tiles, 256)
@@ -159,7 +160,8 @@ def test_codes_are_where_the_layout_says(bits: int) -> None:
         for column in range(k):
             span, within = divmod(column, shape.span)
             run, place = divmod(within, 32)
-            t, p0, e1, e0 = place // 8, place // 4 % 2, place // 2 % 2, place % 2
+            t, p0 = (place // 4 % 4, place // 16) if group_size == 16 else (place // 8, place // 4 % 2)
+            e1, e0 = place // 2 % 2, place % 2
             plane, lane = 2 * run + p0, (((row % 8 * 4 + t) * 2 + e1) * 2 + row % 16 // 8) * 2 + e0
             tile, first = 0, 0
             for width in (w for w in (8, 4, 2, 1) if bits & w):
@@ -175,7 +177,7 @@ def test_tiles_fit_every_weight() -> None:
     for name in PRESETS:
         for n in (1, 100, 5000, 30000):
             for k in (32, 1000, 4096, 28672):
-                shape = geometry(n, k, scheme(name))
+                shape = geometry(n, k, scheme(name), torch.bfloat16)
                 assert shape.spans * shape.span >= k
                 for m in (1, 8, 9, 32, 33, 64, 128, 500):
                     for shared in (99 << 10, 163 << 10, 227 << 10):
@@ -188,7 +190,8 @@ def test_tiles_fit_every_weight() -> None:
 
 def test_a_group_longer_than_the_row_is_the_row() -> None:
     row = Scheme(scheme("int4").format, 128)
-    assert geometry(16, 96, row) == geometry(16, 96, Scheme(scheme("int4").format, None))
+    dtype = torch.bfloat16
+    assert geometry(16, 96, row, dtype) == geometry(16, 96, Scheme(scheme("int4").format, None), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
@@ -202,13 +205,13 @@ def test_every_scale_of_8_bits_is_read_as_stored(dtype: torch.dtype) -> None:
     }
     packed = PackedTensor.from_parts(parts, layout, (256, 32)).to(DEVICE)
     with pytest.raises(FormatError, match="has scales that are NaN"):
-        build(packed)
+        build(packed, DTYPES[0])
     numbers = stored.float()[:, 0].nan_to_num(0.0)
     stored.view(torch.uint8)[stored.float().isnan()] = 0
     packed = PackedTensor.from_parts(parts, layout, (256, 32)).to(DEVICE)
     if dtype == torch.float8_e8m0fnu:
         numbers[[0, 255]] = 0.0
-    op = Operands(torch.zeros(1, 32, device=DEVICE), build(packed), None, layout, 256)
+    op = Operands(torch.zeros(1, 32, device=DEVICE), build(packed, DTYPES[0]), None, layout, 256)
     for inline in INLINE:
         weight = launch.dequantize(op, 0, 256, inline=inline)
         assert torch.equal(weight[:, 0].cpu(), numbers * 7)
@@ -218,7 +221,7 @@ def test_codes_that_are_no_numbers_are_refused(make_packed: Callable[..., Packed
     packed = make_packed("ternary", (16, 128))
     packed.words[3, 2] |= 3
     with pytest.raises(FormatError, match="codes that stand for no number"):
-        build(packed)
+        build(packed, DTYPES[0])
 
 
 def test_why_not() -> None:

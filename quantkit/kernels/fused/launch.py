@@ -83,6 +83,14 @@ def _empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.
     return torch.empty(size, dtype=dtype or op.x.dtype, device=op.x.device)
 
 
+def _start(kernel: Any, grid: tuple[int, ...], op: Operands, *arguments: Any, **options: Any) -> None:
+    """Launch `kernel`; for operands on the meta device only compile it."""
+    if op.x.is_meta:
+        kernel.warmup(*arguments, grid=grid, **options)
+    else:
+        kernel[grid](*arguments, **options)
+
+
 def skinny(op: Operands, tile: SkinnyTile, *, inline: bool = True, overlap: bool = False) -> torch.Tensor:
     """y [m, n] for m up to 32. `overlap` lets the launch overlap the end of the kernel before it."""
     from quantkit.kernels.fused.skinny import skinny as kernel
@@ -90,7 +98,10 @@ def skinny(op: Operands, tile: SkinnyTile, *, inline: bool = True, overlap: bool
     m, k = op.x.shape
     shape = op.shape
     y = _empty(op, m, op.n)
-    kernel[(-(-shape.row_tiles // tile.row_tiles),)](
+    _start(
+        kernel,
+        (-(-shape.row_tiles // tile.row_tiles),),
+        op,
         op.x,
         *op.layout,
         y if op.bias is None else op.bias,
@@ -122,11 +133,15 @@ def tiled(op: Operands, tile: Tile, *, inline: bool = True) -> torch.Tensor:
     assert shape.steps % tile.split == 0, (shape, tile)
     known = constants(op.n, k, op.scheme, op.x.dtype, inline)
     ordered = _empty(op, m, shape.spans * shape.span)
-    order_columns[(-(-ordered.shape[1] // 1024), m)](op.x, ordered, m, k, ordered.shape[1], BLOCK=1024)
+    width = ordered.shape[1]
+    _start(order_columns, (-(-width // 1024), m), op, op.x, ordered, m, k, width, BLOCK=1024)
     y = _empty(op, m, op.n)
     bias = y if op.bias is None else op.bias
     sums = y if tile.split == 1 else _empty(op, tile.split, m, op.n, dtype=torch.float32)
-    kernel[(-(-shape.row_tiles // tile.row_tiles) * -(-m // tile.m), tile.split)](
+    _start(
+        kernel,
+        (-(-shape.row_tiles // tile.row_tiles) * -(-m // tile.m), tile.split),
+        op,
         ordered,
         *op.layout,
         bias,
@@ -147,7 +162,10 @@ def tiled(op: Operands, tile: Tile, *, inline: bool = True) -> torch.Tensor:
     if tile.split > 1:
         last = {name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")}
         _, scale, _, factor, _ = op.layout
-        combine[(-(-op.n // 1024), m)](
+        _start(
+            combine,
+            (-(-op.n // 1024), m),
+            op,
             sums,
             scale,
             factor,
@@ -174,7 +192,10 @@ def dequantize(op: Operands, start: int, stop: int, *, inline: bool = True) -> t
     k, shape = op.x.shape[1], op.shape
     spans = max(128 // shape.span, 1)
     out = _empty(op, stop - start, k)
-    kernel[(-(-(stop - start) // (ROWS * DENSE_WARPS)), -(-shape.spans // spans))](
+    _start(
+        kernel,
+        (-(-(stop - start) // (ROWS * DENSE_WARPS)), -(-shape.spans // spans)),
+        op,
         *op.layout,
         out,
         start // ROWS,

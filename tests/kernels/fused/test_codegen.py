@@ -19,7 +19,7 @@ from quantkit.kernels.fused.blocks import *
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.launch import constants
 from quantkit.kernels.fused.layout import geometry
-from quantkit.kernels.fused.rows import shared_memory, skinny_tile, tiled_tile
+from quantkit.kernels.fused.tilings import shared_memory, skinny_tile, tiled_tile
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
 from quantkit.packing.schemes import scheme

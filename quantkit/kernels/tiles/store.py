@@ -40,24 +40,29 @@ def stored_tables(gpu: Gpu, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...
         return ()
     rows = tuple(rows)
     path = user_path(gpu)
-    found = None if path is None else _parsed(_read(path), str(path), gpu, rows)
-    shipped = package_files("quantkit.kernels.tiles") / file_name(gpu)
-    ours = _parsed(shipped.read_bytes() if shipped.is_file() else None, "shipped", gpu, rows)
-    return tuple(table for table in (found, ours) if table is not None)
+    users = None if path is None else _parsed(_read(path), str(path), gpu, rows)
+    shipped = shipped_table(gpu, rows)
+    found = () if users is None else (StoredTable(users, str(path)),)
+    return found if shipped is None else (*found, StoredTable(shipped, "shipped"))
+
+
+def shipped_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:
+    """The table that ships with quantkit for a GPU, if there is one."""
+    file = package_files("quantkit.kernels.tiles") / file_name(gpu)
+    return _parsed(file.read_bytes() if file.is_file() else None, "shipped", gpu, tuple(rows))
 
 
 def user_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:
     """The table in the user's cache, whatever `QUANTKIT_TILES` says; None where there is none that fits."""
     path = _user_path_or_error(gpu)
-    found = _parsed(_read(path), str(path), gpu, tuple(rows))
-    return None if found is None else found.table
+    return _parsed(_read(path), str(path), gpu, tuple(rows))
 
 
-def _parsed(data: bytes | None, source: str, gpu: Gpu, rows: tuple[KernelRow, ...]) -> StoredTable | None:
+def _parsed(data: bytes | None, source: str, gpu: Gpu, rows: tuple[KernelRow, ...]) -> TileTable | None:
     if data is None:
         return None
     try:
-        return StoredTable(from_json(data, gpu, rows), source)
+        return from_json(data, gpu, rows)
     except OtherTable as error:
         logger.warning("the tile table %s is not used: %s. %s", source, error, _REMEDY)
         return None

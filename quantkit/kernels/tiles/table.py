@@ -25,7 +25,7 @@ import torch
 
 from quantkit.errors import FormatError, KernelError
 from quantkit.files import parse_json, shown
-from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, KernelRow, Problem
+from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, KernelRow, Problem, tile_text
 from quantkit.packing.schemes import Scheme
 
 #: Of the format and of the kernels: a table of another version says nothing about these kernels.
@@ -53,7 +53,7 @@ class Key:
     def of(cls, problem: Problem) -> "Key":
         """The key of the bucket that `problem` falls into."""
         return cls(
-            _as_computed(problem.scheme, problem.k), problem.dtype, problem.n, problem.k, bucket(problem.m)
+            as_computed(problem.scheme, problem.k), problem.dtype, problem.n, problem.k, bucket(problem.m)
         )
 
 
@@ -65,6 +65,9 @@ class Entry:
     row: str
     tile: Any = None
     others: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.row if self.tile is None else f"{self.row} {tile_text(self.tile)}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def bucket(m: int) -> int:
     return 1 << (m - 1).bit_length()
 
 
-def _as_computed(scheme: Scheme, k: int) -> Scheme:
+def as_computed(scheme: Scheme, k: int) -> Scheme:
     """`scheme` without what no GPU kernel sees: how codes are stored, and factors that are in x already."""
     return replace(scheme.for_columns(k), packing="bits", column_scale=False)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quantkit.kernels.tiles.table import Entry, Key, TileTable
 
 #: Rows of x: decoding, batches, prompts. Above, dequantizing wins everywhere it was measured.
-ROWS_OF_X = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+ROWS_OF_X = "1,2,4,8,16,32,64,128,256,512,1024"
 
 
 def tune(
@@ -38,9 +38,7 @@ def tune(
     formats: Annotated[
         str, typer.Option(help="With --shapes, formats, comma-separated: int4, or int4:64 for groups of 64.")
     ] = "int8,int4",
-    m: Annotated[str, typer.Option("--m", help="Rows of x, comma-separated.")] = ",".join(
-        map(str, ROWS_OF_X)
-    ),
+    m: options.RowsOfX = ROWS_OF_X,
     dtype: Annotated[str, typer.Option(help="Of activations: bfloat16 or float16.")] = "bfloat16",
     passes: Annotated[
         int, typer.Option(help="Passes over tiles next to the best so far; each finds less.", min=0)
@@ -56,15 +54,23 @@ def tune(
     Writes them to a table in the cache directory, which later runs use. It is safe to delete, and what is
     found is kept when this is interrupted.
     """
-    from quantkit.kernels.table import forget_tile_tables
+    from quantkit.kernels.table import explain, forget_tile_tables
     from quantkit.kernels.tiles.gpu import CompilePool, gpu_bench
-    from quantkit.kernels.tiles.search import Setting, search
+    from quantkit.kernels.tiles.search import Setting, search, tunable_rows
+    from quantkit.kernels.tiles.table import bucket
 
     weights = _weights(directory, shapes, formats, dtype)
-    rows_of_x = _numbers(m)
+    # The entry of a power of two is that of the numbers below it too.
+    rows_of_x = sorted({bucket(number) for number in options.parse_rows_of_x(m)})
     gpu, features = _gpu()
     tuning = _Tuning.begin(gpu)
-    with CompilePool(jobs or max(1, (os.cpu_count() or 2) - 1)) as pool, progress("tuning") as report:
+    for weight in weights:
+        problem = weight.problem(1, gpu, features)
+        if not tunable_rows(problem):
+            note(
+                f"{weight}: there is nothing to tune, dequantize does not run it: {dict(explain(problem))['dequantize']}."
+            )
+    with CompilePool(jobs or max(1, _cores() - 1)) as pool, progress("tuning") as report:
 
         def advance(number: int, done: int, total: int, label: str) -> None:
             report(done, max(total, 1), f"pass {number} of {passes}: {label}" if label else "")
@@ -78,6 +84,11 @@ def tune(
         print_json({"table": str(tuning.path), "gpu": gpu.name, "measured": found})
     else:
         _print(list(tuning.found.values()), tuning.path)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
 @dataclass
@@ -172,30 +183,13 @@ def _weights(directory: Path | None, shapes: str | None, formats: str, dtype: st
     else:
         assert shapes is not None
         schemes = []
-        for name in _names(formats, "--formats"):
+        for name in options.parse_list(formats, "--formats"):
             number_format, _, size = name.partition(":")
             schemes.append(scheme(number_format, group_size=parse_group_size(size or None)))
-        named = dict.fromkeys(shapes_named(_names(shapes, "--shapes")).values())
+        named = dict.fromkeys(shapes_named(options.parse_list(shapes, "--shapes")).values())
         pairs = [(one, shape) for shape in named for one in schemes]
     weights = [Weight(as_computed(one, shape[1]), *shape, dtypes[dtype]) for one, shape in pairs]
     return list(dict.fromkeys(weights))
-
-
-def _names(text: str, option: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise UsageError(f"{option} is empty; name at least one.")
-    return names
-
-
-def _numbers(text: str) -> list[int]:
-    """Rows of x, each rounded up to the power of two whose entry it uses."""
-    from quantkit.kernels.tiles.table import MAX_M, bucket
-
-    names = _names(text, "--m")
-    if not all(name.isascii() and name.isdigit() and 1 <= int(name[:9]) <= MAX_M for name in names):
-        raise UsageError(f"--m is {text!r}; it is numbers from 1 to {MAX_M}, comma-separated.")
-    return sorted({bucket(int(name)) for name in names})
 
 
 def _as_json(one: "Search") -> dict[str, Any]:

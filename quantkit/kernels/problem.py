@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quantkit.errors import KernelError
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -111,6 +112,10 @@ class Tiling:
     rule: Callable[[Problem], Any]
     why_not: Callable[[Problem, Any], str | None]
     loses: Callable[[Problem, Any], str | None]
+
+
+class TileError(KernelError):
+    """A GPU has too little shared memory, or too few registers or threads, for a tile."""
 
 
 def tile_text(tile: Any) -> str:

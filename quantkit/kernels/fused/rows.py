@@ -22,7 +22,7 @@ from quantkit.kernels.fused.tilings import (
     processors,
     skinny_steps,
 )
-from quantkit.kernels.problem import KernelRow, Layout, Problem, always, device_features, one_plane
+from quantkit.kernels.problem import KernelRow, Layout, Problem, TileError, always, device_features, one_plane
 from quantkit.packing.tensor import PackedTensor
 
 #: The most rows of x that `fused-skinny` takes.
@@ -111,10 +111,19 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
         features = device_features(x.device.type)
-        if x.device.index == torch.cuda.current_device():
-            return run(operands, features, tile)
-        with torch.cuda.device(x.device):
-            return run(operands, features, tile)
+        try:
+            if x.device.index == torch.cuda.current_device():
+                return run(operands, features, tile)
+            with torch.cuda.device(x.device):
+                return run(operands, features, tile)
+        except Exception as error:
+            # Triton's, which is not imported before it is needed.
+            if type(error).__name__ != "OutOfResources":
+                raise
+            raise TileError(
+                f"the tile {tile} is too large for this GPU: {error}. If it is from a tile table (`quantkit "
+                "doctor` shows which is used), delete that, or run `quantkit tune`."
+            ) from error
 
     return launched
 

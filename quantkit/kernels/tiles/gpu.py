@@ -16,7 +16,7 @@ import torch
 from quantkit.errors import KernelError
 from quantkit.kernels.fused.rows import FRAGMENTS, compile_kernels
 from quantkit.kernels.measure import copies, graph_time, random_packed
-from quantkit.kernels.problem import Problem
+from quantkit.kernels.problem import Problem, TileError
 from quantkit.kernels.table import row_named
 from quantkit.kernels.tiles.search import Candidate, Unfit, Weight
 from quantkit.kernels.unpack import block_rows
@@ -79,11 +79,9 @@ class GpuBench:
 @contextmanager
 def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[None]:
     """Lack of registers or memory is `Unfit`; after any other error the GPU may be of no use any more."""
-    from triton.runtime.errors import OutOfResources
-
     try:
         yield
-    except (OutOfResources, torch.OutOfMemoryError) as error:
+    except (TileError, torch.OutOfMemoryError) as error:
         raise Unfit(str(error).splitlines()[0]) from error
     except RuntimeError as error:
         raise KernelError(

@@ -55,7 +55,7 @@ def tune(
     found is kept when this is interrupted.
     """
     from quantkit.kernels.table import explain, forget_tile_tables
-    from quantkit.kernels.tiles.gpu import CompilePool, gpu_bench
+    from quantkit.kernels.tiles.gpu import CompilePool, gpu_bench, gpu_target
     from quantkit.kernels.tiles.search import Setting, search, tunable_rows
     from quantkit.kernels.tiles.table import bucket
 
@@ -67,10 +67,9 @@ def tune(
     for weight in weights:
         problem = weight.problem(1, gpu, features)
         if not tunable_rows(problem):
-            note(
-                f"{weight}: there is nothing to tune, dequantize does not run it: {dict(explain(problem))['dequantize']}."
-            )
-    with CompilePool(jobs or max(1, _cores() - 1)) as pool, progress("tuning") as report:
+            reason = dict(explain(problem))["dequantize"]
+            note(f"{weight}: there is nothing to tune, because dequantize does not run it: {reason}.")
+    with CompilePool(jobs or max(1, _cores() - 1), gpu_target()) as pool, progress("tuning") as report:
 
         def advance(number: int, done: int, total: int, label: str) -> None:
             report(done, max(total, 1), f"pass {number} of {passes}: {label}" if label else "")

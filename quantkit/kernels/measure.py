@@ -90,15 +90,17 @@ def random_packed(scheme: Scheme, n: int, k: int, device: torch.device) -> Packe
             block = codes[start : start + step]
             codes[start : start + step] = (block << scheme.format.bits) | draw(block.shape[0], k)
     scale = torch.rand(n, groups * scheme.planes, generator=generator, device=device) + 0.5
+    # Sums of thousands of weights stay far below 65504, the largest float16.
+    unit = min(0.01, 1 / scheme.format.max)
     zeros = None if scheme.zero_point == "none" else draw(n, groups)
     if zeros is not None and scheme.zero_point == "float":
         zeros = zeros + 0.5
     return PackedTensor.from_codes(
         codes,
-        scale if scheme.global_scale else scale * 0.01,
+        scale if scheme.global_scale else scale * unit,
         zeros,
         scheme,
-        torch.full((1,), 100.0, device=device) if scheme.global_scale else None,
+        torch.full((1,), 1 / unit, device=device) if scheme.global_scale else None,
         column_scale=torch.ones(k, dtype=scheme.column_scale_dtype, device=device)
         if scheme.column_scale
         else None,

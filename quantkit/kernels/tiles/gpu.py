@@ -56,7 +56,10 @@ class GpuBench:
         return row_named(candidate.row).launch(x, self.packed, layout, None, **tile)
 
     def _expected(self, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [m, k], x W^T and |x| |W|^T, float32 [m, n], with W unpacked by torch."""
+        """x [m, k], y = x W^T with W unpacked by torch, and the size of its errors, both float32 [m, n].
+
+        Roundings of the terms of a sum are independent: their sizes add up as squares.
+        """
         if m not in self.expected:
             self.expected.clear()
             rows, columns = self.packed.shape
@@ -71,8 +74,9 @@ class GpuBench:
                     start, stop, None if zeros is None else zeros[start:stop]
                 )
                 y[:, start:stop] = x.float() @ block.T
-                size[:, start:stop] = x.float().abs() @ block.abs().T
-            self.expected[m] = x, y, size.clamp_min_(torch.finfo(torch.float32).tiny)
+                size[:, start:stop] = x.float().square() @ block.square().T
+            size.sqrt_().add_(y.abs()).clamp_min_(torch.finfo(torch.float32).tiny)
+            self.expected[m] = x, y, size
         return self.expected[m]
 
 
@@ -103,17 +107,25 @@ def gpu_bench(weight: Weight) -> Iterator[GpuBench]:
         torch.cuda.empty_cache()
 
 
+#: What Triton compiles for: backend, architecture and threads of a warp, as ("cuda", 90, 32).
+Target = tuple[str, int | str, int]
+
+
+def gpu_target() -> Target:
+    """The target of the current GPU."""
+    from triton.runtime.driver import driver
+
+    found = driver.active.get_current_target()
+    return found.backend, found.arch, found.warp_size
+
+
 class CompilePool:
     """Compiles candidates in `jobs` processes, which share Triton's cache and use no GPU.
 
     A compiler that crashes or does not end takes one candidate with it, and no other.
     """
 
-    def __init__(self, jobs: int, target: Any = None) -> None:
-        if target is None:
-            from triton.runtime.driver import driver
-
-            target = driver.active.get_current_target()
+    def __init__(self, jobs: int, target: Target) -> None:
         self._workers = [_Worker(target) for _ in range(jobs)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -159,7 +171,7 @@ def _same_kernel(problem: Problem, candidate: Candidate) -> Problem:
 class _Worker:
     """A process that compiles one candidate at a time, started when it is first needed."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Target) -> None:
         self._target = target
         self._process: Any = None
         self._connection: Connection | None = None
@@ -193,22 +205,26 @@ class _Worker:
         if self._connection is None:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=_work, args=(theirs, self._target), daemon=True)
-            self._process.start()
+            process = context.Process(target=_work, args=(theirs, self._target), daemon=True)
+            process.start()
             theirs.close()
+            self._process = process
+            if self._killed:
+                process.kill()
         return self._connection
 
 
-def _work(connection: Connection, target: Any) -> None:
+def _work(connection: Connection, target: Target) -> None:
     """Compile what comes through `connection`, until it closes."""
-    # Set by tests for this process' parent; there is nothing to compile in an interpreter.
+    # Before Triton is imported: its interpreter compiles nothing.
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)
     # Whoever measures needs a core at once.
     os.nice(10)
+    from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    driver.set_active(_CompileOnly(target))
+    driver.set_active(_CompileOnly(GPUTarget(*target)))
     while True:
         try:
             problem, candidate = connection.recv()

@@ -26,9 +26,9 @@ FINALISTS = 3
 HOPELESS = 3.0
 #: What beats the choice of the rules must take less than this part of its time: noise is no reason to differ.
 MARGIN = 0.98
-#: Largest error of an output against the sum of the magnitudes it is the sum of: roundings of weights to the
-#: dtype of x, and of the output.
-LIMITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+#: Largest error of an output y, a sum of terms t, as part of |y| + sqrt(sum t^2). Weights and y are rounded
+#: to the dtype of x, by 2^-9 or 2^-12 at most, and no sum of a billion errs by six standard deviations.
+LIMITS = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
 class Unfit(Exception):
@@ -135,7 +135,7 @@ class Search:
             error, limit = bench.error(candidate, self.problem.m), LIMITS[self.problem.dtype]
             if not error <= limit:
                 self.wrong.add(candidate)
-                raise Unfit(f"its result is wrong by {error:.2g} of what it sums up; allowed is {limit:.2g}")
+                raise Unfit(f"its result is wrong by {error:.2g} of what it sums up, more than {limit:.2g}")
             self.coarse[candidate] = bench.time(candidate, self.problem.m, COARSE)
         except Unfit as reason:
             self.rejected[candidate] = str(reason)

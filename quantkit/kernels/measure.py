@@ -89,7 +89,8 @@ def random_packed(scheme: Scheme, n: int, k: int, device: torch.device) -> Packe
         for _ in range(scheme.planes):
             block = codes[start : start + step]
             codes[start : start + step] = (block << scheme.format.bits) | draw(block.shape[0], k)
-    scale = torch.rand(n, groups * scheme.planes, generator=generator, device=device) + 0.5
+    _, scales = scheme.storage_shapes((n, k))["scale"]
+    scale = torch.rand(scales, generator=generator, device=device) + 0.5
     # Sums of thousands of weights stay far below 65504, the largest float16.
     unit = min(0.01, 1 / scheme.format.max)
     zeros = None if scheme.zero_point == "none" else draw(n, groups)

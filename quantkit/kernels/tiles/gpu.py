@@ -98,8 +98,7 @@ def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[N
 def gpu_bench(weight: Weight) -> Iterator[GpuBench]:
     """The bench of a weight on the current GPU; its memory is given back at the end."""
     device = torch.device("cuda", torch.cuda.current_device())
-    scheme = replace(weight.scheme, packing="bits", column_scale=False)
-    bench = GpuBench(random_packed(scheme, weight.n, weight.k, device), weight.dtype)
+    bench = GpuBench(random_packed(weight.scheme, weight.n, weight.k, device), weight.dtype)
     try:
         yield bench
     finally:

@@ -93,8 +93,12 @@ def bucket(m: int) -> int:
 
 
 def as_computed(scheme: Scheme, k: int) -> Scheme:
-    """`scheme` without what no GPU kernel sees: how codes are stored, and factors that are in x already."""
-    return replace(scheme.for_columns(k), packing="bits", column_scale=False)
+    """`scheme` without what no GPU kernel sees.
+
+    Codes and one scale per tensor are in the layout as those of a channel are, and factors of columns in x.
+    """
+    scheme = replace(scheme.for_columns(k), packing="bits", column_scale=False)
+    return replace(scheme, group_size=None) if scheme.per_tensor else scheme
 
 
 def to_json(table: TileTable, rows: Iterable[KernelRow]) -> bytes:

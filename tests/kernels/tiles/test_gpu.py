@@ -24,6 +24,7 @@ CASES = {
     **{name: scheme(name) for name in PRESETS},
     "int4 integer": scheme("int4", zero_point="integer", group_size=64),
     "int3 float": scheme("int3", zero_point="float", group_size=48),
+    "fp8 tensor": scheme("fp8", group_size="tensor"),
     "int4 e4m3": scheme("int4", scale_dtype=torch.float8_e4m3fn),
 }
 

@@ -1,5 +1,8 @@
 """The parts of a search that touch kernels, as far as they need no GPU: checking results, and compiling."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +102,51 @@ def test_candidates_compile_without_a_gpu(ask: Ask, tmp_path: Path, monkeypatch:
         assert pool.submit(ask(), bad)() == worse()
     cubins = list((tmp_path / "triton").rglob("skinny.cubin"))
     assert len(cubins) == 1, "M of 2 and 8 have one kernel"
+
+
+#: Kernels of a launch with real operands, and those that compile ahead for it, by the hash of Triton's cache.
+AHEAD = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from quantkit.kernels.fused import launch, rows
+from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
+from quantkit.kernels.measure import random_packed
+from quantkit.kernels.problem import GPU_FEATURES, Problem
+from quantkit.kernels.tiles.gpu import _CompileOnly, _same_kernel
+from quantkit.kernels.tiles.search import Candidate
+from quantkit.packing.schemes import scheme
+
+driver.set_active(_CompileOnly(GPUTarget("cuda", 90, 32)))
+hashes = []
+launch._start = lambda kernel, grid, op, *args, **options: hashes.append(
+    kernel.warmup(*args, grid=grid, **options).hash
+)
+for row, tile, m in (("fused-skinny", SkinnyTile(), 4), ("fused-tiled", Tile(4, 64, 4), 64)):
+    hashes.clear()
+    problem = Problem(m, 64, 1024, scheme("int4", zero_point="integer"), torch.bfloat16, "cuda", GPU_FEATURES)
+    layout = rows.FRAGMENTS.build(random_packed(problem.scheme, 64, 1024, torch.device("cpu")), problem.dtype)
+    rows._RUNS[row](
+        Operands(torch.zeros(m, 1024).bfloat16(), layout, None, problem.scheme, 64), GPU_FEATURES, tile
+    )
+    launched = list(hashes)
+    hashes.clear()
+    rows.compile_kernels(row, _same_kernel(problem, Candidate(row, tile)), layout, tile)
+    assert hashes == launched, (row, hashes, launched)
+"""
+
+
+def test_what_compiles_ahead_is_what_is_launched(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", AHEAD],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_compiler_that_crashes_takes_one_candidate(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

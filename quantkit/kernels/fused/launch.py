@@ -1,5 +1,6 @@
 """From operands to a launch of a fused kernel: its constants, its tile, its grid."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -41,13 +42,18 @@ class SkinnyTile:
 
 @dataclass(frozen=True)
 class Tile:
-    """Row tiles and rows of x of a program, parts of the columns, warps, stages of the pipeline."""
+    """Row tiles and rows of x of a program, parts of the columns, warps, stages of the pipeline.
+
+    With `half_sums`, the products of a step, 128 columns or a span, are summed in float16, and added up in
+    float32.
+    """
 
     row_tiles: int
     m: int
     split: int = 1
     warps: int = 4
     stages: int = 3
+    half_sums: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -77,6 +83,18 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "PLANES": shape.planes,
         "DTYPE": getattr(tl, name),
     }
+
+
+@lru_cache(maxsize=1024)
+def half_unit(n: int, k: int, scheme: Scheme) -> float:
+    """What weights are multiplied with before they are summed in float16.
+
+    Those of one scale per channel are without it then, and up to 57344: a power of two makes them 1 at most.
+    """
+    if geometry(n, k, scheme).groups > 1:
+        return 1.0
+    largest = scheme.format.max if scheme.zero_point == "none" else 2.0**scheme.format.bits
+    return 2.0 ** -math.ceil(math.log2(largest))
 
 
 def _empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -156,6 +174,7 @@ def tiled(op: Operands, tile: Tile, *, inline: bool = True) -> torch.Tensor:
         WAIT=inline,
         STAGES=tile.stages,
         RASTER=8,
+        HALF=half_unit(op.n, k, op.scheme) if tile.half_sums else None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -52,6 +52,8 @@ def doctor(
         say(f"{name:16} {version or 'not installed'}")
     for name, value in machine.items():
         say(f"{name:16} {value}")
+    if "gpu 0" in machine:
+        say(f"{'float16 sums':16} {_half_sums()}")
     for found in tables:
         say(
             f"{'tile table':16} {found['source']}: {found['entries']} entries, made with {found['made_with']}"
@@ -112,6 +114,22 @@ def _machine() -> dict[str, str]:
         properties = torch.cuda.get_device_properties(index)
         facts[f"gpu {index}"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
     return facts
+
+
+def _half_sums() -> str:
+    """Whether summing in float16 may pay on the current GPU. The process that runs a model has the switch."""
+    import torch
+
+    from quantkit.kernels.fused.tilings import HALF_RATE
+    from quantkit.kernels.problem import gpu_of
+
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    if gpu is None or gpu.capability not in HALF_RATE:
+        return "bring nothing on this GPU"
+    return (
+        "off unless torch.backends.cuda.matmul.allow_fp16_accumulation is set; may make float16 tiles faster, "
+        "and makes them less accurate"
+    )
 
 
 def _tile_tables() -> list[dict[str, Any]]:

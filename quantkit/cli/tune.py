@@ -40,6 +40,13 @@ def tune(
     ] = "int8,int4",
     m: options.RowsOfX = ROWS_OF_X,
     dtype: Annotated[str, typer.Option(help="Of activations: bfloat16 or float16.")] = "bfloat16",
+    fp16_accumulation: Annotated[
+        bool,
+        typer.Option(
+            "--fp16-accumulation",
+            help="With float16, for runs that set torch's allow_fp16_accumulation: try float16 sums too.",
+        ),
+    ] = False,
     passes: Annotated[
         int, typer.Option(help="Passes over tiles next to the best so far; each finds less.", min=0)
     ] = 1,
@@ -59,7 +66,7 @@ def tune(
     from quantkit.kernels.tiles.search import Setting, search, tunable_rows
     from quantkit.kernels.tiles.table import bucket
 
-    weights = _weights(directory, shapes, formats, dtype)
+    weights = _weights(directory, shapes, formats, dtype, fp16_accumulation)
     # The entry of a power of two is that of the numbers below it too.
     rows_of_x = sorted({bucket(number) for number in options.parse_rows_of_x(m)})
     gpu, features = _gpu()
@@ -163,7 +170,9 @@ def _gpu() -> "tuple[Gpu, frozenset[str]]":
     return gpu, features
 
 
-def _weights(directory: Path | None, shapes: str | None, formats: str, dtype: str) -> "list[Weight]":
+def _weights(
+    directory: Path | None, shapes: str | None, formats: str, dtype: str, half_sums: bool
+) -> "list[Weight]":
     """What to tune for, each weight once."""
     from quantkit.calibrate.recipe import parse_group_size
     from quantkit.kernels.shapes import shapes_named
@@ -175,6 +184,8 @@ def _weights(directory: Path | None, shapes: str | None, formats: str, dtype: st
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in LIMITS}
     if dtype not in dtypes:
         raise UsageError(f"--dtype is {dtype!r}; kernels with tiles take {' or '.join(dtypes)}.")
+    if half_sums and dtype != "float16":
+        raise UsageError(f"--fp16-accumulation is for --dtype float16, not {dtype}.")
     if (directory is None) == (shapes is None):
         raise UsageError("name a packed checkpoint directory to tune for, or --shapes such as llama3-8b.")
     if directory is not None:
@@ -187,7 +198,7 @@ def _weights(directory: Path | None, shapes: str | None, formats: str, dtype: st
             schemes.append(scheme(number_format, group_size=parse_group_size(size or None)))
         named = dict.fromkeys(shapes_named(options.parse_list(shapes, "--shapes")).values())
         pairs = [(one, shape) for shape in named for one in schemes]
-    weights = [Weight(as_computed(one, shape[1]), *shape, dtypes[dtype]) for one, shape in pairs]
+    weights = [Weight(as_computed(one, shape[1]), *shape, dtypes[dtype], half_sums) for one, shape in pairs]
     return list(dict.fromkeys(weights))
 
 
@@ -196,6 +207,7 @@ def _as_json(one: "Search") -> dict[str, Any]:
     return {
         "scheme": str(problem.scheme),
         "dtype": str(problem.dtype).removeprefix("torch."),
+        "half_sums": problem.half_sums,
         "n": problem.n,
         "k": problem.k,
         "m": problem.m,

@@ -52,6 +52,8 @@ class Problem:
     layout: str | None = None
     #: None on a CPU, and where only the rules are asked.
     gpu: Gpu | None = None
+    #: Whether torch's `allow_fp16_accumulation` lets float16 products be summed in float16.
+    half_sums: bool = False
 
     @classmethod
     def on(
@@ -66,11 +68,15 @@ class Problem:
     ) -> "Problem":
         """The problem on a device of this machine, with what that device can do."""
         kind = device.type
-        return cls(m, n, k, scheme, dtype, kind, device_features(kind), layout, gpu_of(device))
+        half_sums = (
+            dtype == torch.float16 and kind == "cuda" and torch.backends.cuda.matmul.allow_fp16_accumulation
+        )
+        return cls(m, n, k, scheme, dtype, kind, device_features(kind), layout, gpu_of(device), half_sums)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.scheme}, M={self.m} N={self.n} K={self.k}, {dtype} on {self.device}"
+        sums = ", float16 sums allowed" if self.half_sums else ""
+        return f"{self.scheme}, M={self.m} N={self.n} K={self.k}, {dtype} on {self.device}{sums}"
 
 
 #: Why not, as a sentence fragment that says how to make it so where there is a way; None for yes.

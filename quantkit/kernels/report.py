@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.kernels.problem import KernelRow, Problem, tile_text
-from quantkit.kernels.table import ROWS, choose_unforced, explain
+from quantkit.kernels.table import ROWS, choose_unforced, explain, sums_text
 from quantkit.packing.schemes import Scheme
 
 
@@ -55,7 +55,7 @@ def choice_of(problem: Problem) -> Choice:
     return Choice(
         problem,
         None if chosen is None else chosen.row.name,
-        None if tile is None else tile_text(tile),
+        None if tile is None else tile_text(tile) + sums_text(problem, tile),
         None if chosen is None else chosen.us,
         tuple((name, reason) for name, reason in verdicts if reason is not None),
     )

@@ -187,7 +187,16 @@ def log_choice(problem: Problem, chosen: Chosen) -> None:
         key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m))
         tile = "" if chosen.tile is None else f" {tile_text(chosen.tile)}"
         measured = "" if chosen.us is None else f", measured {chosen.us:.1f} us"
-        _log_once(problem, chosen.row, key, tile + measured)
+        _log_once(problem, chosen.row, key, tile + sums_text(problem, chosen.tile) + measured)
+
+
+def sums_text(problem: Problem, tile: Any) -> str:
+    """What became of torch's leave to sum in float16; "" where it gave none."""
+    if not problem.half_sums:
+        return ""
+    if getattr(tile, "half_sums", False):
+        return ", sums of a step in float16"
+    return ", sums in float32 (float16 is allowed, but brings nothing here)"
 
 
 _logged: set[tuple[str, int, int, int]] = set()

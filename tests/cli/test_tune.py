@@ -144,6 +144,7 @@ def test_weights_without_tiles_are_named(run: Callable[..., Any]) -> None:
         (("--shapes", "64x64", "--formats", "int4:x"), 2, "'x'"),
         (("--shapes", "64x64", "--m", "0"), 2, "--m is '0'; it is numbers from 1 to 65536"),
         (("--shapes", "64x64", "--m", "a"), 2, "--m is 'a'"),
+        (("--shapes", "64x64", "--fp16-accumulation"), 2, "is for --dtype float16, not bfloat16"),
         (
             ("--shapes", "64x64", "--dtype", "float32"),
             2,
@@ -156,6 +157,15 @@ def test_wrong_options(run: Callable[..., Any], arguments: tuple[str, ...], code
     assert (done.code, done.out) == (code, "")
     assert message in done.err
     assert not Path(str(user_path(GPU))).exists()
+
+
+def test_float16_sums_have_entries_of_their_own(run: Callable[..., Any]) -> None:
+    arguments = ("tune", "--shapes", "64x256", "--formats", "int4", "--m", "64", "--dtype", "float16")
+    assert run(*arguments).code == 0
+    assert run(*arguments, "--fp16-accumulation").code == 0
+    table = user_table(GPU, ROWS)
+    assert table is not None
+    assert {key.half_sums for key in table.entries} == {False, True}
 
 
 def test_shapes_or_a_checkpoint(run: Callable[..., Any], packed: Path) -> None:
@@ -240,6 +250,14 @@ def test_doctor_shows_tables_and_what_they_choose(run: Callable[..., Any], packe
     ]
     measured = {entry["m"] for entry in report["kernels"] if entry["us"] is not None}
     assert measured == {1}
+
+
+def test_doctor_says_where_float16_sums_pay(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "float16 sums     bring nothing on this GPU" in run("doctor").out
+    monkeypatch.setattr(problem, "gpu_of", lambda device: replace(GPU, capability=(8, 9)))
+    assert (
+        "float16 sums     off unless torch.backends.cuda.matmul.allow_fp16_accumulation" in run("doctor").out
+    )
 
 
 def test_doctor_names_a_damaged_table(run: Callable[..., Any]) -> None:

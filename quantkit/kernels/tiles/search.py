@@ -29,6 +29,8 @@ MARGIN = 0.98
 #: Largest error of an output y, a sum of terms t, as part of |y| + sqrt(sum t^2). Weights and y are rounded
 #: to the dtype of x, by 2^-9 or 2^-12 at most, and no sum of a billion errs by six standard deviations.
 LIMITS = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+#: The same where steps are summed in float16: each of 256 additions rounds by 2^-11 of the sum so far.
+HALF_LIMIT = 2.0**-5
 
 
 class Unfit(Exception):
@@ -37,19 +39,22 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight [n, k] in `scheme`, for activations of `dtype`."""
+    """A weight [n, k] in `scheme`, for activations of `dtype` whose sums may be float16 with `half_sums`."""
 
     scheme: Scheme
     n: int
     k: int
     dtype: torch.dtype = torch.bfloat16
+    half_sums: bool = False
 
     def __str__(self) -> str:
         return f"{self.scheme} {self.n}x{self.k}"
 
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
         """Its product with m rows of x, with codes as kernels see them."""
-        problem = Problem(m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu)
+        problem = Problem(
+            m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.half_sums
+        )
         return replace(problem, scheme=Key.of(problem).scheme)
 
 
@@ -132,7 +137,7 @@ class Search:
         try:
             if failure is not None:
                 raise Unfit(failure)
-            error, limit = bench.error(candidate, self.problem.m), LIMITS[self.problem.dtype]
+            error, limit = bench.error(candidate, self.problem.m), _limit(self.problem, candidate)
             if not error <= limit:
                 self.wrong.add(candidate)
                 raise Unfit(f"its result is wrong by {error:.2g} of what it sums up, more than {limit:.2g}")
@@ -167,6 +172,10 @@ class Search:
         """How many times as fast as the rules' choice the winner is; None if one of them did not run."""
         entry, ruled = self.entry(), self.fine.get(self.rules)
         return None if entry is None or ruled is None else ruled / entry.us
+
+
+def _limit(problem: Problem, candidate: Candidate) -> float:
+    return HALF_LIMIT if getattr(candidate.tile, "half_sums", False) else LIMITS[problem.dtype]
 
 
 def tunable_rows(problem: Problem) -> list[KernelRow]:

@@ -5,19 +5,20 @@
      "made_with": {"quantkit": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"},
      "tiles": {"fused-skinny": ["warps", "columns", "row_tiles", "ahead"], ...},
      "weights": [
-      {"scheme": {...}, "dtype": "bfloat16", "shapes": {
+      {"scheme": {...}, "dtype": "bfloat16", "half_sums": false, "shapes": {
         "4096x14336": {"1": [12.4, "fused-skinny", [4, 256, 1, true]],
-                       "32": [19.7, "fused-tiled", [4, 32, 4, 4, 4], {"fused-skinny": 31.5}], ...}}}]}
+                       "32": [19.7, "fused-tiled", [4, 32, 4, 4, 4, false], {"fused-skinny": 31.5}], ...}}}]}
 
 A shape is N x K on one line. Its keys are the largest M of a bucket of M, powers of two; its values are
 microseconds, the row, its tile where it has one, and microseconds of the rows that come before it in the
-kernel table. Activations have `dtype`. Who reads a table checks every value, because it may be anyone's.
+kernel table. Activations have `dtype`, and sums may be float16 with `half_sums`. Who reads a table checks
+every value, because it may be anyone's.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -41,20 +42,23 @@ _SHAPE = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
 
 @dataclass(frozen=True)
 class Key:
-    """What an entry is for: a weight [n, k], activations, and M up to `m`, a power of two."""
+    """What an entry is for: a weight [n, k], activations, and M up to `m`, a power of two.
+
+    `half_sums` is whether sums may be float16.
+    """
 
     scheme: Scheme
     dtype: torch.dtype
     n: int
     k: int
     m: int
+    half_sums: bool = False
 
     @classmethod
     def of(cls, problem: Problem) -> "Key":
         """The key of the bucket that `problem` falls into."""
-        return cls(
-            as_computed(problem.scheme, problem.k), problem.dtype, problem.n, problem.k, bucket(problem.m)
-        )
+        scheme, m = as_computed(problem.scheme, problem.k), bucket(problem.m)
+        return cls(scheme, problem.dtype, problem.n, problem.k, m, problem.half_sums)
 
 
 @dataclass(frozen=True)
@@ -104,27 +108,19 @@ def as_computed(scheme: Scheme, k: int) -> Scheme:
 def to_json(table: TileTable, rows: Iterable[KernelRow]) -> bytes:
     """The table as a file: sorted, with a line per weight, so that versions of it can be compared."""
     tiles = {row.name: _fields(row) for row in rows if row.tiling is not None}
-    weights: dict[tuple[str, str], dict[tuple[int, int], dict[int, list[Any]]]] = {}
+    weights: dict[str, dict[tuple[int, int], dict[int, list[Any]]]] = {}
     for key, entry in table.entries.items():
-        scheme, dtype = json.dumps(key.scheme.to_dict()), str(key.dtype).removeprefix("torch.")
-        tile = None if entry.tile is None else [getattr(entry.tile, name) for name in tiles[entry.row]]
-        others = {name: round(us, 2) for name, us in sorted(entry.others.items())}
-        value = [
-            round(entry.us, 2),
-            entry.row,
-            *([] if tile is None else [tile]),
-            *([others] if others else []),
-        ]
-        weights.setdefault((scheme, dtype), {}).setdefault((key.n, key.k), {})[key.m] = value
+        tile = [] if entry.tile is None else [[getattr(entry.tile, name) for name in tiles[entry.row]]]
+        others = {name: _rounded(us) for name, us in sorted(entry.others.items())}
+        by_m = weights.setdefault(_weight_to_json(key), {}).setdefault((key.n, key.k), {})
+        by_m[key.m] = [_rounded(entry.us), entry.row, *tile, *([others] if others else [])]
     groups = []
-    for (scheme, dtype), shapes in sorted(weights.items()):
+    for weight, shapes in sorted(weights.items()):
         lines = [
             f'"{n}x{k}": {json.dumps({str(m): value for m, value in sorted(by_m.items())})}'
             for (n, k), by_m in sorted(shapes.items())
         ]
-        groups.append(
-            f'{{"scheme": {scheme}, "dtype": "{dtype}", "shapes": {{\n' + ",\n".join(lines) + "\n}}"
-        )
+        groups.append(f'{{{weight}, "shapes": {{\n' + ",\n".join(lines) + "\n}}")
     head = {
         "version": VERSION,
         "gpu": _gpu_to_json(table.gpu),
@@ -133,6 +129,16 @@ def to_json(table: TileTable, rows: Iterable[KernelRow]) -> bytes:
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
     return ("{\n" + "\n".join(lines) + '\n"weights": [\n' + ",\n".join(groups) + "\n]\n}\n").encode()
+
+
+def _weight_to_json(key: Key) -> str:
+    """What the shapes of a scheme share, without the braces around it."""
+    dtype = str(key.dtype).removeprefix("torch.")
+    return json.dumps({"scheme": key.scheme.to_dict(), "dtype": dtype, "half_sums": key.half_sums})[1:-1]
+
+
+def _rounded(us: float) -> float:
+    return float(f"{us:.4g}")
 
 
 def _gpu_to_json(gpu: Gpu) -> dict[str, Any]:
@@ -176,26 +182,37 @@ def _table(data: Mapping[str, Any], gpu: Gpu, rows: Mapping[str, KernelRow]) -> 
         raise ValueError(f"'tiles' is {shown(data.get('tiles'))}; expected {tiles}")
     entries: dict[Key, Entry] = {}
     for group in _get(data, "weights", list, "the file"):
-        if type(group) is not dict:
-            raise ValueError(f"'weights' has {shown(group)}; expected an object")
-        _only(group, ("scheme", "dtype", "shapes"), "a weight")
-        scheme = Scheme.from_dict(_get(group, "scheme", dict, "a weight"))
-        dtype = _get(group, "dtype", str, str(scheme))
-        if dtype not in _DTYPES:
-            raise ValueError(f"the dtype of {scheme} is {shown(dtype)}; expected {', '.join(_DTYPES)}")
-        for shape, by_m in _get(group, "shapes", dict, str(scheme)).items():
-            n, k = _sides(shape, scheme)
-            if type(by_m) is not dict:
-                raise ValueError(f"{scheme} {shape} is {shown(by_m)}; expected an object")
-            for m, value in by_m.items():
-                problem = Problem(_m(m), n, k, scheme, _DTYPES[dtype], "cuda", GPU_FEATURES, None, gpu)
-                key = Key.of(problem)
-                if key.scheme != scheme:
-                    raise ValueError(f"the scheme of {scheme} {shape} should be {key.scheme}")
-                if key in entries:
-                    raise ValueError(f"{problem} occurs twice; expected once")
-                entries[key] = _entry(value, problem, rows)
+        for problem, value in _problems(group, gpu):
+            key = Key.of(problem)
+            if key.scheme != problem.scheme:
+                raise ValueError(f"the scheme of {problem} should be {key.scheme}")
+            if key in entries:
+                raise ValueError(f"{problem} occurs twice; expected once")
+            entries[key] = _entry(value, problem, rows)
     return TileTable(gpu, made_with, entries)
+
+
+def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:
+    """Each problem of a list of weights with what is said of it."""
+    if type(group) is not dict:
+        raise ValueError(f"'weights' has {shown(group)}; expected an object")
+    _only(group, ("scheme", "dtype", "half_sums", "shapes"), "a weight")
+    scheme = Scheme.from_dict(_get(group, "scheme", dict, "a weight"))
+    dtype = _get(group, "dtype", str, str(scheme))
+    if dtype not in _DTYPES:
+        raise ValueError(f"the dtype of {scheme} is {shown(dtype)}; expected {', '.join(_DTYPES)}")
+    half_sums = _get(group, "half_sums", bool, str(scheme))
+    if half_sums and dtype != "float16":
+        raise ValueError(f"'half_sums' of {scheme} is true for {dtype}; expected only for float16")
+    for shape, by_m in _get(group, "shapes", dict, str(scheme)).items():
+        n, k = _sides(shape, scheme)
+        if type(by_m) is not dict:
+            raise ValueError(f"{scheme} {shape} is {shown(by_m)}; expected an object")
+        for m, value in by_m.items():
+            yield (
+                Problem(_m(m), n, k, scheme, _DTYPES[dtype], "cuda", GPU_FEATURES, None, gpu, half_sums),
+                value,
+            )
 
 
 def _entry(value: Any, problem: Problem, rows: Mapping[str, KernelRow]) -> Entry:
@@ -260,7 +277,7 @@ def _get(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     return value
 
 
-_KINDS = {int: "an integer", str: "a text", dict: "an object", list: "a list"}
+_KINDS = {int: "an integer", bool: "true or false", str: "a text", dict: "an object", list: "a list"}
 
 
 def _only(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:

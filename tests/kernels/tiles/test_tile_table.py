@@ -122,6 +122,8 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
         (damage(lambda data: data["weights"].append(3)), "'weights' has 3"),
         (damage(lambda data: data["weights"][0].update(n=1)), "a weight has the keys"),
         (damage(lambda data: data["weights"][0].update(dtype="int8")), "the dtype of fp4-e2m1 .* is 'int8'"),
+        (damage(lambda data: data["weights"][0].update(half_sums=True)), "'half_sums' of .* is true for bf"),
+        (damage(lambda data: data["weights"][0].pop("half_sums")), "expected true or false"),
         (damage(lambda data: data["weights"][0]["scheme"].pop("format")), "a scheme has the fields"),
         (damage(lambda data: data["weights"][0]["scheme"].update(format="int44")), "int44"),
         (
@@ -159,7 +161,7 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
             entry([1.0, "fused-skinny", [4, 512, 1, True]], "64"),
             "cannot be: it takes up to 32 rows of x, not 64",
         ),
-        (entry([1.0, "fused-tiled", [4, 16, 1, 4, 99]]), "cannot be: stages is one of"),
+        (entry([1.0, "fused-tiled", [4, 16, 1, 4, 99, False]]), "cannot be: stages is one of"),
         (entry([1.0, "dequantize", [1]]), r"has \[\[1\]\] at its end"),
         (entry([1.0, "dequantize", {}, 3]), "at its end"),
         (entry([0, "dequantize"]), "has 0; expected microseconds"),

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.kernels.linear import linear
-from quantkit.kernels.problem import Problem, device_features
+from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import FORCE_VARIABLE, ROWS, choose, explain
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -104,8 +104,8 @@ def measure(dtype: torch.dtype, layers: int, repeats: int) -> list[Measurement]:
         layout = scheme(format_name)
         packed = [random_packed(layout, s, generator) for _ in range(layers) for s in SHAPES]
         n, k = SHAPES[4]
-        problem = Problem(1, n, k, layout, dtype, "cpu", device_features("cpu"))
-        best, refusals = choose(problem).name, dict(explain(problem))
+        problem = Problem.on(torch.device("cpu"), 1, n, k, layout, dtype)
+        best, refusals = choose(problem).row.name, dict(explain(problem))
         for row in ROWS:
             os.environ[FORCE_VARIABLE] = row.name
             if "cpu" not in row.devices or row.supports(problem) is not None:

@@ -1,6 +1,6 @@
 """Time `quantkit.linear` on a GPU beside a kernel that only reads its bytes, dense bfloat16, and tinygemm.
 
-    python benchmarks/gpu_matmul.py --formats int8,int4 --shapes 8b.o,8b.gate_up --m 1,16,64 --json out.json
+    python benchmarks/gpu_matmul.py --formats int8,int4 --shapes llama3-8b.o,4096x14336 --m 1,16 --json o.json
 
 Each figure is the median of CUDA-graph replays over as many different weights as exceed the L2 cache several
 times, divided by their number. Up to M = 16 it is given as a multiple of the floor, above as a multiple of
@@ -9,39 +9,20 @@ dense speed. `--jobs` processes compile the kernels first.
 
 import argparse
 import json
-import math
 import multiprocessing
-import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import triton
-import triton.language as tl
 
 import quantkit
+from quantkit.kernels.measure import copies, graph_time, read_time
+from quantkit.kernels.shapes import shapes_named
 from quantkit.packing.tensor import PackedTensor
 
-#: Weights that a round of calls reads: more than the L2 cache of any GPU, several times.
-ROUND_BYTES = 320 << 20
-
-#: [N, K] of the linears of Llama-3 8B and 70B, Qwen2.5-7B and the experts of Mixtral 8x7B.
-SHAPES = {
-    "8b.qkv": (6144, 4096),
-    "8b.o": (4096, 4096),
-    "8b.gate_up": (28672, 4096),
-    "8b.down": (4096, 14336),
-    "70b.qkv": (10240, 8192),
-    "70b.o": (8192, 8192),
-    "70b.gate_up": (57344, 8192),
-    "70b.down": (8192, 28672),
-    "qwen.qkv": (4608, 3584),
-    "qwen.gate_up": (37888, 3584),
-    "qwen.down": (3584, 18944),
-    "mixtral.up": (14336, 4096),
-}
 GROUPS = {"int2": 64}
 
 
@@ -61,57 +42,6 @@ class Row:
         if self.m <= 16:
             return f"{self.us:.1f} ({self.us / self.floor_us:.2f}x)"
         return f"{self.us:.1f} ({self.dense_us / self.us:.2f}d)"
-
-
-@triton.jit
-def _read(x, out, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((BLOCK,), tl.int32)
-    for i in range(STEPS):
-        total += tl.load(x + (program * STEPS + i) * BLOCK + tl.arange(0, BLOCK))
-    tl.store(out + program, tl.sum(total))
-
-
-def graph_time(calls: Sequence[Callable[[], object]], replays: int = 10) -> float:
-    """Median microseconds of one of `calls`, captured together in one CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in (*calls, *calls):
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(replays + 3):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / len(calls))
-    return statistics.median(times[3:])
-
-
-def copies(nbytes: int) -> int:
-    return max(2, math.ceil(ROUND_BYTES / nbytes))
-
-
-def floor(nbytes: int) -> float:
-    """Microseconds of the fastest of some kernels that read so many bytes and do nothing else."""
-    nbytes = nbytes // (1 << 15) * (1 << 15)
-    data = [torch.ones(nbytes // 4, dtype=torch.int32, device="cuda") for _ in range(copies(nbytes))]
-    times = []
-    for block, steps, warps in ((1024, 8, 4), (2048, 4, 8), (1024, 4, 4), (2048, 2, 4), (1024, 2, 4)):
-        programs = nbytes // 4 // (block * steps)
-        out = torch.empty(programs, dtype=torch.int32, device="cuda")
-        calls = [
-            lambda x=x, out=out, b=block, s=steps, w=warps, n=programs: _read[(n,)](x, out, b, s, num_warps=w)
-            for x in data
-        ]
-        times.append(graph_time(calls))
-    return min(times)
 
 
 def dense(n: int, k: int, m: int) -> float:
@@ -138,23 +68,25 @@ def quantized(name: str, n: int, k: int) -> PackedTensor:
     return quantkit.quantize_tensor(weight, name, method="rtn", group_size=GROUPS.get(name))
 
 
-def compile_kernels(job: tuple[str, list[str], list[int]]) -> None:
+def compile_kernels(job: tuple[str, list[tuple[int, int]], list[int]]) -> None:
     name, shapes, ms = job
     for shape in shapes:
-        packed = quantized(name, *SHAPES[shape])
+        packed = quantized(name, *shape)
         for m in ms:
             quantkit.linear(torch.randn(m, packed.shape[1], device="cuda", dtype=torch.bfloat16), packed)
 
 
-def measure(names: Sequence[str], shape: str, ms: Sequence[int]) -> Iterator[list[Row]]:
-    n, k = SHAPES[shape]
+def measure(
+    names: Sequence[str], shape: str, sides: tuple[int, int], ms: Sequence[int]
+) -> Iterator[list[Row]]:
+    n, k = sides
     dense_us = {m: dense(n, k, m) for m in ms}
     floors: dict[int, float] = {}
     for name in names:
         packed = quantized(name, n, k)
         nbytes = int(packed.bits_per_weight * n * k / 8)
         if nbytes >> 15 not in floors:
-            floors[nbytes >> 15] = floor(nbytes)
+            floors[nbytes >> 15] = read_time(nbytes)
         weights = [
             replace(packed, tensors=tuple(t.clone() for t in packed.tensors), kernel_cache={})
             for _ in range(copies(nbytes))
@@ -175,29 +107,27 @@ def main() -> None:
     parser.add_argument(
         "--formats", default="int8,int6,int4,int3,int2,ternary,binary,fp8,fp6,nf4,mxfp4,nvfp4"
     )
-    parser.add_argument("--shapes", default="8b.o,8b.gate_up")
+    parser.add_argument("--shapes", default="llama3-8b.o,llama3-8b.gate_up")
     parser.add_argument("--m", default="1,2,4,8,16,32,64,128,256,1024,4096")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    names, shapes = options.formats.split(","), options.shapes.split(",")
+    names, shapes = options.formats.split(","), shapes_named(options.shapes.split(","))
     ms = [int(m) for m in options.m.split(",")]
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        pool.map(compile_kernels, [(name, shapes, ms) for name in names], chunksize=1)
+        pool.map(compile_kernels, [(name, list(shapes.values()), ms) for name in names], chunksize=1)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     versions = f"torch {torch.__version__}, triton {triton.__version__}, commit {commit.stdout.strip()}"
     print(f"{torch.cuda.get_device_name()}, {versions}")
     found: list[Row] = []
-    for shape in shapes:
-        print(f"\n{shape} {SHAPES[shape]}: us (x floor) up to M=16, us (x dense speed) above")
-        print(
-            "tinygemm int4: " + ", ".join(f"M={m} {tinygemm(*SHAPES[shape], m):.1f}" for m in ms if m <= 64)
-        )
+    for shape, sides in shapes.items():
+        print(f"\n{shape} {sides}: us (x floor) up to M=16, us (x dense speed) above")
+        print("tinygemm int4: " + ", ".join(f"M={m} {tinygemm(*sides, m):.1f}" for m in ms if m <= 64))
         print("| format | floor | " + " | ".join(f"M={m}" for m in ms) + " |")
         print("|---" * (len(ms) + 2) + "|")
-        for rows in measure(names, shape, ms):
+        for rows in measure(names, shape, sides, ms):
             found += rows
             print(
                 f"| {rows[0].format} | {rows[0].floor_us:.1f} | " + " | ".join(map(str, rows)) + " |",

@@ -2,4 +2,6 @@
 
 from quantkit.cli.main import main
 
-main()
+# Processes that multiprocessing spawns import this module too.
+if __name__ == "__main__":
+    main()

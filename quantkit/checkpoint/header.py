@@ -6,20 +6,18 @@ format calls invalid but the library lets pass (duplicate keys, path-like names,
 an error here.
 """
 
-import errno
 import json
 import math
 import os
 import re
-import reprlib
-import stat
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
+from quantkit import files
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError
+from quantkit.files import open_regular, shown
 
 MAX_HEADER_BYTES = 32 * 2**20
 MAX_JSON_BYTES = 64 * 2**20
@@ -106,16 +104,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """`path` opened for reading; `OSError` if that fails, also for what is not a regular file."""
-    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file")
-    return os.fdopen(descriptor, "rb")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a small file; `CheckpointError`, which names it, for anything else."""
     try:
@@ -137,38 +125,11 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     error of the data.
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except RecursionError:
-        _fail(f"{what} is nested too deeply; expected a few levels of JSON", _DOWNLOAD_AGAIN)
-    except ValueError as error:  # also bad UTF-8, and integers of thousands of digits
-        found = f"invalid ({shown(str(error))})" if data.strip() else "empty"
-        _fail(f"{what} is {found}; expected a JSON object", _DOWNLOAD_AGAIN)
-    if not isinstance(value, dict):
-        _fail(f"{what} is {shown(value)}; expected a JSON object", _DOWNLOAD_AGAIN)
-    return value
-
-
-def shown(value: object) -> str:
-    """`repr(value)` cut to fit a message; safe for values of hostile size or depth."""
-    return _SHORT.repr(value)
-
-
-def _short_repr() -> reprlib.Repr:
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = 100
-    short.maxlist = short.maxdict = 10
-    return short
-
-
-_SHORT = _short_repr()
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        _fail(f"key {shown(twice)} occurs twice in one JSON object; expected once", _WRITE_AGAIN)
-    return result
+        return files.parse_json(data, what)
+    except files.RepeatedKeyError as error:
+        _fail(str(error), _WRITE_AGAIN)
+    except ValueError as error:
+        _fail(str(error), _DOWNLOAD_AGAIN)
 
 
 def _header_text(path: Path) -> tuple[bytes, int]:

@@ -14,16 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.durable import (
-    FileRecord,
-    is_plain_name,
-    os_error_text,
-    sync_directory,
-    write_all,
-    write_file,
-    writing,
-)
+from quantkit.checkpoint.durable import FileRecord, is_plain_name, write_file, writing
 from quantkit.errors import OutputError
+from quantkit.files import os_error_text, sync_directory, write_all
 
 JOURNAL_NAME = ".quantkit-journal.jsonl"
 _SHA256 = re.compile(r"[0-9a-f]{64}")

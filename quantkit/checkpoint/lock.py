@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from quantkit.checkpoint.durable import os_error_text, write_all
 from quantkit.errors import OutputError
+from quantkit.files import os_error_text, write_all
 
 LOCK_NAME = ".quantkit-lock"
 _OWNER_LIMIT_BYTES = 4096

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.checkpoint.durable import hash_file, is_plain_name, os_error_text
+from quantkit.checkpoint.durable import hash_file, is_plain_name
 from quantkit.errors import CheckpointError
+from quantkit.files import os_error_text
 
 MANIFEST_NAME = "quantkit_manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.durable import FileRecord, hash_file, sync_directory
+from quantkit.checkpoint.durable import FileRecord, hash_file
 from quantkit.checkpoint.journal import (
     JOURNAL_NAME,
     Entry,
@@ -19,6 +19,7 @@ from quantkit.checkpoint.journal import (
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files
 from quantkit.checkpoint.preflight import check_space, name_list, occupants, temp_files
 from quantkit.errors import CheckpointError, OutputError
+from quantkit.files import sync_directory
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"

@@ -5,10 +5,10 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from quantkit.checkpoint.durable import TEMP_PREFIX, os_error_text
 from quantkit.checkpoint.journal import JOURNAL_NAME
 from quantkit.checkpoint.lock import LOCK_NAME
 from quantkit.errors import OutputError
+from quantkit.files import TEMP_PREFIX, os_error_text
 
 # Room for the index, tokenizer, manifest and journal, which `expected_bytes` does not count.
 DISK_MARGIN_BYTES = 64 << 20

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.durable import BLOCK_BYTES, FileRecord, TempFile, write_all, writing
+from quantkit.checkpoint.durable import BLOCK_BYTES, FileRecord, writing
 from quantkit.checkpoint.header import encode_header
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import OutputError
+from quantkit.files import TempFile, write_all
 
 
 class Coverage:

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from quantkit.checkpoint.header import open_regular, read_header, read_json, shown
+from quantkit.checkpoint.header import read_header, read_json
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, EnvironmentProblem
+from quantkit.files import open_regular, shown
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"

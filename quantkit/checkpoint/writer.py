@@ -15,14 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from quantkit.checkpoint.durable import (
-    TEMP_PREFIX,
-    FileRecord,
-    is_plain_name,
-    read_blocks,
-    write_file,
-    writing,
-)
+from quantkit.checkpoint.durable import FileRecord, is_plain_name, read_blocks, write_file, writing
 from quantkit.checkpoint.journal import JOURNAL_NAME, Entry, Journal, run_hash
 from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.manifest import MANIFEST_NAME
@@ -38,6 +31,7 @@ from quantkit.checkpoint.preflight import make_directory, resolve_output
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import OutputError
+from quantkit.files import TEMP_PREFIX
 
 SINGLE_FILE_NAME = "model.safetensors"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")

@@ -7,7 +7,6 @@ import typer
 
 from quantkit.cli import options
 from quantkit.cli.console import note, progress, say
-from quantkit.errors import UsageError
 
 #: From lossless to unusable, so that the table shows the whole range.
 FORMATS = ("int8", "int4", "fp6", "binary")
@@ -42,9 +41,7 @@ def demo(
     from quantkit.eval.text import read_text
     from quantkit.model.quantize import make_recipe, quantize
 
-    names = list(dict.fromkeys(name.strip() for name in formats.split(",") if name.strip()))
-    if not names:
-        raise UsageError("--formats is empty; name at least one format.")
+    names = options.parse_list(formats, "--formats")
     size = parse_group_size(group_size)
     # What can be refused is refused before the first model is quantized.
     recipes = {name: make_recipe(format=name, group_size=size) for name in names}

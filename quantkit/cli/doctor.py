@@ -1,7 +1,8 @@
 """`quantkit doctor`: what runs on this machine, and why the rest does not."""
 
 import platform
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -9,48 +10,81 @@ from rich.table import Table
 from quantkit.cli import options
 from quantkit.cli.console import out, print_json, say
 
+if TYPE_CHECKING:
+    from quantkit.packing.schemes import Scheme
+
 #: Rows of x: decoding, a small batch, a prompt.
-ROWS_OF_X = (1, 16, 512)
+ROWS_OF_X = "1,16,512"
+#: [N, K] of the weight that is asked about where no checkpoint is named.
+SHAPE = (4096, 4096)
 
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "huggingface-hub", "accelerate", "lm-eval")
 
 
 def doctor(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[DIR]",
+            exists=True,
+            file_okay=False,
+            help="A packed checkpoint, whose weights to ask about.",
+        ),
+    ] = None,
     reasons: Annotated[
         bool, typer.Option("--reasons", help="Also, for every case, why no other kernel runs.")
     ] = False,
+    m: options.RowsOfX = ROWS_OF_X,
     json: options.Json = False,
 ) -> None:
     """Show what runs on this machine.
 
-    Versions, the GPU, and which kernel runs per scheme, dtype of the activations and rows of x.
+    Versions, the GPU, its tile tables, and which kernel runs per weight, dtype of the activations and rows of
+    x: for every format, or for the weights of DIR.
     """
-    packages, machine, kernels = _packages(), _machine(), _kernels()
+    rows_of_x = options.parse_rows_of_x(m)
+    packages, machine, tables = _packages(), _machine(), _tile_tables()
+    kernels = _kernels(directory, rows_of_x)
     if json:
-        print_json({"packages": packages, "machine": machine, "kernels": kernels})
+        print_json({"packages": packages, "machine": machine, "tile_tables": tables, "kernels": kernels})
         return
     for name, version in packages.items():
         say(f"{name:16} {version or 'not installed'}")
     for name, value in machine.items():
         say(f"{name:16} {value}")
+    if "gpu 0" in machine:
+        say(f"{'float16 sums':16} {_half_sums()}")
+    for found in tables:
+        say(
+            f"{'tile table':16} {found['source']}: {found['entries']} entries, made with {found['made_with']}"
+        )
+    if "gpu 0" in machine and not tables:
+        say(f"{'tile table':16} none for this GPU, rules choose; `quantkit tune` measures")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("scheme", "activations", *(f"M={m}" for m in ROWS_OF_X)):
+    # Every format has the one shape.
+    shape = [] if directory is None else ["NxK"]
+    for title in ("scheme", *shape, "activations", *(f"M={m}" for m in rows_of_x)):
         table.add_column(title, no_wrap=True)
-    for (scheme, dtype), entries in _by_scheme(kernels).items():
-        table.add_row(scheme, dtype, *(entry["kernel"] or "none" for entry in entries))
+    for (scheme, size, dtype), entries in _by_weight(kernels).items():
+        table.add_row(
+            scheme, *(size for _ in shape), dtype, *(entry["kernel"] or "none" for entry in entries)
+        )
     say("\nkernel that runs y = x W^T for M rows of x (--reasons: why no other)", style="bold")
     out.print(table)
     if reasons:
         for entry in kernels:
-            say(f"\n{entry['scheme']}, {entry['dtype']}, M={entry['m']}: {entry['kernel'] or 'none'}")
+            what = [entry["scheme"], *(entry["shape"] for _ in shape), entry["dtype"], f"M={entry['m']}"]
+            measured = "" if entry["us"] is None else f", measured {entry['us']:.1f} us"
+            tile = "" if entry["tile"] is None else f" {entry['tile']}"
+            say(f"\n{', '.join(what)}: {entry['kernel'] or 'none'}{tile}{measured}")
             for name, reason in entry["refused"].items():
                 say(f"  not {name}: {reason}")
 
 
-def _by_scheme(kernels: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
+def _by_weight(kernels: list[dict[str, Any]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    grouped: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for entry in kernels:
-        grouped.setdefault((entry["scheme"], entry["dtype"]), []).append(entry)
+        grouped.setdefault((entry["scheme"], entry["shape"], entry["dtype"]), []).append(entry)
     return grouped
 
 
@@ -82,21 +116,71 @@ def _machine() -> dict[str, str]:
     return facts
 
 
-def _kernels() -> list[dict[str, Any]]:
+def _half_sums() -> str:
+    """Whether summing in float16 may pay on the current GPU. The process that runs a model has the switch."""
+    import torch
+
+    from quantkit.kernels.fused.tilings import HALF_RATE
+    from quantkit.kernels.problem import gpu_of
+
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    if gpu is None or gpu.capability not in HALF_RATE:
+        return "bring nothing on this GPU"
+    return (
+        "off unless torch.backends.cuda.matmul.allow_fp16_accumulation is set; may make float16 tiles faster, "
+        "and makes them less accurate"
+    )
+
+
+def _tile_tables() -> list[dict[str, Any]]:
+    """The tile tables of the current GPU, the one that wins first."""
+    import torch
+
+    from quantkit.kernels.problem import gpu_of
+    from quantkit.kernels.table import tile_tables
+
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
+    if gpu is None:
+        return []
+    return [
+        {
+            "source": stored.source,
+            "entries": len(stored.table.entries),
+            "made_with": ", ".join(f"{name} {version}" for name, version in stored.table.made_with.items()),
+        }
+        for stored in tile_tables(gpu)
+    ]
+
+
+def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any]]:
     import torch
 
     from quantkit.kernels.report import choices
-    from quantkit.packing.schemes import PRESETS, scheme
 
-    schemes = dict.fromkeys(scheme(name) for name in PRESETS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return [
         {
             "scheme": str(choice.problem.scheme),
+            "shape": f"{choice.problem.n}x{choice.problem.k}",
             "dtype": str(choice.problem.dtype).removeprefix("torch."),
             "m": choice.problem.m,
             "kernel": choice.row,
+            "tile": choice.tile,
+            "us": choice.us,
             "refused": dict(choice.refusals),
         }
-        for choice in choices(schemes, (torch.bfloat16, torch.float32), ROWS_OF_X, device=device)
+        for scheme, shape in _weights(directory)
+        for choice in choices(
+            [scheme], (torch.bfloat16, torch.float32), rows_of_x, shape=shape, device=device
+        )
     ]
+
+
+def _weights(directory: Path | None) -> "list[tuple[Scheme, tuple[int, int]]]":
+    if directory is not None:
+        from quantkit.model.weights import packed_weights
+
+        return list(packed_weights(directory))
+    from quantkit.packing.schemes import PRESETS, scheme
+
+    return [(one, SHAPE) for one in dict.fromkeys(scheme(name) for name in PRESETS)]

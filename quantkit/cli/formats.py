@@ -100,13 +100,13 @@ def _describe(name: str) -> dict[str, Any]:
     import torch
 
     from quantkit.calibrate.noise import NOMINAL_SHAPE, bits_per_weight
-    from quantkit.kernels.problem import Problem, device_features
+    from quantkit.kernels.problem import Problem
     from quantkit.kernels.report import choice_of
     from quantkit.packing.schemes import scheme
 
     chosen = scheme(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = Problem(1, *NOMINAL_SHAPE, chosen, torch.bfloat16, device, device_features(device))
+    problem = Problem.on(torch.device(device), 1, *NOMINAL_SHAPE, chosen, torch.bfloat16)
     return {
         "name": name,
         "format": chosen.format.name,

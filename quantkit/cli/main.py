@@ -17,6 +17,7 @@ from quantkit.cli.generate import generate
 from quantkit.cli.inspection import inspect
 from quantkit.cli.plan import plan
 from quantkit.cli.quantize import quantize
+from quantkit.cli.tune import tune
 from quantkit.cli.verify import verify
 from quantkit.errors import QuantkitError
 
@@ -36,6 +37,7 @@ app.command()(verify)
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(doctor)
+app.command()(tune)
 app.command()(formats)
 app.command()(demo)
 

@@ -99,6 +99,7 @@ AllowAutoMap = Annotated[
     bool,
     typer.Option("--allow-auto-map", help="Accept a config that names remote code; it is never run."),
 ]
+RowsOfX = Annotated[str, typer.Option("--m", help="Rows of x, comma-separated.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ShardSize = Annotated[
     str, typer.Option("--max-shard-size", help="Largest output file, such as 500MB or 2GB.")
@@ -141,6 +142,24 @@ def make_directory(path: Path) -> None:
         raise OutputError(
             f"cannot create the directory {path}: {error.strerror or error}. Choose another place."
         ) from error
+
+
+def parse_list(text: str, option: str) -> list[str]:
+    """What `option` names, separated by commas, each once; `UsageError` where it names nothing."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UsageError(f"{option} is empty; name at least one.")
+    return names
+
+
+def parse_rows_of_x(text: str) -> list[int]:
+    """The numbers of `--m`."""
+    from quantkit.kernels.tiles.table import MAX_M
+
+    numbers = [int(name[:9]) if name.isascii() and name.isdigit() else 0 for name in parse_list(text, "--m")]
+    if not all(1 <= number <= MAX_M for number in numbers):
+        raise UsageError(f"--m is {text!r}; it is numbers from 1 to {MAX_M}, comma-separated.")
+    return numbers
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

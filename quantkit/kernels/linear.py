@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
+from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
 from quantkit.kernels.table import choose, forced_row, log_choice, warn_unfused
 from quantkit.kernels.unpack import block_rows
 from quantkit.packing.schemes import Scheme, parse_token
@@ -80,9 +80,8 @@ def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelL
 
     None says that the storage layout itself is what runs. Raises `KernelError` where no row runs it.
     """
-    device = weight.device.type
-    problem = Problem(1, *weight.shape, weight.scheme, activation_dtype, device, device_features(device))
-    row = choose(problem)
+    problem = Problem.on(weight.device, 1, *weight.shape, weight.scheme, activation_dtype)
+    row = choose(problem).row
     if row.layout is None:
         warn_unfused(problem, row)
         return None
@@ -159,13 +158,10 @@ def _linear(
     if column_scale is not None:
         # Once per activation instead of once per weight, and so in every row; rounded as activations are.
         flat = flat * column_scale.to(x.dtype)
-    device = x.device.type
-    problem = Problem(
-        flat.shape[0], out_features, columns, parsed, x.dtype, device, device_features(device), layout_name
-    )
-    row = choose(problem)
-    log_choice(problem, row)
-    y = row.launch(flat, weight, tuple(layout) if row.layout is not None else (), bias)
+    problem = Problem.on(x.device, flat.shape[0], out_features, columns, parsed, x.dtype, layout_name)
+    chosen = choose(problem)
+    log_choice(problem, chosen)
+    y = chosen.launch(flat, weight, tuple(layout) if chosen.row.layout is not None else (), bias)
     return y.view(*x.shape[:-1], out_features)
 
 

@@ -1,17 +1,39 @@
 """What a kernel is asked, and what a row of the kernel table says about itself."""
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 
+from quantkit.errors import KernelError
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
 #: What activations may be.
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: What kernels may use on a GPU; `ptx` is inline assembly, `overlap` launches that overlap the kernel before.
+GPU_FEATURES = frozenset({"triton", "ptx", "overlap"})
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as far as tiles depend on it.
+
+    Its name, compute capability, multiprocessors, and the bytes of shared memory that a program may have.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory: int
+
+    def __hash__(self) -> int:
+        # Part of every problem, which is hashed at every call.
+        return hash(self.name)
 
 
 @dataclass(frozen=True)
@@ -28,10 +50,33 @@ class Problem:
     features: frozenset[str]
     #: Name of the kernel layout that exists, "" for none, None where one may still be built.
     layout: str | None = None
+    #: None on a CPU, and where only the rules are asked.
+    gpu: Gpu | None = None
+    #: Whether torch's `allow_fp16_accumulation` lets float16 products be summed in float16.
+    half_sums: bool = False
+
+    @classmethod
+    def on(
+        cls,
+        device: torch.device,
+        m: int,
+        n: int,
+        k: int,
+        scheme: Scheme,
+        dtype: torch.dtype,
+        layout: str | None = None,
+    ) -> "Problem":
+        """The problem on a device of this machine, with what that device can do."""
+        kind = device.type
+        half_sums = (
+            dtype == torch.float16 and kind == "cuda" and torch.backends.cuda.matmul.allow_fp16_accumulation
+        )
+        return cls(m, n, k, scheme, dtype, kind, device_features(kind), layout, gpu_of(device), half_sums)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.scheme}, M={self.m} N={self.n} K={self.k}, {dtype} on {self.device}"
+        sums = ", float16 sums allowed" if self.half_sums else ""
+        return f"{self.scheme}, M={self.m} N={self.n} K={self.k}, {dtype} on {self.device}{sums}"
 
 
 #: Why not, as a sentence fragment that says how to make it so where there is a way; None for yes.
@@ -61,6 +106,30 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Tiling:
+    """The tiles that a row may be launched with: frozen records of the class `record`.
+
+    `values` is what each field may be, `rule(problem)` the tile where none was measured. `why_not(problem,
+    tile)` says why the kernel cannot take a tile, `loses(problem, tile)` why it is not worth measuring.
+    """
+
+    record: type[Any]
+    values: Mapping[str, tuple[int, ...]]
+    rule: Callable[[Problem], Any]
+    why_not: Callable[[Problem, Any], str | None]
+    loses: Callable[[Problem, Any], str | None]
+
+
+class TileError(KernelError):
+    """A GPU has too little shared memory, or too few registers or threads, for a tile."""
+
+
+def tile_text(tile: Any) -> str:
+    """A tile as its fields: `warps=4 columns=512 row_tiles=1 ahead=False`."""
+    return " ".join(f"{field.name}={getattr(tile, field.name)}" for field in fields(tile))
+
+
+@dataclass(frozen=True)
 class KernelRow:
     """One way to compute a packed linear layer.
 
@@ -68,7 +137,8 @@ class KernelRow:
     Forcing a row by name overrides `pays`, never `supports`.
 
     `layout` is None for a row that reads the storage layout. `launch(x [m, k], weight, layout, bias)` returns
-    y [m, n] of x's dtype, for m >= 1 and contiguous x. A column scale is in x already.
+    y [m, n] of x's dtype, for m >= 1 and contiguous x; with a `tiling` it takes a `tile` too. A column scale
+    is in x already.
     """
 
     name: str
@@ -77,9 +147,8 @@ class KernelRow:
     supports: Verdict
     pays: Verdict
     layout: Layout | None
-    launch: Callable[
-        [torch.Tensor, PackedTensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor
-    ]
+    launch: Callable[..., torch.Tensor]
+    tiling: Tiling | None = None
 
 
 @lru_cache(maxsize=16)
@@ -88,8 +157,19 @@ def device_features(device: str) -> frozenset[str]:
     return _cpu_features() if device == "cpu" else _gpu_features()
 
 
+@lru_cache(maxsize=64)
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The GPU that `device` is, the current one where it says no index; None for a CPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    facts: Any = torch.cuda.get_device_properties(device)
+    # What a program may have if it asks for it; not every build of torch says.
+    shared = getattr(facts, "shared_memory_per_block_optin", facts.shared_memory_per_block)
+    return Gpu(facts.name, (facts.major, facts.minor), facts.multi_processor_count, int(shared))
+
+
 def _gpu_features() -> frozenset[str]:
-    """`triton`; `ptx`, inline assembly; `overlap`, launches that overlap the kernel before them."""
+    """Those of `GPU_FEATURES` that the current GPU has."""
     if importlib.util.find_spec("triton") is None:
         return frozenset()
     facts = {"triton"}

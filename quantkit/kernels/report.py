@@ -5,17 +5,22 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kernels.problem import KernelRow, Problem, device_features
-from quantkit.kernels.table import ROWS, explain
+from quantkit.kernels.problem import KernelRow, Problem, tile_text
+from quantkit.kernels.table import ROWS, choose_unforced, explain, sums_text
 from quantkit.packing.schemes import Scheme
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the table says of one problem; `row` is None where nothing runs it."""
+    """What the table says of one problem; `row` is None where nothing runs it.
+
+    `tile` is None for a row without tiles, `us` where no tile table has the problem.
+    """
 
     problem: Problem
     row: str | None
+    tile: str | None
+    us: float | None
     #: (row, reason) of every row that does not run it, in table order; those of other devices left out.
     refusals: tuple[tuple[str, str], ...]
 
@@ -34,7 +39,7 @@ def choices(
     """
     dtypes, rows_of_x = tuple(dtypes), tuple(rows_of_x)
     return tuple(
-        choice_of(Problem(m, *shape, scheme, dtype, device, device_features(device)))
+        choice_of(Problem.on(torch.device(device), m, *shape, scheme, dtype))
         for scheme in schemes
         for dtype in dtypes
         for m in rows_of_x
@@ -45,9 +50,13 @@ def choice_of(problem: Problem) -> Choice:
     """The table's answer for one problem."""
     here = {row.name for row in device_rows(problem.device)}
     verdicts = [(name, reason) for name, reason in explain(problem) if name in here]
+    chosen = choose_unforced(problem) if any(reason is None for _, reason in verdicts) else None
+    tile = None if chosen is None else chosen.tile
     return Choice(
         problem,
-        next((name for name, reason in verdicts if reason is None), None),
+        None if chosen is None else chosen.row.name,
+        None if tile is None else tile_text(tile) + sums_text(problem, tile),
+        None if chosen is None else chosen.us,
         tuple((name, reason) for name, reason in verdicts if reason is not None),
     )
 

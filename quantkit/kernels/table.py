@@ -2,12 +2,19 @@
 
 import logging
 import os
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.cpu import CPU_ROWS
 from quantkit.kernels.fused.rows import FUSED_ROWS
-from quantkit.kernels.problem import KernelRow, Problem
+from quantkit.kernels.problem import Gpu, KernelRow, Problem, tile_text
+from quantkit.kernels.tiles.store import StoredTable, stored_tables
+from quantkit.kernels.tiles.table import Entry, Key, bucket
 from quantkit.kernels.unpack import UNPACK_ROW
 
 FORCE_VARIABLE = "QUANTKIT_KERNEL"
@@ -33,8 +40,21 @@ def forced_row() -> str:
     return os.environ.get(FORCE_VARIABLE, "")
 
 
-def choose(problem: Problem) -> KernelRow:
-    """The row that runs `problem`: the forced one, else the first that neither refuses nor loses.
+@dataclass(frozen=True)
+class Chosen:
+    """What runs a problem: the row, its tile (None for a row without), and `KernelRow.launch` with that tile.
+
+    `us` is what the row was measured to take in a tile table, None where the rules chose it.
+    """
+
+    row: KernelRow
+    tile: Any
+    us: float | None
+    launch: Callable[..., torch.Tensor]
+
+
+def choose(problem: Problem) -> Chosen:
+    """What runs `problem`: the forced row, else the one a tile table has, else the first that pays.
 
     Raises `KernelError` with every row's reason when none runs it, with the forced row's reason when
     that one cannot, and with the known names when the forced name is unknown.
@@ -42,32 +62,98 @@ def choose(problem: Problem) -> KernelRow:
     return _choose(problem, forced_row())
 
 
+def choose_unforced(problem: Problem) -> Chosen:
+    """`choose` as if `QUANTKIT_KERNEL` were not set."""
+    return _choose(problem, "")
+
+
+def choose_by_rules(problem: Problem) -> Chosen:
+    """`choose_unforced` as if there were no tile tables."""
+    return _first(problem, None)
+
+
 def explain(problem: Problem) -> tuple[tuple[str, str | None], ...]:
     """For each row in order: its name, and why it does not run `problem` or None where it would."""
-    return tuple((row.name, _why_not(row, problem)) for row in ROWS)
+    return _explain(problem, _measured(problem))
 
 
-def _why_not(row: KernelRow, problem: Problem) -> str | None:
-    return _unsupported(row, problem) or row.pays(problem) or _unbuilt(row, problem)
+def _explain(problem: Problem, measured: Entry | None) -> tuple[tuple[str, str | None], ...]:
+    if measured is None:
+        return tuple(
+            (row.name, _unsupported(row, problem) or row.pays(problem) or _unbuilt(row, problem))
+            for row in ROWS
+        )
+    before = [row.name for row in ROWS].index(measured.row)
+    return tuple(
+        (row.name, _unable(row, problem) or (_slower(row, problem, measured) if index < before else None))
+        for index, row in enumerate(ROWS)
+    )
+
+
+def _slower(row: KernelRow, problem: Problem, measured: Entry) -> str:
+    us = measured.others.get(row.name)
+    if us is not None:
+        return f"measured slower on this GPU: {us:.1f} us against {measured.us:.1f} us"
+    reason = row.pays(problem) or "not measured"
+    return f"{reason}; on this GPU {measured.row} was measured: {measured.us:.1f} us"
+
+
+@lru_cache(maxsize=64)
+def tile_tables(gpu: Gpu) -> tuple[StoredTable, ...]:
+    """The tile tables for a GPU, the one that wins first; see `stored_tables`."""
+    return stored_tables(gpu, ROWS)
+
+
+def forget_tile_tables() -> None:
+    """Read tile tables anew at the next choice."""
+    tile_tables.cache_clear()
+    _choose.cache_clear()
+
+
+def _measured(problem: Problem) -> Entry | None:
+    """What a tile table says of `problem`, if the row that it names can run it."""
+    if problem.gpu is None:
+        return None
+    key = Key.of(problem)
+    found = (stored.table.entries.get(key) for stored in tile_tables(problem.gpu))
+    entry = next((entry for entry in found if entry is not None), None)
+    return None if entry is None or _unable(row_named(entry.row), problem) is not None else entry
 
 
 @lru_cache(maxsize=8192)
-def _choose(problem: Problem, forced: str) -> KernelRow:
+def _choose(problem: Problem, forced: str) -> Chosen:
+    measured = _measured(problem)
     if forced:
         row = row_named(forced)
-        reason = _unsupported(row, problem) or _unbuilt(row, problem)
+        reason = _unable(row, problem)
         if reason is not None:
             raise KernelError(
                 f"{FORCE_VARIABLE}={forced} cannot run {problem}: {reason}. "
                 f"Unset {FORCE_VARIABLE} or name another row."
             )
-        return row
-    verdicts = explain(problem)
+        return _chosen(row, problem, measured)
+    return _first(problem, measured)
+
+
+def _first(problem: Problem, measured: Entry | None) -> Chosen:
+    verdicts = _explain(problem, measured)
     for row, (_, reason) in zip(ROWS, verdicts, strict=True):
         if reason is None:
-            return row
+            return _chosen(row, problem, measured)
     reasons = "\n".join(f"  {name}: {reason}" for name, reason in verdicts)
     raise KernelError(f"no kernel runs {problem}:\n{reasons}")
+
+
+def _chosen(row: KernelRow, problem: Problem, measured: Entry | None) -> Chosen:
+    if measured is not None and measured.row == row.name:
+        tile, us = measured.tile, measured.us
+    else:
+        tile, us = None if row.tiling is None else row.tiling.rule(problem), None
+    return Chosen(row, tile, us, row.launch if tile is None else partial(row.launch, tile=tile))
+
+
+def _unable(row: KernelRow, problem: Problem) -> str | None:
+    return _unsupported(row, problem) or _unbuilt(row, problem)
 
 
 def _unsupported(row: KernelRow, problem: Problem) -> str | None:
@@ -95,17 +181,28 @@ def warn_unfused(problem: Problem, row: KernelRow) -> None:
         _log_once(problem, row, (str(problem.scheme), problem.n, problem.k, 0))
 
 
-def log_choice(problem: Problem, row: KernelRow) -> None:
+def log_choice(problem: Problem, chosen: Chosen) -> None:
     """With `QUANTKIT_VERBOSE=1`, say once per scheme, N, K and power of two of M what runs and why."""
     if os.environ.get(VERBOSE_VARIABLE) == "1":
-        bucket = 1 << (problem.m - 1).bit_length()
-        _log_once(problem, row, (str(problem.scheme), problem.n, problem.k, bucket))
+        key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m))
+        tile = "" if chosen.tile is None else f" {tile_text(chosen.tile)}"
+        measured = "" if chosen.us is None else f", measured {chosen.us:.1f} us"
+        _log_once(problem, chosen.row, key, tile + sums_text(problem, chosen.tile) + measured)
+
+
+def sums_text(problem: Problem, tile: Any) -> str:
+    """What became of torch's leave to sum in float16; "" where it gave none."""
+    if not problem.half_sums:
+        return ""
+    if getattr(tile, "half_sums", False):
+        return ", sums of a step in float16"
+    return ", sums in float32 (float16 is allowed, but brings nothing here)"
 
 
 _logged: set[tuple[str, int, int, int]] = set()
 
 
-def _log_once(problem: Problem, row: KernelRow, key: tuple[str, int, int, int]) -> None:
+def _log_once(problem: Problem, row: KernelRow, key: tuple[str, int, int, int], how: str = "") -> None:
     if key in _logged:
         return
     _logged.add(key)
@@ -117,4 +214,4 @@ def _log_once(problem: Problem, row: KernelRow, key: tuple[str, int, int, int]) 
             faster.append(f"; not {name}: {reason}")
     # A warning, because Python shows nothing below one unless the application configures logging, and
     # whoever sets the variable has asked to see this.
-    logger.warning("%s: %s%s", problem, row.name, "".join(faster))
+    logger.warning("%s: %s%s%s", problem, row.name, how, "".join(faster))

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.header import open_regular, read_header
+from quantkit.checkpoint.header import read_header
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
+from quantkit.files import open_regular
 from quantkit.model.modules import packed_modules
 from quantkit.model.packed_module import PartSpec
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.checkpoint.durable import TEMP_PREFIX
 from quantkit.checkpoint.journal import JOURNAL_NAME, run_differences
 from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import CheckpointError, OutputError
+from quantkit.files import TEMP_PREFIX
 
 RUN: dict[str, Any] = {"version": "1", "options": {"bits": 4, "rules": ["a", "b"]}}
 NAMES = [f"model-{i}.safetensors" for i in range(3)]

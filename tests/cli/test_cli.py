@@ -24,7 +24,7 @@ from quantkit.packing.schemes import PRESETS
 
 from .conftest import SOURCE, STORIES, Run
 
-COMMANDS = ("quantize", "plan", "inspect", "verify", "eval", "generate", "doctor", "formats", "demo")
+COMMANDS = ("quantize", "plan", "inspect", "verify", "eval", "generate", "doctor", "tune", "formats", "demo")
 
 
 @pytest.fixture
@@ -446,7 +446,7 @@ def test_doctor(run: Run) -> None:
     assert re.search(r"^int8 channel bfloat16 +float32 ", done.out, re.MULTILINE)
     assert "  not torch-int4: " in done.out
     report = json.loads(run("doctor", "--json").out)
-    assert set(report) == {"packages", "machine", "kernels"}
+    assert set(report) == {"packages", "machine", "tile_tables", "kernels"}
     assert all(entry["kernel"] or entry["refused"] for entry in report["kernels"])
 
 

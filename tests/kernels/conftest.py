@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
+from quantkit.kernels.tiles.store import TILES_VARIABLE
 from quantkit.packing.schemes import GroupSize, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -14,6 +15,8 @@ from quantkit.packing.tensor import PackedTensor
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FORCE_VARIABLE, raising=False)
     monkeypatch.delenv(VERBOSE_VARIABLE, raising=False)
+    # Whoever runs the tests may have tuned this GPU.
+    monkeypatch.setenv(TILES_VARIABLE, "none")
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def problem(name="int4", m=1, n=2048, k=2048, dtype=torch.bfloat16, features=FAS
     ids=str,
 )
 def test_choice(asked, row):
-    assert choose(asked).name == row
+    assert choose(asked).row.name == row
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_no_kernel_lists_every_reason():
 
 def test_forcing_overrides_speed_but_not_ability(monkeypatch):
     monkeypatch.setenv(FORCE_VARIABLE, "torch-int4")
-    assert choose(problem(m=512, dtype=torch.float32)).name == "torch-int4"
+    assert choose(problem(m=512, dtype=torch.float32)).row.name == "torch-int4"
     with pytest.raises(
         KernelError, match=r"QUANTKIT_KERNEL=torch-int4 cannot run.*N=40.*multiples of 16.*Unset"
     ):

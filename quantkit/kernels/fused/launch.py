@@ -1,5 +1,6 @@
 """From operands to a launch of a fused kernel: its constants, its tile, its grid."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -41,13 +42,18 @@ class SkinnyTile:
 
 @dataclass(frozen=True)
 class Tile:
-    """Row tiles and rows of x of a program, parts of the columns, warps, stages of the pipeline."""
+    """Row tiles and rows of x of a program, parts of the columns, warps, stages of the pipeline.
+
+    With `half_sums`, the products of a step, 128 columns or a span, are summed in float16, and added up in
+    float32.
+    """
 
     row_tiles: int
     m: int
     split: int = 1
     warps: int = 4
     stages: int = 3
+    half_sums: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -81,8 +87,28 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
     }
 
 
+@lru_cache(maxsize=1024)
+def half_unit(n: int, k: int, scheme: Scheme) -> float:
+    """What weights are multiplied with before they are summed in float16.
+
+    Those of one scale per channel are without it then, and up to 57344: a power of two makes them 1 at most.
+    """
+    if geometry(n, k, scheme, torch.float16).groups > 1:
+        return 1.0
+    largest = scheme.format.max if scheme.zero_point == "none" else 2.0**scheme.format.bits
+    return 2.0 ** -math.ceil(math.log2(largest))
+
+
 def _empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.empty(size, dtype=dtype or op.x.dtype, device=op.x.device)
+
+
+def _start(kernel: Any, grid: tuple[int, ...], op: Operands, *arguments: Any, **options: Any) -> None:
+    """Launch `kernel`; for operands on the meta device only compile it."""
+    if op.x.is_meta:
+        kernel.warmup(*arguments, grid=grid, **options)
+    else:
+        kernel[grid](*arguments, **options)
 
 
 def skinny(op: Operands, tile: SkinnyTile, *, inline: bool = True, overlap: bool = False) -> torch.Tensor:
@@ -92,7 +118,10 @@ def skinny(op: Operands, tile: SkinnyTile, *, inline: bool = True, overlap: bool
     m, k = op.x.shape
     shape = op.shape
     y = _empty(op, m, op.n)
-    kernel[(-(-shape.row_tiles // tile.row_tiles),)](
+    _start(
+        kernel,
+        (-(-shape.row_tiles // tile.row_tiles),),
+        op,
         op.x,
         *op.layout,
         y if op.bias is None else op.bias,
@@ -124,13 +153,15 @@ def tiled(op: Operands, tile: Tile, *, inline: bool = True) -> torch.Tensor:
     assert shape.steps % tile.split == 0, (shape, tile)
     known = constants(op.n, k, op.scheme, op.x.dtype, inline)
     ordered = _empty(op, m, shape.spans * shape.span)
-    order_columns[(-(-ordered.shape[1] // 1024), m)](
-        op.x, ordered, m, k, ordered.shape[1], HALVES=shape.group == 16, BLOCK=1024
-    )
+    width, halves = ordered.shape[1], shape.group == 16
+    _start(order_columns, (-(-width // 1024), m), op, op.x, ordered, m, k, width, HALVES=halves, BLOCK=1024)
     y = _empty(op, m, op.n)
     bias = y if op.bias is None else op.bias
     sums = y if tile.split == 1 else _empty(op, tile.split, m, op.n, dtype=torch.float32)
-    kernel[(-(-shape.row_tiles // tile.row_tiles) * -(-m // tile.m), tile.split)](
+    _start(
+        kernel,
+        (-(-shape.row_tiles // tile.row_tiles) * -(-m // tile.m), tile.split),
+        op,
         ordered,
         *op.layout,
         bias,
@@ -145,13 +176,17 @@ def tiled(op: Operands, tile: Tile, *, inline: bool = True) -> torch.Tensor:
         WAIT=inline,
         STAGES=tile.stages,
         RASTER=8,
+        HALF=half_unit(op.n, k, op.scheme) if tile.half_sums else None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     if tile.split > 1:
         last = {name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")}
         _, scale, _, factor, _ = op.layout
-        combine[(-(-op.n // 1024), m)](
+        _start(
+            combine,
+            (-(-op.n // 1024), m),
+            op,
             sums,
             scale,
             factor,
@@ -178,7 +213,10 @@ def dequantize(op: Operands, start: int, stop: int, *, inline: bool = True) -> t
     k, shape = op.x.shape[1], op.shape
     spans = max(128 // shape.span, 1)
     out = _empty(op, stop - start, k)
-    kernel[(-(-(stop - start) // (ROWS * DENSE_WARPS)), -(-shape.spans // spans))](
+    _start(
+        kernel,
+        (-(-(stop - start) // (ROWS * DENSE_WARPS)), -(-shape.spans // spans)),
+        op,
         *op.layout,
         out,
         start // ROWS,

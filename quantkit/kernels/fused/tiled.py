@@ -20,12 +20,12 @@ def tiled(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
     DTYPE: tl.constexpr,
     RT: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, WAIT: tl.constexpr, STAGES: tl.constexpr, RASTER:
-    tl.constexpr,
+    tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`.
 
     With SPLIT equal parts of the columns, y is float32 [SPLIT, M, N]: sums for `combine` to add up and
-    finish.
+    finish. Unless HALF is None, a step is summed in float16, with weights times HALF.
     """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
@@ -74,7 +74,10 @@ def tiled(
         if not PER_CHANNEL:
             s = scale_value(_load(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS), SCALE)
             q *= _per_weight(s, RT, COLUMNS).to(DTYPE)
-        acc = tl.dot(q, tl.load(xs), acc)
+        if HALF is None:
+            acc = tl.dot(q, tl.load(xs), acc)
+        else:
+            acc += tl.dot(q * HALF, tl.load(xs), out_dtype=tl.float16).to(tl.float32) * (1 / HALF)
         if WAIT:
             # Left alone, Triton 3.6 keeps the product in flight while the next weights are decoded into the
             # registers that it still reads. Whoever looks at its result waits for it.

@@ -19,7 +19,7 @@ from quantkit.kernels.fused.blocks import *
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.launch import constants
 from quantkit.kernels.fused.layout import geometry
-from quantkit.kernels.fused.rows import shared_memory, skinny_tile, tiled_tile
+from quantkit.kernels.fused.tilings import shared_memory, skinny_tile, tiled_tile
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
 from quantkit.packing.schemes import scheme
@@ -28,9 +28,12 @@ kernel, name, capability, m = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sy
 amd = capability == 942
 target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", capability, 32)
 shared = {80: 163, 89: 99, 942: 64}.get(capability, 227) << 10
+half = 1.0 if kernel == "halves" else None
+lane = "fp16" if half else "bf16"
 n, k, row = 4096, 4096, scheme(name)
-shape = geometry(n, k, row, torch.bfloat16)
-known = dict(constants(n, k, row, torch.bfloat16, not amd))
+dtype = torch.float16 if half else torch.bfloat16
+shape = geometry(n, k, row, dtype)
+known = dict(constants(n, k, row, dtype, not amd))
 if kernel == "skinny":
     tile, function, warps, stages = skinny_tile(shape, m), skinny, 4, 1
     known |= dict(W=4, NG=tile.columns // shape.dot, R=1, BM=8 if m <= 8 else 16, AHEAD=tile.ahead)
@@ -41,11 +44,11 @@ elif kernel == "dense":
 else:
     tile, function = tiled_tile(shape, m, shared), tiled
     warps, stages = tile.warps, tile.stages
-    known |= dict(RT=tile.row_tiles, BM=tile.m, SPLIT=1, WAIT=not amd, STAGES=stages, RASTER=8)
+    known |= dict(RT=tile.row_tiles, BM=tile.m, SPLIT=1, WAIT=not amd, STAGES=stages, RASTER=8, HALF=half)
 known |= dict(HAS_BIAS=True) if kernel != "dense" else {}
 scale = "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16"
-types = dict(x="*bf16", codes="*i16", scale=scale, zero="*bf16", factor="*fp32", lut="*fp32", bias="*bf16")
-types |= dict(y="*bf16", out="*bf16", M="i32", first="i32", N="i32")
+types = dict(codes="*i16", scale=scale, zero="*bf16", factor="*fp32", lut="*fp32")
+types |= dict.fromkeys(("x", "bias", "y", "out"), f"*{lane}") | dict.fromkeys(("M", "first", "N"), "i32")
 types = {key: types[key] for key in function.arg_names if key in types} | {key: "constexpr" for key in known}
 pointers = [i for i, key in enumerate(function.arg_names) if types[key][0] == "*"]
 aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
@@ -58,6 +61,8 @@ print(json.dumps(dict(
     products=count(r"mma\\.sync|mma_async|tcgen05\\.mma|v_mfma"),
     in_flight=[int(w) for w in re.findall(r"wgmma\\.wait_group\\S* (\\d+)", ptx)],
     shuffles=count(r"shfl\\.sync"), stores=count(r"st\\.shared"),
+    sums=sorted(set(re.findall(r"mma\\.sync\\.aligned\\.m16n8k16\\.row\\.col\\.(\\w+)\\.f16\\.f16", ptx))),
+    halves=count(r"wgmma.mma_async\\S*\\.f16\\.f16\\.f16"),
     shared=built.metadata.shared,
     bound=shared_memory(tile, shape) if kernel == "tiled" else None,
 )))
@@ -108,3 +113,8 @@ def test_other_targets_compile(kernel: str, capability: int, name: str) -> None:
     found = compiled(kernel, name, capability, 8)
     assert (found["products"] > 0) == (kernel != "dense")
     assert found["shared"] <= {100: 227, 942: 64}[capability] << 10
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89])
+def test_float16_sums_are_what_consumer_gpus_multiply_at_full_rate(capability: int) -> None:
+    assert compiled("halves", "int4", capability, 64)["sums"] == ["f16"]

@@ -12,8 +12,8 @@ from quantkit.errors import FormatError
 from quantkit.kernels.fused import launch, rows
 from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
 from quantkit.kernels.fused.layout import build, geometry, pack_codes
-from quantkit.kernels.fused.rows import shared_memory, skinny_tile, tiled_tile
-from quantkit.kernels.problem import Problem
+from quantkit.kernels.fused.tilings import shared_memory, skinny_tile, tiled_tile
+from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.table import choose, explain, row_named, warn_unfused
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -260,14 +260,15 @@ def test_rows_launch_what_they_say(
 ) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-        monkeypatch.setattr(rows, "_shared_memory", lambda device: rows.HOPPER_SHARED)
     # Blocks of 16 rows, of which the last is not whole.
     monkeypatch.setattr(rows, "DENSE_WEIGHTS", 16 * 256)
     op, packed = operands(make_packed, "int4 integer", 40, 256, m, dtype)
     chosen = row_named(row)
     assert chosen.layout is not None
+    asked = Problem(m, 40, 256, packed.scheme, dtype, "cuda", device_features("cuda"))
+    tile = {} if chosen.tiling is None else {"tile": chosen.tiling.rule(asked)}
     for bias in (op.bias, None):
-        y = chosen.launch(op.x, packed, chosen.layout.build(packed, dtype), bias)
+        y = chosen.launch(op.x, packed, chosen.layout.build(packed, dtype), bias, **tile)
         assert error(y, op.x, packed, torch.zeros_like(op.bias) if bias is None else bias) < LIMIT[dtype]
 
 
@@ -278,7 +279,7 @@ def test_a_gpu_that_falls_back_says_so_once(
         1, 40, 960, scheme("int4", group_size=48), torch.bfloat16, "cuda", frozenset({"triton", "ptx"})
     )
     for _ in range(2):
-        warn_unfused(problem, choose(problem))
+        warn_unfused(problem, choose(problem).row)
     (record,) = caplog.records
     assert (
         "unpack; not fused-skinny: it takes groups of 16 or of multiples of 32 columns, not of 48"

@@ -1,0 +1,147 @@
+"""What every part asks of files: whole or not there when written, distrusted when read.
+
+All writing goes through `os.pwrite`, `os.fsync` and `os.replace`, so that tests can fail each call.
+"""
+
+import errno
+import json
+import os
+import reprlib
+import stat
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+TEMP_PREFIX = ".tmp-"
+_FILE_MODE = 0o644  # the kernel takes the umask away
+
+
+def os_error_text(error: OSError) -> str:
+    """`No space left on device (ENOSPC)`."""
+    code = errno.errorcode.get(error.errno or 0, "no errno")
+    return f"{error.strerror or error} ({code})"
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """`path` opened for reading; `OSError` if that fails, also for what is not a regular file."""
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """`data` as a JSON object; a `ValueError`, which calls the data `what`, says what is wrong with it.
+
+    Stricter than `json.loads`: UTF-8 only, no duplicate keys at any level (`RepeatedKeyError`), and a nesting
+    bomb is an error of the data.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deeply; expected a few levels of JSON") from None
+    except RepeatedKeyError:
+        raise
+    except ValueError as error:  # also bad UTF-8, and integers of thousands of digits
+        found = f"invalid ({shown(str(error))})" if data.strip() else "empty"
+        raise ValueError(f"{what} is {found}; expected a JSON object") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {shown(value)}; expected a JSON object")
+    return value
+
+
+class RepeatedKeyError(ValueError):
+    """A key that occurs twice in one object."""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise RepeatedKeyError(f"key {shown(twice)} occurs twice in one JSON object; expected once")
+    return result
+
+
+def shown(value: object) -> str:
+    """`repr(value)` cut to fit a message; safe for values of hostile size or depth."""
+    return _SHORT.repr(value)
+
+
+def _short_repr() -> reprlib.Repr:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 100
+    short.maxlist = short.maxdict = 10
+    return short
+
+
+_SHORT = _short_repr()
+
+
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` at byte `offset`; `OSError` if the file takes no more bytes."""
+    rest = memoryview(data)
+    while rest:
+        # One call may take less than it was given: Linux stops at 2 GiB, a full disk at its end.
+        written = os.pwrite(fd, rest, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "short write: the file takes no more bytes")
+        rest = rest[written:]
+        offset += written
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames and removals in `directory` survive a power loss."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class TempFile:
+    """`.tmp-<name>` beside its final place, open for reading and writing until published."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        """Create the file with mode 0644 less the umask; `OSError` as from `open`."""
+        self.path = directory / name
+        self._temp = directory / f"{TEMP_PREFIX}{name}"
+        self._temp.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = os.open(self._temp, flags, _FILE_MODE)
+
+    def sync(self) -> None:
+        """Put the bytes on the disk."""
+        os.fsync(self.fd)
+
+    def publish(self) -> None:
+        """Give the synced file its final name, durably."""
+        self._close()
+        self._temp.replace(self.path)
+        sync_directory(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove the temporary file. Never raises: the error that led here is the one to show."""
+        with suppress(OSError):
+            self._close()
+        with suppress(OSError):
+            self._temp.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write `path` in one step, durably; an `OSError` leaves what was there."""
+    file = TempFile(path.parent, path.name)
+    try:
+        write_all(file.fd, data, 0)
+        file.sync()
+        file.publish()
+    except BaseException:
+        file.discard()
+        raise

@@ -1,0 +1,203 @@
+"""The tiles of the fused kernels: the one that rules give, those that may be, those worth measuring.
+
+The rules were made on one H200 (docs/kernels.md). Other GPUs have them in proportion to their
+multiprocessors, and within their shared memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from quantkit.kernels.fused.launch import SkinnyTile, Tile
+from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
+from quantkit.kernels.problem import Problem, Tiling
+
+#: Weights with so many rows or fewer leave processors of an H200 idle unless tiles are split by columns.
+FEW_ROWS = 8192
+#: Rows with more columns than this take many steps, each of which waits for its loads.
+LONG_ROWS = 8192
+#: Bytes of shared memory that a program may have on an H100 or H200.
+HOPPER_SHARED = 227 << 10
+#: Multiprocessors of an H200.
+HOPPER_PROCESSORS = 132
+#: Steps that the kernel for few rows of x unrolls at most.
+SKINNY_STEPS = 64
+#: Registers of a thread that codes in flight, or sums, may take before ptxas would spill.
+CODE_REGISTERS, SUM_REGISTERS = 64, 128
+
+#: What each field of a tile may be: what the kernels were tried with. Adding a candidate is adding a number.
+SKINNY_VALUES: Mapping[str, tuple[int, ...]] = {
+    "warps": (2, 4, 8),
+    "columns": (128, 256, 512, 1024),
+    "row_tiles": (1, 2),
+    "ahead": (False, True),
+}
+TILED_VALUES: Mapping[str, tuple[int, ...]] = {
+    "row_tiles": (4, 8),
+    "m": (16, 32, 64, 128, 256),
+    "split": (1, 2, 4, 8),
+    "warps": (4, 8),
+    "stages": (2, 3, 4, 5),
+    "half_sums": (False, True),
+}
+#: GPUs whose tensor cores, in GeForce products, sum float16 twice as fast in float16 as in float32.
+HALF_RATE = ((8, 6), (8, 9), (12, 0))
+
+
+def has_few_rows(n: int, multiprocessors: int = HOPPER_PROCESSORS) -> bool:
+    """Whether a weight of n rows has too few for so many multiprocessors."""
+    return n * HOPPER_PROCESSORS <= FEW_ROWS * multiprocessors
+
+
+def skinny_tile(shape: Geometry, m: int, multiprocessors: int = HOPPER_PROCESSORS) -> SkinnyTile:
+    """The tile for m rows of x: as many bytes in flight as the registers hold."""
+    whole = shape.dot == 128 and shape.group >= 128
+    long = has_few_rows(shape.n, multiprocessors) and shape.k > LONG_ROWS
+    columns = 512 if m <= 8 and whole and not long else 256
+    least = max(shape.span, 128)
+    while columns > least and 4 * columns > shape.spans * shape.span:
+        columns //= 2
+    ahead = shape.bits <= 4 and whole and (m > 8 or shape.bits == 4 or long)
+    return SkinnyTile(warps=8 if long and not whole else 4, columns=max(columns, least), ahead=ahead)
+
+
+def tiled_tile(
+    shape: Geometry, m: int, shared: int = HOPPER_SHARED, multiprocessors: int = HOPPER_PROCESSORS
+) -> Tile:
+    """The tile for m rows of x on a GPU with so many bytes of shared memory for a program.
+
+    Weights with few rows are split by columns to keep all processors busy.
+    """
+    few = has_few_rows(shape.n, multiprocessors)
+    if m <= 64:
+        columns = 16 if m <= 16 else 32 if m <= 32 else 64
+        tile, programs = Tile(4 if few else 8, columns, stages=4), 2 * multiprocessors
+    elif shape.span > 128 and not few:
+        tile, programs = Tile(8, 128, warps=8), 0
+    else:
+        tile, programs = Tile(4, 128), multiprocessors
+    while shared_memory(tile, shape) > shared and tile.stages > 2:
+        tile = replace(tile, stages=tile.stages - 1)
+    while shared_memory(tile, shape) > shared and tile.m > 16:
+        tile = replace(tile, m=tile.m // 2)
+    return _split(tile, shape, m, programs)
+
+
+def shared_memory(tile: Tile, shape: Geometry) -> int:
+    """Bytes of shared memory that a program of `fused-tiled` takes at most: its operands, in every stage."""
+    columns = max(shape.span, 128)
+    weights = ROWS * tile.row_tiles * columns
+    scales = weights // shape.group * 4 * (2 if shape.group < columns else 1)
+    stage = 2 * columns * tile.m + weights * shape.bits // 8 + scales + 1024
+    return stage * tile.stages
+
+
+def programs(tile: Tile, shape: Geometry, m: int) -> int:
+    """Programs of a launch of `fused-tiled` for m rows of x."""
+    return -(-shape.row_tiles // tile.row_tiles) * -(-m // tile.m) * tile.split
+
+
+def _split(tile: Tile, shape: Geometry, m: int, most: int) -> Tile:
+    """`tile` in as many parts, up to four, as divide the steps and give no more than so many programs."""
+    split = (replace(tile, split=parts) for parts in (4, 2, 1) if shape.steps % parts == 0)
+    return next(one for one in split if one.split == 1 or programs(one, shape, m) <= most)
+
+
+def skinny_steps(tile: SkinnyTile, shape: Geometry) -> int:
+    """Steps that a warp takes over the columns."""
+    return -(-shape.spans * shape.span // (tile.warps * tile.columns))
+
+
+def _shape(problem: Problem) -> Geometry:
+    return geometry(problem.n, problem.k, problem.scheme, problem.dtype)
+
+
+def processors(problem: Problem) -> int:
+    """Multiprocessors of the problem's GPU; those of an H200 where only the rules are asked."""
+    return HOPPER_PROCESSORS if problem.gpu is None else problem.gpu.multiprocessors
+
+
+def _shared(problem: Problem) -> int:
+    return HOPPER_SHARED if problem.gpu is None else problem.gpu.shared_memory
+
+
+def _unknown_value(tile: SkinnyTile | Tile, values: Mapping[str, tuple[int, ...]]) -> str | None:
+    for field, known in values.items():
+        value = getattr(tile, field)
+        if value not in known:
+            return f"{field} is one of {', '.join(map(str, known))}, not {value}"
+    return None
+
+
+def _skinny_why_not(problem: Problem, tile: SkinnyTile) -> str | None:
+    shape = _shape(problem)
+    if (reason := _unknown_value(tile, SKINNY_VALUES)) is not None:
+        return reason
+    if tile.columns % max(shape.span, 128):
+        return f"columns must be a multiple of {shape.span} for {shape.bits} bits, {tile.columns} is none"
+    steps = skinny_steps(tile, shape)
+    return None if steps <= SKINNY_STEPS else f"{steps} steps are more than the {SKINNY_STEPS} it unrolls"
+
+
+def _skinny_loses(problem: Problem, tile: SkinnyTile) -> str | None:
+    shape = _shape(problem)
+    if tile.row_tiles > 1 and problem.m <= 8:
+        return "more row tiles never won up to M=8"
+    codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.ahead else 1)
+    if codes > CODE_REGISTERS:
+        return f"codes in flight would take {codes} registers"
+    columns_of_x = 8 if problem.m <= 8 else 16 if problem.m <= 16 else 32
+    sums = tile.columns // shape.dot * tile.row_tiles * ROWS * columns_of_x // 32
+    if sums > SUM_REGISTERS:
+        return f"sums would take {sums} registers"
+    least = SKINNY_VALUES["warps"][0] * max(shape.span, 128)
+    if tile.warps * tile.columns > max(shape.spans * shape.span, least):
+        return "some warps would have no columns"
+    return None
+
+
+def _tiled_why_not(problem: Problem, tile: Tile) -> str | None:
+    if (reason := _unknown_value(tile, TILED_VALUES)) is not None:
+        return reason
+    if tile.half_sums and not problem.half_sums:
+        return "torch.backends.cuda.matmul.allow_fp16_accumulation is not set, or x is not float16"
+    steps = _shape(problem).steps
+    return None if steps % tile.split == 0 else f"{steps} steps are not divided by a split of {tile.split}"
+
+
+def _tiled_loses(problem: Problem, tile: Tile) -> str | None:
+    shape, m = _shape(problem), problem.m
+    if tile.m > max(16, 2 * m) or 4 * tile.m < min(m, 256):
+        return f"tiles of {tile.m} rows do not suit {m} rows of x"
+    sums = ROWS * tile.row_tiles * tile.m // (32 * tile.warps)
+    if sums > SUM_REGISTERS:
+        return f"sums would take {sums} registers"
+    if tile.split > 1 and programs(tile, shape, m) > 8 * processors(problem):
+        return "there are programs enough without splitting columns"
+    # The bound is above what Triton takes.
+    if shared_memory(tile, shape) > _shared(problem) * 5 // 4:
+        return f"stages would take {shared_memory(tile, shape)} bytes of shared memory"
+    return None
+
+
+SKINNY = Tiling(
+    SkinnyTile,
+    SKINNY_VALUES,
+    lambda problem: skinny_tile(_shape(problem), problem.m, processors(problem)),
+    _skinny_why_not,
+    _skinny_loses,
+)
+
+
+def _tiled_rule(problem: Problem) -> Tile:
+    tile = tiled_tile(_shape(problem), problem.m, _shared(problem), processors(problem))
+    fast = problem.gpu is not None and problem.gpu.capability in HALF_RATE
+    return replace(tile, half_sums=problem.half_sums and fast)
+
+
+TILED = Tiling(
+    Tile,
+    TILED_VALUES,
+    _tiled_rule,
+    _tiled_why_not,
+    _tiled_loses,
+)

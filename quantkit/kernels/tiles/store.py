@@ -1,0 +1,125 @@
+"""Where tile tables are: one that ships with quantkit, and one in the user's cache, which wins."""
+
+import logging
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files as package_files
+from pathlib import Path
+
+from quantkit.errors import KernelError, OutputError
+from quantkit.files import open_regular, os_error_text, replace_file
+from quantkit.kernels.problem import Gpu, KernelRow
+from quantkit.kernels.tiles.table import OtherTable, TileTable, from_json, to_json
+
+#: `none` leaves the choice of tiles to the rules.
+TILES_VARIABLE = "QUANTKIT_TILES"
+#: Tables are no larger. One with every format and forty shapes has about 1 MB.
+MAX_BYTES = 16 << 20
+_REMEDY = "Delete it, or run `quantkit tune`."
+
+logger = logging.getLogger("quantkit.kernels")
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A table and where it came from: a path, or "shipped"."""
+
+    table: TileTable
+    source: str
+
+
+def stored_tables(gpu: Gpu, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...]:
+    """The tables for `gpu`, the user's before the shipped one; none if `QUANTKIT_TILES=none`.
+
+    A table that is damaged is a `KernelError`. One for another GPU or version, or one that cannot be read,
+    is left out with a warning.
+    """
+    if os.environ.get(TILES_VARIABLE) == "none":
+        return ()
+    rows = tuple(rows)
+    path = user_path(gpu)
+    users = None if path is None else _parsed(_read(path), str(path), gpu, rows)
+    shipped = shipped_table(gpu, rows)
+    found = () if users is None else (StoredTable(users, str(path)),)
+    return found if shipped is None else (*found, StoredTable(shipped, "shipped"))
+
+
+def shipped_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:
+    """The table that ships with quantkit for a GPU, if there is one."""
+    file = package_files("quantkit.kernels.tiles") / file_name(gpu)
+    return _parsed(file.read_bytes() if file.is_file() else None, "shipped", gpu, tuple(rows))
+
+
+def user_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:
+    """The table in the user's cache, whatever `QUANTKIT_TILES` says; None where there is none that fits."""
+    path = _user_path_or_error(gpu)
+    return _parsed(_read(path), str(path), gpu, tuple(rows))
+
+
+def _parsed(data: bytes | None, source: str, gpu: Gpu, rows: tuple[KernelRow, ...]) -> TileTable | None:
+    if data is None:
+        return None
+    try:
+        return from_json(data, gpu, rows)
+    except OtherTable as error:
+        logger.warning("the tile table %s is not used: %s. %s", source, error, _REMEDY)
+        return None
+    except KernelError as error:
+        raise KernelError(f"the tile table {source} is damaged: {error}. {_REMEDY}") from None
+
+
+def save(table: TileTable, rows: Iterable[KernelRow]) -> Path:
+    """Write the user's table in one step; `OutputError` says what is in the way."""
+    path = _user_path_or_error(table.gpu)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, to_json(table, rows))
+    except OSError as error:
+        raise OutputError(
+            f"cannot write the tile table {path}: {os_error_text(error)}. Make its directory writable, or "
+            "set XDG_CACHE_HOME to one that is."
+        ) from error
+    return path
+
+
+def file_name(gpu: Gpu) -> str:
+    """`nvidia_h200.json` for NVIDIA H200."""
+    return (re.sub(r"[^a-z0-9]+", "_", gpu.name.lower()).strip("_") or "gpu")[:100] + ".json"
+
+
+def user_path(gpu: Gpu) -> Path | None:
+    """The file in the user's cache; None where there is no home directory to have one in."""
+    # The XDG specification has paths that are not absolute ignored.
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        cache = given if given.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return cache / "quantkit" / "tiles" / file_name(gpu)
+
+
+def _user_path_or_error(gpu: Gpu) -> Path:
+    path = user_path(gpu)
+    if path is None:
+        raise OutputError(
+            "there is no home directory to keep a tile table in. Set XDG_CACHE_HOME to a directory."
+        )
+    return path
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        with open_regular(path) as file:
+            data = file.read(MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.warning(
+            "the tile table %s cannot be read and is not used: %s. %s", path, os_error_text(error), _REMEDY
+        )
+        return None
+    if len(data) > MAX_BYTES:
+        raise KernelError(f"the tile table {path} has more than the {MAX_BYTES} bytes it may have. {_REMEDY}")
+    return data

@@ -1,0 +1,286 @@
+"""The tile table of one GPU: its entries, and its JSON.
+
+    {"version": 1,
+     "gpu": {"name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132},
+     "made_with": {"quantkit": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"},
+     "tiles": {"fused-skinny": ["warps", "columns", "row_tiles", "ahead"], ...},
+     "weights": [
+      {"scheme": {...}, "dtype": "bfloat16", "half_sums": false, "shapes": {
+        "4096x14336": {"1": [12.4, "fused-skinny", [4, 256, 1, true]],
+                       "32": [19.7, "fused-tiled", [4, 32, 4, 4, 4, false], {"fused-skinny": 31.5}], ...}}}]}
+
+A shape is N x K on one line. Its keys are the largest M of a bucket of M, powers of two; its values are
+microseconds, the row, its tile where it has one, and microseconds of the rows that come before it in the
+kernel table. Activations have `dtype`, and sums may be float16 with `half_sums`. Who reads a table checks
+every value, because it may be anyone's.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from quantkit.errors import FormatError, KernelError
+from quantkit.files import parse_json, shown
+from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, KernelRow, Problem, tile_text
+from quantkit.packing.schemes import Scheme
+
+#: Of the format and of the kernels: a table of another version says nothing about these kernels.
+VERSION = 1
+#: The largest M that has a bucket.
+MAX_M = 1 << 16
+#: N and K are no larger.
+MAX_SIDE = 1 << 24
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ACTIVATION_DTYPES}
+_SHAPE = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
+
+
+@dataclass(frozen=True)
+class Key:
+    """What an entry is for: a weight [n, k], activations, and M up to `m`, a power of two.
+
+    `half_sums` is whether sums may be float16.
+    """
+
+    scheme: Scheme
+    dtype: torch.dtype
+    n: int
+    k: int
+    m: int
+    half_sums: bool = False
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Key":
+        """The key of the bucket that `problem` falls into."""
+        scheme, m = as_computed(problem.scheme, problem.k), bucket(problem.m)
+        return cls(scheme, problem.dtype, problem.n, problem.k, m, problem.half_sums)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The fastest row with its tile, None for a row without, and microseconds of it and of rows before it."""
+
+    us: float
+    row: str
+    tile: Any = None
+    others: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.row if self.tile is None else f"{self.row} {tile_text(self.tile)}"
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """The entries of one GPU, and what they were measured with."""
+
+    gpu: Gpu
+    made_with: Mapping[str, str]
+    entries: Mapping[Key, Entry]
+
+    def with_entries(self, entries: Mapping[Key, Entry]) -> "TileTable":
+        """The table with `entries` added, in place of those that it has for the same keys."""
+        return replace(self, entries={**self.entries, **entries})
+
+
+class OtherTable(Exception):
+    """A table that is whole, but of another version or GPU than the one asked for."""
+
+
+def bucket(m: int) -> int:
+    """The largest M that uses the same entry as `m` rows of x."""
+    return 1 << (m - 1).bit_length()
+
+
+def as_computed(scheme: Scheme, k: int) -> Scheme:
+    """`scheme` without what no GPU kernel sees.
+
+    Codes and one scale per tensor are in the layout as those of a channel are, and factors of columns in x.
+    """
+    scheme = replace(scheme.for_columns(k), packing="bits", column_scale=False)
+    return replace(scheme, group_size=None) if scheme.per_tensor else scheme
+
+
+def to_json(table: TileTable, rows: Iterable[KernelRow]) -> bytes:
+    """The table as a file: sorted, with a line per weight, so that versions of it can be compared."""
+    tiles = {row.name: _fields(row) for row in rows if row.tiling is not None}
+    weights: dict[str, dict[tuple[int, int], dict[int, list[Any]]]] = {}
+    for key, entry in table.entries.items():
+        tile = [] if entry.tile is None else [[getattr(entry.tile, name) for name in tiles[entry.row]]]
+        others = {name: _rounded(us) for name, us in sorted(entry.others.items())}
+        by_m = weights.setdefault(_weight_to_json(key), {}).setdefault((key.n, key.k), {})
+        by_m[key.m] = [_rounded(entry.us), entry.row, *tile, *([others] if others else [])]
+    groups = []
+    for weight, shapes in sorted(weights.items()):
+        lines = [
+            f'"{n}x{k}": {json.dumps({str(m): value for m, value in sorted(by_m.items())})}'
+            for (n, k), by_m in sorted(shapes.items())
+        ]
+        groups.append(f'{{{weight}, "shapes": {{\n' + ",\n".join(lines) + "\n}}")
+    head = {
+        "version": VERSION,
+        "gpu": _gpu_to_json(table.gpu),
+        "made_with": dict(sorted(table.made_with.items())),
+        "tiles": tiles,
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+    return ("{\n" + "\n".join(lines) + '\n"weights": [\n' + ",\n".join(groups) + "\n]\n}\n").encode()
+
+
+def _weight_to_json(key: Key) -> str:
+    """What the shapes of a scheme share, without the braces around it."""
+    dtype = str(key.dtype).removeprefix("torch.")
+    return json.dumps({"scheme": key.scheme.to_dict(), "dtype": dtype, "half_sums": key.half_sums})[1:-1]
+
+
+def _rounded(us: float) -> float:
+    return float(f"{us:.4g}")
+
+
+def _gpu_to_json(gpu: Gpu) -> dict[str, Any]:
+    return {
+        "name": gpu.name,
+        "capability": list(gpu.capability),
+        "multiprocessors": gpu.multiprocessors,
+    }
+
+
+def _fields(row: KernelRow) -> list[str]:
+    return [] if row.tiling is None else [field.name for field in fields(row.tiling.record)]
+
+
+def from_json(data: bytes, gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable:
+    """The table of `gpu` that `to_json` wrote.
+
+    A table of another version or GPU is an `OtherTable`. Whatever else is wrong is a `KernelError`; both say
+    what was found and what was expected.
+    """
+    try:
+        return _table(parse_json(data, "the file"), gpu, {row.name: row for row in rows})
+    except (ValueError, FormatError) as error:
+        raise KernelError(str(error)) from None
+
+
+def _table(data: Mapping[str, Any], gpu: Gpu, rows: Mapping[str, KernelRow]) -> TileTable:
+    version = _get(data, "version", int, "the file")
+    if version != VERSION:
+        raise OtherTable(f"it has version {shown(version)}, these kernels have {VERSION}")
+    _only(data, ("version", "gpu", "made_with", "tiles", "weights"), "the file")
+    found, expected = _get(data, "gpu", dict, "the file"), _gpu_to_json(gpu)
+    _only(found, tuple(expected), "'gpu'")
+    if found != expected:
+        raise OtherTable(f"it is for {shown(found)}, this is {expected}")
+    made_with = _get(data, "made_with", dict, "the file")
+    if not all(type(version) is str and len(version) <= 100 for version in made_with.values()):
+        raise ValueError(f"'made_with' is {shown(made_with)}; expected versions by name")
+    tiles = {row.name: _fields(row) for row in rows.values() if row.tiling is not None}
+    if data.get("tiles") != tiles:
+        raise ValueError(f"'tiles' is {shown(data.get('tiles'))}; expected {tiles}")
+    entries: dict[Key, Entry] = {}
+    for group in _get(data, "weights", list, "the file"):
+        for problem, value in _problems(group, gpu):
+            key = Key.of(problem)
+            if key.scheme != problem.scheme:
+                raise ValueError(f"the scheme of {problem} should be {key.scheme}")
+            if key in entries:
+                raise ValueError(f"{problem} occurs twice; expected once")
+            entries[key] = _entry(value, problem, rows)
+    return TileTable(gpu, made_with, entries)
+
+
+def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:
+    """Each problem of a list of weights with what is said of it."""
+    if type(group) is not dict:
+        raise ValueError(f"'weights' has {shown(group)}; expected an object")
+    _only(group, ("scheme", "dtype", "half_sums", "shapes"), "a weight")
+    scheme = Scheme.from_dict(_get(group, "scheme", dict, "a weight"))
+    dtype = _get(group, "dtype", str, str(scheme))
+    if dtype not in _DTYPES:
+        raise ValueError(f"the dtype of {scheme} is {shown(dtype)}; expected {', '.join(_DTYPES)}")
+    half_sums = _get(group, "half_sums", bool, str(scheme))
+    if half_sums and dtype != "float16":
+        raise ValueError(f"'half_sums' of {scheme} is true for {dtype}; expected only for float16")
+    for shape, by_m in _get(group, "shapes", dict, str(scheme)).items():
+        n, k = _sides(shape, scheme)
+        if type(by_m) is not dict:
+            raise ValueError(f"{scheme} {shape} is {shown(by_m)}; expected an object")
+        for m, value in by_m.items():
+            yield (
+                Problem(_m(m), n, k, scheme, _DTYPES[dtype], "cuda", GPU_FEATURES, None, gpu, half_sums),
+                value,
+            )
+
+
+def _entry(value: Any, problem: Problem, rows: Mapping[str, KernelRow]) -> Entry:
+    what = f"the entry of {problem}"
+    if type(value) is not list or len(value) < 2:
+        raise ValueError(f"{what} is {shown(value)}; expected [microseconds, row, ...]")
+    us, name, *rest = value
+    row = rows.get(name) if type(name) is str else None
+    if row is None or "cuda" not in row.devices:
+        known = ", ".join(row.name for row in rows.values() if "cuda" in row.devices)
+        raise ValueError(f"{what} names the row {shown(name)}; known are {known}")
+    tile = None
+    if row.tiling is not None:
+        tile = _tile(rest.pop(0) if rest else None, row, problem, what)
+    others = rest.pop(0) if rest and type(rest[0]) is dict else {}
+    if rest:
+        raise ValueError(f"{what} has {shown(rest)} at its end; expected nothing more")
+    for other in others:
+        if other not in rows:
+            raise ValueError(f"{what} names the row {shown(other)}; known are {', '.join(rows)}")
+    return Entry(_us(us, what), name, tile, {other: _us(us, what) for other, us in others.items()})
+
+
+def _tile(values: Any, row: KernelRow, problem: Problem, what: str) -> Any:
+    assert row.tiling is not None
+    names = fields(row.tiling.record)
+    if type(values) is not list or [type(value) for value in values] != [name.type for name in names]:
+        raise ValueError(
+            f"{what} has the tile {shown(values)}; expected {', '.join(name.name for name in names)}"
+        )
+    tile = row.tiling.record(*values)
+    reason = row.supports(problem) or row.tiling.why_not(problem, tile)
+    if reason is not None:
+        raise ValueError(f"{what} has the tile {values} for {row.name}, which cannot be: {reason}")
+    return tile
+
+
+def _us(value: Any, what: str) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{what} has {shown(value)}; expected microseconds")
+    return float(value)
+
+
+def _sides(shape: str, scheme: Scheme) -> tuple[int, int]:
+    match = _SHAPE.fullmatch(shape)
+    if match is None or max(int(side) for side in match.groups()) > MAX_SIDE:
+        raise ValueError(f"{scheme} has the shape {shown(shape)}; expected NxK such as 4096x14336")
+    return int(match[1]), int(match[2])
+
+
+def _m(text: str) -> int:
+    m = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
+    if not 1 <= m <= MAX_M or bucket(m) != m or str(m) != text:
+        raise ValueError(f"M is {shown(text)}; expected a power of two up to {MAX_M}")
+    return m
+
+
+def _get(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    value = data.get(key)
+    if type(value) is not kind:
+        raise ValueError(f"{key!r} of {where} is {shown(value)}; expected {_KINDS[kind]}")
+    return value
+
+
+_KINDS = {int: "an integer", bool: "true or false", str: "a text", dict: "an object", list: "a list"}
+
+
+def _only(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    unknown = set(data) - set(known)
+    if unknown:
+        raise ValueError(f"{where} has the keys {shown(sorted(unknown))}; expected {', '.join(known)}")

@@ -1,0 +1,182 @@
+"""What runs where a tile table has the problem, and how the kernel table explains it."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.kernels import table as kernel_table
+from quantkit.kernels.fused import launch
+from quantkit.kernels.fused.launch import SkinnyTile, Tile
+from quantkit.kernels.fused.layout import build
+from quantkit.kernels.fused.tilings import SKINNY, TILED, skinny_tile, tiled_tile
+from quantkit.kernels.problem import Gpu, Problem, TileError
+from quantkit.kernels.report import choice_of
+from quantkit.kernels.table import choose, choose_by_rules, explain, log_choice, row_named
+from quantkit.kernels.tiles.table import Entry
+from quantkit.packing.tensor import PackedTensor
+
+Ask = Callable[..., Problem]
+Store = Callable[[dict[Problem, Entry]], Path]
+
+TILE = SkinnyTile(8, 256, 1, False)
+
+
+def test_without_a_table_rules_choose(ask: Ask) -> None:
+    chosen = choose(ask())
+    assert (chosen.row.name, chosen.us) == ("fused-skinny", None)
+    assert chosen.tile == SKINNY.rule(ask())
+
+
+def test_an_entry_chooses_row_and_tile_for_its_bucket(ask: Ask, store_table: Store) -> None:
+    store_table({ask(m=8): Entry(5.0, "fused-skinny", TILE)})
+    for m in (5, 8):
+        chosen = choose(ask(m=m))
+        assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-skinny", TILE, 5.0)
+    for other in (ask(m=4), ask(m=9), ask("int8", 8), ask(m=8, n=4112), ask(m=8, dtype=torch.float16)):
+        assert choose(other).us is None
+    assert choose(replace(ask(m=8), gpu=None)).us is None
+    assert choose_by_rules(ask(m=8)).tile != TILE
+
+
+def test_rows_before_the_fastest_say_how_much_slower_they_are(ask: Ask, store_table: Store) -> None:
+    tile = Tile(4, 16)
+    store_table(
+        {
+            ask(m=2): Entry(9.0, "fused-tiled", tile, {"fused-skinny": 12.34}),
+            ask(m=64): Entry(80.0, "dequantize", None, {"fused-tiled": 99.0}),
+            ask(m=16): Entry(7.0, "dequantize"),
+        }
+    )
+    reasons = dict(explain(ask(m=2)))
+    assert reasons["fused-skinny"] == "measured slower on this GPU: 12.3 us against 9.0 us"
+    assert reasons["fused-tiled"] is None
+    assert "it runs on cpu" in str(reasons["torch-int4"])
+    reasons = dict(explain(ask(m=64)))
+    assert "up to 32 rows of x" in str(reasons["fused-skinny"])
+    assert reasons["fused-tiled"] == "measured slower on this GPU: 99.0 us against 80.0 us"
+    assert dict(explain(ask(m=16)))["fused-skinny"] == (
+        "not measured; on this GPU dequantize was measured: 7.0 us"
+    )
+    choice = choice_of(ask(m=2))
+    assert (choice.row, choice.us) == ("fused-tiled", 9.0)
+    assert choice.tile == "row_tiles=4 m=16 split=1 warps=4 stages=3 half_sums=False"
+    assert [name for name, _ in choice.refusals] == ["fused-skinny"]
+
+
+def test_a_row_that_rules_say_loses_runs_where_it_was_measured_fastest(ask: Ask, store_table: Store) -> None:
+    assert choose(ask(m=32)).row.name == "fused-tiled"
+    store_table({ask(m=32): Entry(3.0, "fused-skinny", TILE)})
+    assert choose(ask(m=32)).row.name == "fused-skinny"
+
+
+def test_forcing_overrides_a_table(ask: Ask, store_table: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_table({ask(m=8): Entry(5.0, "fused-skinny", TILE)})
+    monkeypatch.setenv("QUANTKIT_KERNEL", "fused-tiled")
+    chosen = choose(ask(m=8))
+    assert (chosen.row.name, chosen.tile) == ("fused-tiled", TILED.rule(ask(m=8)))
+    monkeypatch.setenv("QUANTKIT_KERNEL", "fused-skinny")
+    assert choose(ask(m=8)).tile == TILE, "a forced row has the tile that was measured for it"
+
+
+def test_an_entry_for_what_cannot_run_is_not_used(ask: Ask, store_table: Store) -> None:
+    store_table({ask(m=8): Entry(5.0, "fused-skinny", TILE)})
+    assert choose(replace(ask(m=8), layout="")).row.name == "unpack"
+    assert choose(replace(ask(m=8), features=frozenset())).row.name == "unpack"
+    assert choose(replace(ask(m=8), layout="fragments")).us == 5.0
+
+
+def test_a_damaged_table_stops_before_anything_runs(ask: Ask, store_table: Store) -> None:
+    path = store_table({})
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(KernelError, match=rf"tile table {path} is damaged: .* Delete it"):
+        choose(ask())
+
+
+def test_the_log_shows_tile_and_time(
+    ask: Ask, store_table: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store_table({ask(m=8): Entry(5.0, "fused-skinny", TILE)})
+    monkeypatch.setattr(kernel_table, "_logged", set())
+    monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
+    with caplog.at_level(logging.WARNING):
+        log_choice(ask(m=7), choose(ask(m=7)))
+    assert caplog.messages[0].endswith(
+        ": fused-skinny warps=8 columns=256 row_tiles=1 ahead=False, measured 5.0 us"
+    )
+
+
+@pytest.mark.parametrize(
+    ("m", "entry"),
+    [
+        (3, Entry(5.0, "fused-skinny", SkinnyTile(2, 128, 2, True))),
+        (20, Entry(5.0, "fused-tiled", Tile(8, 32, 2, 8, 2))),
+    ],
+)
+def test_the_tile_of_a_table_is_what_is_launched(
+    ask: Ask,
+    store_table: Store,
+    make_packed: Callable[..., PackedTensor],
+    reference: Callable[..., torch.Tensor],
+    relative_error: Callable[[torch.Tensor, torch.Tensor], float],
+    monkeypatch: pytest.MonkeyPatch,
+    m: int,
+    entry: Entry,
+) -> None:
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    n, k = 40, 256
+    # Triton's interpreter has no products of 16-bit floats; a launch takes what it is given.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    store_table({ask("int4", m, n, k): entry})
+    name = "skinny" if entry.row == "fused-skinny" else "tiled"
+    launched, run = [], getattr(launch, name)
+    monkeypatch.setattr(
+        launch, name, lambda op, tile, **_: launched.append(tile) or run(op, tile, inline=False)
+    )
+    packed = make_packed("int4", (n, k)).to(device)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    y = choose(ask("int4", m, n, k)).launch(x, packed, build(packed, x.dtype), None)
+    assert launched == [entry.tile]
+    assert relative_error(y, reference(x, packed)) < (1e-5 if device == "cpu" else 1e-2)
+
+
+def test_a_tile_that_does_not_fit_says_where_it_may_be_from(
+    make_packed: Callable[..., PackedTensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OutOfResources(Exception):
+        pass
+
+    def too_large(*_: object, **__: object) -> None:
+        raise OutOfResources("shared memory, Required: 2, Hardware limit: 1")
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(launch, "skinny", too_large)
+    packed = make_packed("int4", (16, 128)).to("cuda" if torch.cuda.is_available() else "cpu")
+    x = torch.zeros(1, 128, device=packed.device)
+    with pytest.raises(
+        TileError, match=r"tile SkinnyTile\(warps=8.*too large for this GPU: shared.*delete that"
+    ):
+        row_named("fused-skinny").launch(x, packed, build(packed, x.dtype), None, tile=TILE)
+
+
+def test_rules_follow_the_size_of_the_gpu(ask: Ask, gpu: Gpu) -> None:
+    """A weight that leaves a large GPU idle without splitting keeps a small one busy."""
+    problem = ask(m=64, n=8192)
+    assert choose(problem).tile.split == 2
+    small = replace(gpu, name="small", multiprocessors=20, shared_memory=99 << 10)
+    tile = choose(replace(problem, gpu=small)).tile
+    assert (tile.split, tile.row_tiles) == (1, 8)
+    # On the GPU that rules were made on, they are what they were.
+    for m in (1, 8, 16, 64, 128):
+        shape = replace(problem, m=m)
+        geometry = launch.geometry(8192, 4096, problem.scheme, problem.dtype)
+        assert SKINNY.rule(shape) == skinny_tile(geometry, m)
+        assert TILED.rule(shape) == tiled_tile(geometry, m)

@@ -1,0 +1,172 @@
+"""The parts of a search that touch kernels, as far as they need no GPU: checking results, and compiling."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.kernels.fused.launch import SkinnyTile, Tile
+from quantkit.kernels.measure import random_packed
+from quantkit.kernels.problem import Problem, TileError
+from quantkit.kernels.tiles import gpu as gpu_module
+from quantkit.kernels.tiles.gpu import CompilePool, GpuBench, _explained, _same_kernel
+from quantkit.kernels.tiles.search import LIMITS, Candidate, Unfit
+from quantkit.packing.schemes import PRESETS, scheme
+
+pytest.importorskip("triton")
+
+Ask = Callable[..., Problem]
+H200 = ("cuda", 90, 32)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CASES = {
+    **{name: scheme(name) for name in PRESETS},
+    "int4 integer": scheme("int4", zero_point="integer", group_size=64),
+    "int3 float": scheme("int3", zero_point="float", group_size=48),
+    "fp8 tensor": scheme("fp8", group_size="tensor"),
+    "int4 e4m3": scheme("int4", scale_dtype=torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_weights_are_numbers_of_every_scheme(case: str) -> None:
+    packed = random_packed(CASES[case], 40, 96, DEVICE)
+    assert packed.shape == (40, 96)
+    assert packed.scheme == CASES[case].for_columns(96)
+    weight = packed.dequantize()
+    assert bool(weight.isfinite().all())
+    assert 1e-4 < float(weight.std()) < 1
+    assert torch.equal(weight, random_packed(CASES[case], 40, 96, DEVICE).dequantize())
+
+
+@pytest.mark.parametrize(
+    "tile", [SkinnyTile(2, 128), SkinnyTile(2, 256, 2, True), Tile(4, 16, stages=2), None], ids=str
+)
+def test_a_bench_tells_right_from_wrong(
+    tile: SkinnyTile | Tile | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, which is what Triton's interpreter multiplies."""
+    monkeypatch.setattr(gpu_module, "copies", lambda nbytes: 2)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    row = {SkinnyTile: "fused-skinny", Tile: "fused-tiled", type(None): "dequantize"}[type(tile)]
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    bench = GpuBench(
+        random_packed(scheme("int4", zero_point="integer", group_size=64), 40, 256, DEVICE), dtype
+    )
+    candidate = Candidate(row, tile)
+    limit = 1e-5 if DEVICE.type == "cpu" else LIMITS[dtype]
+    assert bench.error(candidate, 5) < limit
+    assert bench.error(candidate, 2) < limit, "x of another M is another x"
+    assert len(bench.layouts) == 2
+    codes = bench.layouts[0][0]
+    codes.view(-1)[:8] ^= -1
+    assert bench.error(candidate, 5) > LIMITS[torch.bfloat16]
+
+
+def test_lack_of_room_is_a_reason_and_other_errors_end_the_search() -> None:
+    packed = random_packed(scheme("int4"), 16, 128, DEVICE)
+    candidate = Candidate("fused-skinny", SkinnyTile())
+    for error in (TileError("too large"), torch.OutOfMemoryError("too large")):
+        with pytest.raises(Unfit, match="too large"), _explained(candidate, packed, 1):
+            raise error
+    with (
+        pytest.raises(
+            KernelError, match=r"fused-skinny warps=4 .* failed for int4 .* M=3: misaligned address.*kept"
+        ),
+        _explained(candidate, packed, 3),
+    ):
+        raise RuntimeError("misaligned address")
+
+
+def test_problems_with_the_same_kernels_compile_once(ask: Ask) -> None:
+    skinny, tiled = Candidate("fused-skinny", SkinnyTile()), Candidate("fused-tiled", Tile(4, 64))
+    assert [_same_kernel(ask(m=m), skinny).m for m in (1, 2, 4, 8, 16, 32)] == [1, 8, 8, 8, 16, 32]
+    assert [_same_kernel(ask(m=m), tiled).m for m in (1, 8, 16, 64, 1024)] == [1, 8, 16, 16, 16]
+    assert [_same_kernel(ask(n=n), tiled).n for n in (4096, 1024, 1000)] == [16, 16, 17]
+
+
+def test_candidates_compile_without_a_gpu(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    good = Candidate("fused-skinny", SkinnyTile(4, 512, 1, True))
+    bad = Candidate("fused-skinny", SkinnyTile(3, 512, 1, True))
+    with CompilePool(1, H200) as pool:
+        waits = [pool.submit(ask(m=m), good) for m in (2, 8)]
+        worse = pool.submit(ask(), bad)
+        assert [wait() for wait in waits] == [None, None]
+        assert str(worse()).startswith("it does not compile: ")
+        assert pool.submit(ask(), bad)() == worse()
+    cubins = list((tmp_path / "triton").rglob("skinny.cubin"))
+    assert len(cubins) == 1, "M of 2 and 8 have one kernel"
+
+
+#: Kernels of a launch with real operands, and those that compile ahead for it, by the hash of Triton's cache.
+AHEAD = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from quantkit.kernels.fused import launch, rows
+from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
+from quantkit.kernels.measure import random_packed
+from quantkit.kernels.problem import GPU_FEATURES, Problem
+from quantkit.kernels.tiles.gpu import _CompileOnly, _same_kernel
+from quantkit.kernels.tiles.search import Candidate
+from quantkit.packing.schemes import scheme
+
+driver.set_active(_CompileOnly(GPUTarget("cuda", 90, 32)))
+hashes = []
+launch._start = lambda kernel, grid, op, *args, **options: hashes.append(
+    kernel.warmup(*args, grid=grid, **options).hash
+)
+for row, tile, m in (("fused-skinny", SkinnyTile(), 4), ("fused-tiled", Tile(4, 64, 4), 64)):
+    hashes.clear()
+    problem = Problem(m, 64, 1024, scheme("int4", zero_point="integer"), torch.bfloat16, "cuda", GPU_FEATURES)
+    layout = rows.FRAGMENTS.build(random_packed(problem.scheme, 64, 1024, torch.device("cpu")), problem.dtype)
+    rows._RUNS[row](
+        Operands(torch.zeros(m, 1024).bfloat16(), layout, None, problem.scheme, 64), GPU_FEATURES, tile
+    )
+    launched = list(hashes)
+    hashes.clear()
+    rows.compile_kernels(row, _same_kernel(problem, Candidate(row, tile)), layout, tile)
+    assert hashes == launched, (row, hashes, launched)
+"""
+
+
+def test_what_compiles_ahead_is_what_is_launched(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", AHEAD],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_compiler_that_crashes_takes_one_candidate(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Called with a connection and a target, it ends with an error.
+    monkeypatch.setattr(gpu_module, "_work", int)
+    one = Candidate("dequantize")
+    with CompilePool(1, H200) as pool:
+        assert pool.submit(ask(), one)() == "the compiler crashed"
+        assert pool.submit(ask("int8"), one)() == "the compiler crashed", "with a process of its own"
+
+
+def test_a_compiler_that_does_not_end_is_given_up(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_module, "COMPILE_SECONDS", 0)
+    with CompilePool(1, H200) as pool:
+        assert pool.submit(ask(), Candidate("dequantize"))() == "compiling it takes more than 0 s"
+
+
+def test_the_end_of_a_search_ends_its_compilers(ask: Ask) -> None:
+    with CompilePool(2, H200) as pool:
+        for k in range(128, 1408, 128):
+            pool.submit(ask(k=k), Candidate("dequantize"))
+        processes = [worker._process for worker in pool._workers]
+    assert not any(process.is_alive() for process in processes if process is not None)

@@ -4,7 +4,7 @@
 
 Each figure is the median of CUDA-graph replays over as many different weights as exceed the L2 cache several
 times, divided by their number. Up to M = 16 it is given as a multiple of the floor, above as a multiple of
-dense speed. `--jobs` processes compile the kernels first.
+dense speed. `--jobs` processes compile the kernels first. With QUANTKIT_TILES=none, rules choose all tiles.
 """
 
 import argparse

@@ -127,8 +127,8 @@ def _half_sums() -> str:
     if gpu is None or gpu.capability not in HALF_RATE:
         return "bring nothing on this GPU"
     return (
-        "off unless torch.backends.cuda.matmul.allow_fp16_accumulation is set; may make float16 tiles faster, "
-        "and makes them less accurate"
+        "off unless torch.backends.cuda.matmul.allow_fp16_accumulation is set, which may make float16 tiles "
+        "faster, and makes them less accurate"
     )
 
 

@@ -79,7 +79,7 @@ def tune(
     with CompilePool(jobs or max(1, _cores() - 1), gpu_target()) as pool, progress("tuning") as report:
 
         def advance(number: int, done: int, total: int, label: str) -> None:
-            report(done, max(total, 1), f"pass {number} of {passes}: {label}" if label else "")
+            report(done, max(total, 1), f"pass {number + 1} of {passes + 1}: {label}" if label else "")
 
         setting = Setting(gpu, features, gpu_bench, pool, passes, advance)
         for searches in search(weights, rows_of_x, tuning.known, setting):

@@ -10,7 +10,7 @@ import triton.language as tl
 from quantkit.kernels.fused.blocks import decode, finish, load_by_lane, scale_value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def tiled(
     x, codes, scale, zero, factor, lut, bias, y, M, N,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
@@ -92,7 +92,7 @@ def tiled(
     tl.store(y + to, acc.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def combine(
     sums, scale, factor, bias, y, M, N,
     GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -109,7 +109,7 @@ def combine(
     tl.store(y + m * N + n, total.to(y.dtype.element_ty), mask=n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def order_columns(x, out, M, K, KP, HALVES: tl.constexpr, BLOCK: tl.constexpr):
     """x [M, K] as [M, KP], zeros beyond K: in each run (t, p0, e1, e0) becomes (p0, e1, t, e0).
 

@@ -2,7 +2,14 @@
 
 A 32-bit register holds two lanes of 16 bits. A lane holds 16 / c fields of a part of c bits; the fields of
 all parts with one index, a plane, are one code. An expression takes the registers of all parts and gives one
-register of two 16-bit floats for each plane. Two families of number formats need arithmetic only:
+register of two 16-bit floats for each plane. The four codes of an e2m1 lie interleaved instead, so that a
+shift brings more of a code's bits to their places in a bfloat16 (s sign, e exponent, m mantissa):
+
+    lane          15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    plane          0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
+    bit            s  s  s  s  e  e  m  e  e  m  e  e  m  e  e  m      wanted: s at 15, e at 8 and 7, m at 6
+
+Two families of number formats need arithmetic only:
 
     even spacing   the code goes into the mantissa of a power of two P, where it counts 2^q last places:
                        lane  0 1 0 0 0 0 1 1 0 . . . c c c c      128 + code as bfloat16 (q = 0)
@@ -14,6 +21,7 @@ Every other format looks its values up; see `decode` in `quantkit.kernels.fused.
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -62,13 +70,17 @@ class Expression:
 
 
 @dataclass(frozen=True)
-class _Field:
+class Field:
     """Bits `first` to `first + width` of a code: their register, and from which bit of a lane on."""
 
     register: int
     at: int
     first: int
     width: int
+
+    @property
+    def mask(self) -> int:
+        return (1 << self.width) - 1
 
 
 def planes(bits: int) -> int:
@@ -81,24 +93,34 @@ def registers(bits: int) -> int:
     return bits * planes(bits) // 16
 
 
-def _fields(bits: int, plane: int) -> list[_Field]:
-    """Where the parts of a code of plane `plane` are, lowest bits first."""
-    fields, register, first = [], 0, 0
+#: Where exponent and mantissa, and the sign, of an e2m1 of each plane begin in their lane.
+_INTERLEAVED = ((6, 15), (3, 12), (0, 14), (9, 13))
+
+
+@lru_cache(maxsize=256)
+def placement(number_format: NumberFormat) -> tuple[tuple[Field, ...], ...]:
+    """Where the bits of a code are, for each plane: its fields, lowest bits first."""
+    if isinstance(number_format, FloatFormat) and (number_format.bits, number_format.mantissa_bits) == (4, 1):
+        return tuple((Field(0, low, 0, 3), Field(0, sign, 3, 1)) for low, sign in _INTERLEAVED)
+    bits = number_format.bits
+    found: list[list[Field]] = [[] for _ in range(planes(bits))]
+    register = first = 0
     for width in parts(bits):
         per_lane = 16 // width
-        fields.append(_Field(register + plane // per_lane, plane % per_lane * width, first, width))
+        for plane, fields in enumerate(found):
+            fields.append(Field(register + plane // per_lane, plane % per_lane * width, first, width))
         register += planes(bits) // per_lane
         first += width
-    return fields
+    return tuple(map(tuple, found))
 
 
-def fields(bits: int) -> tuple[int, ...]:
-    """For each plane and part: register, position in its lane, first bit in the code, mask."""
+def field_numbers(number_format: NumberFormat) -> tuple[int, ...]:
+    """For each plane and field: register, position in its lane, first bit in the code, mask."""
     return tuple(
         number
-        for plane in range(planes(bits))
-        for f in _fields(bits, plane)
-        for number in (f.register, f.at, f.first, (1 << f.width) - 1)
+        for fields in placement(number_format)
+        for f in fields
+        for number in (f.register, f.at, f.first, f.mask)
     )
 
 
@@ -156,7 +178,7 @@ def expression(number_format: NumberFormat, dtype: str, *, bare: bool = False) -
         return _float(number_format, lane, bare)
     spacing = _spacing(number_format)
     if spacing is not None:
-        return _even(number_format.bits, spacing, number_format.values[0], lane)
+        return _even(number_format, spacing, lane)
     if isinstance(number_format, CodebookFormat) and number_format.bits == 4:
         return _book(number_format, lane)
     return None
@@ -173,8 +195,9 @@ def _spacing(number_format: NumberFormat) -> float | None:
     return step if step.hex().startswith("0x1.0000000000000p") else None
 
 
-def _even(bits: int, spacing: float, lowest: float, lane: Lane) -> Expression | None:
+def _even(number_format: NumberFormat, spacing: float, lane: Lane) -> Expression | None:
     """value = lowest + spacing * code."""
+    bits, lowest = number_format.bits, number_format.values[0]
     writer = _Writer(bits)
     unit = 2.0**lane.mantissa_bits
     magic = lane.bits(unit)
@@ -186,16 +209,15 @@ def _even(bits: int, spacing: float, lowest: float, lane: Lane) -> Expression | 
         if factor is not None and addend is not None:
             places[q] = (factor, addend)
     if not places:
-        return _even_wide(spacing, lowest, lane) if bits == lane.mantissa_bits + 1 else None
-    for plane in range(writer.outputs):
-        in_plane = _fields(bits, plane)
+        return _even_wide(number_format, spacing, lane) if bits == lane.mantissa_bits + 1 else None
+    for plane, in_plane in enumerate(placement(number_format)):
 
-        def cost(q: int, in_plane: list[_Field] = in_plane) -> int:
+        def cost(q: int, in_plane: tuple[Field, ...] = in_plane) -> int:
             return sum(writer.missing(f.register, f.at - q - f.first) for f in in_plane)
 
         q = min(places, key=cost)
         for i, field in enumerate(in_plane):
-            mask = ((1 << field.width) - 1) << (q + field.first)
+            mask = field.mask << (q + field.first)
             source = writer.shift(field.register, field.at - q - field.first)
             rest = f"0x{magic:08X}" if i == 0 else f"${plane}"
             writer.lines.append(f"lop3.b32 ${plane}, {source}, 0x{mask * 0x10001:08X}, {rest}, 0xEA;")
@@ -204,21 +226,20 @@ def _even(bits: int, spacing: float, lowest: float, lane: Lane) -> Expression | 
     return writer.expression(bits)
 
 
-def _even_wide(spacing: float, lowest: float, lane: Lane) -> Expression | None:
+def _even_wide(number_format: NumberFormat, spacing: float, lane: Lane) -> Expression | None:
     """The same for codes one bit wider than the mantissa: their highest bit chooses what is added.
 
     With P = 2^mantissa: P + (code mod P) comes from the low bits, and -2 P or -P as the highest is 0 or 1.
     """
     unit = 2.0**lane.mantissa_bits
-    if spacing != 1.0 or lowest != -unit:
+    if spacing != 1.0 or number_format.values[0] != -unit:
         return None
-    bits = lane.mantissa_bits + 1
+    bits = number_format.bits
     writer = _Writer(bits)
     magic, negative, one = lane.bits(unit), lane.bits(-unit), lane.bits(1.0)
     assert magic is not None and negative is not None and one is not None
     top, low = 0x10001 << lane.mantissa_bits, ((1 << lane.mantissa_bits) - 1) * 0x10001
-    for plane in range(writer.outputs):
-        (field,) = _fields(bits, plane)
+    for plane, (field,) in enumerate(placement(number_format)):
         source = writer.shift(field.register, field.at)
         # (~source & top) | -P: the bit above the mantissa of P doubles it.
         writer.lines.append(f"lop3.b32 ${plane}, {source}, 0x{low:08X}, 0x{magic:08X}, 0xEA;")
@@ -238,9 +259,9 @@ def _float(number_format: FloatFormat, lane: Lane, bare: bool) -> Expression | N
     assert negative_zero is not None
     bits = number_format.bits
     writer = _Writer(bits)
-    for plane in range(writer.outputs):
+    for plane, fields in enumerate(placement(number_format)):
         first = True
-        for register, right, mask in _moves(bits, plane, lift):
+        for register, right, mask in _moves(bits, fields, lift):
             source = writer.shift(register, right)
             text = f"0x{mask * 0x10001:08X}"
             writer.lines.append(
@@ -257,10 +278,10 @@ def _float(number_format: FloatFormat, lane: Lane, bare: bool) -> Expression | N
     return replace(found, factor=2.0 ** (lane.bias - number_format.bias)) if bare else found
 
 
-def _moves(bits: int, plane: int, lift: int) -> list[tuple[int, int, int]]:
+def _moves(bits: int, fields: Sequence[Field], lift: int) -> list[tuple[int, int, int]]:
     """What brings a float's bits to their places: (register, shift to the right, mask after it)."""
     moves: dict[tuple[int, int], int] = {}
-    for field in _fields(bits, plane):
+    for field in fields:
         for bit in range(field.first, field.first + field.width):
             to = 15 if bit == bits - 1 else bit + lift
             key = (field.register, field.at + bit - field.first - to)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.fused.expressions import expression, fields
+from quantkit.kernels.fused.expressions import expression, field_numbers
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.packing.schemes import Scheme
 
@@ -81,7 +81,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "HAS_FACTOR": scheme.global_scale or carried,
         "ASM": None if found is None else found.asm,
         "CONSTRAINTS": None if found is None else found.constraints,
-        "FIELDS": fields(shape.bits),
+        "FIELDS": field_numbers(scheme.format),
         "PLANES": shape.planes,
         "DTYPE": getattr(tl, name),
     }

@@ -34,11 +34,10 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.errors import FormatError
-from quantkit.kernels.fused.expressions import expression, planes, registers
-from quantkit.packing.formats import FloatFormat
+from quantkit.kernels.fused.expressions import expression, placement, planes, registers
+from quantkit.packing.formats import FloatFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
-from quantkit.packing.words import parts
 
 #: Rows of a tile, columns of a run, and 16-bit lanes of a tile.
 ROWS = 16
@@ -138,7 +137,7 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     step = max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
     codes = torch.cat(
         [
-            pack_codes(_checked(weight.codes(start, start + step), weight), shape)
+            pack_codes(_checked(weight.codes(start, start + step), weight), weight.scheme.format, shape)
             for start in range(0, weight.shape[0], step)
         ]
     )
@@ -190,8 +189,8 @@ def _checked(codes: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
     return codes
 
 
-def pack_codes(codes: torch.Tensor, shape: Geometry) -> torch.Tensor:
-    """Codes (uint8 [rows, K]) as int16 [rows / 16, spans, tiles, 256]; both sides are padded with code 0."""
+def pack_codes(codes: torch.Tensor, number_format: NumberFormat, shape: Geometry) -> torch.Tensor:
+    """Codes (uint8 [rows, K]) of a format as int16 [rows / 16, spans, tiles, 256], padded with code 0."""
     rows, columns = codes.shape
     padded = F.pad(codes, (0, shape.spans * shape.span - columns, 0, -rows % ROWS))
     halves = shape.group == RUN // 2
@@ -199,18 +198,13 @@ def pack_codes(codes: torch.Tensor, shape: Geometry) -> torch.Tensor:
     axes = padded.view(-1, 2, 8, shape.spans, shape.planes // 2, *in_run)
     # rows 16 | row // 8, r | span | run, p0, t, e1, e0
     axes = axes if halves else axes.transpose(5, 6)
-    fields = axes.permute(0, 3, 2, 6, 7, 1, 8, 4, 5).reshape(-1, shape.spans, LANES, shape.planes)
-    tiles, first = [], 0
-    for width in parts(shape.bits):
-        per_lane = 16 // width
-        part = ((fields >> first) & ((1 << width) - 1)).to(torch.int32)
-        by_tile = part.view(*part.shape[:3], shape.planes // per_lane, per_lane)
-        shifts = torch.arange(0, 16, width, device=codes.device, dtype=torch.int32)
-        tiles.append((by_tile << shifts).sum(-1, dtype=torch.int32).transpose(2, 3))
-        first += width
-    words = torch.cat(tiles, 2)
+    by_plane = axes.permute(4, 5, 0, 3, 2, 6, 7, 1, 8).reshape(shape.planes, -1, shape.spans, LANES).int()
+    words = by_plane.new_zeros(by_plane.shape[1], shape.spans, shape.tiles, LANES)
+    for plane, fields in zip(by_plane, placement(number_format), strict=True):
+        for field in fields:
+            words[:, :, field.register] |= ((plane >> field.first) & field.mask) << field.at
     # The low 16 bits; a conversion of what does not fit is not defined.
-    return words.contiguous().view(torch.int16)[..., ::2].contiguous()
+    return words.view(torch.int16)[..., ::2].contiguous()
 
 
 def _by_lane(per_group: torch.Tensor, in_block: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantkit.kernels.fused.expressions import LANES, expression, planes, registers
-from quantkit.packing.formats import FORMATS, CodebookFormat, FloatFormat, IntFormat
+from quantkit.packing.formats import FORMATS, CodebookFormat, FloatFormat, IntFormat, NumberFormat
 from quantkit.packing.words import parts
 
 WORD = np.uint64(0xFFFFFFFF)
@@ -71,9 +71,20 @@ def run(asm: str, inputs: list[np.ndarray], outputs: int, ptx: str) -> list[np.n
     return [known[f"${i}"] for i in range(outputs)]
 
 
-def in_registers(codes: np.ndarray, bits: int) -> list[np.ndarray]:
+#: The lane of four e2m1 as the module draws it, from bit 15 down: plane and bit of the code.
+INTERLEAVED = ["0s", "2s", "3s", "1s", "3e", "3E", "3m", "0e", "0E", "0m", "1e", "1E", "1m", "2e", "2E", "2m"]
+
+
+def in_registers(codes: np.ndarray, fmt: NumberFormat) -> list[np.ndarray]:
     """Codes [n, 2 lanes, planes] in the registers of the fragment layout."""
+    bits = fmt.bits
     lanes = np.zeros((len(codes), 2, registers(bits)), np.uint64)
+    if fmt == FORMATS["fp4-e2m1"]:
+        for at, (plane, bit) in enumerate(reversed(INTERLEAVED)):
+            lanes[:, :, 0] |= (codes[:, :, int(plane)] >> "mEes".index(bit) & 1).astype(
+                np.uint64
+            ) << np.uint64(at)
+        return [lanes[:, 0, 0] | lanes[:, 1, 0] << np.uint64(16)]
     register, first = 0, 0
     for width in parts(bits):
         per_lane = 16 // width
@@ -99,7 +110,7 @@ def test_an_expression_gives_the_value_of_every_code_in_every_lane(name: str, dt
     codes = generator.permuted(
         np.arange(count).repeat(4)[:, None, None].repeat(2, 1).repeat(width, 2), axis=0
     )
-    outputs = run(found.asm, in_registers(codes, fmt.bits), width, LANES[dtype].ptx)
+    outputs = run(found.asm, in_registers(codes, fmt), width, LANES[dtype].ptx)
     values = torch.tensor(fmt.values, dtype=torch.float32).to(getattr(torch, dtype)).double().numpy()
     for plane, output in enumerate(outputs):
         for lane, got in enumerate(floats(output, LANES[dtype].ptx)):

@@ -153,7 +153,7 @@ def test_codes_are_where_the_layout_says(bits: int, group_size: int) -> None:
     n, k = 20, 300
     shape = geometry(n, k, scheme(name, group_size=group_size), torch.bfloat16)
     codes = torch.randint(0, 2**bits, (n, k), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    packed = pack_codes(codes, shape)
+    packed = pack_codes(codes, scheme(name).format, shape)
     assert packed.shape == (2, shape.spans, shape.tiles, 256)
     found = torch.zeros(n, k, dtype=torch.int64)
     for row in range(n):

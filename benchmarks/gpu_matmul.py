@@ -1,66 +1,99 @@
-"""Time `quantkit.linear` on a GPU beside a kernel that only reads its bytes, dense bfloat16, and tinygemm.
+"""Time `quantkit.linear` on a GPU beside a kernel that only reads its bytes, dense bfloat16, and peers.
 
     python benchmarks/gpu_matmul.py --formats int8,int4 --shapes llama3-8b.o,4096x14336 --m 1,16 --json o.json
+    python benchmarks/gpu_matmul.py --from o.json --markdown --plot o.png
 
 Each figure is the median of CUDA-graph replays over as many different weights as exceed the L2 cache several
 times, divided by their number. Up to M = 16 it is given as a multiple of the floor, above as a multiple of
 dense speed. `--jobs` processes compile the kernels first. With QUANTKIT_TILES=none, rules choose all tiles.
+
+Peers are int4 in groups of 128: torch's own kernel (tinygemm, up to M = 64), and GemLite where
+`pip install gemlite` put it, tuned in its default mode ("fast") before it is timed. `--from` needs no GPU.
 """
 
 import argparse
-import json
+import contextlib
+import importlib.util
 import multiprocessing
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-import triton
+from matmul_report import Row, Run, draw, markdown, plotted, text
 
 import quantkit
+from quantkit.errors import UsageError
 from quantkit.kernels.measure import copies, graph_time, read_time
 from quantkit.kernels.shapes import shapes_named
 from quantkit.packing.tensor import PackedTensor
 
+#: What is measured unless options say otherwise.
+FORMATS = "int8,int6,int4,int3,int2,ternary,binary,fp8,fp6,nf4,mxfp4,nvfp4"
+SHAPES = "llama3-8b.o,llama3-8b.gate_up"
+MS = "1,2,4,8,16,32,64,128,256,1024,4096"
+PEER_NAMES = "tinygemm,gemlite"
 GROUPS = {"int2": 64}
+#: Of the peers' weights; each group has a scale and a zero-point in bfloat16.
+PEER_GROUP = 128
 
 
 @dataclass(frozen=True)
-class Row:
-    """Microseconds of one product, of reading its bytes, and of the dense one."""
+class Peer:
+    """Another int4 kernel: `weights(n, k, count)` are calls on x [m, k], each with a weight of its own."""
 
-    format: str
-    shape: str
-    m: int
-    us: float
-    floor_us: float
-    dense_us: float
-    bytes: int
+    weights: Callable[[int, int, int], list[Callable[[torch.Tensor], object]]]
+    most_rows: int
+    module: str = "torch"
+    tuning: str = ""
 
-    def __str__(self) -> str:
-        if self.m <= 16:
-            return f"{self.us:.1f} ({self.us / self.floor_us:.2f}x)"
-        return f"{self.us:.1f} ({self.dense_us / self.us:.2f}d)"
+    @property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+
+def tinygemm(n: int, k: int, count: int) -> list[Callable[[torch.Tensor], object]]:
+    calls = []
+    for _ in range(count):
+        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.randn(k // PEER_GROUP, n, 2, device="cuda", dtype=torch.bfloat16)
+        weight = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+        calls.append(lambda x, w=weight, s=scales: torch.ops.aten._weight_int4pack_mm(x, w, PEER_GROUP, s))
+    return calls
+
+
+def gemlite(n: int, k: int, count: int) -> list[Callable[[torch.Tensor], object]]:
+    from gemlite.helper import A16W4_HQQ_INT
+
+    pack = A16W4_HQQ_INT(device="cuda", dtype=torch.bfloat16).from_weights
+    groups = (n * k // PEER_GROUP, 1)
+    calls = []
+    for _ in range(count):
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+        scales = torch.rand(groups, device="cuda", dtype=torch.bfloat16) * 0.01
+        calls.append(pack(codes, scales, torch.full_like(scales, 8)))
+    return calls
+
+
+PEERS: Mapping[str, Peer] = {
+    "tinygemm": Peer(tinygemm, 64),
+    "gemlite": Peer(gemlite, sys.maxsize, "gemlite", "tuned per M in its default mode, fast"),
+}
+
+
+def activations(m: int, k: int) -> torch.Tensor:
+    return torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
 
 
 def dense(n: int, k: int, m: int) -> float:
     weights = [
         torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(min(copies(2 * n * k), 4))
     ]
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    x = activations(m, k)
     return graph_time([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])
-
-
-def tinygemm(n: int, k: int, m: int) -> float:
-    """torch's int4 kernel, groups of 128."""
-    packed = []
-    for _ in range(copies(n * k // 2)):
-        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
-        scales = torch.randn(k // 128, n, 2, device="cuda", dtype=torch.bfloat16)
-        packed.append((torch.ops.aten._convert_weight_to_int4pack(codes, 8), scales))
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    return graph_time([lambda w=w, s=s: torch.ops.aten._weight_int4pack_mm(x, w, 128, s) for w, s in packed])
 
 
 def quantized(name: str, n: int, k: int) -> PackedTensor:
@@ -68,74 +101,191 @@ def quantized(name: str, n: int, k: int) -> PackedTensor:
     return quantkit.quantize_tensor(weight, name, method="rtn", group_size=GROUPS.get(name))
 
 
-def compile_kernels(job: tuple[str, list[tuple[int, int]], list[int]]) -> None:
-    name, shapes, ms = job
+def compile_format(name: str, shapes: Sequence[tuple[int, int]], ms: Sequence[int]) -> None:
     for shape in shapes:
         packed = quantized(name, *shape)
         for m in ms:
-            quantkit.linear(torch.randn(m, packed.shape[1], device="cuda", dtype=torch.bfloat16), packed)
+            quantkit.linear(activations(m, shape[1]), packed)
 
 
-def measure(
-    names: Sequence[str], shape: str, sides: tuple[int, int], ms: Sequence[int]
-) -> Iterator[list[Row]]:
+def compile_peer(name: str, shape: tuple[int, int], m: int) -> None:
+    """Fill Triton's cache with the candidates among which the peer will choose when nothing else runs."""
+    # What fails here fails again in `time_peer`, which records it.
+    with contextlib.suppress(Exception):
+        PEERS[name].weights(*shape, 1)[0](activations(m, shape[1]))
+
+
+def call(job: Callable[[], None]) -> None:
+    job()
+
+
+class Floors:
+    """Microseconds that reading takes, measured once for sizes that differ by less than 32 KiB."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}
+
+    def __getitem__(self, nbytes: int) -> float:
+        key = nbytes >> 15
+        if key not in self._known:
+            self._known[key] = read_time(nbytes)
+        return self._known[key]
+
+
+def time_formats(
+    names: Sequence[str], shape: str, sides: tuple[int, int], dense_us: Mapping[int, float], floors: Floors
+) -> Iterator[Row]:
     n, k = sides
-    dense_us = {m: dense(n, k, m) for m in ms}
-    floors: dict[int, float] = {}
     for name in names:
         packed = quantized(name, n, k)
         nbytes = int(packed.bits_per_weight * n * k / 8)
-        if nbytes >> 15 not in floors:
-            floors[nbytes >> 15] = read_time(nbytes)
         weights = [
             replace(packed, tensors=tuple(t.clone() for t in packed.tensors), kernel_cache={})
             for _ in range(copies(nbytes))
         ]
-        rows = []
-        for m in ms:
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        for m in dense_us:
+            x = activations(m, k)
             used = weights if m < 1024 else weights[:3]
             us = graph_time([lambda w=w, x=x: quantkit.linear(x, w) for w in used])
-            rows.append(Row(name, shape, m, us, floors[nbytes >> 15], dense_us[m], nbytes))
+            yield Row(name, shape, m, us, floors[nbytes], dense_us[m], nbytes)
         del weights
         torch.cuda.empty_cache()
-        yield rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--formats", default="int8,int6,int4,int3,int2,ternary,binary,fp8,fp6,nf4,mxfp4,nvfp4"
+def time_peer(
+    name: str, shape: str, sides: tuple[int, int], dense_us: Mapping[int, float], floors: Floors
+) -> Iterator[Row | str]:
+    """Its rows, and a sentence for each M that it fails at."""
+    n, k = sides
+    nbytes = n * k // 2 + n * k // PEER_GROUP * 4
+    try:
+        weights = PEERS[name].weights(n, k, copies(nbytes))
+    except Exception as error:
+        yield f"{name} failed to pack {shape}: {_first_line(error)}"
+        return
+    for m in dense_us:
+        if m > PEERS[name].most_rows:
+            continue
+        x = activations(m, k)
+        used = weights if m < 1024 else weights[:3]
+        try:
+            # Tunes itself here, if it does; it must not while a graph is captured.
+            weights[0](x)
+            us = graph_time([partial(weight, x) for weight in used])
+        except Exception as error:
+            yield f"{name} failed for {shape} at M={m}: {_first_line(error)}"
+        else:
+            yield Row("int4", shape, m, us, floors[nbytes], dense_us[m], nbytes, name)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def measure(
+    formats: Sequence[str],
+    peers: Sequence[str],
+    shapes: dict[str, tuple[int, int]],
+    ms: Sequence[int],
+    jobs: int,
+    path: Path | None,
+) -> Run:
+    """The run, stored at `path` after every format and peer."""
+    run = Run(
+        _about(), shapes, notes=[f"{name} is not installed." for name in peers if not PEERS[name].installed]
     )
-    parser.add_argument("--shapes", default="llama3-8b.o,llama3-8b.gate_up")
-    parser.add_argument("--m", default="1,2,4,8,16,32,64,128,256,1024,4096")
-    parser.add_argument("--jobs", type=int, default=8)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    names, shapes = options.formats.split(","), shapes_named(options.shapes.split(","))
-    ms = [int(m) for m in options.m.split(",")]
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        pool.map(compile_kernels, [(name, list(shapes.values()), ms) for name in names], chunksize=1)
+    peers = [name for name in peers if PEERS[name].installed]
+    run.notes += [f"{name}: {PEERS[name].tuning}." for name in peers if PEERS[name].tuning]
+    todo = [partial(compile_format, name, list(shapes.values()), ms) for name in formats]
+    for name in peers:
+        if PEERS[name].tuning:
+            todo += [partial(compile_peer, name, shape, m) for shape in shapes.values() for m in ms]
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        pool.map(call, todo, chunksize=1)
+    floors = Floors()
+    for shape, sides in shapes.items():
+        dense_us = {m: dense(*sides, m) for m in ms}
+        ours = (time_formats([name], shape, sides, dense_us, floors) for name in formats)
+        theirs = (time_peer(name, shape, sides, dense_us, floors) for name in peers)
+        for found in (*ours, *theirs):
+            rows: list[Row] = []
+            for row in found:
+                if isinstance(row, Row):
+                    rows.append(row)
+                else:
+                    run.notes.append(row)
+                    print(row, file=sys.stderr)
+            run.rows += rows
+            if path is not None:
+                run.save(path)
+            if rows:
+                figures = "; ".join(f"M={row.m} {row}" for row in rows)
+                print(f"{shape} {rows[0].name}: {figures}", file=sys.stderr, flush=True)
+    return run
+
+
+def _about() -> str:
+    import triton
+
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     versions = f"torch {torch.__version__}, triton {triton.__version__}, commit {commit.stdout.strip()}"
-    print(f"{torch.cuda.get_device_name()}, {versions}")
-    found: list[Row] = []
-    for shape, sides in shapes.items():
-        print(f"\n{shape} {sides}: us (x floor) up to M=16, us (x dense speed) above")
-        print("tinygemm int4: " + ", ".join(f"M={m} {tinygemm(*sides, m):.1f}" for m in ms if m <= 64))
-        print("| format | floor | " + " | ".join(f"M={m}" for m in ms) + " |")
-        print("|---" * (len(ms) + 2) + "|")
-        for rows in measure(names, shape, sides, ms):
-            found += rows
-            print(
-                f"| {rows[0].format} | {rows[0].floor_us:.1f} | " + " | ".join(map(str, rows)) + " |",
-                flush=True,
-            )
-        print("dense: " + ", ".join(f"M={row.m} {row.dense_us:.1f}" for row in found[-len(ms) :]), flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+    if importlib.util.find_spec("gemlite") is not None:
+        from importlib.metadata import version
+
+        versions += f", gemlite {version('gemlite')}"
+    return f"{torch.cuda.get_device_name()}, {versions}"
+
+
+def names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in names(text)]
+
+
+def stored_run(options: argparse.Namespace) -> Run:
+    return Run.load(options.stored).only(options.formats, options.shapes, options.m, options.peers)
+
+
+def new_run(options: argparse.Namespace) -> Run:
+    peers = names(PEER_NAMES) if options.peers is None else options.peers
+    if unknown := [name for name in peers if name not in PEERS]:
+        raise UsageError(f"unknown peers {', '.join(unknown)}; known are {', '.join(PEERS)}")
+    shapes = shapes_named(options.shapes or names(SHAPES))
+    formats, ms = options.formats or names(FORMATS), options.m or numbers(MS)
+    return measure(formats, peers, shapes, ms, options.jobs, options.json)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    stored = parser.add_mutually_exclusive_group()
+    stored.add_argument("--json", type=Path, metavar="FILE.json", help="store the run")
+    stored.add_argument(
+        "--from", dest="stored", type=Path, metavar="FILE.json", help="show a stored run, or a part of it"
+    )
+    parser.add_argument("--formats", type=names, metavar="A,B", help=f"default {FORMATS}")
+    parser.add_argument("--shapes", type=names, metavar="A,B", help=f"default {SHAPES}")
+    parser.add_argument("--m", type=numbers, metavar="1,2", help=f"default {MS}")
+    parser.add_argument("--peers", type=names, metavar="A,B", help=f"default {PEER_NAMES}; '' for none")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--markdown", action="store_true", help="tables as docs/kernels.md has them")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw those of --formats, else eight well-known ones"
+    )
+    options = parser.parse_args(arguments)
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib; install it with `pip install 'quantkit[plots]'`")
+    try:
+        run = stored_run(options) if options.stored is not None else new_run(options)
+    except (OSError, UsageError) as error:
+        parser.error(str(error))
+    print(markdown(run) if options.markdown else text(run))
+    if options.plot is not None:
+        draw(options.plot, plotted(run) if options.formats is None else run)
+        print(f"wrote {options.plot}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from quantkit.calibrate import planes, rank_one
+from quantkit.calibrate.codebook import Fit
 from quantkit.calibrate.grids import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.hqq import hqq
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
@@ -26,7 +27,7 @@ ALONE = TensorParameters()
 
 @dataclass(frozen=True)
 class Method:
-    """A way to choose grids. `fit` maps groups (float32 [R, g]) to their `Grid`.
+    """A way to choose grids. `fit` maps groups (float32 [R, g]) and importance to a `Grid`.
 
     `fit_planes` maps them, and the importance of each weight or None, to the scales of additive planes,
     float32 [R, planes]; None where it has none.
@@ -34,7 +35,7 @@ class Method:
 
     name: str
     summary: str
-    fit: Callable[[torch.Tensor, Scheme], Grid]
+    fit: Fit
     fit_planes: Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor] | None = None
 
 

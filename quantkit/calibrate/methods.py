@@ -1,4 +1,8 @@
-"""Methods: from a weight to codes, scales and zero-points."""
+"""Methods: from a weight to codes, scales and zero-points.
+
+A method is a composition of steps, one row of `METHODS`. Those that need no data quantize any weight at any
+time, here. Those that do see the second moments of a linear's inputs, in `calibrate/calibrated.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,26 +29,95 @@ GPU_CHUNK_WEIGHTS = 1 << 23
 ALONE = TensorParameters()
 
 
+Statistics = Literal["none", "moments", "moments and drift"]
+
+
 @dataclass(frozen=True)
 class Method:
-    """A way to choose grids. `fit` maps groups (float32 [R, g]) and importance to a `Grid`.
+    """A way to quantize a linear: which statistics of its inputs it takes, which grids, and how it rounds.
 
-    `fit_planes` maps them, and the importance of each weight or None, to the scales of additive planes,
-    float32 [R, planes]; None where it has none.
+    `grid` names how scales are chosen, and `fit` maps groups (float32 [R, g]) to their `Grid`. `fit_planes`
+    maps them, and the importance of each weight or None, to the scales of additive planes, float32 [R,
+    planes]; None where it has none. `compensates` rounds each column with the errors of those before it in
+    mind (`calibrate/rounding.py`), and `sweeps` rounds of coordinate descent follow. With drift in the
+    statistics, weights are first corrected for what quantization made of the inputs.
     """
 
     name: str
     summary: str
+    grid: str
     fit: Fit
     fit_planes: Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor] | None = None
+    statistics: Statistics = "none"
+    compensates: bool = False
+    sweeps: int = 0
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether it can only quantize a linear whose inputs are known."""
+        return self.statistics != "none"
+
+    @property
+    def corrects(self) -> bool:
+        """Whether weights are corrected for the drift of their inputs."""
+        return self.statistics == "moments and drift"
+
+    @property
+    def steps(self) -> dict[str, str]:
+        """The composition in words, by step."""
+        rounding = "nearest"
+        if self.compensates:
+            rounding = "gptq" + (f", {self.sweeps} sweeps of coordinate descent" if self.sweeps else "")
+        return {
+            "transform": "drift correction" if self.corrects else "none",
+            "statistics": self.statistics,
+            "grid": self.grid + (", weighted" if self.needs_data else ""),
+            "rounding": rounding,
+        }
+
+    def check(self, chosen: Scheme) -> None:
+        """`FormatError` if the method cannot quantize to a scheme."""
+        if self.needs_data and (chosen.planes > 1 or chosen.column_scale):
+            what = "several planes" if chosen.planes > 1 else "column scales"
+            known = ", ".join(row.name for row in METHODS.values() if not row.needs_data)
+            raise FormatError(
+                f"method {self.name!r} has no way to round to {what} yet, which {chosen} has; take one of "
+                f"{known}."
+            )
 
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("rtn", "plain rounding to nearest, one pass", rtn, planes.plain),
-        Method("mse", "scales searched for the smallest squared error, data-free", mse, planes.search),
-        Method("hqq", "half-quadratic search for a small l_0.7 error, data-free, int formats only", hqq),
+        Method("rtn", "plain rounding to nearest, one pass", "rtn", rtn, planes.plain),
+        Method("mse", "scales searched for the smallest squared error, data-free", "mse", mse, planes.search),
+        Method(
+            "hqq", "half-quadratic search for a small l_0.7 error, data-free, int formats only", "hqq", hqq
+        ),
+        Method(
+            "imatrix",
+            "as mse, errors weighed by the mean square of their input",
+            "mse",
+            mse,
+            statistics="moments",
+        ),
+        Method(
+            "gptq",
+            "as imatrix, each column rounded to make good for the errors before it",
+            "mse",
+            mse,
+            statistics="moments",
+            compensates=True,
+        ),
+        Method(
+            "best",
+            "gptq on weights corrected for drift, then coordinate descent on codes and scales",
+            "mse",
+            mse,
+            statistics="moments and drift",
+            compensates=True,
+            sweeps=3,
+        ),
     )
 }
 
@@ -82,7 +155,7 @@ def quantize_rows(
     """
     # Other strides would add up in another order.
     weights = rows.to(torch.float32).contiguous()
-    norm = _squared_norm(weights)
+    norm = squared_norm(weights)
     weights, bound = parameters.normalised(weights), parameters.bind(scheme)
     count, columns = weights.shape
     size = scheme.group_size or columns
@@ -174,7 +247,7 @@ def _zero_point_dtype(scheme: Scheme) -> torch.dtype:
     return scheme.zero_point_dtype if scheme.zero_point == "float" else torch.uint8
 
 
-def _squared_norm(weights: torch.Tensor) -> float:
+def squared_norm(weights: torch.Tensor) -> float:
     """Sum of the squares of `weights` (float32 [n, K]); refuses them if one is not finite."""
     # One fast pass in float32, and the slow exact one for what overflows or vanishes there.
     norm = float(_sum_of_squares(weights).sum())
@@ -235,6 +308,12 @@ def quantize_tensor(
     chosen = chosen.for_columns(columns)
     limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS
     chosen_method = method_named(method)
+    if chosen_method.needs_data:
+        raise UsageError(
+            f"method {method!r} needs to know the inputs of a weight, which quantize_tensor does not; "
+            f"quantize the "
+            "model with calibration data, or take a method without data, such as mse."
+        )
     chunks = torch.split(weight.detach(), max(1, limit // columns))
     shared = fit_parameters(lambda: iter(chunks), (rows, columns), chosen, chosen_method.fit)
     done = [quantize_rows(chunk, chosen, chosen_method, shared) for chunk in chunks]

@@ -59,8 +59,9 @@ class Choice:
 
     def check(self) -> None:
         """Raise the error that using this choice would raise."""
-        self.scheme(torch.bfloat16)
-        method_named(self.method)
+        method, chosen = method_named(self.method), self.scheme(torch.bfloat16)
+        if chosen is not None:
+            method.check(chosen)
 
     def of_format(self, name: str) -> "Choice":
         """This choice in format `name`: another format brings its own group size and scale dtype, and has

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.moments import (
     DAMPINGS,
     TILE,
@@ -132,3 +133,7 @@ def test_inputs_that_are_not_finite_are_refused_with_the_layer(value: float) -> 
     x[1, 2] = value
     with pytest.raises(FormatError, match=r"^model.layers.3.mlp.down_proj: .*calibration.*such as mse"):
         check_finite(x, "model.layers.3.mlp.down_proj")
+
+
+def test_data_free_methods_need_none() -> None:
+    assert {name for name, method in METHODS.items() if not method.needs_data} == {"rtn", "mse", "hqq"}

@@ -127,7 +127,7 @@ def test_rules_on_the_command_line(text, expected):
         ("a=int4:32:mse:1", "has more than FORMAT:GROUP:METHOD"),
         ("a=int4:mse", "group size 'mse' is neither a positive integer nor 'channel'"),
         ("a=int9", "unknown format 'int9'; known are int8"),
-        ("a=int4:32:best", "unknown method 'best'; known are rtn, mse"),
+        ("a=int4:32:sqrt", "unknown method 'sqrt'; known are rtn, mse"),
         ("a=int4::", "unknown method ''"),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(
         ("[default]\ngroup_size = 'row'", "group size 'row' is neither"),
         ("[default]\ngroup_size = 0", "group size 0 is out of range"),
         ("[default]\nformat = 'int9'", "unknown format 'int9'"),
-        ("[default]\nmethod = 'best'", "unknown method 'best'"),
+        ("[default]\nmethod = 'sqrt'", "unknown method 'sqrt'"),
         ("[[rule]]\nmatch = 'a'\nformat = 'fp6'\nzero_point = 'float'", "has no zero-point"),
     ],
 )

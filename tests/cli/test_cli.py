@@ -24,7 +24,18 @@ from quantkit.packing.schemes import PRESETS
 
 from .conftest import SOURCE, STORIES, Run
 
-COMMANDS = ("quantize", "plan", "inspect", "verify", "eval", "generate", "doctor", "formats", "demo")
+COMMANDS = (
+    "quantize",
+    "plan",
+    "inspect",
+    "verify",
+    "eval",
+    "generate",
+    "doctor",
+    "formats",
+    "methods",
+    "demo",
+)
 
 
 @pytest.fixture

@@ -111,6 +111,23 @@ def quantize_calibrated_rows(
     return CalibratedRows(quantized, energy(errors), energy(exact))
 
 
+def stored_nearest(
+    weights: torch.Tensor,
+    importance: torch.Tensor,
+    scheme: Scheme,
+    method: Method,
+    parameters: TensorParameters,
+) -> torch.Tensor:
+    """What is stored for rows [n, K] rounded to nearest on the weighted grid, float32: to compare scalings
+    by.
+    """
+    bound = parameters.bind(scheme)
+    scale, zero_point = _grid(parameters.normalised(weights), importance, bound, method)
+    rows = Rows(parameters.normalised(weights), scale, zero_point, bound)
+    done = round_nearest(rows)
+    return done.values * rows.wide(done.scale) / parameters.global_scale
+
+
 def _round(rows: Rows, method: Method, inputs: Inputs) -> Rounded:
     if not method.compensates or inputs.factor is None:
         return round_nearest(rows)

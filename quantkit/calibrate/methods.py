@@ -38,9 +38,10 @@ class Method:
 
     `grid` names how scales are chosen, and `fit` maps groups (float32 [R, g]) to their `Grid`. `fit_planes`
     maps them, and the importance of each weight or None, to the scales of additive planes, float32 [R,
-    planes]; None where it has none. `compensates` rounds each column with the errors of those before it in
-    mind (`calibrate/rounding.py`), and `sweeps` rounds of coordinate descent follow. With drift in the
-    statistics, weights are first corrected for what quantization made of the inputs.
+    planes]; None where it has none. `scales` scales input features first (`calibrate/scaling.py`).
+    `compensates` rounds each column with the errors of those before it in mind (`calibrate/rounding.py`), and
+    `sweeps` rounds of coordinate descent follow. With drift in the statistics, weights are first corrected
+    for what quantization made of the inputs.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Method:
     fit: Fit
     fit_planes: Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor] | None = None
     statistics: Statistics = "none"
+    scales: bool = False
     compensates: bool = False
     sweeps: int = 0
 
@@ -69,7 +71,7 @@ class Method:
         if self.compensates:
             rounding = "gptq" + (f", {self.sweeps} sweeps of coordinate descent" if self.sweeps else "")
         return {
-            "transform": "drift correction" if self.corrects else "none",
+            "transform": "scaling" if self.scales else "drift correction" if self.corrects else "none",
             "statistics": self.statistics,
             "grid": self.grid + (", weighted" if self.needs_data else ""),
             "rounding": rounding,
@@ -100,6 +102,14 @@ METHODS: dict[str, Method] = {
             "mse",
             mse,
             statistics="moments",
+        ),
+        Method(
+            "awq",
+            "as imatrix on weights whose input features are scaled by how much they matter",
+            "mse",
+            mse,
+            statistics="moments",
+            scales=True,
         ),
         Method(
             "gptq",

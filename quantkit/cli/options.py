@@ -22,6 +22,7 @@ METHODS = {
     "mse": "searched",
     "hqq": "half-quadratic, int formats",
     "imatrix": "searched, with data",
+    "awq": "scaled, with data",
     "gptq": "compensated, with data",
     "best": "the strongest, with data",
 }

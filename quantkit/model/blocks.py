@@ -86,6 +86,10 @@ class Decoder:
         """The names of the blocks in the model, in order."""
         return tuple(self._names)
 
+    def stored_name(self, parameter: str) -> str | None:
+        """The name that a parameter has in the file; None if it is no single tensor there."""
+        return self._stored.get(parameter)
+
     @property
     def embedding_rows(self) -> int:
         """Rows of the embedding: one more than the largest token."""
@@ -250,6 +254,7 @@ class Forwards:
         self._lanes: list[_Lane | None] = [None] * len(hidden)
         self._reached = [0] * len(hidden)
         self._closed = False
+        self._mutex = threading.Lock()
         self._hooks = [
             block.module.get_submodule(name).register_forward_pre_hook(self._hook(at))
             for at, name in enumerate(stops)
@@ -261,7 +266,9 @@ class Forwards:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closed = True
+        # Workers may still be in a step when another one has failed.
+        with self._mutex:
+            self._closed = True
         for lane in self._lanes:
             if lane is not None:
                 lane.abandon()
@@ -298,12 +305,13 @@ class Forwards:
         return running.output
 
     def _lane(self, lane: int) -> "_Lane":
-        found = self._lanes[lane]
-        if self._closed:
-            raise _Abandoned
-        if found is None:
-            found = self._lanes[lane] = _Lane(lambda: self._run_in(lane))
-        return found
+        with self._mutex:
+            if self._closed:
+                raise _Abandoned
+            found = self._lanes[lane]
+            if found is None:
+                found = self._lanes[lane] = _Lane(lambda: self._run_in(lane))
+            return found
 
     def _run_in(self, lane: int) -> torch.Tensor:
         self._here.lane = self._lanes[lane]

@@ -17,22 +17,31 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from quantkit.calibrate.calibrated import CHUNK_ROWS, CalibratedRows, Inputs, quantize_calibrated_rows
+from quantkit.calibrate.calibrated import (
+    CHUNK_ROWS,
+    CalibratedRows,
+    Inputs,
+    quantize_calibrated_rows,
+    stored_nearest,
+)
 from quantkit.calibrate.methods import QuantizedRows, quantize_rows
 from quantkit.calibrate.moments import Moments, check_finite, drift, gram
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.calibrate.samples import Samples, micro_batch
+from quantkit.calibrate.scaling import Consumer, candidates, output_error
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.errors import FormatError, UsageError
 from quantkit.model.blocks import Block, Decoder, Forwards, set_weight, stages_of
+from quantkit.model.folding import FOLDABLE, FOLDS, Factors, Fold, fold_into, shared_rows
 from quantkit.model.plan import Plan, Task
+from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor, store_zero_points
 
 #: Workers by device: a CPU has one per core.
@@ -42,15 +51,28 @@ HIDDEN_SECONDS = 30.0
 #: Passes are suspended between stages where what they hold then takes at most this part of the free memory.
 SUSPENDED_MEMORY = 0.5
 
+#: Said of a linear whose method scales input features, where it does not.
+NOT_SCALED = (
+    "its input features are not scaled: quantkit knows no operation of this model that only feeds linears "
+    "of this "
+    "method and could take the scales"
+)
+
 Report = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
 class BlockTasks:
-    """The linears of one block that are quantized with it, by their name inside the block."""
+    """The linears of one block that are quantized with it, by their name inside the block.
+
+    `folds` are where scales of input features go, and `changed` the dense tensors that they change, by
+    parameter.
+    """
 
     name: str
     tasks: Mapping[str, Task]
+    folds: tuple[Fold, ...] = ()
+    changed: Mapping[str, Task] = field(default_factory=dict)
 
     @property
     def filename(self) -> str:
@@ -64,7 +86,8 @@ class BlockTasks:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        return [spec for task in self.tasks.values() for spec in task.outputs]
+        every = (*self.tasks.values(), *self.changed.values())
+        return [spec for task in every for spec in task.outputs]
 
 
 def needs_data(planned: Plan) -> bool:
@@ -72,12 +95,13 @@ def needs_data(planned: Plan) -> bool:
     return any(task.method is not None and task.method.needs_data for task in _packing(planned))
 
 
-def block_tasks(planned: Plan, block_names: Sequence[str]) -> list[BlockTasks]:
+def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockTasks]:
     """What is to do in each block up to the last one with a method that takes data.
 
     `UsageError` where such a method is asked for outside of the blocks, or for experts.
     """
     experts = {layer.linear.module for layer in planned.layers if layer.linear.kind == "experts"}
+    block_names = decoder.block_names
     found: list[dict[str, Task]] = [{} for _ in block_names]
     last = -1
     for task in _packing(planned):
@@ -94,7 +118,29 @@ def block_tasks(planned: Plan, block_names: Sequence[str]) -> list[BlockTasks]:
             last = max(last, at)
         if at is not None and module not in experts:
             found[at][module.removeprefix(f"{block_names[at]}.")] = task
-    return [BlockTasks(name, tasks) for name, tasks in zip(block_names, found, strict=True)][: last + 1]
+    dense = {
+        task.source.name: task for shard in planned.shards for task in shard.tasks if task.scheme is None
+    }
+    blocks = []
+    for name, tasks in zip(block_names[: last + 1], found, strict=False):
+        folds = _folds(tasks) if model_type in FOLDABLE else ()
+        stored = {fold.changed: decoder.stored_name(f"{name}.{fold.changed}") for fold in folds}
+        changed = {parameter: dense[one] for parameter, one in stored.items() if one is not None}
+        blocks.append(BlockTasks(name, tasks, folds, changed))
+    return blocks
+
+
+def _folds(tasks: Mapping[str, Task]) -> tuple[Fold, ...]:
+    """Where all linears that see the features are packed by methods that scale."""
+
+    def scales(name: str) -> bool:
+        return name in tasks and tasks[name].method is not None and tasks[name].method.scales  # type: ignore[union-attr]
+
+    return tuple(
+        fold
+        for fold in FOLDS
+        if all(map(scales, fold.consumers)) and (fold.is_norm or fold.producer in tasks)
+    )
 
 
 def work_bytes(blocks: Sequence[BlockTasks], samples: Samples, hidden_size: int) -> int:
@@ -137,7 +183,7 @@ def quantize_blocks(
     else:
         _, modules = decoder.embed(batches[:1])
         states = States.read(output, blocks[stored].hidden_filename, size, decoder.device)
-    worker = _Worker(checkpoint, decoder, workers, lanes)
+    worker = _Worker(checkpoint, decoder, workers, lanes, {})
     for i in range(0 if stored is None else stored + 1, done):
         states = worker.replay(modules[i], blocks[i], states, output)
     kept = None if stored is None else blocks[stored].hidden_filename
@@ -186,12 +232,15 @@ class States:
 
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """What working on a block takes."""
+    """What working on a block takes; `factors` are those of the block in work, by the stored name of a
+    weight.
+    """
 
     checkpoint: Checkpoint
     decoder: Decoder
     workers: ThreadPoolExecutor
     lanes: int
+    factors: dict[str, Factors]
 
     def replay(self, block: Block, todo: BlockTasks, states: States, output: OutputDirectory) -> States:
         """The states after a block that is done or has nothing to do, by its stored weights."""
@@ -203,6 +252,9 @@ class _Worker:
                 f"{name}.weight": one.to(self.decoder.device).dequantize(self.decoder.dtype)
                 for name, one in packed.items()
             }
+            for parameter, task in todo.changed.items():
+                tensor = files.read(task.outputs[0].name)
+                given[parameter] = tensor.to(self.decoder.device, self.decoder.dtype)
         exact = None
         if states.exact is not None:
             twin = self.decoder.twin(block)
@@ -245,6 +297,10 @@ class _Worker:
                 twin = self.decoder.twin(block)
                 stack.enter_context(self.decoder.loaded(twin))
                 exact = stack.enter_context(Forwards(twin, states.exact, stops, self.decoder.device, suspend))
+            self.factors.clear()
+            for parameter, tensor in self._fold(block, todo, states).items():
+                set_weight(block.module, parameter, tensor.to(self.decoder.device, self.decoder.dtype))
+                file.write(todo.changed[parameter].outputs[0].name, tensor.cpu())
             free = [name for name in todo.tasks if name not in calibrated]
             store(self._solve({name: todo.tasks[name] for name in free}, None))
             forwards = stack.enter_context(
@@ -259,10 +315,74 @@ class _Worker:
                 methods = [task.method for task in tasks.values() if task.method is not None]
                 inputs = self.workers.submit(Inputs.prepare, moments, methods).result()
                 store(self._solve(tasks, inputs))
+            scaled = {name for fold in todo.folds for name in fold.consumers}
+            for name, task in calibrated.items():
+                if task.method is not None and task.method.scales and name not in scaled:
+                    assert task.module is not None
+                    details[task.module]["note"] = details[task.module]["note"] or NOT_SCALED
             file.detail["layers"] = details
             indices = range(len(states.hidden))
             hidden = list(self.workers.map(forwards.finish, indices))
             return States(hidden, None if exact is None else list(self.workers.map(exact.finish, indices)))
+
+    def _fold(self, block: Block, todo: BlockTasks, states: States) -> dict[str, torch.Tensor]:
+        """Choose the scales of a block's input features, in `factors`; the dense tensors they change, by
+        parameter.
+        """
+        changed: dict[str, torch.Tensor] = {}
+        stops = [fold.consumers[0] for fold in todo.folds]
+        with Forwards(
+            block, states.hidden, stops, self.decoder.device, self._suspends(block, states)
+        ) as forwards:
+            for fold in todo.folds:
+                name = f"{block.name}.{fold.consumers[0]}"
+                moments = self._moments(name, forwards, None, len(states.hidden), False)
+                scales, shared = self._scales(fold, todo, moments)
+                if fold.changed in todo.changed:
+                    stored = self.checkpoint.read(todo.changed[fold.changed].source.name)
+                    changed[fold.changed], exact = fold_into(stored, scales.cpu())
+                    # Of a bias only a part of the outputs comes through the rounded values.
+                    scales = exact.to(scales.device) if fold.is_norm else scales
+                for consumer in fold.consumers:
+                    self._multiply(todo.tasks[consumer], Factors(columns=scales[shared]))
+                if not fold.is_norm:
+                    self._multiply(todo.tasks[fold.producer], Factors(rows=1 / scales))
+        return changed
+
+    def _multiply(self, task: Task, by: Factors) -> None:
+        known = self.factors.get(task.source.name, Factors())
+        self.factors[task.source.name] = Factors(
+            known.columns if by.columns is None else by.columns, known.rows if by.rows is None else by.rows
+        )
+
+    def _scales(self, fold: Fold, todo: BlockTasks, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best of the candidates, float32 [S], and which of them each input feature has."""
+        consumers = []
+        tasks = [todo.tasks[name] for name in fold.consumers]
+        for task in tasks:
+            assert task.scheme is not None and task.method is not None
+            weight = self.checkpoint.read(task.source.name).to(self.decoder.device, torch.float32)
+            scheme = task.scheme
+            if scheme.is_fitted:
+                # Fitted once: how weights are spread hardly changes.
+                scheme = self._fit(task, weight, None).bind(scheme)
+            consumers.append(Consumer(weight, scheme))
+        columns = consumers[0].weight.shape[1]
+        rows = columns if fold.is_norm else todo.tasks[fold.producer].source.shape[0]
+        shared = shared_rows(fold, rows, columns, self.checkpoint.config).to(self.decoder.device)
+        method = tasks[0].method
+        assert method is not None
+
+        def stored(weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+            shape = (weights.shape[0], weights.shape[1])
+            parameters = fit_parameters(lambda: iter([weights]), shape, scheme, method.fit)
+            return stored_nearest(weights, importance, scheme, method, parameters)
+
+        tried = candidates(consumers, moments, shared)
+        errors = list(
+            self.workers.map(lambda one: output_error(consumers, moments, one[shared], stored), tried)
+        )
+        return tried[errors.index(min(errors))], shared
 
     def _suspends(self, block: Block, states: States) -> bool:
         """Whether what suspended passes hold fits: hidden states twice, and twice the widest input."""
@@ -301,10 +421,7 @@ class _Worker:
 
     def _solve(self, tasks: Mapping[str, Task], inputs: Inputs | None) -> "dict[str, _Quantized]":
         """Quantize some linears that share `inputs`; None for methods without data."""
-        weights = {
-            name: self.checkpoint.read(task.source.name).to(self.decoder.device)
-            for name, task in tasks.items()
-        }
+        weights = {name: self._weight(task.source.name) for name, task in tasks.items()}
         fits = {
             name: self.workers.submit(self._fit, task, weights[name], inputs) for name, task in tasks.items()
         }
@@ -321,6 +438,11 @@ class _Worker:
             for name, task in tasks.items()
         }
 
+    def _weight(self, name: str) -> torch.Tensor:
+        """A weight as it is quantized: as stored, or with the scales of its features and rows."""
+        weight = self.checkpoint.read(name).to(self.decoder.device)
+        return self.factors[name].apply(weight) if name in self.factors else weight
+
     def _fit(self, task: Task, weight: torch.Tensor, inputs: Inputs | None) -> TensorParameters:
         """What the rows of a weight share."""
         assert task.scheme is not None and task.method is not None
@@ -332,7 +454,7 @@ class _Worker:
 
         def beside() -> Iterator[torch.Tensor]:
             for other in task.beside:
-                yield from target(self.checkpoint.read(other.name).to(self.decoder.device))
+                yield from target(self._weight(other.name))
 
         try:
             rows, columns = weight.shape

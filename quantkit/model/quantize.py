@@ -252,7 +252,7 @@ def _calibrated(
             )
         return None
     decoder = Decoder(checkpoint, device, compute_dtype(checkpoint, device))
-    blocks = tuple(block_tasks(planned, decoder.block_names))
+    blocks = tuple(block_tasks(planned, decoder, str(checkpoint.config.get("model_type"))))
     samples = read_samples(checkpoint, options, decoder.embedding_rows)
     size = work_bytes(blocks, samples, decoder.hidden_size)
     return _Calibrated(samples, options.seed, decoder, blocks, size)
@@ -394,10 +394,21 @@ def _record(
         versions=_versions(),
         recipe=recipe.to_dict(),
         layers=planned.layer_records(measured),
-        dense=planned.dense,
+        dense=_dense(planned, calibrated),
         seed=None if calibrated is None else calibrated.seed,
         calibration=None if calibrated is None else _calibration_text(calibrated.samples),
     )
+
+
+def _dense(planned: Plan, calibrated: _Calibrated | None) -> dict[str, str]:
+    """Why each dense tensor is, and which are not those of the source."""
+    changed = {
+        task.source.name
+        for block in (() if calibrated is None else calibrated.blocks)
+        for task in block.changed.values()
+    }
+    folded = ", changed: it has the scales of input features"
+    return {name: reason + (folded if name in changed else "") for name, reason in planned.dense.items()}
 
 
 def _calibration_text(samples: Samples) -> str:

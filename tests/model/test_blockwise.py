@@ -214,7 +214,8 @@ def test_every_kind_of_scheme_beats_its_rounding(tmp_path, text, options, method
 
 def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch):
     source = write(tmp_path, "qwen2")
-    options = {"method": "best", "group_size": 32, "calibration": data(text)}
+    rules = ("*.layers.1.*=int4:32:awq",)
+    options = {"method": "best", "group_size": 32, "calibration": data(text), "rules": rules}
     quantize(source, tmp_path / "one", **options)
     monkeypatch.setitem(quantizing.CALIBRATION_WORKERS, "cpu", 5)
     monkeypatch.setattr(blockwise, "SUSPENDED_MEMORY", 0.0)
@@ -226,6 +227,66 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch):
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
 
 
+@pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "qwen3", "mistral"])
+def test_a_scaled_model_computes_what_the_original_does(tmp_path, text, monkeypatch, family):
+    """Scales folded, nothing rounded: every weight is stored as it is to be quantized."""
+    source, out = write(tmp_path, family, torch.float32), tmp_path / "out"
+    scaled: dict[str, torch.Tensor] = {}
+    weight_of = blockwise._Worker._weight
+
+    def keep(worker: Any, name: str) -> torch.Tensor:
+        scaled[name] = weight_of(worker, name).clone()
+        return scaled[name]
+
+    monkeypatch.setattr(blockwise._Worker, "_weight", keep)
+    # Skewed inputs, so that the search finds something.
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors:
+        if name.endswith("layernorm.weight"):
+            tensors[name].mul_(torch.logspace(-1, 1, 64))
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    quantize(source, out, format="int3", group_size=32, method="awq", calibration=data(text))
+    monkeypatch.undo()
+    original = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    stored, parameters = load_file(out / "model.safetensors"), dict(model.named_parameters())
+    moved = set()
+    for name, parameter in parameters.items():
+        new = scaled.get(name, stored.get(name, parameter.data))
+        if (new - parameter.data).abs().max() > 1e-3 * parameter.data.abs().max():
+            moved.add(name.split(".", 3)[-1])
+        parameter.data = new
+    biases = {"self_attn.v_proj.bias"} if family in ("tied", "qwen2") else set()
+    norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    assert moved == {f"{name}.weight" for name in LINEARS} | norms | biases
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        expected, found = (m(input_ids=tokens).logits for m in (original, model))
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    changed = [reason for reason in read_manifest(out)["dense"].values() if "changed" in reason]
+    assert len(changed) == 3 * (2 + len(biases))
+
+
+def test_scaling_lowers_the_error_of_outputs_and_says_where_it_cannot(tmp_path, text):
+    source = write(tmp_path)
+    errors = {}
+    for method in ("imatrix", "awq"):
+        result = quantize(
+            source, tmp_path / method, format="int3", group_size=32, method=method, calibration=data(text)
+        )
+        errors[method] = sum(one.output_error or 0.0 for one in result.measured.values())
+        assert all(one.note is None for one in result.measured.values())
+        assert not any(check.problems for check in verify(tmp_path / method, reload=False))
+    assert errors["awq"] < errors["imatrix"]
+    partly = quantize(
+        source, tmp_path / "partly", method="awq", calibration=data(text), rules=("*.k_proj=keep",)
+    )
+    noted = {name.split(".", 3)[-1] for name, one in partly.measured.items() if one.note is not None}
+    assert noted == {"self_attn.q_proj", "self_attn.v_proj"}
+    gemma = quantize(write(tmp_path, "gemma2"), tmp_path / "gemma", method="awq", calibration=data(text))
+    assert all("not scaled" in (one.note or "") for one in gemma.measured.values())
+
+
 def test_another_seed_draws_other_samples(tmp_path, text):
     source = write(tmp_path)
     for seed in (0, 1):
@@ -235,7 +296,7 @@ def test_another_seed_draws_other_samples(tmp_path, text):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["stored", "replayed"])
-@pytest.mark.parametrize("method", ["gptq", "best"])
+@pytest.mark.parametrize("method", ["awq", "best"])
 def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
     tmp_path, text, monkeypatch, seconds, method
 ):
@@ -251,7 +312,7 @@ def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
     quantize(source, tmp_path / "whole", **options)
     expected = files_of(tmp_path / "whole")
     seen: list[str] = []
-    for stop in (1, 5, 9, 15, 19, 21, 24, 40):
+    for stop in (1, 9, 15, 19, 21, 24):
         out, calls = tmp_path / f"out{stop}", 0
 
         def interrupt(done: int, total: int, name: str, stop: int = stop) -> None:

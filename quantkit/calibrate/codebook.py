@@ -12,9 +12,10 @@ is kept is the one under which the method had the smallest error, so no round ca
 The book is free to be longer on one side, and groups are free to turn it: their scale may be negative.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import NormalDist
+from typing import Protocol
 
 import torch
 
@@ -26,7 +27,13 @@ from quantkit.packing.tensor import quantize_units
 #: How far each round moves the book, in parts of the way to the least squares. Twice saves half of them.
 STEPS = (2.0,) * 6 + (1.0,) * 2
 
-Fit = Callable[[torch.Tensor, Scheme], Grid]
+
+class Fit(Protocol):
+    """How a method chooses grids: groups float32 [R, g], and what their squared errors count by, or None."""
+
+    def __call__(
+        self, groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None
+    ) -> Grid: ...
 
 
 def fit_codebook(rows: torch.Tensor, scheme: Scheme, absmax: float, fit: Fit) -> tuple[float, ...]:

@@ -1,14 +1,17 @@
-"""Data-free grids: which scale, and which zero-point, a group of weights gets.
+"""Grids: which scale, and which zero-point, a group of weights gets.
 
-A method sees groups, float32 [R, g], one group a row, and answers with a `Grid`. Scales are computed in
-float32 and rounded to the dtype they are stored in before anything is measured with them, so what was
-searched is what is stored.
+A method sees groups, float32 [R, g], one group a row, and answers with a `Grid`. Where there is calibration
+data, it also sees the `importance` of every weight, float32 [R, g]: whole numbers that its squared error
+counts by. Scales are computed in float32 and rounded to the dtype they are stored in before anything is
+measured with them, so what was searched is what is stored.
 
 `mse` minimises the squared error of every group. It does not round the weights once per candidate.
 It counts each group into a histogram of `bins` cells over [-absmax, absmax], in which the error of all
 candidates is one matrix product with a table that only depends on the scheme:
 
     error[R, C] = counts[R, bins] @ table[bins, C],    table[b, c] = (v_b - nearest_c(v_b))^2
+
+With importance, a weight counts that often.
 
 The table holds small integers, multiples of a step, so that every sum is exact and a group's winner does
 not depend on which groups share its matrix or on the order of the additions. Where float32 holds such sums
@@ -50,10 +53,13 @@ BINS_PER_CODE = 8
 BINS_RANGE = (256, 1024)
 #: Cells of the histograms made at a time, by device: on a CPU 1 MB, which is a core's cache.
 HISTOGRAM_CELLS = {"cpu": 1 << 18, "cuda": 1 << 27}
-#: Table entries are integers below this over the group size, so that their sums are exact, by dtype.
+#: Table entries are integers below this over the weights that a group counts for, so that their sums are
+#: exact, by dtype.
 EXACT_SUM = {torch.float32: 2**24, torch.float64: 2**53}
 #: A table is fine enough if its step is this small against the smallest mean error of a candidate.
 STEP_OF_ERROR = 1 / 32
+#: The importance of the most important weight of a group; that of the others in proportion, at least 1.
+MOST_IMPORTANT = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,21 @@ class Grid:
     zero_point: torch.Tensor | None = None
 
 
-def rtn(groups: torch.Tensor, scheme: Scheme) -> Grid:
-    """Plain rounding: the scale maps the group's absmax (or range, or mean magnitude) to the format's."""
+def whole_importance(importance: torch.Tensor) -> torch.Tensor:
+    """Importance of any unit (float [R, g], not negative) as the whole numbers that grids take, float32.
+
+    Whole, so that sums of them are exact in any order.
+    """
+    most = importance.amax(-1, keepdim=True)
+    scaled = importance * torch.where(most > 0, MOST_IMPORTANT / most, 0.0)
+    return scaled.round_().clamp_(1, MOST_IMPORTANT).float()
+
+
+def rtn(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> Grid:
+    """Plain rounding: the scale maps the group's absmax (or range, or mean magnitude) to the format's.
+
+    It knows no `importance`.
+    """
     if scheme.zero_point != "none":
         return _min_max(groups, scheme)
     magnitude = groups.abs()
@@ -93,31 +112,42 @@ def global_scale(absmax: float, scheme: Scheme) -> float:
     return min(scheme.scale_type.max * scheme.format.absmax / absmax, LARGEST_FACTOR)
 
 
-def mse(groups: torch.Tensor, scheme: Scheme) -> Grid:
-    """The grid with the smallest squared error per group; see the module docstring."""
+def mse(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> Grid:
+    """The grid with the smallest squared error per group, each weight's times its `importance`."""
     if scheme.scale_type.digits == 1:
-        return _search_exponent(groups, scheme)
-    table = _search_table(scheme, groups.shape[1], groups.device)
+        return _search_exponent(groups, scheme, importance)
+    most = 1 if importance is None else MOST_IMPORTANT
+    table = _search_table(scheme, groups.shape[1] * most, groups.device)
     step = max(1, HISTOGRAM_CELLS[groups.device.type] // table.errors.shape[0])
     if len(groups) <= step:
-        return _search(groups, table, scheme)
-    grids = [_search(groups[at : at + step], table, scheme) for at in range(0, len(groups), step)]
+        return _search(groups, table, scheme, importance)
+    grids = [
+        _search(
+            groups[at : at + step],
+            table,
+            scheme,
+            None if importance is None else importance[at : at + step],
+        )
+        for at in range(0, len(groups), step)
+    ]
     zeros = [grid.zero_point for grid in grids if grid.zero_point is not None]
     return Grid(torch.cat([grid.scale for grid in grids]), torch.cat(zeros) if zeros else None)
 
 
-def _search_exponent(groups: torch.Tensor, scheme: Scheme) -> Grid:
+def _search_exponent(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None) -> Grid:
     """Powers of two leave no choice but the plain one and its neighbours."""
     plain = rtn(groups, scheme)
     rivals = [Grid(rounded_scale(plain.scale * factor, scheme), plain.zero_point) for factor in (0.5, 2.0)]
     unit = unit_of(groups)
-    return _best(groups / unit, unit, plain, rivals, scheme)
+    return _best(groups / unit, unit, plain, rivals, scheme, importance)
 
 
-def _search(groups: torch.Tensor, table: "_SearchTable", scheme: Scheme) -> Grid:
+def _search(
+    groups: torch.Tensor, table: "_SearchTable", scheme: Scheme, importance: torch.Tensor | None
+) -> Grid:
     unit = unit_of(groups)
     units = groups / unit
-    errors = _histogram(units, table.errors) @ table.errors
+    errors = _histogram(units, table.errors, importance) @ table.errors
     # A scale of few digits may be rounded far from the best, and another candidate less far.
     few_digits = scheme.scale_type.digits < 8
     if few_digits:
@@ -131,9 +161,9 @@ def _search(groups: torch.Tensor, table: "_SearchTable", scheme: Scheme) -> Grid
         rivals.append(Grid(rounded_scale(table.scales[choice] * unit, scheme), zero_point))
     refitted = rivals[0]
     for _ in range(REFITS[scheme.zero_point]):
-        refitted = _refit(units, refitted, unit, scheme)
+        refitted = _refit(units, refitted, unit, scheme, importance)
         rivals.append(refitted)
-    return _best(units, unit, rtn(groups, scheme), rivals, scheme)
+    return _best(units, unit, rtn(groups, scheme), rivals, scheme, importance)
 
 
 def unit_of(groups: torch.Tensor) -> torch.Tensor:
@@ -143,13 +173,18 @@ def unit_of(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _best(
-    units: torch.Tensor, unit: torch.Tensor, best: Grid, rivals: Sequence[Grid], scheme: Scheme
+    units: torch.Tensor,
+    unit: torch.Tensor,
+    best: Grid,
+    rivals: Sequence[Grid],
+    scheme: Scheme,
+    importance: torch.Tensor | None,
 ) -> Grid:
     """For each group the first grid with the smallest squared error, measured exactly."""
-    best_error = squared_error(units, best, unit, scheme)
+    best_error = squared_error(units, best, unit, scheme, importance)
     for rival in rivals:
         # NaN, where a rival's scale overflows its dtype, is not below anything.
-        error = squared_error(units, rival, unit, scheme)
+        error = squared_error(units, rival, unit, scheme, importance)
         better = error < best_error
         best = _select(better, rival, best)
         best_error = torch.where(better, error, best_error)
@@ -195,11 +230,20 @@ def nearest(units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
     return scheme.format.round_affine(units, zero_point)
 
 
-def squared_error(units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+def squared_error(
+    units: torch.Tensor,
+    grid: Grid,
+    unit: torch.Tensor,
+    scheme: Scheme,
+    importance: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Squared error of groups `units * unit` on `grid`, in squared units: float64 [R, 1]."""
     scale = grid.scale / unit
     rounded = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme)
-    return rounded.mul_(scale).sub_(units).square_().sum(-1, keepdim=True, dtype=torch.float64)
+    squares = rounded.mul_(scale).sub_(units).square_()
+    if importance is not None:
+        squares.mul_(importance)
+    return squares.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _min_max(groups: torch.Tensor, scheme: Scheme) -> Grid:
@@ -215,16 +259,19 @@ def _min_max(groups: torch.Tensor, scheme: Scheme) -> Grid:
     return Grid(scale, torch.round(zero_point).clamp_(0, levels))
 
 
-def _refit(units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme) -> Grid:
+def _refit(
+    units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
+) -> Grid:
     """The least-squares grid for the codes that `grid` gives: its scale, and its float zero-point."""
     scale = grid.scale / unit
     x = units.double()
     values = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme).double()
     free = scheme.zero_point == "float"
-    mean_x, mean_v = (t.mean(-1, keepdim=True) if free else 0.0 for t in (x, values))
+    mean_x, mean_v = (_mean(t, importance) if free else 0.0 for t in (x, values))
     centred = values - mean_v
-    squares = centred.square().sum(-1, keepdim=True)
-    fitted = (centred * (x - mean_x)).sum(-1, keepdim=True) / squares
+    counted = centred if importance is None else centred * importance
+    squares = (counted * centred).sum(-1, keepdim=True)
+    fitted = (counted * (x - mean_x)).sum(-1, keepdim=True) / squares
     fitted = torch.where((squares > 0) & (fitted != 0), fitted, scale)
     zero_point = grid.zero_point
     if free:
@@ -232,6 +279,12 @@ def _refit(units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme) 
         shifted = zero_point + (mean_v - mean_x / fitted)
         zero_point = shifted.to(scheme.zero_point_dtype).float()
     return Grid(rounded_scale(fitted.float() * unit, scheme), zero_point)
+
+
+def _mean(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    if importance is None:
+        return x.mean(-1, keepdim=True)
+    return (x * importance).sum(-1, keepdim=True) / importance.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -247,7 +300,7 @@ class _SearchTable:
 
 
 @lru_cache(maxsize=32)
-def _search_table(scheme: Scheme, group_size: int, device: torch.device) -> _SearchTable:
+def _search_table(scheme: Scheme, count_of_group: int, device: torch.device) -> _SearchTable:
     number_format = scheme.format
     count, even = len(number_format.numbers), isinstance(number_format, IntFormat)
     low = next(low for limit, low in LOWEST if count <= limit)
@@ -273,24 +326,26 @@ def _search_table(scheme: Scheme, group_size: int, device: torch.device) -> _Sea
     return _SearchTable(
         scales[:, 0].to(device),
         None if zero_points is None else zero_points[:, 0].to(device),
-        _integers(errors, group_size).T.contiguous().to(device),
+        _integers(errors, count_of_group).T.contiguous().to(device),
     )
 
 
-def _integers(errors: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Errors (float64) as proportional integers, in the fastest dtype that sums them exactly enough."""
+def _integers(errors: torch.Tensor, count_of_group: int) -> torch.Tensor:
+    """Errors (float64) as proportional integers, in the fastest dtype that sums as many exactly enough."""
     worst, best = float(errors.max()), float(errors.mean(-1).min())
     # Powers of two, so that dividing by them rounds nothing.
-    steps = {t: 2.0 ** math.ceil(math.log2(worst * group_size / limit)) for t, limit in EXACT_SUM.items()}
+    steps = {t: 2.0 ** math.ceil(math.log2(worst * count_of_group / limit)) for t, limit in EXACT_SUM.items()}
     fine = steps[torch.float32] <= best * STEP_OF_ERROR
     dtype = torch.float32 if fine else torch.float64
     return torch.round(errors / steps[dtype]).to(dtype)
 
 
-def _histogram(units: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
-    """Counts of each group's weights, all in [-1, 1], in equal cells: [R, bins], in the dtype of `errors`."""
+def _histogram(units: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """How much of each group, all in [-1, 1], is in which of equal cells: [R, bins], dtype of `errors`."""
     bins = errors.shape[0]
     # A hair under bins / 2 keeps 1.0 inside the last cell.
     cells = (units * (bins / 2 * (1 - 1e-6))).add_(bins / 2).to(torch.int64)
     counts = errors.new_zeros(units.shape[0], bins)
-    return counts.scatter_add_(1, cells, counts.new_ones(1, 1).expand_as(cells))
+    if importance is None:
+        return counts.scatter_add_(1, cells, counts.new_ones(1, 1).expand_as(cells))
+    return counts.scatter_add_(1, cells, importance.to(errors.dtype))

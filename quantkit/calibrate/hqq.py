@@ -36,12 +36,12 @@ _Residual = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Ten
 _Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def hqq(groups: torch.Tensor, scheme: Scheme) -> Grid:
+def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> Grid:
     """The grid of each group (float32 [R, g]) that half-quadratic splitting finds from plain rounding.
 
     Its l_p error is never above that of plain rounding. A group stops as soon as its own error does not
     fall, so that it depends on no other group. Float zero-points are rounded to their dtype, integer ones to
-    codes, after the last step.
+    codes, after the last step. It knows no `importance`.
 
     Raises `FormatError` for a format that is not an int, and where a plain scale overflows its dtype.
     """

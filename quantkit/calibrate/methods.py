@@ -1,11 +1,17 @@
-"""Methods: from a weight to codes, scales and zero-points."""
+"""Methods: from a weight to codes, scales and zero-points.
+
+A method is a composition of steps, one row of `METHODS`. Those that need no data quantize any weight at any
+time, here. Those that do see the second moments of a linear's inputs, in `calibrate/calibrated.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from quantkit.calibrate import planes, rank_one, tensor_scale
+from quantkit.calibrate.codebook import Fit
 from quantkit.calibrate.grids import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.hqq import hqq
 from quantkit.calibrate.parameters import FitTensor, TensorParameters, fit_parameters
@@ -23,45 +29,128 @@ GPU_CHUNK_WEIGHTS = 1 << 23
 ALONE = TensorParameters()
 
 
+Statistics = Literal["none", "moments", "moments and drift"]
+
+
 @dataclass(frozen=True)
 class Method:
-    """A way to choose grids. `fit` maps groups (float32 [R, g]) to their `Grid`.
+    """A way to quantize a linear: which statistics of its inputs it takes, which grids, and how it rounds.
 
-    `fit_planes` maps them, and the importance of each weight or None, to the scales of additive planes,
-    float32 [R, planes]; None where it has none. `fit_tensor` maps the values of a whole tensor to its one
-    scale; None where it has none.
+    `grid` names how scales are chosen, and `fit` maps groups (float32 [R, g]) to their `Grid`. `fit_planes`
+    maps them, and the importance of each weight or None, to the scales of additive planes, float32 [R,
+    planes]; None where it has none. `fit_tensor` maps the values of a whole tensor to its one scale; None
+    where it has none. `scales` scales input features first (`calibrate/scaling.py`). `compensates` rounds
+    each column with the errors of those before it in mind (`calibrate/rounding.py`), and `sweeps` rounds of
+    coordinate descent follow. With drift in the statistics, weights are first corrected for what quantization
+    made of the inputs.
     """
 
     name: str
     summary: str
-    fit: Callable[[torch.Tensor, Scheme], Grid]
+    grid: str
+    fit: Fit
     fit_planes: Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor] | None = None
     fit_tensor: FitTensor | None = None
+    statistics: Statistics = "none"
+    scales: bool = False
+    compensates: bool = False
+    sweeps: int = 0
 
-    def check(self, scheme: Scheme) -> None:
-        """Refuse, with a `FormatError`, a scheme whose scales it has no way to choose."""
-        if scheme.planes > 1 and self.fit_planes is None:
-            known = ", ".join(row.name for row in METHODS.values() if row.fit_planes is not None)
-            raise FormatError(f"method {self.name!r} has one scale per group, not {scheme}; take {known}.")
-        if scheme.per_tensor and self.fit_tensor is None:
-            known = ", ".join(row.name for row in METHODS.values() if row.fit_tensor is not None)
-            raise FormatError(
-                f"method {self.name!r} fits scales to groups, not one to a tensor: {scheme}; take {known}."
-            )
+    @property
+    def needs_data(self) -> bool:
+        """Whether it can only quantize a linear whose inputs are known."""
+        return self.statistics != "none"
 
+    @property
+    def corrects(self) -> bool:
+        """Whether weights are corrected for the drift of their inputs."""
+        return self.statistics == "moments and drift"
+
+    @property
+    def steps(self) -> dict[str, str]:
+        """The composition in words, by step."""
+        rounding = "nearest"
+        if self.compensates:
+            rounding = "gptq" + (f", {self.sweeps} sweeps of coordinate descent" if self.sweeps else "")
+        return {
+            "transform": "scaling" if self.scales else "drift correction" if self.corrects else "none",
+            "statistics": self.statistics,
+            "grid": self.grid + (", weighted" if self.needs_data else ""),
+            "rounding": rounding,
+        }
+
+    def check(self, chosen: Scheme) -> None:
+        """`FormatError` if the method cannot quantize to a scheme."""
+        for what, asks, able in _ABILITIES:
+            if asks(chosen) and not able(self):
+                known = ", ".join(row.name for row in METHODS.values() if able(row))
+                raise FormatError(
+                    f"method {self.name!r} has no way to choose {what}, which {chosen} has; take one of "
+                    f"{known}."
+                )
+
+
+#: What not every method can choose: its name, which schemes ask for it, and which methods have it.
+_ABILITIES: tuple[tuple[str, Callable[[Scheme], bool], Callable[[Method], bool]], ...] = (
+    ("several planes", lambda scheme: scheme.planes > 1, lambda method: method.fit_planes is not None),
+    ("one scale per tensor", lambda scheme: scheme.per_tensor, lambda method: method.fit_tensor is not None),
+    ("column scales", lambda scheme: scheme.column_scale, lambda method: not method.needs_data),
+)
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("rtn", "plain rounding to nearest, one pass", rtn, planes.plain, tensor_scale.plain),
+        Method(
+            "rtn",
+            "plain rounding to nearest, one pass",
+            "rtn",
+            rtn,
+            planes.plain,
+            tensor_scale.plain,
+        ),
         Method(
             "mse",
             "scales searched for the smallest squared error, data-free",
+            "mse",
             mse,
             planes.search,
             tensor_scale.search,
         ),
-        Method("hqq", "half-quadratic search for a small l_0.7 error, data-free, int formats only", hqq),
+        Method(
+            "hqq", "half-quadratic search for a small l_0.7 error, data-free, int formats only", "hqq", hqq
+        ),
+        Method(
+            "imatrix",
+            "as mse, errors weighed by the mean square of their input",
+            "mse",
+            mse,
+            statistics="moments",
+        ),
+        Method(
+            "awq",
+            "as imatrix on weights whose input features are scaled by how much they matter",
+            "mse",
+            mse,
+            statistics="moments",
+            scales=True,
+        ),
+        Method(
+            "gptq",
+            "as imatrix, each column rounded to make good for the errors before it",
+            "mse",
+            mse,
+            statistics="moments",
+            compensates=True,
+        ),
+        Method(
+            "best",
+            "gptq on weights corrected for drift, then coordinate descent on codes and scales",
+            "mse",
+            mse,
+            statistics="moments and drift",
+            compensates=True,
+            sweeps=3,
+        ),
     )
 }
 
@@ -101,7 +190,7 @@ def quantize_rows(
     assert scheme.per_tensor == (parameters.scale is not None)
     # Other strides would add up in another order.
     weights = rows.to(torch.float32).contiguous()
-    norm = _squared_norm(weights)
+    norm = squared_norm(weights)
     weights, bound = parameters.normalised(weights), parameters.bind(scheme)
     count, columns = weights.shape
     size = scheme.group_columns(columns)
@@ -196,7 +285,7 @@ def _zero_point_dtype(scheme: Scheme) -> torch.dtype:
     return scheme.zero_point_dtype if scheme.zero_point == "float" else torch.uint8
 
 
-def _squared_norm(weights: torch.Tensor) -> float:
+def squared_norm(weights: torch.Tensor) -> float:
     """Sum of the squares of `weights` (float32 [n, K]); refuses them if one is not finite."""
     # One fast pass in float32, and the slow exact one for what overflows or vanishes there.
     norm = float(_sum_of_squares(weights).sum())
@@ -260,6 +349,11 @@ def quantize_tensor(
     limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS
     chosen_method = method_named(method)
     chosen_method.check(chosen)
+    if chosen_method.needs_data:
+        raise UsageError(
+            f"method {method!r} needs to know the inputs of a weight, which quantize_tensor does not; "
+            "quantize the model with calibration data, or take a method without data, such as mse."
+        )
     chunks = torch.split(weight.detach(), max(1, limit // columns))
     shared = fit_parameters(
         lambda: iter(chunks), (rows, columns), chosen, chosen_method.fit, chosen_method.fit_tensor

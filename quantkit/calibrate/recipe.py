@@ -66,8 +66,7 @@ class Choice:
 
     def check(self) -> None:
         """Raise the error that using this choice would raise."""
-        chosen = self.scheme(torch.bfloat16)
-        method = method_named(self.method)
+        method, chosen = method_named(self.method), self.scheme(torch.bfloat16)
         if chosen is not None:
             method.check(chosen)
 

@@ -122,6 +122,13 @@ class Checkpoint:
             headers_only=(directory / HEADERS_ONLY_NAME).exists(),
         )
 
+    @classmethod
+    def of_files(cls, files: Sequence[Path]) -> "Checkpoint":
+        """The tensors of safetensors files in one directory, without config, index or side files."""
+        stamps = {path: FileStamp.of(path) for path in files}
+        tensors = _merge([read_header(path) for path in files])
+        return cls(files[0].parent, {}, tensors, tuple(files), (), (), stamps)
+
     @property
     def nbytes(self) -> int:
         """Bytes of data of all tensors."""

@@ -159,6 +159,16 @@ class OutputDirectory:
             journal.append(entry)
             self._entries[filename] = entry
 
+    def discard(self, filename: str) -> None:
+        """Delete a finished file that is no part of the checkpoint; `OutputError` if the disk fails.
+
+        Its name stays quantkit's own, and a later run finds the file missing and not done.
+        """
+        with self._mutex:
+            del self._entries[filename]
+        with writing(self.path / filename):
+            (self.path / filename).unlink(missing_ok=True)
+
     def finish(
         self,
         index_weight_map: Mapping[str, str],

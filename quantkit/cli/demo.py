@@ -33,12 +33,12 @@ def demo(
     Each is evaluated against SOURCE, which may be the bundled examples/stories260K. Prints one table and
     writes the packed models and a report below --out, over those of an earlier demo.
     """
+    from quantkit.calibrate.documents import read_text
     from quantkit.calibrate.recipe import parse_group_size
     from quantkit.cli.figures import print_reports
     from quantkit.cli.models import using_transformers
     from quantkit.eval.evaluate import evaluate_many
     from quantkit.eval.report import write_report
-    from quantkit.eval.text import read_text
     from quantkit.model.quantize import make_recipe, quantize
 
     names = options.parse_list(formats, "--formats")

@@ -80,7 +80,10 @@ def _order(name: str) -> list[tuple[int, str]]:
 def _grouped(layers: Layers, every_layer: bool) -> list[list[tuple[str, "LayerRecord"]]]:
     groups: dict[Any, list[tuple[str, LayerRecord]]] = {}
     for name in sorted(layers, key=lambda name: (layers[name].kind == "lm_head", _order(name))):
-        key = (name if every_layer else _pattern(name), replace(layers[name], relative_error=None))
+        key = (
+            name if every_layer else _pattern(name),
+            replace(layers[name], relative_error=None, output_error=None, damping=None),
+        )
         groups.setdefault(key, []).append((name, layers[name]))
     return list(groups.values())
 

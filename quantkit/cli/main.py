@@ -15,6 +15,7 @@ from quantkit.cli.evaluate import evaluate
 from quantkit.cli.formats import formats
 from quantkit.cli.generate import generate
 from quantkit.cli.inspection import inspect
+from quantkit.cli.methods import methods
 from quantkit.cli.plan import plan
 from quantkit.cli.quantize import quantize
 from quantkit.cli.tune import tune
@@ -39,6 +40,7 @@ app.command()(generate)
 app.command()(doctor)
 app.command()(tune)
 app.command()(formats)
+app.command()(methods)
 app.command()(demo)
 
 

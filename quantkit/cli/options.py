@@ -17,7 +17,15 @@ FORMATS = (
     *("fp8", "fp8-e4m3", "fp8-e5m2", "fp6", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4", "book4"),
     *("mxfp8", "mxfp6", "mxfp4", "nvfp4"),
 )
-METHODS = {"rtn": "plain rounding", "mse": "searched", "hqq": "half-quadratic, int formats"}
+METHODS = {
+    "rtn": "plain rounding",
+    "mse": "searched",
+    "hqq": "half-quadratic, int formats",
+    "imatrix": "searched, with data",
+    "awq": "scaled, with data",
+    "gptq": "compensated, with data",
+    "best": "the strongest, with data",
+}
 
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a model id on the hub.")
@@ -39,7 +47,7 @@ MethodName = Annotated[
     typer.Option(
         "--method",
         "-m",
-        help=f"How scales are chosen: {', '.join(f'{k} ({v})' for k, v in METHODS.items())}.",
+        help=f"How weights are rounded: {', '.join(f'{k} ({v})' for k, v in METHODS.items())}.",
         show_default="mse",
     ),
 ]
@@ -89,6 +97,23 @@ Rules = Annotated[
         "* any text; repeatable, the first match wins.",
     ),
 ]
+Calibration = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE[:SAMPLES],...",
+        help="Texts for methods with data: .txt, .jsonl or .parquet with 'text' or chat 'messages'.",
+    ),
+]
+CalibrationSamples = Annotated[
+    int | None,
+    typer.Option("--calibration-samples", help="How many samples.", show_default="128"),
+]
+CalibrationLength = Annotated[
+    int | None,
+    typer.Option("--calibration-length", help="Tokens of a sample.", show_default="512"),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Which samples of the texts are drawn.")]
 Device = Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu or cuda.")]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="Of activations: float32, bfloat16, float16, or auto (as config.json).")

@@ -10,6 +10,7 @@ from quantkit.cli.layers import print_layers, print_readers, totals
 
 if TYPE_CHECKING:
     from quantkit.model.plan import Plan
+    from quantkit.model.record import Measured
 
 
 def plan(
@@ -62,7 +63,7 @@ def print_plan(planned: "Plan", *, every_layer: bool) -> None:
         note(text)
 
 
-def plan_dict(planned: "Plan", errors: Mapping[str, float] | None = None) -> dict[str, Any]:
+def plan_dict(planned: "Plan", measured: "Mapping[str, Measured] | None" = None) -> dict[str, Any]:
     """The plan as JSON."""
     return {
         "source_bytes": planned.source_bytes,
@@ -72,6 +73,6 @@ def plan_dict(planned: "Plan", errors: Mapping[str, float] | None = None) -> dic
         "needs_quantkit": list(planned.not_portable),
         "notes": list(planned.notes),
         "files": {shard.filename: sum(task.nbytes for task in shard.tasks) for shard in planned.shards},
-        "layers": {name: asdict(layer) for name, layer in planned.layer_records(errors or {}).items()},
+        "layers": {name: asdict(layer) for name, layer in planned.layer_records(measured or {}).items()},
         "dense": dict(planned.dense),
     }

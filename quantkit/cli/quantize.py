@@ -35,6 +35,10 @@ def quantize(
     recipe: options.RecipeFile = None,
     lm_head: options.LmHead = None,
     rule: options.Rules = None,
+    calibration: options.Calibration = None,
+    calibration_samples: options.CalibrationSamples = None,
+    calibration_length: options.CalibrationLength = None,
+    seed: options.Seed = 0,
     device: options.Device = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
@@ -51,6 +55,7 @@ def quantize(
     """
     from quantkit.cli.plan import plan_dict, print_plan
     from quantkit.model import quantize as quantizing
+    from quantkit.model.calibration_data import CalibrationOptions
 
     chosen = options.recipe_of(
         format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule
@@ -63,6 +68,7 @@ def quantize(
             print_plan(plan, every_layer=every_layer)
 
     shard_bytes = options.parse_size(max_shard_size)
+    data = CalibrationOptions(calibration, calibration_samples, calibration_length, seed)
     try:
         with progress("quantizing") as report:
             result = quantizing.quantize(
@@ -74,6 +80,7 @@ def quantize(
                 overwrite=overwrite,
                 max_shard_bytes=shard_bytes,
                 allow_auto_map=allow_auto_map,
+                calibration=data,
                 progress=report,
                 on_plan=show,
             )
@@ -81,8 +88,13 @@ def quantize(
         err.print("interrupted; finished files are kept. Continue with the same command and --resume.")
         raise
     if json:
-        print_json({"directory": str(result.directory), **plan_dict(result.plan, result.relative_errors)})
+        print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
         return
+    for text in result.notes:
+        note(text)
+    for name, measured in result.measured.items():
+        if measured.note is not None:
+            note(f"{name}: {measured.note}.")
     lost = [name for name, error in result.relative_errors.items() if error > LOST]
     if lost:
         note(
@@ -93,4 +105,11 @@ def quantize(
         worst = max(result.relative_errors, key=lambda name: result.relative_errors[name])
         mean = sum(result.relative_errors.values()) / len(result.relative_errors)
         say(f"relative error: mean {mean:.2e}, worst {result.relative_errors[worst]:.2e} in {worst}")
+    outputs = {
+        name: one.output_error for name, one in result.measured.items() if one.output_error is not None
+    }
+    if outputs:
+        worst = max(outputs, key=lambda name: outputs[name])
+        mean = sum(outputs.values()) / len(outputs)
+        say(f"relative error of outputs: mean {mean:.2e}, worst {outputs[worst]:.2e} in {worst}")
     say(f"wrote {result.directory} ({size(result.plan.output_bytes)})")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.calibrate.documents import read_text
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
@@ -12,7 +13,6 @@ from quantkit.eval.text import (
     TextWindows,
     check_tokens,
     cut,
-    read_text,
     text_names,
     tokenize,
     usable_window,

@@ -36,33 +36,6 @@ class TextWindows:
         return digest.hexdigest()
 
 
-def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, without a byte order mark; line ends stay as they are in the file.
-
-    `UsageError` for a file that cannot be read, is not UTF-8 (names the line), is binary or has
-    nothing but whitespace.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error}). Check the path.") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        # `error.object` lacks the byte order mark, so positions count in it.
-        line = bytes(error.object)[: error.start].count(b"\n") + 1
-        raise UsageError(
-            f"{path}: line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x}). "
-            "Convert the file to UTF-8, or give a text file."
-        ) from None
-    if "\0" in text:
-        line = text[: text.index("\0")].count("\n") + 1
-        raise UsageError(f"{path}: line {line} has a NUL byte; this is a binary file. Give a text file.")
-    if not text.strip():
-        raise UsageError(f"{path}: the file has no text. Give a file with at least two tokens.")
-    return text
-
-
 def text_names(paths: Sequence[Path]) -> tuple[str, ...]:
     """A distinct name per text for reports: the file name, the whole path where that is not distinct.
 

@@ -21,7 +21,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.notes import fused_sets, plan_notes
-from quantkit.model.record import LayerRecord
+from quantkit.model.record import LayerRecord, Measured
 from quantkit.model.structure import Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
@@ -125,8 +125,9 @@ class Plan:
         sources = {task.source.name: task.source for shard in self.shards for task in shard.tasks}
         return sum(source.elements for source in sources.values())
 
-    def layer_records(self, errors: Mapping[str, float]) -> dict[str, LayerRecord]:
-        """Each linear's fate by module; `errors` are relative squared errors, as far as they are known."""
+    def layer_records(self, measured: Mapping[str, Measured]) -> dict[str, LayerRecord]:
+        """Each linear's fate by module, and what was `measured` of it as far as it is known."""
+        found = {layer.linear.module: measured.get(layer.linear.module) for layer in self.layers}
         return {
             layer.linear.module: LayerRecord(
                 layer.linear.kind,
@@ -135,10 +136,13 @@ class Plan:
                 None if layer.scheme is None else str(layer.scheme),
                 None if layer.fate.method is None else layer.fate.method.name,
                 None if layer.scheme is None else layer.bits_per_weight,
-                errors.get(layer.linear.module),
+                None if one is None else one.relative_error,
                 layer.fate.reason,
+                None if one is None else one.output_error,
+                None if one is None else one.damping,
+                None if one is None else one.note,
             )
-            for layer in self.layers
+            for layer, one in zip(self.layers, found.values(), strict=True)
         }
 
     @property

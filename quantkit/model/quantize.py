@@ -1,8 +1,11 @@
 """Quantizing a checkpoint: plan, stream, write.
 
 `model/plan.py` decides everything first, `model/stream.py` moves the tensors, `checkpoint/writer.py` writes.
+With calibration data `model/blockwise.py` comes before: it quantizes the blocks into files that are then
+streamed.
 """
 
+import os
 import platform
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,16 +15,27 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.methods import CHUNK_WEIGHTS
+from quantkit.calibrate.methods import CHUNK_WEIGHTS, method_named
 from quantkit.calibrate.parameters import SAMPLE_WEIGHTS
 from quantkit.calibrate.recipe import Choice, Recipe, parse_rule, read_recipe
+from quantkit.calibrate.samples import Samples
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import UsageError
+from quantkit.model.blocks import Decoder
+from quantkit.model.blockwise import (
+    BlockTasks,
+    block_tasks,
+    compute_dtype,
+    needs_data,
+    quantize_blocks,
+    work_bytes,
+)
+from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
-from quantkit.model.record import ModelRecord
+from quantkit.model.record import Measured, ModelRecord
 from quantkit.model.stream import CHUNK_BYTES, WORKERS, row_unit, write_shard
 from quantkit.model.structure import read_structure
 from quantkit.packing.packings import PackingName
@@ -29,17 +43,27 @@ from quantkit.packing.schemes import GroupSize, ZeroPoint
 
 Progress = Callable[[int, int, str], None]
 
+#: Workers with calibration data, by device: one per core, and one for a GPU, whose passes would share its
+#: memory.
+CALIBRATION_WORKERS = {"cpu": max(1, os.cpu_count() or 1), "cuda": 1}
+
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """A finished packed checkpoint: its directory, plan, and the relative error of each packed linear.
+    """A finished packed checkpoint: its directory, plan, and what was measured of each packed linear.
 
-    The error is sum((w - stored)^2) / sum(w^2) over the linear's weights.
+    `notes` are for people: what was not done as asked.
     """
 
     directory: Path
     plan: Plan
-    relative_errors: Mapping[str, float]
+    measured: Mapping[str, Measured]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def relative_errors(self) -> dict[str, float]:
+        """sum((w - stored)^2) / sum(w^2) over the weights of each packed linear."""
+        return {name: measured.relative_error for name, measured in self.measured.items()}
 
 
 def make_recipe(
@@ -88,7 +112,10 @@ def make_recipe(
         from_file = Recipe(default)
     first = [parse_rule(rule, from_file.default) for rule in rules]
     if lm_head is not None:
-        first.append(parse_rule(f"*lm_head={lm_head}", Choice(method=from_file.default.method)))
+        # Its inputs come after all blocks, where no method with data looks.
+        chosen = from_file.default.method
+        method_of_head = "mse" if method_named(chosen).needs_data else chosen
+        first.append(parse_rule(f"*lm_head={lm_head}", Choice(method=method_of_head)))
     return Recipe(from_file.default, (*first, *from_file.rules))
 
 
@@ -124,6 +151,7 @@ def quantize(
     overwrite: bool = False,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     allow_auto_map: bool = False,
+    calibration: CalibrationOptions | None = None,
     progress: Progress | None = None,
     on_plan: Callable[[Checkpoint, Plan], None] | None = None,
 ) -> QuantizeResult:
@@ -134,7 +162,8 @@ def quantize(
     linear of the decoder; `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a
     format) and a recipe file refine that. `device` is where the arithmetic runs; "auto" takes a GPU if there
     is one.
-    `allow_auto_map` accepts a config that names remote code, which is dropped and never run.
+    `allow_auto_map` accepts a config that names remote code, which is dropped and never run. `calibration`
+    says what texts methods with data are calibrated on.
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
     before any tensor is written.
 
@@ -170,21 +199,63 @@ def quantize(
             "linear that can be packed. `quantkit plan` shows why each is kept."
         )
     mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
-    run = _run_record(checkpoint, recipe, target, max_shard_bytes)
-    with OutputDirectory.open(Path(out), checkpoint.directory, mode, run, planned.output_bytes) as output:
+    calibrated = _calibrated(checkpoint, planned, calibration or CalibrationOptions(), target)
+    run = _run_record(checkpoint, recipe, target, max_shard_bytes, calibrated)
+    expected = planned.output_bytes + (0 if calibrated is None else calibrated.work_bytes)
+    with OutputDirectory.open(Path(out), checkpoint.directory, mode, run, expected) as output:
         if on_plan is not None:
             on_plan(checkpoint, planned)
-        errors = _stream(checkpoint, planned, output, target, progress)
+        measured = _stream(checkpoint, planned, output, target, progress, calibrated)
         checkpoint.check_unchanged()
         if not output.complete:
+            for block in () if calibrated is None else calibrated.blocks:
+                for name in (block.filename, block.hidden_filename):
+                    if output.is_done(name):
+                        output.discard(name)
             output.finish(
                 planned.weight_map,
                 planned.output_bytes,
                 planned.model_config,
                 checkpoint.side_files,
-                _record(str(source), planned, recipe, errors).to_dict(),
+                _record(str(source), planned, recipe, measured, calibrated).to_dict(),
             )
-    return QuantizeResult(Path(out), planned, errors)
+    return QuantizeResult(
+        Path(out), planned, measured, () if calibrated is None else calibrated.samples.notes
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Calibrated:
+    """What a run with calibration data works with."""
+
+    samples: Samples
+    seed: int
+    decoder: Decoder
+    blocks: tuple[BlockTasks, ...]
+    work_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """What of it determines the bytes written."""
+        return {"tokens_sha256": self.samples.digest, "shape": list(self.samples.tokens.shape)}
+
+
+def _calibrated(
+    checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, device: torch.device
+) -> _Calibrated | None:
+    """Everything that can be refused about calibration, before any work; None if no method needs it."""
+    if not needs_data(planned):
+        if options.sources is not None:
+            raise UsageError(
+                "calibration data was given, but no method of the recipe takes any. Leave it out, or choose "
+                "one that "
+                "does, such as --method gptq; `quantkit methods` lists them."
+            )
+        return None
+    decoder = Decoder(checkpoint, device, compute_dtype(checkpoint, device))
+    blocks = tuple(block_tasks(planned, decoder, str(checkpoint.config.get("model_type"))))
+    samples = read_samples(checkpoint, options, decoder.embedding_rows)
+    size = work_bytes(blocks, samples, decoder.hidden_size)
+    return _Calibrated(samples, options.seed, decoder, blocks, size)
 
 
 def peak_bytes(planned: Plan) -> int:
@@ -219,10 +290,12 @@ def _stream(
     output: OutputDirectory,
     device: torch.device,
     progress: Progress | None,
-) -> dict[str, float]:
-    """Write every shard that is not done; the relative error of each packed linear."""
-    sums: dict[str, list[float]] = {}
+    calibrated: _Calibrated | None,
+) -> dict[str, Measured]:
+    """Write every shard that is not done; what was measured of each packed linear."""
     total = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
+    blocks = () if calibrated is None else calibrated.blocks
+    total += sum(task.source.nbytes for block in blocks for task in block.tasks.values())
     done = 0
 
     def report(nbytes: int, name: str) -> None:
@@ -233,37 +306,57 @@ def _stream(
 
     if output.complete:
         report(total, "")
-        layers = ModelRecord.from_manifest(read_manifest(output.path)).layers
-        return {n: layer.relative_error for n, layer in layers.items() if layer.relative_error is not None}
+        return ModelRecord.from_manifest(read_manifest(output.path)).measured
+    details: dict[str, dict[str, Any]] = {}
     threads = torch.get_num_threads()
-    workers = ThreadPoolExecutor(
-        WORKERS[device.type], "quantize", initializer=torch.set_num_threads, initargs=(1,)
-    )
+    lanes = WORKERS[device.type] if calibrated is None else CALIBRATION_WORKERS[device.type]
+    workers = ThreadPoolExecutor(lanes, "quantize", initializer=torch.set_num_threads, initargs=(1,))
     try:
+        pending = [shard for shard in planned.shards if not output.is_done(shard.filename)]
+        prepared = None
+        if calibrated is not None and pending:
+            quantize_blocks(
+                checkpoint, blocks, calibrated.decoder, output, calibrated.samples, workers, lanes, report
+            )
+            prepared = Checkpoint.of_files([output.path / block.filename for block in blocks if block.tasks])
         for shard in planned.shards:
             if output.is_done(shard.filename):
-                detail = output.details(shard.filename)["squared"]
                 report(sum(task.source.nbytes for task in shard.tasks), shard.filename)
             else:
                 with output.shard(shard.filename, shard.specs, {"format": "pt"}) as file:
-                    detail = write_shard(checkpoint, shard, file, device, workers, report)
-                    file.detail["squared"] = detail
-            for module, pair in detail.items():
-                entry = sums.setdefault(module, [0.0, 0.0])
-                entry[0] += pair[0]
-                entry[1] += pair[1]
+                    sums = write_shard(checkpoint, shard, file, device, workers, report, prepared)
+                    modules = {task.module for task in shard.tasks}
+                    file.detail["layers"] = {
+                        **{module: {"squared": pair} for module, pair in sums.items()},
+                        **{
+                            module: detail
+                            for block in blocks
+                            if block.tasks
+                            for module, detail in output.details(block.filename)["layers"].items()
+                            if module in modules
+                        },
+                    }
+            for module, detail in output.details(shard.filename)["layers"].items():
+                known = details.setdefault(module, {**detail, "squared": [0.0, 0.0]})
+                for i, value in enumerate(detail["squared"]):
+                    known["squared"][i] += value
     finally:
         workers.shutdown(cancel_futures=True)
         # A worker sets its own number and the one that threads to come start with.
         torch.set_num_threads(threads)
-    return {module: error / norm if norm else 0.0 for module, (error, norm) in sums.items()}
+    return {module: Measured.of(detail) for module, detail in details.items()}
 
 
 def _run_record(
-    checkpoint: Checkpoint, recipe: Recipe, device: torch.device, max_shard_bytes: int
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    device: torch.device,
+    max_shard_bytes: int,
+    calibrated: _Calibrated | None,
 ) -> dict[str, Any]:
     """All that determines the bytes written."""
     return {
+        **({} if calibrated is None else {"calibration": calibrated.to_dict()}),
         "source": checkpoint.fingerprint(),
         "recipe": recipe.to_dict(),
         "device": device.type,
@@ -285,7 +378,13 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _record(source: str, planned: Plan, recipe: Recipe, errors: Mapping[str, float]) -> ModelRecord:
+def _record(
+    source: str,
+    planned: Plan,
+    recipe: Recipe,
+    measured: Mapping[str, Measured],
+    calibrated: _Calibrated | None,
+) -> ModelRecord:
     return ModelRecord(
         source=source,
         source_bytes=planned.source_bytes,
@@ -294,6 +393,24 @@ def _record(source: str, planned: Plan, recipe: Recipe, errors: Mapping[str, flo
         bits_per_weight=planned.bits_per_weight,
         versions=_versions(),
         recipe=recipe.to_dict(),
-        layers=planned.layer_records(errors),
-        dense=planned.dense,
+        layers=planned.layer_records(measured),
+        dense=_dense(planned, calibrated),
+        seed=None if calibrated is None else calibrated.seed,
+        calibration=None if calibrated is None else _calibration_text(calibrated.samples),
     )
+
+
+def _dense(planned: Plan, calibrated: _Calibrated | None) -> dict[str, str]:
+    """Why each dense tensor is, and which are not those of the source."""
+    changed = {
+        task.source.name
+        for block in (() if calibrated is None else calibrated.blocks)
+        for task in block.changed.values()
+    }
+    folded = ", changed: it has the scales of input features"
+    return {name: reason + (folded if name in changed else "") for name, reason in planned.dense.items()}
+
+
+def _calibration_text(samples: Samples) -> str:
+    count, length = samples.tokens.shape
+    return f"{count} samples of {length} tokens from {samples.origin}, sha256 {samples.digest}"

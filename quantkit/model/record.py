@@ -11,11 +11,37 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What quantizing a linear measured.
+
+    `relative_error` is the sum of (weight - stored)^2 over that of weight^2, `output_error` the same of its
+    outputs on the calibration data, None without data. `damping` is what was added to the diagonal of the
+    second moments, in parts of its mean, None where they were not factored. `note` says what was not done as
+    the method says.
+    """
+
+    relative_error: float
+    output_error: float | None = None
+    damping: float | None = None
+    note: str | None = None
+
+    @classmethod
+    def of(cls, detail: Mapping[str, Any]) -> "Measured":
+        """From the sums that are kept while a run is not finished."""
+        errors = {
+            key: None if pair is None else pair[0] / pair[1] if pair[1] else 0.0
+            for key, pair in (("squared", detail["squared"]), ("output", detail.get("output")))
+        }
+        return cls(errors["squared"] or 0.0, errors["output"], detail.get("damping"), detail.get("note"))
+
+
+@dataclass(frozen=True)
 class LayerRecord:
     """One linear: [N, K] of each of its matrices, how it is stored and by what method, and why.
 
-    `scheme`, `method` and `bits_per_weight` are None for a dense one. `relative_error` is the sum of
-    (weight - stored)^2 over that of weight^2, None when it was not measured.
+    `scheme`, `method` and `bits_per_weight` are None for a dense one. `relative_error` is the sum of (weight
+    - stored)^2 over that of weight^2, None when it was not measured; the fields after `reason` are those of
+    `Measured`.
     """
 
     kind: str
@@ -26,6 +52,9 @@ class LayerRecord:
     bits_per_weight: float | None
     relative_error: float | None
     reason: str
+    output_error: float | None = None
+    damping: float | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +76,15 @@ class ModelRecord:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form, the manifest without its files."""
         return {"model_record": VERSION, **asdict(self)}
+
+    @property
+    def measured(self) -> dict[str, Measured]:
+        """What was measured, of the linears that were."""
+        return {
+            name: Measured(layer.relative_error, layer.output_error, layer.damping, layer.note)
+            for name, layer in self.layers.items()
+            if layer.relative_error is not None
+        }
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "ModelRecord":
@@ -95,12 +133,19 @@ _LAYER_TYPES: dict[str, tuple[type, ...]] = {
     "relative_error": (int, float, type(None)),
     "reason": (str,),
 }
+#: Keys that manifests of methods without data, and of earlier versions, may lack.
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "output_error": (int, float, type(None)),
+    "damping": (int, float, type(None)),
+    "note": (str, type(None)),
+}
 
 
 def _layer(name: str, data: Any) -> LayerRecord:
     if not isinstance(data, dict):
         raise CheckpointError(f"quantkit_manifest.json: layer {name!r} is not a JSON object. {_AGAIN}")
     values = {key: _get(data, key, types) for key, types in _LAYER_TYPES.items()}
+    values |= {key: _get(data, key, types) for key, types in _OPTIONAL.items() if key in data}
     shape = values["shape"]
     if len(shape) != 2 or any(type(n) is not int or not 1 <= n <= _LARGEST for n in shape):
         raise CheckpointError(f"quantkit_manifest.json: shape of {name!r} is {shape!r}, not [N, K]. {_AGAIN}")

@@ -37,15 +37,25 @@ def write_shard(
     device: torch.device,
     workers: ThreadPoolExecutor,
     report: Callable[[int, str], None],
+    prepared: Checkpoint | None = None,
 ) -> dict[str, list[float]]:
-    """Fill one shard; per module, the sums of squared error and squared weights."""
+    """Fill one shard; per module, the sums of squared error and squared weights of what is quantized here.
+
+    What `prepared` has is copied from there.
+    """
     futures: dict[Future[tuple[float, float] | None], tuple[Task, int, int]] = {}
     # Before the chunks, so that a chunk that waits for its tensor's parameters never keeps them waiting.
     fits = [
-        None if task.scheme is None else workers.submit(_fit_parameters, checkpoint, task, device)
+        None
+        if task.scheme is None or _is_in(prepared, task)
+        else workers.submit(_fit_parameters, checkpoint, task, device)
         for task in shard.tasks
     ]
     for task, parameters in zip(shard.tasks, fits, strict=True):
+        if prepared is not None and _is_in(prepared, task):
+            rows = task.source.shape[0]
+            futures[workers.submit(_copy_prepared, prepared, task, file)] = (task, 0, rows)
+            continue
         for start, stop in _chunks(task, device):
             future = workers.submit(_write_rows, checkpoint, task, file, start, stop, parameters, device)
             futures[future] = (task, start, stop)
@@ -99,6 +109,19 @@ def _fit_parameters(checkpoint: Checkpoint, task: Task, device: torch.device) ->
         )
     except FormatError as error:
         raise FormatError(f"{source.name!r}: {error}") from error
+
+
+def _is_in(prepared: Checkpoint | None, task: Task) -> bool:
+    return prepared is not None and task.outputs[0].name in prepared.tensors
+
+
+def _copy_prepared(prepared: Checkpoint, task: Task, file: ShardFile) -> None:
+    for spec in task.outputs:
+        rows = spec.shape[0] if spec.shape else 1
+        step = max(1, CHUNK_BYTES["cpu"] * max(rows, 1) // max(spec.nbytes, 1))
+        for start in range(0, rows, step):
+            data = prepared.read(spec.name, start, min(start + step, rows))
+            file.write(spec.name, data, offset=start * (spec.elements // max(rows, 1)))
 
 
 def _piece_rows(columns: int, device: torch.device) -> int:

@@ -85,9 +85,13 @@ def check_layer_counts(checkpoint: Checkpoint) -> None:
                 )
 
 
-def meta_model(config: Mapping[str, Any], directory: Path) -> "nn.Module":
-    """The model of a config, without weights; `CheckpointError` if transformers cannot build it."""
+def meta_model(config: Mapping[str, Any], directory: Path, *, buffers: bool = False) -> "nn.Module":
+    """The model of a config, without weights; `CheckpointError` if transformers cannot build it.
+
+    With `buffers` those are real, on the CPU: what a model computes once, such as rotary frequencies.
+    """
     import torch
+    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -95,7 +99,7 @@ def meta_model(config: Mapping[str, Any], directory: Path) -> "nn.Module":
     model_type = fields.get("model_type")
     try:
         parsed = CONFIG_MAPPING[model_type].from_dict(fields)
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
             return AutoModelForCausalLM.from_config(parsed)  # type: ignore[no-any-return]
     except Exception as error:
         raise CheckpointError(

@@ -172,7 +172,7 @@ def test_weights_that_are_not_finite_are_refused(name, bad):
 def test_a_method_without_planes_says_which_have_them():
     chosen = Scheme(INT2, 32, planes=2)
     with pytest.raises(
-        FormatError, match=r"'hqq' has one scale per group, not int2 g32 2-planes .*; take rtn, mse"
+        FormatError, match=r"'hqq' has no way to choose several planes, .* 2-planes .*; take one of rtn, mse"
     ):
         quantize_tensor(gaussian(4, 64), chosen, method="hqq")
 

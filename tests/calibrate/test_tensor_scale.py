@@ -210,5 +210,7 @@ def test_a_scale_that_overflows_is_refused(method):
 
 
 def test_hqq_has_no_scale_per_tensor():
-    with pytest.raises(FormatError, match=r"'hqq' fits scales to groups, not one to a tensor.*take rtn, mse"):
+    with pytest.raises(
+        FormatError, match=r"'hqq' has no way to choose one scale per tensor.*take one of rtn, mse"
+    ):
         quantize_tensor(weights(4, 8), "int4", group_size="tensor", method="hqq")

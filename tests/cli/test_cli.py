@@ -24,7 +24,19 @@ from quantkit.packing.schemes import PRESETS
 
 from .conftest import SOURCE, STORIES, Run
 
-COMMANDS = ("quantize", "plan", "inspect", "verify", "eval", "generate", "doctor", "tune", "formats", "demo")
+COMMANDS = (
+    "quantize",
+    "plan",
+    "inspect",
+    "verify",
+    "eval",
+    "generate",
+    "doctor",
+    "tune",
+    "formats",
+    "methods",
+    "demo",
+)
 
 
 @pytest.fixture
@@ -579,7 +591,7 @@ def test_one_scale_per_tensor(run: Run, tmp_path: Path) -> None:
     [
         (("-f", "mxfp4"), "group size 'tensor' does not go with e8m0 scales"),
         (("-f", "int4", "--zero-point", "integer"), "does not go with integer zero-points"),
-        (("-f", "int4", "--method", "hqq"), "method 'hqq' fits scales to groups, not one to a tensor"),
+        (("-f", "int4", "--method", "hqq"), "method 'hqq' has no way to choose one scale per tensor"),
     ],
 )
 def test_what_has_no_scale_per_tensor_is_refused_by_the_plan(

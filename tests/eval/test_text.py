@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quantkit.calibrate.documents import read_text
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.eval.text import check_tokens, cut, read_text, text_names, tokenize, usable_window
+from quantkit.eval.text import check_tokens, cut, text_names, tokenize, usable_window
 
 
 def written(tmp_path, data: bytes):

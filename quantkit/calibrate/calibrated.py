@@ -1,0 +1,160 @@
+"""One linear with calibration data: from weights and the moments of their inputs to codes and scales.
+
+What linears with the same input share is prepared once, in `Inputs`. Rows are independent given that, and are
+worked on some at a time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.calibrate.grids import whole_importance
+from quantkit.calibrate.methods import Method, QuantizedRows, squared_norm
+from quantkit.calibrate.moments import DAMPINGS, Factor, Moments, correction, damped, factorize
+from quantkit.calibrate.parameters import TensorParameters
+from quantkit.calibrate.rounding import Rounded, Rows, compensate, polish, round_nearest
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import quantize_units
+
+#: Rows worked on at a time: what the columns of a chunk of them need stays in a CPU's cache.
+CHUNK_ROWS = {"cpu": 512, "cuda": 1 << 13}
+#: Importance of a feature that is hardly ever there, in parts of the group's mean: its weights still count.
+LEAST_IMPORTANCE = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The moments of some linears' input, and what their methods make of it.
+
+    factor      H factored, None where no method asks for it or H is singular whatever is added to its
+                diagonal
+    damped      H as it was factored, for methods that polish
+    correction  P of `moments.correction`, for methods that correct for drift
+    """
+
+    moments: Moments
+    factor: Factor | None = None
+    damped: torch.Tensor | None = None
+    correction: torch.Tensor | None = None
+
+    @classmethod
+    def prepare(cls, moments: Moments, methods: Iterable[Method]) -> "Inputs":
+        """What `methods` need of `moments`."""
+        methods = tuple(methods)
+        factor = factorize(moments.second) if any(m.compensates for m in methods) else None
+        damping = DAMPINGS[0] if factor is None else factor.damping
+        polishes = factor is not None and any(m.sweeps for m in methods)
+        corrects = any(m.corrects for m in methods)
+        return cls(
+            moments,
+            factor,
+            damped(moments.second, damping) if polishes else None,
+            correction(moments, damping) if corrects else None,
+        )
+
+    def target(self, rows: torch.Tensor, method: Method) -> torch.Tensor:
+        """What rows (float32 [n, K]) are quantized as: corrected for the drift of the inputs if the method
+        does.
+        """
+        if self.correction is None or not method.corrects:
+            return rows
+        return torch.addmm(rows, rows, self.correction)
+
+    def note(self, method: Method) -> str | None:
+        """What was not done as the method says, and why; None if all was."""
+        if method.compensates and self.factor is None:
+            return "the second moments of the inputs are singular, so its weights were rounded to nearest"
+        if method.corrects and self.moments.drift is not None and self.correction is None:
+            return "the second moments of the inputs are singular, so it is not corrected for drift"
+        return None
+
+
+@dataclass(frozen=True)
+class CalibratedRows:
+    """Quantized rows, and their outputs: sums over rows of the mean squared error and of the mean square."""
+
+    rows: QuantizedRows
+    output_error: float
+    output_energy: float
+
+
+def quantize_calibrated_rows(
+    rows: torch.Tensor, scheme: Scheme, method: Method, parameters: TensorParameters, inputs: Inputs
+) -> CalibratedRows:
+    """Quantize rows ([n, K], any float dtype) of a weight whose inputs are known.
+
+    `parameters` are what the rows of the tensor share, fitted to `inputs.target` of them. A row depends on
+    itself, `parameters` and `inputs` alone. Raises `FormatError` as `quantize_rows` does.
+    """
+    exact = rows.to(torch.float32).contiguous()
+    norm = squared_norm(exact)
+    bound = parameters.bind(scheme)
+    weights = parameters.normalised(inputs.target(exact, method))
+    scale, zero_point = _grid(weights, inputs.moments.importance, bound, method)
+    gridded = Rows(weights, scale, zero_point, bound)
+    done = _round(gridded, method, inputs)
+    errors = exact - done.values * gridded.wide(done.scale) / parameters.global_scale
+    codes = quantize_units(done.values, None if zero_point is None else gridded.wide(zero_point), bound)[0]
+    if zero_point is not None and scheme.zero_point == "integer":
+        zero_point = zero_point.to(torch.uint8)
+    elif zero_point is not None:
+        zero_point = zero_point.to(scheme.zero_point_dtype)
+    quantized = QuantizedRows(
+        scheme.pack(codes),
+        done.scale.to(scheme.scale_dtype),
+        zero_point,
+        float(errors.double().square().sum()),
+        norm,
+    )
+    energy = inputs.moments.output_energy
+    return CalibratedRows(quantized, energy(errors), energy(exact))
+
+
+def stored_nearest(
+    weights: torch.Tensor,
+    importance: torch.Tensor,
+    scheme: Scheme,
+    method: Method,
+    parameters: TensorParameters,
+) -> torch.Tensor:
+    """What is stored for rows [n, K] rounded to nearest on the weighted grid, float32: to compare scalings
+    by.
+    """
+    bound = parameters.bind(scheme)
+    scale, zero_point = _grid(parameters.normalised(weights), importance, bound, method)
+    rows = Rows(parameters.normalised(weights), scale, zero_point, bound)
+    done = round_nearest(rows)
+    return done.values * rows.wide(done.scale) / parameters.global_scale
+
+
+def _round(rows: Rows, method: Method, inputs: Inputs) -> Rounded:
+    if not method.compensates or inputs.factor is None:
+        return round_nearest(rows)
+    done = compensate(rows, inputs.factor)
+    if method.sweeps and inputs.damped is not None:
+        done = polish(rows, done, inputs.damped, inputs.factor.order, method.sweeps)
+    return done
+
+
+def _grid(
+    weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, method: Method
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales and zero-points (or None) of rows [n, K], both float32 [n, G]; `importance` is [K]."""
+    count, columns = weights.shape
+    size = scheme.group_columns(columns)
+    full = columns // size * size
+    scales, zeros = [], []
+    # The ragged last group of every row is fitted on its own: padding would shift its statistics.
+    for span in (slice(0, full), slice(full, columns)):
+        if span.start == span.stop:
+            continue
+        width = min(size, span.stop - span.start)
+        counted = importance[span].view(-1, width)
+        counted = whole_importance(counted + LEAST_IMPORTANCE * counted.mean(-1, keepdim=True))
+        groups = weights[:, span].reshape(-1, width)
+        grid = method.fit(groups, scheme, counted.expand(count, -1, -1).reshape(-1, width))
+        scales.append(grid.scale.view(count, -1))
+        if grid.zero_point is not None:
+            zeros.append(grid.zero_point.view(count, -1))
+    return torch.cat(scales, 1), torch.cat(zeros, 1) if zeros else None

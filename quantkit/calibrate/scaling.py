@@ -1,0 +1,88 @@
+"""Activation-aware scaling: input features that matter more are rounded finer (AWQ, arXiv 2306.00978).
+
+A linear computes the same if the columns of its weights are multiplied by s and its inputs divided by it,
+which the operation before it can do for free. Rounding W s moves error away from features with a large s.
+
+AWQ tries s = a^r, a the magnitude of the features, and s = a^r / w^(1 - r), w that of the weights in them
+relative to their group, and runs the layer for each. With the second moments H of the inputs no layer is run:
+the error of the outputs is tr(E H E^T), E = Q(W s) / s - W.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.calibrate.moments import Moments
+from quantkit.packing.schemes import Scheme
+
+#: Exponents that are tried, with and without the magnitudes of the weights.
+EXPONENTS = tuple(i / 10 for i in range(11))
+#: Rows of a weight that a candidate is measured on, evenly spaced.
+SAMPLE_ROWS = 256
+#: Scales are at most this far from their geometric mean, either way.
+LARGEST = 1e4
+
+#: (rows float32 [n, K], mean squares of their inputs [K], scheme) -> what is stored for them, rounded to
+#: nearest.
+Stored = Callable[[torch.Tensor, torch.Tensor, Scheme], torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Consumer:
+    """Weights float32 [N, K] that see scaled inputs, and the scheme they are stored in."""
+
+    weight: torch.Tensor
+    scheme: Scheme
+
+    @property
+    def sample(self) -> torch.Tensor:
+        return self.weight[:: -(-len(self.weight) // SAMPLE_ROWS)]
+
+
+def candidates(consumers: Sequence[Consumer], moments: Moments, shared: torch.Tensor) -> list[torch.Tensor]:
+    """Scales to try, float32 [S] each; the first is 1.
+
+    `shared` (int64 [K]) maps input features to the S scales: under grouped-query attention some features have
+    one.
+    """
+    count = int(shared.max()) + 1
+    activations = _mean_of(moments.importance, shared, count).sqrt().clamp_min(1e-6)
+    magnitudes = torch.stack([_relative_magnitude(one) for one in consumers]).mean(0)
+    weights = _mean_of(magnitudes, shared, count).clamp_min(1e-4)
+    found = [torch.ones(count, device=shared.device)]
+    for exponent in EXPONENTS:
+        for scales in (activations**exponent, activations**exponent / weights ** (1 - exponent)):
+            centred = scales / scales.log().mean().exp()
+            found.append(centred.clamp(1 / LARGEST, LARGEST))
+    return found
+
+
+def output_error(
+    consumers: Sequence[Consumer], moments: Moments, scales: torch.Tensor, stored: Stored
+) -> float:
+    """The squared error of the outputs of sampled rows if columns are multiplied by `scales` ([K]) and
+    rounded.
+    """
+    importance = moments.importance / scales.square()
+    total = 0.0
+    for one in consumers:
+        scaled = one.sample * scales
+        total += moments.output_energy((stored(scaled, importance, one.scheme) - scaled) / scales)
+    return total
+
+
+def _relative_magnitude(one: Consumer) -> torch.Tensor:
+    """How large the weights of each input feature are, of the largest in their group: mean over rows, [K]."""
+    magnitude = one.weight.abs()
+    columns = magnitude.shape[1]
+    size = one.scheme.group_columns(columns)
+    largest = [group.amax(1, keepdim=True).clamp_min(1e-30) for group in torch.split(magnitude, size, dim=1)]
+    parts = torch.split(magnitude, size, dim=1)
+    return torch.cat([part / most for part, most in zip(parts, largest, strict=True)], 1).mean(0)
+
+
+def _mean_of(values: torch.Tensor, shared: torch.Tensor, count: int) -> torch.Tensor:
+    sums = torch.zeros(count, dtype=torch.float64, device=values.device)
+    sums.index_add_(0, shared, values.double())
+    return (sums / torch.bincount(shared, minlength=count)).float()

@@ -1,0 +1,395 @@
+"""The decoder of a checkpoint one block at a time: only the weights of the block in work are in memory.
+
+The model is built on the meta device, from transformers' own classes, and its parameters are lent real
+weights while they are needed. What a block is called with beside the hidden states (positions, masks) is
+recorded from the decoder's own forward, so that nothing here knows an architecture.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.model.names import model_names
+from quantkit.model.structure import meta_model
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One step of the decoder: a module on the meta device, and what it is called with beside hidden states.
+
+    `name` is its name in the model; a parameter's is `name`, a dot and its name inside the block.
+    """
+
+    name: str
+    module: nn.Module
+    arguments: Mapping[str, Any]
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden states [B, T, d] after the block."""
+        output = self.module(hidden, **self.arguments)
+        found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return found
+
+
+class Decoder:
+    """The blocks of a checkpoint's decoder, computing on `device` in `dtype`.
+
+    Raises `CheckpointError` for a model whose decoder is not a list of blocks between an embedding and a
+    norm.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._checkpoint = checkpoint
+        self._model: Any = meta_model(checkpoint.config, checkpoint.directory, buffers=True)
+        self._model.eval()
+        names = model_names(self._model, checkpoint.tensors)
+        self._stored = {parameter: stored for stored, (parameter, fused) in names.items() if not fused}
+        get_decoder = getattr(self._model, "get_decoder", None)
+        self._decoder: Any = None if get_decoder is None else get_decoder()
+        layers = getattr(self._decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or not len(layers):
+            raise self._refusal("its decoder has no list of blocks called 'layers'")
+        self._layers: nn.ModuleList = layers
+        self._place_buffers()
+        modules = {module: name for name, module in self._model.named_modules()}
+        self._names = [modules[layer] for layer in layers]
+        self._prefix = f"{modules[self._decoder]}." if modules[self._decoder] else ""
+
+    def _place_buffers(self) -> None:
+        """Buffers to the device: as the model's classes made them, or as they are stored."""
+        for name, buffer in list(self._model.named_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            stored = self._stored.get(name)
+            tensor = buffer if stored is None else self._checkpoint.read(stored).to(buffer.dtype)
+            setattr(self._model.get_submodule(owner), leaf, tensor.to(self.device))
+
+    def _refusal(self, why: str) -> CheckpointError:
+        kind = self._checkpoint.config.get("model_type")
+        return CheckpointError(
+            f"{self._checkpoint.directory}: quantkit cannot calibrate models of type {kind!r}: {why}. Take "
+            f"a method "
+            "without data, such as --method mse."
+        )
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The names of the blocks in the model, in order."""
+        return tuple(self._names)
+
+    def stored_name(self, parameter: str) -> str | None:
+        """The name that a parameter has in the file; None if it is no single tensor there."""
+        return self._stored.get(parameter)
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding: one more than the largest token."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of a hidden state."""
+        return int(self._model.get_input_embeddings().weight.shape[1])
+
+    @torch.no_grad()
+    def embed(self, batches: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Block]]:
+        """The hidden states before the first block for batches of tokens (int64 [B, T], all of one shape).
+
+        And the blocks, with what the decoder calls them with for such batches.
+        """
+        hidden: list[torch.Tensor] = []
+        arguments: list[dict[str, Any]] = []
+        outer = [name for name, _ in self._decoder.named_parameters() if not name.startswith("layers.")]
+        layers, self._decoder.layers = self._layers, nn.ModuleList()
+        try:
+            with self._lent(self._decoder, {name: self._read(f"{self._prefix}{name}") for name in outer}):
+                for tokens in batches:
+                    arguments = []
+                    self._decoder.layers = nn.ModuleList(
+                        _Recorder(layer, arguments, layer is layers[-1]) for layer in layers
+                    )
+                    try:
+                        self._decoder(input_ids=tokens.to(self.device), use_cache=False)
+                    except _LastBlock as reached:
+                        hidden.append(reached.hidden)
+        finally:
+            self._decoder.layers = layers
+        return hidden, [
+            Block(name, layer, of_one)
+            for name, layer, of_one in zip(self._names, layers, arguments, strict=True)
+        ]
+
+    @contextmanager
+    def loaded(self, block: Block, given: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
+        """Lend a block its weights; `given` by parameter name inside the block, the others from the
+        checkpoint.
+        """
+        weights = dict(given or {})
+        for name, _ in block.module.named_parameters():
+            if name not in weights:
+                weights[name] = self._read(f"{block.name}.{name}")
+        with self._lent(block.module, weights):
+            yield
+
+    def twin(self, block: Block) -> Block:
+        """A second module for the same block, to be lent other weights."""
+        return Block(block.name, copy.deepcopy(block.module), block.arguments)
+
+    def _read(self, parameter: str) -> torch.Tensor:
+        stored = self._stored.get(parameter)
+        if stored is None:
+            raise self._refusal(f"its parameter {parameter!r} is not one tensor of the checkpoint")
+        return self._checkpoint.read(stored).to(self.device, self.dtype)
+
+    @contextmanager
+    def _lent(self, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        held = dict(module.named_parameters())
+        try:
+            for name, tensor in weights.items():
+                set_weight(module, name, tensor)
+            yield
+        finally:
+            for name, parameter in held.items():
+                owner, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def set_weight(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Make `tensor` the parameter called `name` in `module`."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+class _LastBlock(Exception):
+    """The decoder has come to the end of its blocks; the hidden states went through them unchanged."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Recorder(nn.Module):
+    """Stands in for a block: keeps what it is called with beside hidden states, which it returns."""
+
+    def __init__(self, layer: nn.Module, calls: list[dict[str, Any]], last: bool) -> None:
+        super().__init__()
+        # Past nn.Module, which would make the layer a child.
+        self.__dict__.update(layer=layer, calls=calls, last=last)
+
+    def __getattr__(self, name: str) -> Any:
+        # Decoders ask their blocks what kind of attention they have.
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        self.__dict__["calls"].append(arguments)
+        if self.__dict__["last"]:
+            raise _LastBlock(hidden)
+        return hidden
+
+
+def stages_of(block: Block, hidden: torch.Tensor, wanted: Sequence[str]) -> list[tuple[str, ...]]:
+    """The linears `wanted`, by name inside the block, in the order they run, those with one input together.
+
+    `CheckpointError` if one does not run exactly once.
+    """
+    calls: list[tuple[str, torch.Tensor]] = []
+    hooks = [
+        block.module.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, name=name: calls.append((name, inputs[0]))
+        )
+        for name in wanted
+    ]
+    try:
+        block.run(hidden)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name in wanted:
+        count = sum(name == called for called, _ in calls)
+        if count != 1:
+            raise CheckpointError(
+                f"{block.name}.{name} runs {count} times in a forward pass; quantkit calibrates linears "
+                f"that run "
+                "once. Keep it dense with a rule, or take a method without data, such as --method mse."
+            )
+    stages: list[list[str]] = []
+    previous: torch.Tensor | None = None
+    for name, inputs in calls:
+        if inputs is previous:
+            stages[-1].append(name)
+        else:
+            stages.append([name])
+        previous = inputs
+    return [tuple(stage) for stage in stages]
+
+
+class Forwards:
+    """The forward passes of a block on all micro-batches, each stopping before every stage.
+
+    While all are stopped the weights of the stage that comes next may be replaced. With `suspend` each pass
+    has a thread, which waits where it stopped, so every operation runs once and all that a block makes
+    between two stages is in memory. Without, a pass starts anew for each stage. The numbers are the same.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        hidden: Sequence[torch.Tensor],
+        stops: Sequence[str],
+        device: torch.device,
+        suspend: bool,
+    ) -> None:
+        self._block, self._hidden, self._stops, self._device = block, hidden, stops, device
+        self._suspend = suspend
+        self._here = threading.local()
+        self._lanes: list[_Lane | None] = [None] * len(hidden)
+        self._reached = [0] * len(hidden)
+        self._closed = False
+        self._mutex = threading.Lock()
+        self._hooks = [
+            block.module.get_submodule(name).register_forward_pre_hook(self._hook(at))
+            for at, name in enumerate(stops)
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Workers may still be in a step when another one has failed.
+        with self._mutex:
+            self._closed = True
+        for lane in self._lanes:
+            if lane is not None:
+                lane.abandon()
+        for hook in self._hooks:
+            hook.remove()
+
+    def step(self, lane: int) -> torch.Tensor:
+        """Run micro-batch `lane` to its next stage, whose input is returned: [tokens, K]."""
+        stop = self._reached[lane]
+        self._reached[lane] += 1
+        found: torch.Tensor | None = None
+        if self._suspend:
+            found = self._lane(lane).resume()
+        else:
+            self._here.stop = stop
+            try:
+                self._run(lane)
+            except _Stopped as stopped:
+                found = stopped.inputs
+            finally:
+                self._here.stop = None
+        assert found is not None
+        return found.reshape(-1, found.shape[-1])
+
+    def finish(self, lane: int) -> torch.Tensor:
+        """Run micro-batch `lane` to the end: the hidden states [B, T, d] after the block, where those before
+        were.
+        """
+        if not self._suspend:
+            return self._run(lane)
+        running = self._lane(lane)
+        assert running.resume() is None, f"{self._block.name} stops more often than it has stages"
+        assert running.output is not None
+        return running.output
+
+    def _lane(self, lane: int) -> "_Lane":
+        with self._mutex:
+            if self._closed:
+                raise _Abandoned
+            found = self._lanes[lane]
+            if found is None:
+                found = self._lanes[lane] = _Lane(lambda: self._run_in(lane))
+            return found
+
+    def _run_in(self, lane: int) -> torch.Tensor:
+        self._here.lane = self._lanes[lane]
+        return self._run(lane)
+
+    def _run(self, lane: int) -> torch.Tensor:
+        before = self._hidden[lane]
+        with torch.no_grad():
+            return self._block.run(before.to(self._device)).to(before.device)
+
+    def _hook(self, at: int) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            lane = getattr(self._here, "lane", None)
+            if lane is not None:
+                lane.pause(inputs[0])
+            elif getattr(self._here, "stop", None) == at:
+                raise _Stopped(inputs[0])
+
+        return stop
+
+
+class _Stopped(Exception):
+    """A pass that starts anew for each stage has come to its stage."""
+
+    def __init__(self, inputs: torch.Tensor) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+class _Abandoned(BaseException):
+    """Unwinds a suspended pass that nobody will resume."""
+
+
+class _Lane:
+    """A function in a thread of its own, which runs only while someone waits for it in `resume`."""
+
+    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
+        self.output: torch.Tensor | None = None
+        self._function = function
+        self._inputs: torch.Tensor | None = None
+        self._error: BaseException | None = None
+        self._abandoned = False
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._main, name="quantkit-forward", daemon=True)
+        self._thread.start()
+
+    def resume(self) -> torch.Tensor | None:
+        """Run up to the next pause and return what it was given; None at the end."""
+        if self._abandoned:
+            raise _Abandoned
+        self._go.release()
+        self._stopped.acquire()
+        if self._error is not None:
+            raise self._error
+        found, self._inputs = self._inputs, None
+        return found
+
+    def pause(self, inputs: torch.Tensor) -> None:
+        """Give `inputs` to who resumed, and wait to be resumed."""
+        self._inputs = inputs
+        self._stopped.release()
+        self._wait()
+
+    def abandon(self) -> None:
+        """End the thread where it next stops; whoever waits for it gets an exception."""
+        self._abandoned = True
+        self._go.release()
+        self._thread.join()
+
+    def _wait(self) -> None:
+        self._go.acquire()
+        if self._abandoned:
+            raise _Abandoned
+
+    def _main(self) -> None:
+        try:
+            self._wait()
+            self.output = self._function()
+        except BaseException as error:
+            self._error = error
+        self._stopped.release()

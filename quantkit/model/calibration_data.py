@@ -1,0 +1,93 @@
+"""Calibration data for a checkpoint: its own tokenizer's tokens, checked before any work."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.documents import Document, parse_sources, read_documents, shares
+from quantkit.calibrate.samples import DEFAULT_LENGTH, DEFAULT_SAMPLES, Samples, draw, merge
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.load import tokenizer
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What a user asks of calibration data: files (`FILE[:SAMPLES],...`), how many samples of how many
+    tokens.
+    """
+
+    sources: str | None = None
+    samples: int | None = None
+    length: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("samples", self.samples, 1), ("length", self.length, 2)):
+            if value is not None and value < least:
+                raise UsageError(f"calibration {name} is {value}; use at least {least}.")
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"seed is {self.seed}; use 0 to {(1 << 63) - 1}.")
+
+
+def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int) -> Samples:
+    """The samples for a model whose embedding has `rows` rows.
+
+    `UsageError` for sources that cannot be used, `CheckpointError` if the tokenizer is another model's.
+    """
+    if options.sources is None:
+        raise UsageError(
+            "this method needs calibration data: texts like those that the model will see. Give some with "
+            "--calibration FILE (.txt, .jsonl or .parquet), or take a method without data, such as --method "
+            "mse."
+        )
+    sources = parse_sources(options.sources)
+    counts = shares(sources, options.samples, DEFAULT_SAMPLES)
+    length, notes = options.length or DEFAULT_LENGTH, []
+    limit = _positions(checkpoint.config)
+    if limit is not None and length > limit:
+        notes = [
+            f"calibration samples were cut from {length} to {limit} tokens, the positions that the model has"
+        ]
+        length = limit
+    words = tokenizer(checkpoint.directory)
+    parts = []
+    for source, count in zip(sources, counts, strict=True):
+        documents = [_tokens(words, document, str(source.path)) for document in read_documents(source.path)]
+        parts.append(draw(documents, count, length, options.seed, words.eos_token_id, str(source.path)))
+    samples = merge(parts)
+    largest = int(samples.tokens.max())
+    if largest >= rows:
+        raise CheckpointError(
+            f"{checkpoint.directory}: the tokenizer gives token {largest}, but the embedding has {rows} "
+            f"rows. The "
+            "tokenizer belongs to another model; restore the files of one revision."
+        )
+    return Samples(samples.tokens, samples.origin, (*notes, *samples.notes))
+
+
+def _tokens(words: Any, document: Document, name: str) -> torch.Tensor:
+    if isinstance(document, str):
+        ids = words(document, add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
+    if not getattr(words, "chat_template", None):
+        raise UsageError(
+            f"{name} has chat messages, but the tokenizer of this model has no chat template. Give "
+            f'{{"text": "..."}}.'
+        )
+    try:
+        text = words.apply_chat_template(document, tokenize=False)
+    except Exception as error:  # Templates raise what they like.
+        raise UsageError(
+            f"{name}: the chat template of this model refuses a chat ({type(error).__name__}: {error}). "
+            f"Check the "
+            "roles of its messages."
+        ) from error
+    return torch.tensor(words(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    found = config.get("max_position_embeddings")
+    return found if isinstance(found, int) else None

@@ -1,0 +1,75 @@
+"""Where scales of input features go: into the norm or the linear that makes a linear's inputs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: Families whose blocks have the names below, and norms that multiply by their weight.
+FOLDABLE = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+
+@dataclass(frozen=True)
+class Fold:
+    """An operation of a block, by name, and the linears that see its outputs and nothing else does.
+
+    A norm's weight is divided by the scales; of a linear, its rows and bias.
+    """
+
+    producer: str
+    consumers: tuple[str, ...]
+    is_norm: bool
+
+    @property
+    def changed(self) -> str:
+        """The parameter that is stored dense and changes: a norm's weight, a linear's bias if it has one."""
+        return f"{self.producer}.{'weight' if self.is_norm else 'bias'}"
+
+
+FOLDS = (
+    Fold("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), True),
+    Fold("self_attn.v_proj", ("self_attn.o_proj",), False),
+    Fold("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), True),
+    Fold("mlp.up_proj", ("mlp.down_proj",), False),
+)
+
+
+def shared_rows(fold: Fold, rows: int, columns: int, config: Mapping[str, Any]) -> torch.Tensor:
+    """For each of the consumers' `columns` the row of the producer that it sees, int64 [columns].
+
+    Attention repeats each key-value head for the query heads of its group.
+    """
+    if fold.is_norm or rows == columns:
+        return torch.arange(columns)
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    heads = torch.arange(rows).view(-1, head)
+    return heads.repeat_interleave(columns // rows, 0).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """What the weights [N, K] of a linear are multiplied by: columns [K] and rows [N], float32, or None for
+    1.
+    """
+
+    columns: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+    def apply(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weights in float32, scaled."""
+        scaled = weight.to(torch.float32)
+        if self.columns is not None:
+            scaled = scaled * self.columns
+        return scaled if self.rows is None else scaled * self.rows[:, None]
+
+
+def fold_into(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A norm's weight or a bias divided by `scales`, in its own dtype, and what it was divided by after
+    rounding.
+
+    Where the result is zero that is 1: nothing comes through such a feature.
+    """
+    divided = (stored.to(torch.float32) / scales).to(stored.dtype)
+    exact = stored.to(torch.float32) / divided.to(torch.float32)
+    return divided, torch.where(exact.isfinite() & (exact > 0), exact, 1.0)

@@ -1,0 +1,139 @@
+"""Second moments, their factor and the drift correction, against the definitions in float64."""
+
+import pytest
+import torch
+
+from quantkit.calibrate.methods import METHODS
+from quantkit.calibrate.moments import (
+    DAMPINGS,
+    TILE,
+    Moments,
+    check_finite,
+    correction,
+    damped,
+    drift,
+    factorize,
+    gram,
+)
+from quantkit.errors import FormatError
+
+
+def inputs(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Correlated features of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(tokens, columns, generator=generator) @ torch.randn(
+        columns, columns, generator=generator
+    )
+    return mixed * torch.logspace(-2, 1, columns)[torch.randperm(columns, generator=generator)]
+
+
+@pytest.mark.parametrize("columns", [1, 5, TILE - 1, TILE, TILE + 3, 2 * TILE + 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gram_is_the_product_and_symmetric(columns: int, dtype: torch.dtype) -> None:
+    x = inputs(77, columns).to(dtype)
+    found = gram(x)
+    expected = x.double().T @ x.double()
+    assert torch.equal(found, found.T)
+    limit = expected.diagonal().sqrt()
+    assert ((found.double() - expected).abs() <= 2e-6 * limit[:, None] * limit).all()
+
+
+def test_drift_is_the_product_with_the_difference() -> None:
+    exact, x = inputs(60, 33), inputs(60, 33) + 0.1 * inputs(60, 33, 1)
+    expected = (exact.double() - x.double()).T @ x.double()
+    assert torch.allclose(drift(exact, x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 64, 130])
+def test_the_factor_rebuilds_the_damped_moments(columns: int) -> None:
+    second = gram(inputs(400, columns)) / 400
+    factor = factorize(second)
+    assert factor is not None and factor.damping == DAMPINGS[0]
+    assert torch.equal(factor.order.sort().values, torch.arange(columns))
+    diagonal = second.diagonal()[factor.order]
+    assert (diagonal.diff() <= 0).all()
+    # U D U^T with U = 1 + coupling in the order of rounding.
+    ordered = damped(second, factor.damping)[factor.order][:, factor.order].double()
+    unit = torch.eye(columns, dtype=torch.float64) + factor.coupling.double()
+    inverse = torch.linalg.inv(unit)
+    pivots = inverse @ ordered @ inverse.T
+    off = pivots - torch.diag(pivots.diagonal())
+    scale = ordered.diagonal().sqrt()
+    assert (off.abs() <= 1e-5 * scale[:, None] * scale * columns).all()
+    assert torch.equal(factor.coupling, torch.triu(factor.coupling, 1))
+
+
+def test_equal_moments_keep_their_order() -> None:
+    factor = factorize(torch.eye(9))
+    assert factor is not None and factor.order.tolist() == list(range(9))
+    assert not factor.coupling.any()
+
+
+def test_few_tokens_factor_because_of_the_damping() -> None:
+    second = gram(inputs(3, 50)) / 3
+    assert factorize(second) is not None
+
+
+def test_what_is_not_positive_definite_is_damped_more_and_then_refused() -> None:
+    second = torch.tensor([[1.0, 1.06], [1.06, 1.0]])
+    factor = factorize(second)
+    assert factor is not None and factor.damping == 0.16
+    assert factorize(torch.tensor([[1.0, 9.0], [9.0, 1.0]])) is None
+    assert factorize(torch.zeros(4, 4)) is None
+
+
+def test_dead_features_couple_with_none() -> None:
+    x = inputs(200, 20)
+    x[:, [3, 11]] = 0
+    factor = factorize(gram(x) / 200)
+    assert factor is not None
+    dead = [i for i, column in enumerate(factor.order.tolist()) if column in (3, 11)]
+    assert dead == [18, 19]
+    assert not factor.coupling[dead].any() and not factor.coupling[:, dead].any()
+
+
+def test_the_correction_is_least_squares_towards_the_original_outputs() -> None:
+    x, weights = inputs(500, 24), torch.randn(6, 24)
+    exact = x + 0.2 * inputs(500, 24, 1)
+    moments = Moments(gram(x) / 500, 500, drift(exact, x) / 500)
+    step = correction(moments, 1e-9, strength=1.0)
+    assert step is not None
+    fitted = torch.linalg.lstsq(x.double(), exact.double() @ weights.double().T).solution.T
+    found = weights + weights @ step
+    assert (found - fitted).norm() < 0.01 * fitted.norm()
+    half = correction(moments, 1e-9)
+    assert half is not None and torch.allclose(half, step / 2, rtol=1e-4, atol=1e-6)
+
+
+def test_no_drift_corrects_nothing() -> None:
+    second = gram(inputs(100, 8)) / 100
+    assert correction(Moments(second, 100), 0.01) is None
+    still = correction(Moments(second, 100, torch.zeros(8, 8)), 0.01)
+    assert still is not None and not still.any()
+
+
+def test_moments_of_scaled_inputs() -> None:
+    x, factors = inputs(100, 8), torch.rand(8) + 0.5
+    moments = Moments(gram(x) / 100, 100, drift(2 * x, x) / 100).scaled(factors)
+    assert torch.allclose(moments.second, gram(x / factors) / 100, rtol=1e-4)
+    assert moments.drift is not None
+    assert torch.allclose(moments.drift, drift(2 * x / factors, x / factors) / 100, rtol=1e-4)
+
+
+def test_the_energy_is_the_mean_square_of_the_outputs() -> None:
+    x, rows = inputs(300, 16), torch.randn(5, 16)
+    found = Moments(gram(x) / 300, 300).output_energy(rows)
+    assert found == pytest.approx(float((x @ rows.T).double().square().sum() / 300), rel=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_inputs_that_are_not_finite_are_refused_with_the_layer(value: float) -> None:
+    x = torch.zeros(4, 4)
+    check_finite(x, "fine")
+    x[1, 2] = value
+    with pytest.raises(FormatError, match=r"^model.layers.3.mlp.down_proj: .*calibration.*such as mse"):
+        check_finite(x, "model.layers.3.mlp.down_proj")
+
+
+def test_data_free_methods_need_none() -> None:
+    assert {name for name, method in METHODS.items() if not method.needs_data} == {"rtn", "mse", "hqq"}

@@ -1,0 +1,161 @@
+"""Rounding with compensation, against optimal brain surgeon column by column and against brute force."""
+
+import itertools
+
+import pytest
+import torch
+
+from quantkit.calibrate.grids import mse, nearest
+from quantkit.calibrate.moments import damped, factorize, gram
+from quantkit.calibrate.rounding import BLOCK, Rounded, Rows, compensate, polish, refit_scales, round_nearest
+from quantkit.packing.schemes import Scheme, scheme
+
+
+def inputs(tokens: int, columns: int) -> torch.Tensor:
+    """Correlated features of very different sizes."""
+    generator = torch.Generator().manual_seed(1)
+    mixed = torch.randn(tokens, columns, generator=generator) @ torch.randn(
+        columns, columns, generator=generator
+    )
+    return mixed * torch.logspace(-1, 0.5, columns)[torch.randperm(columns, generator=generator)]
+
+
+def rows_of(chosen: Scheme, columns: int, count: int = 9, seed: int = 0) -> Rows:
+    weights = torch.randn(count, columns, generator=torch.Generator().manual_seed(seed))
+    chosen = chosen.for_columns(columns)
+    size = chosen.group_size or columns
+    grids = [mse(group.contiguous(), chosen) for group in torch.split(weights, size, dim=1)]
+    zeros = [grid.zero_point for grid in grids if grid.zero_point is not None]
+    scale = torch.cat([grid.scale for grid in grids], 1)
+    return Rows(weights, scale, torch.cat(zeros, 1) if zeros else None, chosen)
+
+
+def brain_surgeon(rows: Rows, second: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """GPTQ as its paper has it, naively: float64, the whole inverse again for every column."""
+    weights, scale = rows.weights.double().clone(), rows.wide(rows.scale).double()
+    zero = None if rows.zero_point is None else rows.wide(rows.zero_point)
+    left, stored = list(order), torch.zeros_like(weights)
+    while left:
+        j = left[0]
+        inverse = torch.linalg.inv(second.double()[left][:, left])
+        units = (weights[:, j] / scale[:, j]).float()
+        value = nearest(units, None if zero is None else zero[:, j], rows.scheme)
+        stored[:, j] = value.double() * scale[:, j]
+        error = (weights[:, j] - stored[:, j]) / inverse[0, 0]
+        weights[:, left] -= error[:, None] * inverse[0]
+        left = left[1:]
+    return stored
+
+
+def loss(errors: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    e = errors.double()
+    return ((e @ second.double()) * e).sum(1)
+
+
+SCHEMES = {
+    "int4": scheme("int4", group_size=16),
+    "int4-asym": scheme("int4", group_size=16, zero_point="integer"),
+    "int2-float": scheme("int2", group_size=16, zero_point="float"),
+    "int3-e4m3": scheme("int3", group_size=16, scale_dtype=torch.float32),
+    "nf4": scheme("nf4", group_size=16),
+    "fp6": scheme("fp6", group_size=16),
+    "ternary": scheme("ternary", group_size=16),
+    "channel": scheme("int4", group_size="channel"),
+}
+
+
+@pytest.mark.parametrize("columns", [1, 16, 40, BLOCK + 21])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_compensation_is_that_of_optimal_brain_surgeon(name: str, columns: int) -> None:
+    rows, second = rows_of(SCHEMES[name], columns), gram(inputs(500, columns)) / 500
+    factor = factorize(second)
+    assert factor is not None
+    done = compensate(rows, factor)
+    expected = brain_surgeon(rows, damped(second, factor.damping), factor.order.tolist())
+    stored = done.values * rows.wide(done.scale)
+    # A target within float32's rounding of a tie may go either way, and what follows it with it.
+    same = (stored.double() - expected).abs() <= 1e-5
+    assert same.all(1).double().mean() >= 8 / 9
+    assert torch.equal(done.errors, rows.weights - stored)
+    found, naive = loss(done.errors, second).sum(), loss(rows.weights - expected, second).sum()
+    assert found <= naive * 1.02
+
+
+def test_compensated_outputs_are_closer_than_rounded_ones() -> None:
+    rows, second = rows_of(SCHEMES["int4"], 100), gram(inputs(500, 100)) / 500
+    factor = factorize(second)
+    assert factor is not None
+    assert (
+        loss(compensate(rows, factor).errors, second).sum()
+        < 0.7 * loss(round_nearest(rows).errors, second).sum()
+    )
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_polishing_never_raises_the_error(name: str) -> None:
+    rows, second = rows_of(SCHEMES[name], 70), gram(inputs(500, 70)) / 500
+    factor = factorize(second)
+    assert factor is not None
+    target = damped(second, factor.damping)
+    before = compensate(rows, factor)
+    assert polish(rows, before, target, factor.order, 0) is before
+    last = loss(before.errors, target)
+    for sweeps in (1, 2, 4):
+        done = polish(rows, before, target, factor.order, sweeps)
+        found = loss(done.errors, target)
+        assert (found <= last * (1 + 1e-5)).all()
+        assert torch.allclose(done.errors, rows.weights - done.values * rows.wide(done.scale), atol=1e-6)
+        assert torch.equal(done.scale, rows.scheme.scale_type.round(done.scale))
+        last = found
+    assert last.sum() < loss(before.errors, target).sum()
+
+
+def test_polishing_comes_close_to_the_best_of_all_codes() -> None:
+    """Few weights of few values: every combination of codes is tried."""
+    chosen = scheme("ternary", group_size="channel", scale_dtype=torch.float32)
+    rows, second = rows_of(chosen, 6, count=20), gram(inputs(200, 6)) / 200
+    factor = factorize(second)
+    assert factor is not None
+    target = damped(second, factor.damping)
+    combinations = torch.tensor(list(itertools.product((-1.0, 0.0, 1.0), repeat=6)))
+    errors = rows.weights[:, None] - combinations * rows.scale[:, :, None]
+    best = ((errors.double() @ target.double()) * errors).sum(-1).amin(1)
+    rounded, compensated = (loss(d.errors, target) for d in (round_nearest(rows), compensate(rows, factor)))
+    assert (compensated >= best * (1 - 1e-5)).all() and compensated.sum() < rounded.sum()
+    polished = loss(polish(rows, compensate(rows, factor), target, factor.order, 4).errors, target)
+    assert polished.sum() < 1.1 * best.sum()
+
+
+def test_a_refitted_scale_is_the_least_squares_one() -> None:
+    chosen = scheme("int4", group_size="channel", scale_dtype=torch.float32)
+    rows, second = rows_of(chosen, 30), gram(inputs(500, 30)) / 500
+    start = round_nearest(rows)
+    found = refit_scales(rows, start, second)
+    v, h = start.values.double(), second.double()
+    fitted = ((v @ h) * rows.weights).sum(1) / ((v @ h) * v).sum(1)
+    assert torch.allclose(found.scale[:, 0].double(), fitted, rtol=1e-4)
+
+
+def test_scales_of_zeros_stay() -> None:
+    rows = rows_of(SCHEMES["int4"], 32)
+    rows.weights[:, :16] = 0
+    start = round_nearest(Rows(rows.weights, rows.scale, None, rows.scheme))
+    zeroed = Rounded(start.values, start.scale, start.errors)
+    found = refit_scales(rows, zeroed, torch.eye(32))
+    assert torch.equal(found.scale[:, 0], rows.scale[:, 0])
+
+
+@pytest.mark.parametrize("name", ["int4", "int2-float"])
+def test_rows_do_not_depend_on_each_other(name: str) -> None:
+    rows, second = rows_of(SCHEMES[name], 90, count=64), gram(inputs(500, 90)) / 500
+    factor = factorize(second)
+    assert factor is not None
+    whole = compensate(rows, factor)
+    half = Rows(
+        rows.weights[32:],
+        rows.scale[32:],
+        None if rows.zero_point is None else rows.zero_point[32:],
+        rows.scheme,
+    )
+    part = compensate(half, factor)
+    assert (part.values == whole.values[32:]).double().mean() > 0.99

@@ -1,0 +1,478 @@
+"""Quantizing with calibration data: what a slow twin finds, whatever memory, workers and interruptions."""
+
+import json
+import multiprocessing
+import os
+import signal
+import string
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from quantkit.calibrate.calibrated import Inputs, quantize_calibrated_rows
+from quantkit.calibrate.methods import METHODS
+from quantkit.calibrate.moments import Moments, drift, gram
+from quantkit.calibrate.parameters import TensorParameters
+from quantkit.checkpoint.manifest import read_manifest
+from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
+from quantkit.model import blocks, blockwise
+from quantkit.model import quantize as quantizing
+from quantkit.model.calibration_data import CalibrationOptions
+from quantkit.model.load import load
+from quantkit.model.quantize import quantize
+from quantkit.model.verify import verify
+from quantkit.packing.schemes import scheme
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 84,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 8}),
+    "gemma2": ("Gemma2Config", {"query_pre_attn_scalar": 16, "sliding_window": 8}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36},
+    ),
+    "gpt2": ("GPT2Config", {"n_layer": 2, "n_head": 4, "n_embd": 64}),
+}
+LINEARS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+ROOT = Path(__file__).parents[2]
+BOOKS = ROOT.parent / "shared" / "models" / "books-28m"
+MIXED = ROOT.parent / "shared" / "data" / "calib" / "mixed.jsonl"
+
+
+def write(directory: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A tiny random model with a tokenizer of one token per character."""
+    name, fields = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**SIZES, **fields})
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    source = directory / f"{family}-source"
+    model.save_pretrained(source)
+    tokens = {character: i for i, character in enumerate(string.printable[:94])}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "0"},
+    }
+    (source / "tokenizer.json").write_text(json.dumps(document))
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return source
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl"
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for _ in range(20):
+        codes = torch.randint(0, 62, (60,), generator=generator).tolist()
+        lines.append(json.dumps({"text": "".join(string.printable[code] for code in codes)}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def data(text: Path | None, **options: Any) -> CalibrationOptions:
+    return CalibrationOptions(None if text is None else str(text), **{"samples": 12, "length": 24, **options})
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def tokens_of(source: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    from quantkit.checkpoint.source import Checkpoint
+    from quantkit.model.calibration_data import read_samples
+
+    return read_samples(Checkpoint.open(source), data(text), 96).tokens
+
+
+@pytest.mark.parametrize("method", ["imatrix", "gptq", "best"])
+@pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "qwen3", "mistral", "gemma2"])
+def test_stored_weights_are_those_of_a_twin_with_the_whole_model_in_memory(
+    tmp_path, text, monkeypatch, family, method
+):
+    source, out = write(tmp_path, family), tmp_path / "out"
+    quantize(source, out, format="int4", group_size=32, method=method, calibration=data(text))
+    found = load(out, dtype=torch.float32, device="cpu")
+    tokens = tokens_of(source, text, monkeypatch)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    exact = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def inputs_of(of: Any, name: str) -> torch.Tensor:
+        caught: list[torch.Tensor] = []
+        hook = of.get_submodule(name).register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
+        of(input_ids=tokens, use_cache=False)
+        hook.remove()
+        return caught[0].reshape(-1, caught[0].shape[-1])
+
+    chosen = METHODS[method]
+    agree = []
+    for layer in range(3):
+        # Linears with one input are replaced together: none of them sees another one quantized.
+        for stage in (LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]):
+            stored = {}
+            for name in stage:
+                full = f"model.layers.{layer}.{name}"
+                x, original = inputs_of(model, full), inputs_of(exact, full)
+                moments = Moments(
+                    gram(x) / len(x), len(x), drift(original, x) / len(x) if chosen.corrects else None
+                )
+                weight = model.get_submodule(full).weight.data
+                four = scheme("int4", group_size=32).for_columns(weight.shape[1])
+                inputs = Inputs.prepare(moments, [chosen])
+                rows = quantize_calibrated_rows(weight, four, chosen, TensorParameters(), inputs).rows
+                packed = found.get_submodule(full).packed
+                agree.append((packed.codes() == four.unpack(rows.words, weight.shape[1])).double().mean())
+                # Continued with what was stored, so that one tie does not part the two for good.
+                stored[full] = packed.dequantize()
+            for full, weight in stored.items():
+                model.get_submodule(full).weight.data = weight
+    assert min(agree) > 0.98 and sum(agree) / len(agree) > 0.998
+
+
+def test_the_manifest_has_the_errors_of_outputs_and_the_data(tmp_path, text):
+    source = write(tmp_path)
+    errors = {}
+    for method in ("imatrix", "gptq", "best"):
+        out = tmp_path / method
+        result = quantize(source, out, group_size=32, method=method, calibration=data(text))
+        assert not any(check.problems for check in verify(out, reload=False))
+        layers = read_manifest(out)["layers"]
+        packed = {name: layer for name, layer in layers.items() if layer["scheme"] is not None}
+        assert len(packed) == 21
+        for name, layer in packed.items():
+            assert layer["output_error"] == result.measured[name].output_error and layer["note"] is None
+            assert layer["damping"] == (None if method == "imatrix" else 0.01)
+        errors[method] = sum(layer["output_error"] for layer in packed.values())
+        calibration = read_manifest(out)["calibration"]
+        assert calibration.startswith(f"12 samples of 24 tokens from {text}:12, sha256 ")
+        assert read_manifest(out)["seed"] == 0
+    assert errors["best"] < errors["gptq"] < 0.8 * errors["imatrix"]
+    assert sorted(path.name for path in out.glob("*.safetensors")) == ["model.safetensors"]
+
+
+CASES: list[dict[str, Any]] = [
+    {"format": "int4", "group_size": 48},
+    {"format": "int4", "group_size": 32, "zero_point": "integer"},
+    {"format": "int2", "group_size": 32, "zero_point": "float"},
+    {"format": "int8"},
+    {"format": "fp8"},
+    {"format": "mxfp4"},
+    {"format": "nvfp4"},
+    {"format": "book4"},
+    {"format": "ternary", "packing": "radix"},
+    {"format": "binary"},
+]
+
+
+@pytest.mark.parametrize("method", ["gptq", "best"])
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_every_kind_of_scheme_beats_its_rounding(tmp_path, text, options, method):
+    source = write(tmp_path)
+    errors = {}
+    for name in ("imatrix", method):
+        out = tmp_path / name
+        result = quantize(source, out, method=name, calibration=data(text), **options)
+        errors[name] = sum(one.output_error or 0.0 for one in result.measured.values())
+        assert not any(check.problems for check in verify(out, reload=False))
+    assert errors[method] < errors["imatrix"]
+    model = load(out, dtype=torch.float32, device="cpu")
+    assert torch.isfinite(model(input_ids=torch.arange(10)[None]).logits).all()
+
+
+def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch):
+    source = write(tmp_path, "qwen2")
+    rules = ("*.layers.1.*=int4:32:awq",)
+    options = {"method": "best", "group_size": 32, "calibration": data(text), "rules": rules}
+    quantize(source, tmp_path / "one", **options)
+    monkeypatch.setitem(quantizing.CALIBRATION_WORKERS, "cpu", 5)
+    monkeypatch.setattr(blockwise, "SUSPENDED_MEMORY", 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    quantize(source, tmp_path / "two", **options)
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(threads)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "qwen3", "mistral"])
+def test_a_scaled_model_computes_what_the_original_does(tmp_path, text, monkeypatch, family):
+    """Scales folded, nothing rounded: every weight is stored as it is to be quantized."""
+    source, out = write(tmp_path, family, torch.float32), tmp_path / "out"
+    scaled: dict[str, torch.Tensor] = {}
+    weight_of = blockwise._Worker._weight
+
+    def keep(worker: Any, name: str) -> torch.Tensor:
+        scaled[name] = weight_of(worker, name).clone()
+        return scaled[name]
+
+    monkeypatch.setattr(blockwise._Worker, "_weight", keep)
+    # Skewed inputs, so that the search finds something.
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors:
+        if name.endswith("layernorm.weight"):
+            tensors[name].mul_(torch.logspace(-1, 1, 64))
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    quantize(source, out, format="int3", group_size=32, method="awq", calibration=data(text))
+    monkeypatch.undo()
+    original = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    stored, parameters = load_file(out / "model.safetensors"), dict(model.named_parameters())
+    moved = set()
+    for name, parameter in parameters.items():
+        new = scaled.get(name, stored.get(name, parameter.data))
+        if (new - parameter.data).abs().max() > 1e-3 * parameter.data.abs().max():
+            moved.add(name.split(".", 3)[-1])
+        parameter.data = new
+    biases = {"self_attn.v_proj.bias"} if family in ("tied", "qwen2") else set()
+    norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    assert moved == {f"{name}.weight" for name in LINEARS} | norms | biases
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        expected, found = (m(input_ids=tokens).logits for m in (original, model))
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    changed = [reason for reason in read_manifest(out)["dense"].values() if "changed" in reason]
+    assert len(changed) == 3 * (2 + len(biases))
+
+
+def test_scaling_lowers_the_error_of_outputs_and_says_where_it_cannot(tmp_path, text):
+    source = write(tmp_path)
+    errors = {}
+    for method in ("imatrix", "awq"):
+        result = quantize(
+            source, tmp_path / method, format="int3", group_size=32, method=method, calibration=data(text)
+        )
+        errors[method] = sum(one.output_error or 0.0 for one in result.measured.values())
+        assert all(one.note is None for one in result.measured.values())
+        assert not any(check.problems for check in verify(tmp_path / method, reload=False))
+    assert errors["awq"] < errors["imatrix"]
+    partly = quantize(
+        source, tmp_path / "partly", method="awq", calibration=data(text), rules=("*.k_proj=keep",)
+    )
+    noted = {name.split(".", 3)[-1] for name, one in partly.measured.items() if one.note is not None}
+    assert noted == {"self_attn.q_proj", "self_attn.v_proj"}
+    gemma = quantize(write(tmp_path, "gemma2"), tmp_path / "gemma", method="awq", calibration=data(text))
+    assert all("not scaled" in (one.note or "") for one in gemma.measured.values())
+
+
+def test_another_seed_draws_other_samples(tmp_path, text):
+    source = write(tmp_path)
+    for seed in (0, 1):
+        quantize(source, tmp_path / str(seed), method="gptq", calibration=data(text, seed=seed))
+    runs = [read_manifest(tmp_path / str(seed))["run"]["calibration"]["tokens_sha256"] for seed in (0, 1)]
+    assert runs[0] != runs[1]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["stored", "replayed"])
+@pytest.mark.parametrize("method", ["awq", "best"])
+def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
+    tmp_path, text, monkeypatch, seconds, method
+):
+    monkeypatch.setattr(blockwise, "HIDDEN_SECONDS", seconds)
+    source = write(tmp_path)
+    options = {
+        "method": method,
+        "group_size": 32,
+        "calibration": data(text),
+        "max_shard_bytes": 20_000,
+        "rules": ("*.layers.1.mlp.*=int8::mse", "*.layers.2.self_attn.o_proj=keep"),
+    }
+    quantize(source, tmp_path / "whole", **options)
+    expected = files_of(tmp_path / "whole")
+    seen: list[str] = []
+    for stop in (1, 9, 15, 19, 21, 24):
+        out, calls = tmp_path / f"out{stop}", 0
+
+        def interrupt(done: int, total: int, name: str, stop: int = stop) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            quantize(source, out, progress=interrupt, **options)
+        seen.append("+".join(sorted({path.name[:6] for path in out.glob("*.safetensors")})))
+        assert not (out / "config.json").exists()
+        quantize(source, out, resume=True, **options)
+        assert files_of(out) == expected
+    assert (
+        "" in seen and any("calibr" in kinds for kinds in seen) and any("model-" in kinds for kinds in seen)
+    )
+    assert (seconds == 0.0) == any("hidden" in kinds for kinds in seen)
+
+
+def test_killed_and_resumed_it_is_the_same_directory(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(blockwise, "HIDDEN_SECONDS", 0.0)
+    source, out = write(tmp_path), tmp_path / "out"
+    options: dict[str, Any] = {"method": "best", "group_size": 32, "calibration": data(text)}
+    quantize(source, tmp_path / "whole", **options)
+    # Forked with one thread: OpenMP's threads do not survive a fork.
+    context, threads = multiprocessing.get_context("fork"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    for files in (1, 2, 3):
+        child = context.Process(target=quantize, args=(source, out), kwargs={**options, "resume": True})
+        child.start()
+        while child.is_alive() and len(list(out.glob("calibrated-*"))) < files:
+            time.sleep(0.001)
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+    quantize(source, out, resume=True, **options)
+    torch.set_num_threads(threads)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_a_resume_with_other_data_is_refused(tmp_path, text):
+    source, out = write(tmp_path), tmp_path / "out"
+
+    def interrupt(done: int, total: int, name: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, out, method="gptq", calibration=data(text), progress=interrupt)
+    with pytest.raises(OutputError, match=r"calibration\.tokens_sha256"):
+        quantize(source, out, method="gptq", calibration=data(text, seed=4), resume=True)
+
+
+def test_rules_mix_methods_and_dense_layers(tmp_path, text):
+    source, out = write(tmp_path), tmp_path / "out"
+    rules = ("*.layers.0.*=keep", "*.layers.1.*=int8::rtn", "*.mlp.*=int4:32:best", "*.v_proj=int8::gptq")
+    quantize(source, out, method="imatrix", calibration=data(text), rules=rules, lm_head="int8")
+    layers = read_manifest(out)["layers"]
+    methods = {name: layer["method"] for name, layer in layers.items()}
+    assert methods["model.layers.0.mlp.up_proj"] is None and methods["lm_head"] == "mse"
+    assert methods["model.layers.1.mlp.up_proj"] == "rtn"
+    assert layers["model.layers.1.mlp.up_proj"]["output_error"] is None
+    assert methods["model.layers.2.mlp.up_proj"] == "best"
+    assert methods["model.layers.2.self_attn.v_proj"] == "gptq"
+    assert methods["model.layers.2.self_attn.q_proj"] == "imatrix"
+    assert not any(check.problems for check in verify(out, reload=False))
+
+
+def test_dead_features_and_singular_moments_are_survived_and_said(tmp_path, text):
+    source, out = write(tmp_path), tmp_path / "out"
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"][:7] = 0
+    # All inputs of this one are zero.
+    tensors["model.layers.1.mlp.up_proj.weight"][:] = 0
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    result = quantize(source, out, method="best", group_size=32, calibration=data(text))
+    noted = {name for name, one in result.measured.items() if one.note is not None}
+    assert noted == {"model.layers.1.mlp.down_proj"}
+    assert "singular" in (result.measured["model.layers.1.mlp.down_proj"].note or "")
+    model = load(out, dtype=torch.float32, device="cpu")
+    assert torch.isfinite(model(input_ids=torch.arange(10)[None]).logits).all()
+
+
+def test_activations_that_are_not_finite_name_the_layer(tmp_path, text):
+    source, out = write(tmp_path), tmp_path / "out"
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.post_attention_layernorm.weight"][3] = float("inf")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=r"model\.layers\.1\.mlp\.gate_proj: .* inputs .*mse"):
+        quantize(source, out, method="gptq", calibration=data(text))
+    assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "error", "message"),
+    [
+        ("llama", {"method": "gptq"}, UsageError, "needs calibration data.*--calibration FILE"),
+        ("llama", {"method": "mse", "calibration": "text"}, UsageError, "no method of the recipe takes any"),
+        ("qwen3_moe", {"method": "gptq", "calibration": "text"}, UsageError, "experts.*'gptq'.*--rule"),
+        (
+            "llama",
+            {"rules": ("lm_head=int8::gptq",), "calibration": "text"},
+            UsageError,
+            "lm_head is a linear outside",
+        ),
+        ("llama", {"method": "gptq", "format": "binary-residual"}, FormatError, "several planes"),
+        ("llama", {"method": "gptq", "format": "binary-rank1"}, FormatError, "column scales"),
+        ("llama", {"method": "hqq", "format": "fp6"}, FormatError, "hqq"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_before_any_work(tmp_path, text, family, options, error, message):
+    source = write(tmp_path, family)
+    if "calibration" in options:
+        options = {**options, "calibration": data(text)}
+    with pytest.raises(error, match=message):
+        quantize(source, tmp_path / "out", **options)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_decoder_without_a_list_of_blocks_is_refused(tmp_path, text):
+    source = write(tmp_path, "gpt2")
+    with pytest.raises((CheckpointError, UsageError), match=r"mse|nothing to quantize"):
+        quantize(source, tmp_path / "out", method="gptq", calibration=data(text))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pass_that_fails_leaves_no_thread(tmp_path, text, monkeypatch):
+    source = write(tmp_path)
+    before = {thread.name for thread in threading.enumerate()}
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(blockwise, "gram", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        quantize(source, tmp_path / "out", method="gptq", calibration=data(text))
+    assert {thread.name for thread in threading.enumerate()} <= before | {"MainThread"}
+
+
+def test_linears_with_one_input_are_one_stage(tmp_path):
+    from quantkit.checkpoint.source import Checkpoint
+
+    decoder = blocks.Decoder(Checkpoint.open(write(tmp_path)), torch.device("cpu"), torch.float32)
+    hidden, found = decoder.embed([torch.arange(10)[None]])
+    assert [block.name for block in found] == [f"model.layers.{i}" for i in range(3)]
+    with decoder.loaded(found[0]):
+        stages = blocks.stages_of(found[0], hidden[0], LINEARS)
+        assert stages == [LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]]
+    assert all(parameter.is_meta for parameter in found[0].module.parameters())
+
+
+@pytest.mark.skipif(not (BOOKS.is_dir() and MIXED.is_file()), reason="books-28m is not here")
+def test_books_end_to_end(tmp_path):
+    """The real model, with a quarter of the samples that docs/accuracy.md has."""
+    options = CalibrationOptions(str(MIXED), samples=16, length=256)
+    errors = {}
+    for method in ("imatrix", "gptq"):
+        rules = tuple(f"*.layers.{i}.*=keep" for i in range(2, 8))
+        result = quantize(BOOKS, tmp_path / method, method=method, calibration=options, rules=rules)
+        errors[method] = [one.output_error or 0.0 for one in result.measured.values()]
+    assert len(errors["gptq"]) == 14
+    assert sum(errors["gptq"]) < 0.6 * sum(errors["imatrix"])

@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check
+.PHONY: demo test codegen check
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/quantkit demo examples/stories260K --text examples/stories.txt --out demo-output
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n auto
+
+# Every kernel of every format for every GPU that it is for, which takes minutes; `test` compiles a part.
+codegen: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -n auto -m slow tests/kernels/fused/test_codegen.py
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .

@@ -1,0 +1,155 @@
+"""Compiles kernels for GPUs that need not be there: cases as JSON from stdin, facts about each to stdout.
+
+A script, because Triton has to be imported without the interpreter in which the other tests run.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quantkit.kernels.fused.dense import dequantize
+from quantkit.kernels.fused.launch import DENSE_WARPS, constants, half_unit
+from quantkit.kernels.fused.layout import ROWS, geometry
+from quantkit.kernels.fused.skinny import skinny
+from quantkit.kernels.fused.tiled import tiled
+from quantkit.kernels.fused.tilings import HOPPER_SHARED, shared_memory, skinny_tile, tiled_tile
+from quantkit.packing.schemes import scheme
+
+N = K = 4096
+#: Bytes of shared memory that a program may have, where they are not as many as on Hopper and Blackwell.
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 942: 64 << 10}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Case(NamedTuple):
+    """A kernel (skinny, tiled, halves for tiles with sums in float16, dense) for a preset, a GPU and M."""
+
+    kernel: str
+    name: str
+    capability: int
+    m: int
+
+
+class Source(NamedTuple):
+    function: Any
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+    bound: int | None
+
+
+def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
+    """The kernel as `launch.py` starts it, in the tile of the rules."""
+    amd = case.capability == 942
+    shape, known = geometry(N, K, row, dtype), constants(N, K, row, dtype, not amd)
+    if case.kernel == "dense":
+        spans = max(128 // shape.span, 1)
+        return Source(dequantize, dict(known, C=spans, W=DENSE_WARPS), DENSE_WARPS, 3, None)
+    known = dict(known, HAS_BIAS=True)
+    if case.kernel == "skinny":
+        tile = skinny_tile(shape, case.m)
+        known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
+        known |= {"BM": 8 if case.m <= 8 else 16, "AHEAD": tile.ahead, "PDL": 90 <= case.capability < 942}
+        return Source(skinny, known, tile.warps, 1, None)
+    tile = tiled_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED))
+    half = half_unit(N, K, row) if case.kernel == "halves" else None
+    known |= {"RT": tile.row_tiles, "BM": tile.m, "SPLIT": tile.split, "WAIT": not amd}
+    known |= {"STAGES": tile.stages, "RASTER": 8, "HALF": half}
+    return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape))
+
+
+def build(case: Case) -> tuple[Any, Source]:
+    amd = case.capability == 942
+    target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", case.capability, 32)
+    dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
+    row = scheme(case.name)
+    found = source(case, row, dtype)
+    on_weights = found.constants["ON_WEIGHTS"]
+    lane = "*fp16" if case.kernel == "halves" else "*bf16"
+    types = {
+        "codes": "*i16",
+        "scale": "*i8" if row.scale_dtype.itemsize == 1 and not on_weights else "*bf16",
+        "zero": "*bf16",
+        **dict.fromkeys(("factor", "lut"), "*fp32"),
+        **dict.fromkeys(("x", "bias", "y", "out"), lane),
+        **dict.fromkeys(("M", "first", "N"), "i32"),
+        **dict.fromkeys(found.constants, "constexpr"),
+    }
+    if found.constants.get("SPLIT", 1) > 1:
+        types["y"] = "*fp32"
+    names = found.function.arg_names
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
+    code = ASTSource(found.function, {name: types[name] for name in names}, found.constants, aligned)
+    options = {"num_warps": found.warps, "num_stages": found.stages}
+    if found.constants.get("PDL"):
+        options["launch_pdl"] = True
+    return triton.compile(code, target=target, options=options), found
+
+
+def facts(case: Case) -> dict[str, Any]:
+    built, found = build(case)
+    assembly = built.asm["amdgcn" if case.capability == 942 else "ptx"]
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, assembly))
+
+    about = {
+        "loads": sorted(set(re.findall(r"ld\.global\.v4|cp\.async\.cg", assembly))),
+        "products": count(r"mma\.sync|mma_async|tcgen05\.mma|v_mfma"),
+        "in_flight": [int(w) for w in re.findall(r"wgmma\.wait_group\S* (\d+)", assembly)],
+        "shuffles": count(r"shfl\.sync"),
+        "stores": count(r"st\.shared"),
+        "sums": sorted(set(re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.(\w+)\.f16\.f16", assembly))),
+        "halves": count(r"wgmma.mma_async\S*\.f16\.f16\.f16"),
+        "shared": built.metadata.shared,
+        "limit": SHARED.get(case.capability, HOPPER_SHARED),
+        "bound": found.bound,
+    }
+    if case.capability != 942:
+        about |= machine_code(built.asm["cubin"], found)
+    return about
+
+
+def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
+    """What ptxas made of it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [TOOLS / "cuobjdump", "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    # "/*0a10*/  @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
+    lines = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text, re.MULTILINE)
+    lines = [line for line in lines if not line.startswith("NOP")]
+    products = [line for line in lines if line.startswith("HGMMA")]
+    # "LDGSTS.E.BYPASS.128" copies 16 bytes to shared memory, one without a width 4.
+    copies = [line.split()[0].split(".") for line in lines if line.startswith("LDGSTS")]
+    widths = [16 if "128" in copy else 8 if "64" in copy else 4 for copy in copies]
+    weights = ROWS * found.constants.get("R", 1) * K
+    return {
+        # Registers that went to memory or back.
+        "spills": sum(line.startswith(("STL", "LDL")) for line in lines),
+        "wgmma": len(products),
+        # "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24": operand A is R4, not in shared memory as B is.
+        "wgmma_registers": sum(
+            re.match(r"HGMMA\S* R\d+, R\d+, gdesc", line) is not None for line in products
+        ),
+        "wide_copies": sum(width for width in widths if width == 16) / sum(widths) if widths else None,
+        "wide_loads": sum(re.match(r"LDG\.\S*128", line) is not None for line in lines),
+        # Of a kernel without loops over the columns: those of a program of 16 rows, per weight.
+        "per_weight": len(lines) * found.warps * 32 / weights,
+    }
+
+
+if __name__ == "__main__":
+    for case in json.load(sys.stdin):
+        print(json.dumps(facts(Case(*case))), flush=True)

@@ -224,7 +224,7 @@ def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(
         ("[default]\ngroup_size = 'tensor'\nzero_point = 'float'", "does not go with float zero-points"),
         ("[default]\ngroup_size = 'tensor'\nmethod = 'hqq'", "has no way to choose one scale per tensor"),
         ("[default]\nformat = 'mxfp4'\ngroup_size = 'tensor'", "does not go with e8m0 scales"),
-        ("[default]\nformat = 'binary-residual'\nmethod = 'hqq'", "'hqq' has no way to choose several planes"),
+        ("[default]\nformat = 'binary-residual'\nmethod = 'hqq'", "has no way to choose several planes"),
         ("[default]\ngroup_size = 0", "group size 0 is out of range"),
         ("[default]\nformat = 'int9'", "unknown format 'int9'"),
         ("[default]\nmethod = 'sqrt'", "unknown method 'sqrt'"),

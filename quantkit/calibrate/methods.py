@@ -40,8 +40,8 @@ class Method:
     maps them, and the importance of each weight or None, to the scales of additive planes, float32 [R,
     planes]; None where it has none. `scales` scales input features first (`calibrate/scaling.py`).
     `compensates` rounds each column with the errors of those before it in mind (`calibrate/rounding.py`), and
-    `sweeps` rounds of coordinate descent follow. With drift in the statistics, weights are first corrected
-    for what quantization made of the inputs.
+    `sweeps` rounds of coordinate descent follow. `refits` keeps codes and refits scales to the outputs. With
+    drift in the statistics, weights are first corrected for what quantization made of the inputs.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Method:
     statistics: Statistics = "none"
     scales: bool = False
     compensates: bool = False
+    refits: bool = False
     sweeps: int = 0
 
     @property
@@ -67,7 +68,7 @@ class Method:
     @property
     def steps(self) -> dict[str, str]:
         """The composition in words, by step."""
-        rounding = "nearest"
+        rounding = "nearest" + (", scales refitted" if self.refits else "")
         if self.compensates:
             rounding = "gptq" + (f", {self.sweeps} sweeps of coordinate descent" if self.sweeps else "")
         return {
@@ -110,6 +111,7 @@ METHODS: dict[str, Method] = {
             mse,
             statistics="moments",
             scales=True,
+            refits=True,
         ),
         Method(
             "gptq",

@@ -13,7 +13,14 @@ from quantkit.calibrate.grids import whole_importance
 from quantkit.calibrate.methods import Method, QuantizedRows, squared_norm
 from quantkit.calibrate.moments import DAMPINGS, Factor, Moments, correction, damped, factorize
 from quantkit.calibrate.parameters import TensorParameters
-from quantkit.calibrate.rounding import Rounded, Rows, compensate, polish, round_nearest
+from quantkit.calibrate.rounding import (
+    Rounded,
+    Rows,
+    compensate,
+    polish,
+    round_nearest,
+    round_refitted,
+)
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import quantize_units
 
@@ -29,7 +36,7 @@ class Inputs:
 
     factor      H factored, None where no method asks for it or H is singular whatever is added to its
                 diagonal
-    damped      H as it was factored, for methods that polish
+    damped      H as it was factored, for methods that refit scales or polish
     correction  P of `moments.correction`, for methods that correct for drift
     """
 
@@ -44,12 +51,12 @@ class Inputs:
         methods = tuple(methods)
         factor = factorize(moments.second) if any(m.compensates for m in methods) else None
         damping = DAMPINGS[0] if factor is None else factor.damping
-        polishes = factor is not None and any(m.sweeps for m in methods)
+        descends = any(m.refits or (m.sweeps and factor is not None) for m in methods)
         corrects = any(m.corrects for m in methods)
         return cls(
             moments,
             factor,
-            damped(moments.second, damping) if polishes else None,
+            damped(moments.second, damping) if descends else None,
             correction(moments, damping) if corrects else None,
         )
 
@@ -130,6 +137,8 @@ def stored_nearest(
 
 def _round(rows: Rows, method: Method, inputs: Inputs) -> Rounded:
     if not method.compensates or inputs.factor is None:
+        if method.refits and inputs.damped is not None:
+            return round_refitted(rows, inputs.damped)
         return round_nearest(rows)
     done = compensate(rows, inputs.factor)
     if method.sweeps and inputs.damped is not None:

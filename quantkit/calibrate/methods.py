@@ -41,8 +41,8 @@ class Method:
     planes]; None where it has none. `fit_tensor` maps the values of a whole tensor to its one scale; None
     where it has none. `scales` scales input features first (`calibrate/scaling.py`). `compensates` rounds
     each column with the errors of those before it in mind (`calibrate/rounding.py`), and `sweeps` rounds of
-    coordinate descent follow. With drift in the statistics, weights are first corrected for what quantization
-    made of the inputs.
+    coordinate descent follow. `refits` keeps codes and refits scales to the outputs. With drift in the
+    statistics, weights are first corrected for what quantization made of the inputs.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Method:
     statistics: Statistics = "none"
     scales: bool = False
     compensates: bool = False
+    refits: bool = False
     sweeps: int = 0
 
     @property
@@ -69,7 +70,7 @@ class Method:
     @property
     def steps(self) -> dict[str, str]:
         """The composition in words, by step."""
-        rounding = "nearest"
+        rounding = "nearest" + (", scales refitted" if self.refits else "")
         if self.compensates:
             rounding = "gptq" + (f", {self.sweeps} sweeps of coordinate descent" if self.sweeps else "")
         return {
@@ -133,6 +134,7 @@ METHODS: dict[str, Method] = {
             mse,
             statistics="moments",
             scales=True,
+            refits=True,
         ),
         Method(
             "gptq",

@@ -16,8 +16,10 @@ import torch
 from quantkit.calibrate.moments import Moments
 from quantkit.packing.schemes import Scheme
 
-#: Exponents that are tried, with and without the magnitudes of the weights.
+#: Exponents that are tried.
 EXPONENTS = tuple(i / 10 for i in range(11))
+#: How much of the magnitudes of the weights is divided by: AWQ has none or all.
+WEIGHT_PARTS = (0.0, 0.5, 1.0)
 #: Rows of a weight that a candidate is measured on, evenly spaced.
 SAMPLE_ROWS = 256
 #: Scales are at most this far from their geometric mean, either way.
@@ -52,7 +54,8 @@ def candidates(consumers: Sequence[Consumer], moments: Moments, shared: torch.Te
     weights = _mean_of(magnitudes, shared, count).clamp_min(1e-4)
     found = [torch.ones(count, device=shared.device)]
     for exponent in EXPONENTS:
-        for scales in (activations**exponent, activations**exponent / weights ** (1 - exponent)):
+        for part in WEIGHT_PARTS:
+            scales = activations**exponent / weights ** (part * (1 - exponent))
             centred = scales / scales.log().mean().exp()
             found.append(centred.clamp(1 / LARGEST, LARGEST))
     return found

@@ -101,8 +101,11 @@ class Decoder:
         return int(self._model.get_input_embeddings().weight.shape[1])
 
     @torch.no_grad()
-    def embed(self, batches: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Block]]:
-        """The hidden states before the first block for batches of tokens (int64 [B, T], all of one shape).
+    def embed(
+        self, batches: Sequence[torch.Tensor], home: torch.device
+    ) -> tuple[list[torch.Tensor], list[Block]]:
+        """The hidden states before the first block, on `home`, for batches of tokens (int64 [B, T], of one
+        shape).
 
         And the blocks, with what the decoder calls them with for such batches.
         """
@@ -120,7 +123,7 @@ class Decoder:
                     try:
                         self._decoder(input_ids=tokens.to(self.device), use_cache=False)
                     except _LastBlock as reached:
-                        hidden.append(reached.hidden)
+                        hidden.append(reached.hidden.to(home))
         finally:
             self._decoder.layers = layers
         return hidden, [

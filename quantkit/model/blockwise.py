@@ -50,6 +50,9 @@ BATCH = {"cpu": 4, "cuda": 8}
 HIDDEN_SECONDS = 30.0
 #: Passes are suspended between stages where what they hold then takes at most this part of the free memory.
 SUSPENDED_MEMORY = 0.5
+#: Hidden states stay on a GPU where they take at most this part of its free memory, and on the host
+#: otherwise.
+HIDDEN_MEMORY = 0.25
 
 #: Said of a linear whose method scales input features, where it does not.
 NOT_SCALED = (
@@ -177,12 +180,13 @@ def quantize_blocks(
     methods = [task.method for block in blocks for task in block.tasks.values()]
     corrects = any(method is not None and method.corrects for method in methods)
     stored = next((i for i in reversed(range(done)) if output.is_done(blocks[i].hidden_filename)), None)
+    home = _home(decoder, samples, 2 if corrects else 1)
     if stored is None:
-        hidden, modules = decoder.embed(batches)
+        hidden, modules = decoder.embed(batches, home)
         states = States(hidden, list(hidden) if corrects else None)
     else:
-        _, modules = decoder.embed(batches[:1])
-        states = States.read(output, blocks[stored].hidden_filename, size, decoder.device)
+        _, modules = decoder.embed(batches[:1], home)
+        states = States.read(output, blocks[stored].hidden_filename, size, home)
     worker = _Worker(checkpoint, decoder, workers, lanes, {})
     for i in range(0 if stored is None else stored + 1, done):
         states = worker.replay(modules[i], blocks[i], states, output)
@@ -198,6 +202,13 @@ def quantize_blocks(
             if kept is not None:
                 output.discard(kept)
             kept, stored_at = block.hidden_filename, time.monotonic()
+
+
+def _home(decoder: Decoder, samples: Samples, copies: int) -> torch.device:
+    """Where the hidden states stay between blocks. Those before and after a block are there at a time."""
+    needed = 2 * copies * samples.tokens.numel() * decoder.hidden_size * decoder.dtype.itemsize
+    fits = needed <= HIDDEN_MEMORY * free_memory(decoder.device)
+    return decoder.device if fits else torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)

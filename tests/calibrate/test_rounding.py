@@ -7,7 +7,16 @@ import torch
 
 from quantkit.calibrate.grids import mse, nearest
 from quantkit.calibrate.moments import damped, factorize, gram
-from quantkit.calibrate.rounding import BLOCK, Rounded, Rows, compensate, polish, refit_scales, round_nearest
+from quantkit.calibrate.rounding import (
+    BLOCK,
+    Rounded,
+    Rows,
+    compensate,
+    polish,
+    refit_scales,
+    round_nearest,
+    round_refitted,
+)
 from quantkit.packing.schemes import Scheme, scheme
 
 
@@ -134,6 +143,18 @@ def test_a_refitted_scale_is_the_least_squares_one() -> None:
     v, h = start.values.double(), second.double()
     fitted = ((v @ h) * rows.weights).sum(1) / ((v @ h) * v).sum(1)
     assert torch.allclose(found.scale[:, 0].double(), fitted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_refitted_rounding_is_never_worse_than_rounding(name: str) -> None:
+    rows, second = rows_of(SCHEMES[name], 70), gram(inputs(500, 70)) / 500
+    target = damped(second, 0.01)
+    done, plain = round_refitted(rows, target), round_nearest(rows)
+    once = refit_scales(rows, plain, target)
+    found = loss(done.errors, target)
+    assert (found <= loss(once.errors, target) * (1 + 1e-5)).all()
+    assert found.sum() < loss(plain.errors, target).sum()
+    assert torch.allclose(done.errors, rows.weights - done.values * rows.wide(done.scale), atol=1e-6)
 
 
 def test_scales_of_zeros_stay() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantkit.calibrate.moments import Moments, gram
-from quantkit.calibrate.scaling import EXPONENTS, Consumer, candidates, output_error
+from quantkit.calibrate.scaling import EXPONENTS, WEIGHT_PARTS, Consumer, candidates, output_error
 from quantkit.packing.schemes import scheme
 
 
@@ -31,13 +31,13 @@ def test_candidates_start_with_one_and_are_shared() -> None:
     shared = torch.arange(12).view(3, 4).repeat_interleave(2, 0).flatten()
     consumer = Consumer(torch.randn(30, 24), scheme("int4", group_size=10))
     found = candidates([consumer], Moments(gram(x) / 300, 300), shared)
-    assert len(found) == 1 + 2 * len(EXPONENTS) and torch.equal(found[0], torch.ones(12))
+    assert len(found) == 1 + len(WEIGHT_PARTS) * len(EXPONENTS) and torch.equal(found[0], torch.ones(12))
     for one in found:
         assert one.shape == (12,) and torch.isfinite(one).all() and (one > 0).all()
         assert float(one.log().mean().exp()) == pytest.approx(1, rel=1e-3)
     square = x.square().mean(0)
     pooled = torch.stack([square[shared == i].mean() for i in range(12)]).sqrt()
-    # The last but one is the magnitude of the activations alone.
+    # With exponent 1 nothing is left of the weights.
     ratio = found[-2] / pooled
     assert torch.allclose(ratio, ratio[0].expand(12), rtol=1e-4)
 

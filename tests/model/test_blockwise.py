@@ -457,7 +457,7 @@ def test_linears_with_one_input_are_one_stage(tmp_path):
     from quantkit.checkpoint.source import Checkpoint
 
     decoder = blocks.Decoder(Checkpoint.open(write(tmp_path)), torch.device("cpu"), torch.float32)
-    hidden, found = decoder.embed([torch.arange(10)[None]])
+    hidden, found = decoder.embed([torch.arange(10)[None]], torch.device("cpu"))
     assert [block.name for block in found] == [f"model.layers.{i}" for i in range(3)]
     with decoder.loaded(found[0]):
         stages = blocks.stages_of(found[0], hidden[0], LINEARS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.calibrate.grids import whole_importance
-from quantkit.calibrate.methods import Method, QuantizedRows, squared_norm
+from quantkit.calibrate.methods import Method, QuantizedRows, squared_norm, zero_point_code_dtype
 from quantkit.calibrate.moments import DAMPINGS, Factor, Moments, correction, damped, factorize
 from quantkit.calibrate.parameters import TensorParameters
 from quantkit.calibrate.rounding import (
@@ -103,14 +103,10 @@ def quantize_calibrated_rows(
     done = _round(gridded, method, inputs)
     errors = exact - done.values * gridded.wide(done.scale) / parameters.global_scale
     codes = quantize_units(done.values, None if zero_point is None else gridded.wide(zero_point), bound)[0]
-    if zero_point is not None and scheme.zero_point == "integer":
-        zero_point = zero_point.to(torch.uint8)
-    elif zero_point is not None:
-        zero_point = zero_point.to(scheme.zero_point_dtype)
     quantized = QuantizedRows(
         scheme.pack(codes),
         done.scale.to(scheme.scale_dtype),
-        zero_point,
+        None if zero_point is None else zero_point.to(zero_point_code_dtype(scheme)),
         float(errors.double().square().sum()),
         norm,
     )
@@ -129,8 +125,8 @@ def stored_nearest(
     by.
     """
     bound = parameters.bind(scheme)
-    scale, zero_point = _grid(parameters.normalised(weights), importance, bound, method)
-    rows = Rows(parameters.normalised(weights), scale, zero_point, bound)
+    normalised = parameters.normalised(weights)
+    rows = Rows(normalised, *_grid(normalised, importance, bound, method), bound)
     done = round_nearest(rows)
     return done.values * rows.wide(done.scale) / parameters.global_scale
 
@@ -151,14 +147,9 @@ def _grid(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and zero-points (or None) of rows [n, K], both float32 [n, G]; `importance` is [K]."""
     count, columns = weights.shape
-    size = scheme.group_columns(columns)
-    full = columns // size * size
     scales, zeros = [], []
     # The ragged last group of every row is fitted on its own: padding would shift its statistics.
-    for span in (slice(0, full), slice(full, columns)):
-        if span.start == span.stop:
-            continue
-        width = min(size, span.stop - span.start)
+    for span, width in scheme.group_spans(columns):
         counted = importance[span].view(-1, width)
         counted = whole_importance(counted + LEAST_IMPORTANCE * counted.mean(-1, keepdim=True))
         groups = weights[:, span].reshape(-1, width)

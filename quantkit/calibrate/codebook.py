@@ -112,8 +112,5 @@ def _round(
 
 def _groups(rows: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
     """The groups of `rows`, [R, g]: the whole ones, then the ragged last ones."""
-    size = scheme.group_columns(rows.shape[1])
-    full = rows.shape[1] // size * size
-    for span in (rows[:, :full], rows[:, full:]):
-        if span.shape[1]:
-            yield span.reshape(-1, min(size, span.shape[1]))
+    for span, width in scheme.group_spans(rows.shape[1]):
+        yield rows[:, span].reshape(-1, width)

@@ -42,7 +42,7 @@ def parse_sources(text: str) -> tuple[Source, ...]:
     if len(shares) > 1:
         raise UsageError(
             f"calibration {text!r} says how many samples for some of its files only; say it for all or for "
-            f"none."
+            "none."
         )
     paths = [source.path for source in sources]
     if twice := next((path for path in paths if paths.count(path) > 1), None):
@@ -59,8 +59,7 @@ def _check_source(name: str, text: str) -> None:
     if path.suffix not in SUFFIXES:
         raise UsageError(
             f"calibration source {name!r} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file. Data "
-            f"sets of "
-            "the hub are not read yet: download one of its files and name that."
+            "sets of the hub are not read yet: download one of its files and name that."
         )
     raise UsageError(f"calibration file {name} is not there. Check the path.")
 

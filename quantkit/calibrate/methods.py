@@ -195,13 +195,9 @@ def quantize_rows(
     norm = squared_norm(weights)
     weights, bound = parameters.normalised(weights), parameters.bind(scheme)
     count, columns = weights.shape
-    size = scheme.group_columns(columns)
-    full = columns // size * size
-    # The ragged last group of every row is fitted on its own: padding would shift its statistics.
-    spans = [span for span in (slice(0, full), slice(full, columns)) if span.start < span.stop]
     codes, scales, zeros, error = [], [], [], 0.0
-    for span in spans:
-        width = min(size, span.stop - span.start)
+    # The ragged last group of every row is fitted on its own: padding would shift its statistics.
+    for span, width in scheme.group_spans(columns):
         groups = weights[:, span].reshape(-1, width)
         importance = None
         if parameters.column_scale is not None:
@@ -216,7 +212,7 @@ def quantize_rows(
     return QuantizedRows(
         scheme.pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0]),
         None if scheme.per_tensor else torch.cat(scales, 1).to(scheme.scale_dtype),
-        torch.cat(zeros, 1).to(_zero_point_dtype(scheme)) if zeros else None,
+        torch.cat(zeros, 1).to(zero_point_code_dtype(scheme)) if zeros else None,
         error / parameters.global_scale**2,
         norm,
     )
@@ -283,7 +279,8 @@ def _sum_of_squares(residual: torch.Tensor) -> torch.Tensor:
     return norm.double().square()
 
 
-def _zero_point_dtype(scheme: Scheme) -> torch.dtype:
+def zero_point_code_dtype(scheme: Scheme) -> torch.dtype:
+    """What the zero-points of `QuantizedRows` are: codes, or floats as they are stored."""
     return scheme.zero_point_dtype if scheme.zero_point == "float" else torch.uint8
 
 

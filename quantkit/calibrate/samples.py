@@ -29,9 +29,14 @@ class Samples:
     @property
     def digest(self) -> str:
         """Hex SHA-256 of shape and tokens."""
-        digest = hashlib.sha256(str(tuple(self.tokens.shape)).encode())
-        digest.update(self.tokens.contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        return token_digest(self.tokens)
+
+
+def token_digest(tokens: torch.Tensor) -> str:
+    """Hex SHA-256 of the shape and the values of tokens (int64)."""
+    digest = hashlib.sha256(str(tuple(tokens.shape)).encode())
+    digest.update(tokens.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def draw(
@@ -51,8 +56,7 @@ def draw(
         tokens = sum(len(document) for document in documents)
         raise UsageError(
             f"{name}: {tokens} tokens are less than one calibration sample of {length}. Give more text, or "
-            f"shorter "
-            "samples with --calibration-length."
+            "shorter samples with --calibration-length."
         )
     windows = [windows[i] for i in _shuffled(len(windows), generator)]
     windows = [[of_one[i] for i in _shuffled(len(of_one), generator)] for of_one in windows]

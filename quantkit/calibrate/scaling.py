@@ -78,11 +78,8 @@ def output_error(
 def _relative_magnitude(one: Consumer) -> torch.Tensor:
     """How large the weights of each input feature are, of the largest in their group: mean over rows, [K]."""
     magnitude = one.weight.abs()
-    columns = magnitude.shape[1]
-    size = one.scheme.group_columns(columns)
-    largest = [group.amax(1, keepdim=True).clamp_min(1e-30) for group in torch.split(magnitude, size, dim=1)]
-    parts = torch.split(magnitude, size, dim=1)
-    return torch.cat([part / most for part, most in zip(parts, largest, strict=True)], 1).mean(0)
+    groups = torch.split(magnitude, one.scheme.group_columns(magnitude.shape[1]), dim=1)
+    return torch.cat([group / group.amax(1, keepdim=True).clamp_min(1e-30) for group in groups], 1).mean(0)
 
 
 def _mean_of(values: torch.Tensor, shared: torch.Tensor, count: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ from quantkit.eval.text import (
     check_tokens,
     cut,
     text_names,
-    tokenize,
     usable_window,
 )
+from quantkit.model.load import tokenize
 
 
 @dataclass(frozen=True)

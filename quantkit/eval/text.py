@@ -6,15 +6,14 @@ the last whole window are not used. Position 0 of a window has no context and is
 of W tokens scores W - 1.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from quantkit.calibrate.samples import token_digest
 from quantkit.errors import CheckpointError, UsageError
 
 DEFAULT_WINDOW = 1024
@@ -31,9 +30,7 @@ class TextWindows:
     @property
     def digest(self) -> str:
         """Hex SHA-256 of the windows' shape and tokens."""
-        digest = hashlib.sha256(str(tuple(self.tokens.shape)).encode())
-        digest.update(self.tokens.contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        return token_digest(self.tokens)
 
 
 def text_names(paths: Sequence[Path]) -> tuple[str, ...]:
@@ -48,13 +45,6 @@ def text_names(paths: Sequence[Path]) -> tuple[str, ...]:
             raise UsageError(f"text {path} is given {count} times. Give each text once.")
     names = Counter(path.name for path in paths)
     return tuple(path.name if names[path.name] == 1 else str(path) for path in paths)
-
-
-def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
-    """The tokens of `text` alone, int64 [n]: no BOS, no EOS, no other special token is added."""
-    # verbose=False: windows make the length warning of the tokenizer pointless.
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
 
 
 def usable_window(window: int, limit: int | None) -> tuple[int, str | None]:

@@ -77,8 +77,7 @@ class Decoder:
         kind = self._checkpoint.config.get("model_type")
         return CheckpointError(
             f"{self._checkpoint.directory}: quantkit cannot calibrate models of type {kind!r}: {why}. Take "
-            f"a method "
-            "without data, such as --method mse."
+            "a method without data, such as --method mse."
         )
 
     @property
@@ -220,9 +219,8 @@ def stages_of(block: Block, hidden: torch.Tensor, wanted: Sequence[str]) -> list
         count = sum(name == called for called, _ in calls)
         if count != 1:
             raise CheckpointError(
-                f"{block.name}.{name} runs {count} times in a forward pass; quantkit calibrates linears "
-                f"that run "
-                "once. Keep it dense with a rule, or take a method without data, such as --method mse."
+                f"{block.name}.{name} runs {count} times in a forward pass; quantkit calibrates linears that "
+                "run once. Keep it dense with a rule, or take a method without data, such as --method mse."
             )
     stages: list[list[str]] = []
     previous: torch.Tensor | None = None

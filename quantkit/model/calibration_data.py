@@ -10,7 +10,7 @@ from quantkit.calibrate.documents import Document, parse_sources, read_documents
 from quantkit.calibrate.samples import DEFAULT_LENGTH, DEFAULT_SAMPLES, Samples, draw, merge
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model.load import tokenizer
+from quantkit.model.load import tokenize, tokenizer
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,14 @@ def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int)
     if largest >= rows:
         raise CheckpointError(
             f"{checkpoint.directory}: the tokenizer gives token {largest}, but the embedding has {rows} "
-            f"rows. The "
-            "tokenizer belongs to another model; restore the files of one revision."
+            "rows. The tokenizer belongs to another model; restore the files of one revision."
         )
     return Samples(samples.tokens, samples.origin, (*notes, *samples.notes))
 
 
 def _tokens(words: Any, document: Document, name: str) -> torch.Tensor:
     if isinstance(document, str):
-        ids = words(document, add_special_tokens=False, verbose=False)["input_ids"]
-        return torch.tensor(ids, dtype=torch.int64)
+        return tokenize(words, document)
     if not getattr(words, "chat_template", None):
         raise UsageError(
             f"{name} has chat messages, but the tokenizer of this model has no chat template. Give "
@@ -82,10 +80,9 @@ def _tokens(words: Any, document: Document, name: str) -> torch.Tensor:
     except Exception as error:  # Templates raise what they like.
         raise UsageError(
             f"{name}: the chat template of this model refuses a chat ({type(error).__name__}: {error}). "
-            f"Check the "
-            "roles of its messages."
+            "Check the roles of its messages."
         ) from error
-    return torch.tensor(words(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    return tokenize(words, text)
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:

@@ -71,6 +71,13 @@ def tokenizer(path: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=False)
 
 
+def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
+    """The tokens of `text` alone, int64 [n]: no BOS, no EOS, no other special token is added."""
+    # verbose=False: windows make the length warning of the tokenizer pointless.
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
 @contextmanager
 def explained(source: str | Path) -> Iterator[None]:
     """What transformers raises, of many kinds, for files that do not fit each other, as `CheckpointError`."""

@@ -247,8 +247,7 @@ def _calibrated(
         if options.sources is not None:
             raise UsageError(
                 "calibration data was given, but no method of the recipe takes any. Leave it out, or choose "
-                "one that "
-                "does, such as --method gptq; `quantkit methods` lists them."
+                "one that does, such as --method gptq; `quantkit methods` lists them."
             )
         return None
     decoder = Decoder(checkpoint, device, compute_dtype(checkpoint, device))

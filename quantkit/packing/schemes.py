@@ -213,6 +213,13 @@ class Scheme:
         """How many of a row's `columns` weights share a scale; those of a ragged last group are fewer."""
         return min(self.group_size, columns) if isinstance(self.group_size, int) else columns
 
+    def group_spans(self, columns: int) -> tuple[tuple[slice, int], ...]:
+        """The columns of a row's whole groups, then of its ragged last one, each with those of a group."""
+        size = self.group_columns(columns)
+        full = columns // size * size
+        spans = ((slice(0, full), size), (slice(full, columns), columns - full))
+        return tuple(span for span in spans if span[0].start < span[0].stop)
+
     def groups(self, columns: int) -> int:
         """Groups in a row of `columns` weights, a ragged last one included."""
         return -(-columns // self.group_columns(columns))

@@ -15,8 +15,9 @@ from quantkit.packing.tensor import PackedTensor
 #: What activations may be.
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: What kernels may use on a GPU; `ptx` is inline assembly, `overlap` launches that overlap the kernel before.
-GPU_FEATURES = frozenset({"triton", "ptx", "overlap"})
+#: What kernels may use on a GPU; `ptx` is inline assembly, `overlap` launches that overlap the kernel before,
+#: `wgmma` products that go on while the warps that asked for them do.
+GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma"})
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def _gpu_features() -> frozenset[str]:
         major, _ = torch.cuda.get_device_capability()
         # bfloat16 arithmetic came with 8.0, dependent launches with 9.0.
         facts |= {fact for fact, since in (("ptx", 8), ("overlap", 9)) if major >= since}
+        facts |= {"wgmma"} if major == 9 else set()
     return frozenset(facts)
 
 

@@ -9,15 +9,28 @@ import torch
 
 from quantkit.kernels.fused.expressions import expression, field_numbers
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
+from quantkit.kernels.problem import gpu_of
 from quantkit.packing.schemes import Scheme
 
+#: Multiprocessors of an H200, for which the rules were made.
+HOPPER_PROCESSORS = 132
+#: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
+RASTER = 8
+#: Outputs that a program of `combine` adds up.
+COMBINED = 2048
+#: PTX that waits until no more than the products of the other chain are in flight, of which there are eight
+#: or more, and seven the most that can be waited for.
+HOLD = "{wgmma.wait_group.sync.aligned 7;\nmov.b32 $0, $1;}"
 #: How 8-bit scales are to be read; the others are floats of Triton's own.
 SCALE_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 
 
 @dataclass(frozen=True)
 class Operands:
-    """x [m, k] and a weight [n, k] in the fragment layout: codes, scale, zero, factor, values."""
+    """x [m, k] and a weight [n, k] in the fragment layout: codes, scale, zero, factor, values.
+
+    Kernels take besides what the device can do, of `GPU_FEATURES`.
+    """
 
     x: torch.Tensor
     layout: tuple[torch.Tensor, ...]
@@ -42,10 +55,12 @@ class SkinnyTile:
 
 @dataclass(frozen=True)
 class Tile:
-    """Row tiles and rows of x of a program, parts of the columns, warps, stages of the pipeline.
+    """Row tiles of a chain and rows of x of a program, parts of the columns, warps, stages of the pipeline.
 
     With `half_sums`, the products of a step, 128 columns or a span, are summed in float16, and added up in
-    float32.
+    float32. With two `chains`, the weights of one are decoded while those of the other are multiplied.
+    `at_once` is how many programs a multiprocessor runs at a time: only those that do not fill all of them
+    are split by columns then. If it is 0, all are.
     """
 
     row_tiles: int
@@ -54,6 +69,13 @@ class Tile:
     warps: int = 4
     stages: int = 3
     half_sums: bool = False
+    chains: int = 1
+    at_once: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight that a program has."""
+        return ROWS * self.row_tiles * self.chains
 
 
 @lru_cache(maxsize=4096)
@@ -103,16 +125,27 @@ def _empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.
     return torch.empty(size, dtype=dtype or op.x.dtype, device=op.x.device)
 
 
-def _start(kernel: Any, grid: tuple[int, ...], op: Operands, *arguments: Any, **options: Any) -> None:
-    """Launch `kernel`; for operands on the meta device only compile it."""
+def _start(
+    kernel: Any,
+    grid: tuple[int, ...],
+    op: Operands,
+    features: frozenset[str],
+    *arguments: Any,
+    **options: Any,
+) -> None:
+    """Launch `kernel`, overlapping the end of the one before it where both can; for operands on the meta
+    device only compile it."""
+    if "PDL" in kernel.arg_names:
+        overlap = "overlap" in features
+        options |= {"PDL": overlap, **({"launch_pdl": True} if overlap else {})}
     if op.x.is_meta:
         kernel.warmup(*arguments, grid=grid, **options)
     else:
         kernel[grid](*arguments, **options)
 
 
-def skinny(op: Operands, tile: SkinnyTile, *, inline: bool = True, overlap: bool = False) -> torch.Tensor:
-    """y [m, n] for m up to 32. `overlap` lets the launch overlap the end of the kernel before it."""
+def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """y [m, n] for m up to 32."""
     from quantkit.kernels.fused.skinny import skinny as kernel
 
     m, k = op.x.shape
@@ -122,28 +155,27 @@ def skinny(op: Operands, tile: SkinnyTile, *, inline: bool = True, overlap: bool
         kernel,
         (-(-shape.row_tiles // tile.row_tiles),),
         op,
+        features,
         op.x,
         *op.layout,
         y if op.bias is None else op.bias,
         y,
         m,
         op.n,
-        **constants(op.n, k, op.scheme, op.x.dtype, inline),
+        **constants(op.n, k, op.scheme, op.x.dtype, "ptx" in features),
         HAS_BIAS=op.bias is not None,
         W=tile.warps,
         NG=tile.columns // shape.dot,
         R=tile.row_tiles,
         BM=8 if m <= 8 else 16 if m <= 16 else 32,
         AHEAD=tile.ahead,
-        PDL=overlap,
         num_warps=tile.warps,
         num_stages=1,
-        **({"launch_pdl": True} if overlap else {}),
     )
     return y
 
 
-def tiled(op: Operands, tile: Tile, *, inline: bool = True) -> torch.Tensor:
+def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """y [m, n] for any m."""
     from quantkit.kernels.fused.tiled import combine, order_columns
     from quantkit.kernels.fused.tiled import tiled as kernel
@@ -151,42 +183,64 @@ def tiled(op: Operands, tile: Tile, *, inline: bool = True) -> torch.Tensor:
     m, k = op.x.shape
     shape = op.shape
     assert shape.steps % tile.split == 0, (shape, tile)
-    known = constants(op.n, k, op.scheme, op.x.dtype, inline)
+    known = constants(op.n, k, op.scheme, op.x.dtype, "ptx" in features)
     ordered = _empty(op, m, shape.spans * shape.span)
     width, halves = ordered.shape[1], shape.group == 16
-    _start(order_columns, (-(-width // 1024), m), op, op.x, ordered, m, k, width, HALVES=halves, BLOCK=1024)
+    _start(
+        order_columns,
+        (-(-width // 1024), m),
+        op,
+        features,
+        op.x,
+        ordered,
+        m,
+        k,
+        width,
+        HALVES=halves,
+        BLOCK=1024,
+    )
     y = _empty(op, m, op.n)
     bias = y if op.bias is None else op.bias
-    sums = y if tile.split == 1 else _empty(op, tile.split, m, op.n, dtype=torch.float32)
+    tiles = -(-op.n // tile.rows) * -(-m // tile.m)
+    full = whole_tiles(tile, tiles, op.x.device)
+    rest = tiles - full
+    sums = y if rest == 0 else _empty(op, tile.split, rest, tile.m, tile.rows, dtype=torch.float32)
     _start(
         kernel,
-        (-(-shape.row_tiles // tile.row_tiles) * -(-m // tile.m), tile.split),
+        (full + rest * tile.split,),
         op,
+        features,
         ordered,
         *op.layout,
         bias,
+        y,
         sums,
         m,
         op.n,
+        full,
         **known,
         HAS_BIAS=op.bias is not None,
         RT=tile.row_tiles,
         BM=tile.m,
-        SPLIT=tile.split,
-        WAIT=inline,
+        CHAINS=tile.chains,
+        SPLIT=tile.split if rest else 1,
+        WAIT="ptx" in features and tile.chains == 1,
         STAGES=tile.stages,
-        RASTER=8,
+        RASTER=RASTER,
         HALF=half_unit(op.n, k, op.scheme) if tile.half_sums else None,
+        HOLD=HOLD if tile.chains > 1 and "wgmma" in features else None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if tile.split > 1:
+    if rest:
         last = {name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")}
         _, scale, _, factor, _ = op.layout
+        part = max(1, min(tile.m, COMBINED // tile.rows))
         _start(
             combine,
-            (-(-op.n // 1024), m),
+            (rest, tile.m // part),
             op,
+            features,
             sums,
             scale,
             factor,
@@ -194,19 +248,32 @@ def tiled(op: Operands, tile: Tile, *, inline: bool = True) -> torch.Tensor:
             y,
             m,
             op.n,
+            full,
             **last,
             HAS_BIAS=op.bias is not None,
+            BM=tile.m,
+            ROWS=tile.rows,
             SPLIT=tile.split,
-            BN=1024,
+            RASTER=RASTER,
+            PART=part,
         )
     return y
+
+
+def whole_tiles(tile: Tile, tiles: int, device: torch.device) -> int:
+    """How many of so many tiles are not split by columns: full rounds of all multiprocessors."""
+    if tile.split == 1:
+        return tiles
+    gpu = gpu_of(device)
+    at_once = tile.at_once * (HOPPER_PROCESSORS if gpu is None else gpu.multiprocessors)
+    return tiles // at_once * at_once if at_once else 0
 
 
 #: Row tiles of a program of `dequantize`, one per warp.
 DENSE_WARPS = 4
 
 
-def dequantize(op: Operands, start: int, stop: int, *, inline: bool = True) -> torch.Tensor:
+def dequantize(op: Operands, start: int, stop: int, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """Rows `start` (a multiple of 16) to `stop` of the weight in x's dtype, [stop - start, k]."""
     from quantkit.kernels.fused.dense import dequantize as kernel
 
@@ -217,11 +284,12 @@ def dequantize(op: Operands, start: int, stop: int, *, inline: bool = True) -> t
         kernel,
         (-(-(stop - start) // (ROWS * DENSE_WARPS)), -(-shape.spans // spans)),
         op,
+        features,
         *op.layout,
         out,
         start // ROWS,
         stop,
-        **constants(op.n, k, op.scheme, op.x.dtype, inline),
+        **constants(op.n, k, op.scheme, op.x.dtype, "ptx" in features),
         C=spans,
         W=DENSE_WARPS,
         num_warps=DENSE_WARPS,

@@ -88,8 +88,12 @@ def _tiled_pays(problem: Problem) -> str | None:
         return _LOOKED_UP
     if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:
         return f"it would look up every value of {problem.scheme.format.name} once for each tile of x"
-    many = 256 if has_few_rows(problem.n, processors(problem)) else 512
-    limit = 128 if shape.span > 128 else many
+    if shape.span > 128:
+        limit = 128
+    elif "wgmma" in problem.features:
+        limit = 256 if shape.on_weights else 1024
+    else:
+        limit = 256 if has_few_rows(problem.n, processors(problem)) else 512
     if problem.m <= limit:
         return None
     return f"dequantizing and the library's product are faster from M={limit + 1} on"
@@ -129,23 +133,22 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 
 
 def _skinny(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
-    return launch.skinny(operands, tile, inline="ptx" in features, overlap="overlap" in features)
+    return launch.skinny(operands, tile, features)
 
 
 def _tiled(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
-    return launch.tiled(operands, tile, inline="ptx" in features)
+    return launch.tiled(operands, tile, features)
 
 
 def _dense(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
     x, bias, n = operands.x, operands.bias, operands.n
-    inline = "ptx" in features
     step = max(1, DENSE_WEIGHTS // x.shape[1] // ROWS) * ROWS
     if step >= n:
-        return F.linear(x, launch.dequantize(operands, 0, n, inline=inline), bias)
+        return F.linear(x, launch.dequantize(operands, 0, n, features), bias)
     y = x.new_empty(x.shape[0], n)
     for start in range(0, n, step):
         stop = min(start + step, n)
-        block = launch.dequantize(operands, start, stop, inline=inline)
+        block = launch.dequantize(operands, start, stop, features)
         y[:, start:stop] = F.linear(x, block, None if bias is None else bias[start:stop])
     return y
 

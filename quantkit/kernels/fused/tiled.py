@@ -2,6 +2,10 @@
 
 Scales are applied to the weights, in the dtype of x: to the sums of a product they would have to be applied
 before the next one starts.
+
+A program has one or two chains of row tiles. With two, the weights of one are decoded while the tensor cores
+multiply with those of the other. Where there are more programs than run at once, those that would run last
+and leave processors idle may be split by columns: they write float32 sums, which `combine` adds up.
 """
 
 import triton
@@ -10,111 +14,199 @@ import triton.language as tl
 from quantkit.kernels.fused.blocks import decode, finish, load_by_lane, scale_value
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "FULL"])
 def tiled(
-    x, codes, scale, zero, factor, lut, bias, y, M, N,
+    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
     DTYPE: tl.constexpr,
-    RT: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, WAIT: tl.constexpr, STAGES: tl.constexpr, RASTER:
-    tl.constexpr, HALF: tl.constexpr,
+    RT: tl.constexpr, BM: tl.constexpr, CHAINS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    RASTER: tl.constexpr, HALF: tl.constexpr, WAIT: tl.constexpr, HOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`.
+    """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`. A chain has RT row tiles.
 
-    With SPLIT equal parts of the columns, y is float32 [SPLIT, M, N]: sums for `combine` to add up and
-    finish. Unless HALF is None, a step is summed in float16, with weights times HALF.
+    The tiles from FULL on are divided by columns into SPLIT programs each, which write `sums`, float32
+    [SPLIT, tiles, BM, rows]. Unless HALF is None, a step is summed in float16, with weights times HALF. HOLD
+    is PTX that waits until the registers of a chain's last weights may be written again.
     """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
     C: tl.constexpr = COLUMNS // SPAN
     KP: tl.constexpr = SPANS * SPAN
-    PER_CHANNEL: tl.constexpr = GROUPS == 1
-    # Blocks of scales in a step.
-    B: tl.constexpr = COLUMNS // 128
-    # Programs with the same weights run next to each other, as many as share the rows of x in the cache.
+    STEPS: tl.constexpr = KP // COLUMNS
+    ROWS: tl.constexpr = 16 * RT * CHAINS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
-    column_tiles = tl.cdiv(M, BM)
-    row_programs = tl.cdiv(N, 16 * RT)
-    first = program // (RASTER * row_programs) * RASTER
-    width = tl.minimum(column_tiles - first, RASTER)
-    within = program % (RASTER * row_programs)
-    pm = first + within % width
-    pn = within // width
+    tile = program
+    part = 0
+    steps = STEPS
+    if SPLIT > 1:
+        # A tile that is whole has all parts of its columns, one that is split one.
+        rest = program - FULL
+        whole = (rest < 0).to(tl.int32)
+        tile = whole * program + (1 - whole) * (FULL + rest // SPLIT)
+        part = (1 - whole) * (rest % SPLIT)
+        steps = (1 + whole * (SPLIT - 1)) * (STEPS // SPLIT)
+    begin = part * (STEPS // SPLIT)
+    pm, pn = place(tile, M, N, BM, ROWS, RASTER)
     last_tile = (N + 15) // 16 - 1
-    row_tiles = tl.minimum(pn * RT + tl.arange(0, RT), last_tile)
-    lane = tl.arange(0, 256)
-    spans = tl.arange(0, C)
-    at = (
-        codes
-        + ((row_tiles.to(tl.int64)[:, None] * SPANS + spans[None, :]) * (TILES * 256))[:, :, None]
-        + lane
-    )
+    row_tiles = ()
+    at = ()
+    sums_of = ()
+    for chain in tl.static_range(CHAINS):
+        mine = tl.minimum((pn * CHAINS + chain) * RT + tl.arange(0, RT), last_tile)
+        spans = mine.to(tl.int64)[:, None] * SPANS + begin * C + tl.arange(0, C)[None, :]
+        row_tiles = row_tiles + (mine,)
+        at = at + (codes + (spans * (TILES * 256))[:, :, None] + tl.arange(0, 256),)
+        sums_of = sums_of + (tl.zeros((16 * RT, BM), tl.float32),)
     m = pm * BM + tl.arange(0, BM)
     xs = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * KP + tl.arange(0, COLUMNS)[:, None]
-    STEPS: tl.constexpr = KP // COLUMNS // SPLIT
-    part = tl.program_id(1)
-    at += part * (STEPS * C * TILES * 256)
-    xs += part * (STEPS * COLUMNS)
-    acc = tl.zeros((16 * RT, BM), tl.float32)
-    for i in tl.range(0, STEPS, num_stages=STAGES):
-        step = part * STEPS + i
-        tiles = ()
-        for t in tl.static_range(TILES):
-            tiles = tiles + (tl.load(at + t * 256),)
-        q = decode(tiles, lut, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE)
-        q = tl.reshape(q, (RT, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
-        q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * RT, COLUMNS))
-        if HAS_ZERO:
-            q -= _per_weight(_load(zero, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS), RT, COLUMNS).to(
-                DTYPE
-            )
-        if not PER_CHANNEL:
-            s = scale_value(_load(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS), SCALE)
-            q *= _per_weight(s, RT, COLUMNS).to(DTYPE)
-        if HALF is None:
-            acc = tl.dot(q, tl.load(xs), acc)
-        else:
-            acc += tl.dot(q * HALF, tl.load(xs), out_dtype=tl.float16).to(tl.float32) * (1 / HALF)
-        if WAIT:
-            # Left alone, Triton 3.6 keeps the product in flight while the next weights are decoded into the
-            # registers that it still reads. Whoever looks at its result waits for it.
-            acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], tl.float32, False, 1)
-        at += C * TILES * 256
+    xs += begin * COLUMNS
+    for i in tl.range(0, steps, num_stages=STAGES):
+        columns = tl.load(xs)
+        next_sums = ()
+        next_at = ()
+        for chain in tl.static_range(CHAINS):
+            q = _weights(
+                at[chain], row_tiles[chain], begin + i, scale, zero, lut, RT, C, SPAN, TILES, GROUPS,
+                PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE, HOLD,
+            )  # fmt: skip
+            if HALF is None:
+                added = tl.dot(q, columns, sums_of[chain])
+            else:
+                added = sums_of[chain] + _half_product(q, columns, HALF)
+            if WAIT:
+                # Whoever looks at the result waits for it.
+                added = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [added], tl.float32, False, 1)
+            next_sums = next_sums + (added,)
+            next_at = next_at + (at[chain] + C * TILES * 256,)
+        sums_of = next_sums
+        at = next_at
         xs += COLUMNS
-    rows = pn * (16 * RT) + tl.arange(0, 16 * RT)
-    mask = (rows < N)[:, None] & (m < M)[None, :]
-    if SPLIT == 1:
-        acc = finish(acc, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-    to = (part.to(tl.int64) * M + m)[None, :] * N + rows[:, None]
-    tl.store(y + to, acc.to(y.dtype.element_ty), mask=mask)
+    for chain in tl.static_range(CHAINS):
+        local = chain * (16 * RT) + tl.arange(0, 16 * RT)
+        if SPLIT == 1 or program < FULL:
+            _store(
+                sums_of[chain], y, pn * ROWS + local, m, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR,
+                HAS_BIAS,
+            )  # fmt: skip
+        else:
+            split_tiles = tl.cdiv(M, BM) * tl.cdiv(N, ROWS) - FULL
+            to = sums + (part * split_tiles + tile - FULL).to(tl.int64) * (BM * ROWS)
+            tl.store(to + tl.arange(0, BM)[None, :] * ROWS + local[:, None], sums_of[chain])
 
 
-@triton.jit(do_not_specialize=["M"])
-def combine(
-    sums, scale, factor, bias, y, M, N,
-    GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SPLIT: tl.constexpr, BN: tl.constexpr,
+@triton.jit
+def place(tile, M, N, BM: tl.constexpr, ROWS: tl.constexpr, RASTER: tl.constexpr):
+    """Which rows of x and of the weight a tile has.
+
+    Tiles with the same weights come next to each other, as many as share the rows of x in the cache.
+    """
+    column_tiles = tl.cdiv(M, BM)
+    row_programs = tl.cdiv(N, ROWS)
+    first = tile // (RASTER * row_programs) * RASTER
+    width = tl.minimum(column_tiles - first, RASTER)
+    within = tile % (RASTER * row_programs)
+    return first + within % width, within // width
+
+
+@triton.jit
+def _weights(
+    at, row_tiles, step, scale, zero, lut, RT: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    V: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, ASM: tl.constexpr,
+    CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr, DTYPE: tl.constexpr,
+    HOLD: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] from float32 sums [SPLIT, M, N], added in the order of the parts."""
-    m = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    at = sums + m * N + n
-    total = tl.load(at, mask=n < N, other=0.0)
+    """Decoded and scaled, [16 * RT, C * SPAN]."""
+    COLUMNS: tl.constexpr = C * SPAN
+    # Blocks of scales in a step.
+    B: tl.constexpr = COLUMNS // 128
+    tiles = ()
+    for t in tl.static_range(TILES):
+        tiles = tiles + (tl.load(at + t * 256),)
+    q = decode(tiles, lut, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE)
+    q = tl.reshape(q, (RT, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
+    q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * RT, COLUMNS))
+    if HAS_ZERO:
+        z = _load(zero, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS)
+        q -= _per_weight(z, RT, COLUMNS).to(DTYPE)
+    if GROUPS > 1:
+        s = scale_value(_load(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS), SCALE)
+        q *= _per_weight(s * _one(HOLD), RT, COLUMNS).to(DTYPE)
+    elif HOLD is not None:
+        q *= _one(HOLD).to(DTYPE)
+    return q
+
+
+@triton.jit
+def _one(HOLD: tl.constexpr):
+    """1, but known only once the products are done that read the weights before those multiplied with it.
+
+    Left alone, Triton 3.6 writes weights into registers that products in flight still read.
+    """
+    one = tl.full((), 1.0, tl.float32)
+    if HOLD is not None:
+        one = tl.inline_asm_elementwise(HOLD, "=f,f", [one], tl.float32, False, 1)
+    return one
+
+
+@triton.jit
+def _half_product(q, columns, HALF: tl.constexpr):
+    return tl.dot(q * HALF, columns, out_dtype=tl.float16).to(tl.float32) * (1 / HALF)
+
+
+@triton.jit
+def _store(
+    sums, y, rows, m, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Finish sums [rows, m] and write them to y [M, N]."""
+    sums = finish(sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    to = y + m.to(tl.int64)[None, :] * N + rows[:, None]
+    tl.store(to, sums.to(y.dtype.element_ty), mask=(rows < N)[:, None] & (m < M)[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "FULL"])
+def combine(
+    sums, scale, factor, bias, y, M, N, FULL,
+    GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, RASTER: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The tiles of y [M, N] from FULL on, from `sums` [SPLIT, tiles, BM, ROWS], in the order of the parts.
+
+    A program adds up PART rows of x of a tile.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(0)
+    pm, pn = place(FULL + tile, M, N, BM, ROWS, RASTER)
+    local = tl.program_id(1) * PART + tl.arange(0, PART)
+    within = local[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
+    total = tl.load(sums + tile.to(tl.int64) * (BM * ROWS) + within)
     for part in tl.static_range(1, SPLIT):
-        total += tl.load(at + M.to(tl.int64) * N * part, mask=n < N, other=0.0)
-    total = finish(total, n, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-    tl.store(y + m * N + n, total.to(y.dtype.element_ty), mask=n < N)
+        at = (part * tl.num_programs(0) + tile).to(tl.int64) * (BM * ROWS)
+        total += tl.load(sums + at + within)
+    rows = pn * ROWS + tl.arange(0, ROWS)
+    _store(total, y, rows, pm * BM + local, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["M"])
-def order_columns(x, out, M, K, KP, HALVES: tl.constexpr, BLOCK: tl.constexpr):
+def order_columns(x, out, M, K, KP, HALVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """x [M, K] as [M, KP], zeros beyond K: in each run (t, p0, e1, e0) becomes (p0, e1, t, e0).
 
     With `HALVES`, for groups of 16, it is (p0, t, e1, e0) that does.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     m = tl.program_id(1).to(tl.int64)
     to = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # to = 16 p0 + 8 e1 + 2 t + e0 of its run

@@ -7,9 +7,9 @@ multiprocessors, and within their shared memory.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quantkit.kernels.fused.launch import SkinnyTile, Tile
+from quantkit.kernels.fused.launch import HOPPER_PROCESSORS, SkinnyTile, Tile
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
-from quantkit.kernels.problem import Problem, Tiling
+from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
 
 #: Weights with so many rows or fewer leave processors of an H200 idle unless tiles are split by columns.
 FEW_ROWS = 8192
@@ -17,8 +17,6 @@ FEW_ROWS = 8192
 LONG_ROWS = 8192
 #: Bytes of shared memory that a program may have on an H100 or H200.
 HOPPER_SHARED = 227 << 10
-#: Multiprocessors of an H200.
-HOPPER_PROCESSORS = 132
 #: Steps that the kernel for few rows of x unrolls at most.
 SKINNY_STEPS = 64
 #: Registers of a thread that codes in flight, or sums, may take before ptxas would spill.
@@ -38,6 +36,8 @@ TILED_VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8),
     "stages": (2, 3, 4, 5),
     "half_sums": (False, True),
+    "chains": (1, 2),
+    "at_once": (0, 1, 2),
 }
 #: GPUs whose tensor cores, in GeForce products, sum float16 twice as fast in float16 as in float32.
 HALF_RATE = ((8, 6), (8, 9), (12, 0))
@@ -61,7 +61,11 @@ def skinny_tile(shape: Geometry, m: int, multiprocessors: int = HOPPER_PROCESSOR
 
 
 def tiled_tile(
-    shape: Geometry, m: int, shared: int = HOPPER_SHARED, multiprocessors: int = HOPPER_PROCESSORS
+    shape: Geometry,
+    m: int,
+    shared: int = HOPPER_SHARED,
+    multiprocessors: int = HOPPER_PROCESSORS,
+    features: frozenset[str] = GPU_FEATURES,
 ) -> Tile:
     """The tile for m rows of x on a GPU with so many bytes of shared memory for a program.
 
@@ -70,22 +74,40 @@ def tiled_tile(
     few = has_few_rows(shape.n, multiprocessors)
     if m <= 64:
         columns = 16 if m <= 16 else 32 if m <= 32 else 64
-        tile, programs = Tile(4 if few else 8, columns, stages=4), 2 * multiprocessors
+        tile, most = Tile(4 if few else 8, columns, stages=4), 2 * multiprocessors
+    elif "wgmma" in features and shape.span <= 128:
+        return _two_chains(shape, m, shared, multiprocessors)
     elif shape.span > 128 and not few:
-        tile, programs = Tile(8, 128, warps=8), 0
+        tile, most = Tile(8, 128, warps=8), 0
     else:
-        tile, programs = Tile(4, 128), multiprocessors
+        tile, most = Tile(4, 128), multiprocessors
+    tile = _in_memory(tile, shape, shared)
+    split = (replace(tile, split=parts) for parts in (4, 2, 1) if shape.steps % parts == 0)
+    return next(one for one in split if one.split == 1 or programs(one, shape, m) <= most)
+
+
+def _two_chains(shape: Geometry, m: int, shared: int, multiprocessors: int) -> Tile:
+    """The largest of two tiles, and the fewest parts of the columns, that give most processors a program."""
+    tiles = [_in_memory(Tile(warps, 128, 1, warps, 3, chains=2), shape, shared) for warps in (8, 4)]
+    parts = [parts for parts in (1, 2, 4) if shape.steps % parts == 0]
+    found = [replace(tile, split=split) for split in parts for tile in tiles]
+    busy = (tile for tile in found if 4 * programs(tile, shape, m) >= 3 * multiprocessors)
+    return next(busy, found[-1])
+
+
+def _in_memory(tile: Tile, shape: Geometry, shared: int) -> Tile:
+    """`tile` with fewer stages, and then rows of x, until it fits."""
     while shared_memory(tile, shape) > shared and tile.stages > 2:
         tile = replace(tile, stages=tile.stages - 1)
     while shared_memory(tile, shape) > shared and tile.m > 16:
         tile = replace(tile, m=tile.m // 2)
-    return _split(tile, shape, m, programs)
+    return tile
 
 
 def shared_memory(tile: Tile, shape: Geometry) -> int:
     """Bytes of shared memory that a program of `fused-tiled` takes at most: its operands, in every stage."""
     columns = max(shape.span, 128)
-    weights = ROWS * tile.row_tiles * columns
+    weights = tile.rows * columns
     scales = weights // shape.group * 4 * (2 if shape.group < columns else 1)
     stage = 2 * columns * tile.m + weights * shape.bits // 8 + scales + 1024
     return stage * tile.stages
@@ -93,13 +115,7 @@ def shared_memory(tile: Tile, shape: Geometry) -> int:
 
 def programs(tile: Tile, shape: Geometry, m: int) -> int:
     """Programs of a launch of `fused-tiled` for m rows of x."""
-    return -(-shape.row_tiles // tile.row_tiles) * -(-m // tile.m) * tile.split
-
-
-def _split(tile: Tile, shape: Geometry, m: int, most: int) -> Tile:
-    """`tile` in as many parts, up to four, as divide the steps and give no more than so many programs."""
-    split = (replace(tile, split=parts) for parts in (4, 2, 1) if shape.steps % parts == 0)
-    return next(one for one in split if one.split == 1 or programs(one, shape, m) <= most)
+    return -(-shape.n // tile.rows) * -(-m // tile.m) * tile.split
 
 
 def skinny_steps(tile: SkinnyTile, shape: Geometry) -> int:
@@ -160,23 +176,31 @@ def _tiled_why_not(problem: Problem, tile: Tile) -> str | None:
         return reason
     if tile.half_sums and not problem.half_sums:
         return "torch.backends.cuda.matmul.allow_fp16_accumulation is not set, or x is not float16"
-    steps = _shape(problem).steps
-    return None if steps % tile.split == 0 else f"{steps} steps are not divided by a split of {tile.split}"
+    shape = _shape(problem)
+    if tile.chains > 1 and shape.span > 128:
+        return f"two chains take spans of up to 128 columns, {shape.bits} bits have {shape.span}"
+    if shape.steps % tile.split:
+        return f"{shape.steps} steps are not divided by a split of {tile.split}"
+    return None
 
 
 def _tiled_loses(problem: Problem, tile: Tile) -> str | None:
-    shape, m = _shape(problem), problem.m
-    if tile.m > max(16, 2 * m) or 4 * tile.m < min(m, 256):
-        return f"tiles of {tile.m} rows do not suit {m} rows of x"
-    sums = ROWS * tile.row_tiles * tile.m // (32 * tile.warps)
-    if sums > SUM_REGISTERS:
-        return f"sums would take {sums} registers"
-    if tile.split > 1 and programs(tile, shape, m) > 8 * processors(problem):
-        return "there are programs enough without splitting columns"
-    # The bound is above what Triton takes.
-    if shared_memory(tile, shape) > _shared(problem) * 5 // 4:
-        return f"stages would take {shared_memory(tile, shape)} bytes of shared memory"
-    return None
+    shape, m, split = _shape(problem), problem.m, tile.split > 1
+    sums, shared = tile.rows * tile.m // (32 * tile.warps), shared_memory(tile, shape)
+    tiles, at_once = programs(tile, shape, m) // tile.split, tile.at_once * processors(problem)
+    reasons = (
+        (tile.m > max(16, 2 * m) or 4 * tile.m < min(m, 256), f"{tile.m} rows do not suit {m} rows of x"),
+        (sums > SUM_REGISTERS, f"sums would take {sums} registers"),
+        # The bound is above what Triton takes.
+        (shared > _shared(problem) * 5 // 4, f"stages would take {shared} bytes of shared memory"),
+        (tile.at_once and not split, "no columns are split"),
+        (at_once and (tiles < at_once or tiles % at_once == 0), "no round is partly filled"),
+        (split and not at_once and tiles * tile.split > 8 * processors(problem), "there are programs enough"),
+        (tile.chains > 1 and "wgmma" not in problem.features, "products are waited for at once"),
+        (tile.chains > 1 and tile.half_sums, "sums in float16 are added up at once"),
+        (tile.chains > 1 and tile.row_tiles < tile.warps, "a chain has too few rows for its warps"),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
 
 
 SKINNY = Tiling(
@@ -189,7 +213,7 @@ SKINNY = Tiling(
 
 
 def _tiled_rule(problem: Problem) -> Tile:
-    tile = tiled_tile(_shape(problem), problem.m, _shared(problem), processors(problem))
+    tile = tiled_tile(_shape(problem), problem.m, _shared(problem), processors(problem), problem.features)
     fast = problem.gpu is not None and problem.gpu.capability in HALF_RATE
     return replace(tile, half_sums=problem.half_sums and fast)
 

@@ -1,13 +1,14 @@
 """The tile table of one GPU: its entries, and its JSON.
 
-    {"version": 1,
+    {"version": 2,
      "gpu": {"name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132},
      "made_with": {"quantkit": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"},
      "tiles": {"fused-skinny": ["warps", "columns", "row_tiles", "ahead"], ...},
      "weights": [
       {"scheme": {...}, "dtype": "bfloat16", "half_sums": false, "shapes": {
         "4096x14336": {"1": [12.4, "fused-skinny", [4, 256, 1, true]],
-                       "32": [19.7, "fused-tiled", [4, 32, 4, 4, 4, false], {"fused-skinny": 31.5}], ...}}}]}
+                       "32": [19.7, "fused-tiled", [4, 32, 4, 4, 4, false, 1, 0],
+                              {"fused-skinny": 31.5}], ...}}}]}
 
 A shape is N x K on one line. Its keys are the largest M of a bucket of M, powers of two; its values are
 microseconds, the row, its tile where it has one, and microseconds of the rows that come before it in the
@@ -30,7 +31,7 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, Kerne
 from quantkit.packing.schemes import Scheme
 
 #: Of the format and of the kernels: a table of another version says nothing about these kernels.
-VERSION = 1
+VERSION = 2
 #: The largest M that has a bucket.
 MAX_M = 1 << 16
 #: N and K are no larger.

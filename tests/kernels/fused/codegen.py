@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quantkit.kernels.fused.dense import dequantize
-from quantkit.kernels.fused.launch import DENSE_WARPS, constants, half_unit
+from quantkit.kernels.fused.launch import DENSE_WARPS, HOLD, RASTER, constants, half_unit
 from quantkit.kernels.fused.layout import ROWS, geometry
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
@@ -60,10 +60,12 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
         known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
         known |= {"BM": 8 if case.m <= 8 else 16, "AHEAD": tile.ahead, "PDL": 90 <= case.capability < 942}
         return Source(skinny, known, tile.warps, 1, None)
-    tile = tiled_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED))
+    features = frozenset({"wgmma"} if case.capability == 90 else ())
+    tile = tiled_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED), features=features)
     half = half_unit(N, K, row) if case.kernel == "halves" else None
-    known |= {"RT": tile.row_tiles, "BM": tile.m, "SPLIT": tile.split, "WAIT": not amd}
-    known |= {"STAGES": tile.stages, "RASTER": 8, "HALF": half}
+    known |= {"RT": tile.row_tiles, "BM": tile.m, "CHAINS": tile.chains, "SPLIT": tile.split}
+    known |= {"WAIT": not amd and tile.chains == 1, "HOLD": HOLD if tile.chains > 1 else None}
+    known |= {"STAGES": tile.stages, "RASTER": RASTER, "HALF": half, "PDL": 90 <= case.capability < 942}
     return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape))
 
 
@@ -79,13 +81,11 @@ def build(case: Case) -> tuple[Any, Source]:
         "codes": "*i16",
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not on_weights else "*bf16",
         "zero": "*bf16",
-        **dict.fromkeys(("factor", "lut"), "*fp32"),
+        **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
         **dict.fromkeys(("x", "bias", "y", "out"), lane),
-        **dict.fromkeys(("M", "first", "N"), "i32"),
+        **dict.fromkeys(("M", "first", "N", "FULL"), "i32"),
         **dict.fromkeys(found.constants, "constexpr"),
     }
-    if found.constants.get("SPLIT", 1) > 1:
-        types["y"] = "*fp32"
     names = found.function.arg_names
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
     code = ASTSource(found.function, {name: types[name] for name in names}, found.constants, aligned)
@@ -106,6 +106,11 @@ def facts(case: Case) -> dict[str, Any]:
         "loads": sorted(set(re.findall(r"ld\.global\.v4|cp\.async\.cg", assembly))),
         "products": count(r"mma\.sync|mma_async|tcgen05\.mma|v_mfma"),
         "in_flight": [int(w) for w in re.findall(r"wgmma\.wait_group\S* (\d+)", assembly)],
+        # Products of the tensor cores after each wait for those of the other chain.
+        "chains": [
+            len(re.findall("mma_async", part))
+            for part in re.split(re.escape(HOLD.split("\n", maxsplit=1)[0].strip("{;")), assembly)
+        ],
         "shuffles": count(r"shfl\.sync"),
         "stores": count(r"st\.shared"),
         "sums": sorted(set(re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.(\w+)\.f16\.f16", assembly))),

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The interpreter knows neither PTX nor products of 16-bit floats.
-INLINE = (True, False) if DEVICE == "cuda" else (False,)
+FEATURES = (device_features("cuda"), frozenset({"triton"})) if DEVICE == "cuda" else (frozenset[str](),)
 DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
 #: Errors against the sum of magnitudes: roundings of the output, and of weights where they take the scales.
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
@@ -65,20 +65,22 @@ def error(y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Te
     return float(((y.double() - (x @ weight.T + bias)).abs() / size).max())
 
 
-def kernels(op: Operands, inline: bool) -> dict[str, Callable[[], torch.Tensor]]:
+def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], torch.Tensor]]:
     """Every kernel that computes `op`, with the tile it would get and with others."""
     shape, m = op.shape, op.x.shape[0]
     least = max(shape.span, 128)
     found: dict[str, Callable[[], torch.Tensor]] = {
-        "tiled": lambda: launch.tiled(op, tiled_tile(shape, m), inline=inline),
-        "tiled small": lambda: launch.tiled(op, Tile(4, 16, stages=2), inline=inline),
+        "tiled": lambda: launch.tiled(op, tiled_tile(shape, m), features),
+        "tiled small": lambda: launch.tiled(op, Tile(4, 16, stages=2), features),
     }
     if shape.steps % 2 == 0:
-        found["tiled split"] = lambda: launch.tiled(op, Tile(4, 32, split=2, stages=2), inline=inline)
+        found["tiled split"] = lambda: launch.tiled(op, Tile(4, 32, split=2, stages=2), features)
+    if shape.span <= 128:
+        found["tiled chains"] = lambda: launch.tiled(op, Tile(4, 16, stages=2, chains=2), features)
     if m <= 32:
-        found["skinny"] = lambda: launch.skinny(op, skinny_tile(shape, m), inline=inline)
-        found["skinny rows"] = lambda: launch.skinny(op, SkinnyTile(2, least, 2), inline=inline)
-        found["skinny ahead"] = lambda: launch.skinny(op, SkinnyTile(1, least, 1, True), inline=inline)
+        found["skinny"] = lambda: launch.skinny(op, skinny_tile(shape, m), features)
+        found["skinny rows"] = lambda: launch.skinny(op, SkinnyTile(2, least, 2), features)
+        found["skinny ahead"] = lambda: launch.skinny(op, SkinnyTile(1, least, 1, True), features)
     return found
 
 
@@ -90,8 +92,8 @@ def test_kernels_multiply_with_the_dequantized_weight(
     n, k, m = shape
     for dtype in DTYPES:
         op, packed = operands(make_packed, case, n, k, m, dtype)
-        for inline in INLINE:
-            for name, run in kernels(op, inline).items():
+        for features in FEATURES:
+            for name, run in kernels(op, features).items():
                 y = run()
                 assert error(y, op.x, packed, op.bias) < LIMIT[dtype], name
                 # On a CPU there is nothing that could run in another order.
@@ -105,8 +107,8 @@ def test_dequantize_writes_the_weight(
     for n, k in ((40, 384), (1, 33), (130, 96)):
         for dtype in (*DTYPES, torch.float32):
             op, packed = operands(make_packed, case, n, k, 1, dtype)
-            for inline in INLINE:
-                blocks = [launch.dequantize(op, at, min(at + 64, n), inline=inline) for at in range(0, n, 64)]
+            for features in FEATURES:
+                blocks = [launch.dequantize(op, at, min(at + 64, n), features) for at in range(0, n, 64)]
                 # A float zero-point is moved by the lowest value once, in float32.
                 torch.testing.assert_close(
                     torch.cat(blocks),
@@ -128,17 +130,17 @@ def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor
     x = torch.randint(-4, 5, (m, k), generator=generator).to(DEVICE, DTYPES[0])
     reference = (x.double() @ packed.dequantize().double().T).to(x.dtype)
     op = Operands(x, build(packed, x.dtype), None, packed.scheme, n)
-    for inline in INLINE:
-        for name, run in kernels(op, inline).items():
+    for features in FEATURES:
+        for name, run in kernels(op, features).items():
             assert torch.equal(run(), reference), name
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_stays_in_its_row(make_packed: Callable[..., PackedTensor], value: float) -> None:
     op, _ = operands(make_packed, "int4", 32, 256, 5, DTYPES[0])
-    clean = {name: run() for name, run in kernels(op, INLINE[0]).items()}
+    clean = {name: run() for name, run in kernels(op, FEATURES[0]).items()}
     op.x[2, 77] = value
-    for name, run in kernels(op, INLINE[0]).items():
+    for name, run in kernels(op, FEATURES[0]).items():
         y = run()
         assert not y[2].isfinite().any(), name
         others = [0, 1, 3, 4]
@@ -212,8 +214,8 @@ def test_every_scale_of_8_bits_is_read_as_stored(dtype: torch.dtype) -> None:
     if dtype == torch.float8_e8m0fnu:
         numbers[[0, 255]] = 0.0
     op = Operands(torch.zeros(1, 32, device=DEVICE), build(packed, DTYPES[0]), None, layout, 256)
-    for inline in INLINE:
-        weight = launch.dequantize(op, 0, 256, inline=inline)
+    for features in FEATURES:
+        weight = launch.dequantize(op, 0, 256, features)
         assert torch.equal(weight[:, 0].cpu(), numbers * 7)
 
 

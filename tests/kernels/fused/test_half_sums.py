@@ -12,7 +12,7 @@ from quantkit.kernels.fused import launch
 from quantkit.kernels.fused.launch import Operands, Tile, half_unit
 from quantkit.kernels.fused.layout import build
 from quantkit.kernels.fused.tilings import TILED
-from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
+from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, device_features
 from quantkit.kernels.table import choose, choose_by_rules, log_choice
 from quantkit.packing.schemes import PRESETS, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -35,7 +35,7 @@ def asked(m: int = 64, gpu: Gpu = GEFORCE, half_sums: bool = True, name: str = "
 
 def product(x: torch.Tensor, packed: PackedTensor, half_sums: bool) -> torch.Tensor:
     op = Operands(x, build(packed, x.dtype), None, packed.scheme, packed.shape[0])
-    return launch.tiled(op, Tile(4, 16, stages=2, half_sums=half_sums), inline=DEVICE == "cuda")
+    return launch.tiled(op, Tile(4, 16, stages=2, half_sums=half_sums), device_features(DEVICE))
 
 
 def half_twin(x: torch.Tensor, weight: torch.Tensor, step: int) -> torch.Tensor:
@@ -149,8 +149,8 @@ def test_the_switch_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("problem", "text"),
     [
-        (asked(), "half_sums=True, sums of a step in float16"),
-        (asked(gpu=HOPPER), "half_sums=False, sums in float32 (float16 is allowed, but brings nothing here)"),
+        (asked(), "half_sums=True chains=1 at_once=0, sums of a step in float16"),
+        (asked(gpu=HOPPER), "at_once=0, sums in float32 (float16 is allowed, but brings nothing here)"),
         (asked(m=1), "ahead=True, sums in float32 (float16 is allowed, but brings nothing here)"),
         (asked(half_sums=False), "half_sums=False"),
     ],

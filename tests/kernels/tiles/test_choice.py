@@ -64,7 +64,7 @@ def test_rows_before_the_fastest_say_how_much_slower_they_are(ask: Ask, store_ta
     )
     choice = choice_of(ask(m=2))
     assert (choice.row, choice.us) == ("fused-tiled", 9.0)
-    assert choice.tile == "row_tiles=4 m=16 split=1 warps=4 stages=3 half_sums=False"
+    assert choice.tile == "row_tiles=4 m=16 split=1 warps=4 stages=3 half_sums=False chains=1 at_once=0"
     assert [name for name, _ in choice.refusals] == ["fused-skinny"]
 
 
@@ -138,7 +138,7 @@ def test_the_tile_of_a_table_is_what_is_launched(
     name = "skinny" if entry.row == "fused-skinny" else "tiled"
     launched, run = [], getattr(launch, name)
     monkeypatch.setattr(
-        launch, name, lambda op, tile, **_: launched.append(tile) or run(op, tile, inline=False)
+        launch, name, lambda op, tile, _: launched.append(tile) or run(op, tile, frozenset({"triton"}))
     )
     packed = make_packed("int4", (n, k)).to(device)
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).to(device, dtype)

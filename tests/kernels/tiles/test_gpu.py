@@ -119,9 +119,22 @@ from quantkit.packing.schemes import scheme
 
 driver.set_active(_CompileOnly(GPUTarget("cuda", 90, 32)))
 hashes = []
-launch._start = lambda kernel, grid, op, *args, **options: hashes.append(
-    kernel.warmup(*args, grid=grid, **options).hash
-)
+start = launch._start
+
+
+class Compiled:
+
+    def __init__(self, kernel, grid):
+        self.kernel, self.grid, self.arg_names = kernel, grid, kernel.arg_names
+
+    def __getitem__(self, grid):
+        return self.warmup
+
+    def warmup(self, *args, **options):
+        hashes.append(self.kernel.warmup(*args, **{"grid": self.grid} | options).hash)
+
+
+launch._start = lambda kernel, grid, *rest, **options: start(Compiled(kernel, grid), grid, *rest, **options)
 for row, tile, m in (("fused-skinny", SkinnyTile(), 4), ("fused-tiled", Tile(4, 64, 4), 64)):
     hashes.clear()
     problem = Problem(m, 64, 1024, scheme("int4", zero_point="integer"), torch.bfloat16, "cuda", GPU_FEATURES)

@@ -66,11 +66,20 @@ class BlockTasks:
             found.setdefault(part.parameter.rpartition(".")[0], set()).add(part.expert)
         return {module: tuple(sorted(numbers)) for module, numbers in found.items()}
 
-    def matrices(self, module: str) -> frozenset[str]:
-        """The tasks of fused experts."""
-        return frozenset(
-            name for name, part in self.parts.items() if part.parameter.rpartition(".")[0] == module
-        )
+    def of_expert(self, module: str, expert: int, leaf: str) -> dict[str, Task]:
+        """The matrices of an expert in a fused parameter, as far as they have a method that takes data."""
+        names = (f"{module}.{expert}.{matrix}" for matrix in MATRICES[leaf])
+        return {
+            name: self.tasks[name] for name in names if name in self.tasks and _needs_data(self.tasks[name])
+        }
+
+    def of_experts(self, module: str) -> dict[str, Task]:
+        """The matrices of all its experts that have a method that takes data."""
+        found: dict[str, Task] = {}
+        for expert in self.experts[module]:
+            for leaf in MATRICES:
+                found |= self.of_expert(module, expert, leaf)
+        return found
 
 
 def needs_data(planned: Plan) -> bool:

@@ -62,6 +62,7 @@ class Decoder:
             raise self._refusal("its decoder has no list of blocks called 'layers'")
         self._layers: nn.ModuleList = layers
         self._place_buffers()
+        self._run_experts_one_by_one()
         modules = {module: name for name, module in self._model.named_modules()}
         self._names = [modules[layer] for layer in layers]
         self._prefix = f"{modules[self._decoder]}." if modules[self._decoder] else ""
@@ -73,6 +74,10 @@ class Decoder:
             stored = self._stored.get(name)
             tensor = buffer if stored is None else self._checkpoint.read(stored).to(buffer.dtype)
             setattr(self._model.get_submodule(owner), leaf, tensor.to(self.device))
+
+    def _run_experts_one_by_one(self) -> None:
+        """Grouped products, the default, refuse rows that are no multiple of 16 bytes."""
+        self._model.set_experts_implementation("eager")
 
     def _refusal(self, why: str) -> CheckpointError:
         kind = self._checkpoint.config.get("model_type")

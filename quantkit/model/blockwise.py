@@ -241,9 +241,7 @@ class _Worker:
             # The original's passes first: their block takes the weights before any is replaced.
             suspend = self._suspends(block, states)
             calibrated = todo.calibrated
-            experts = [
-                module for module in todo.experts if any(name in calibrated for name in todo.matrices(module))
-            ]
+            experts = [module for module in todo.experts if todo.of_experts(module)]
             linears = [name for name in calibrated if name not in todo.parts]
             stages = stages_of(block, states.hidden[0].to(device), (*linears, *experts), alone=experts)
             stops = [stage[0] for stage in stages]
@@ -323,11 +321,8 @@ class _Worker:
     ) -> dict[str, tuple[list[int], str | None]]:
         """Quantize experts; by module, how many tokens chose each, and a note where those were too few."""
         home = states.hidden[0].device
-        corrects = any(
-            task.method is not None and task.method.corrects
-            for matrix, task in todo.calibrated.items()
-            if matrix in todo.matrices(name)
-        )
+        tasks = todo.of_experts(name).values()
+        corrects = any(task.method is not None and task.method.corrects for task in tasks)
 
         def call(lane: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
             found = tuple(one.to(home) for one in forwards.step(lane))
@@ -344,11 +339,7 @@ class _Worker:
         originals: Any = None if twin is None else twin.module.get_submodule(name)
         room = int(EXPERTS_MEMORY * free_memory(self.decoder.device))
         quantize_experts(self.solver, experts, originals, name, todo, routed, room, store)
-        widths = {
-            task.module: task.source.shape[1]
-            for matrix, task in todo.calibrated.items()
-            if matrix in todo.matrices(name) and task.module is not None
-        }
+        widths = {task.module: task.source.shape[1] for task in tasks if task.module is not None}
         return {module: coverage(routed, todo.experts[name], width) for module, width in widths.items()}
 
     def _set(self, block: Block, todo: BlockTasks, name: str, weight: torch.Tensor) -> None:

@@ -53,11 +53,13 @@ LINEARS = (
 )
 
 
-def write(directory: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Path:
+def write(
+    directory: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Path:
     """A tiny random model with a tokenizer of one token per character."""
     name, fields = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, name)(**{**SIZES, **fields})
+    config = getattr(transformers, name)(**{**SIZES, **fields, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)

@@ -44,6 +44,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2-window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "granite": ("GraniteConfig", {"residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1]}),
+    "phi3": ("Phi3Config", {"partial_rotary_factor": 0.5}),
+    "glm": ("GlmConfig", {"partial_rotary_factor": 0.5, "attention_bias": True}),
     "opt": ("OPTConfig", {"ffn_dim": 84, "word_embed_proj_dim": 32, "do_layer_norm_before": True}),
     "gpt2": ("GPT2Config", {"n_layer": 2, "n_head": 4, "n_embd": 64}),
 }

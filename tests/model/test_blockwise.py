@@ -38,7 +38,9 @@ MIXED = ROOT.parent / "shared" / "data" / "calib" / "mixed.jsonl"
 @pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "qwen3", "mistral", "gemma2"])
 def test_stored_weights_are_those_of_a_twin_with_the_whole_model_in_memory(tmp_path, text, family, method):
     source, out = write(tmp_path, family), tmp_path / "out"
-    quantize(source, out, format="int4", group_size=32, method=method, calibration=data(text))
+    quantize(
+        source, out, format="int4", group_size=32, method=method, calibration=data(text), lm_head="int4:32"
+    )
     found = load(out, dtype=torch.float32, device="cpu")
     tokens = tokens_of(source, text)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -54,12 +56,13 @@ def test_stored_weights_are_those_of_a_twin_with_the_whole_model_in_memory(tmp_p
 
     chosen = METHODS[method]
     agree = []
-    for layer in range(3):
+    for layer in range(4):
         # Linears with one input are replaced together: none of them sees another one quantized.
-        for stage in (LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]):
+        stages = (LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]) if layer < 3 else (("lm_head",),)
+        for stage in stages:
             stored = {}
             for name in stage:
-                full = f"model.layers.{layer}.{name}"
+                full = f"model.layers.{layer}.{name}" if layer < 3 else name
                 x, original = inputs_of(model, full), inputs_of(exact, full)
                 moments = Moments(
                     gram(x) / len(x), len(x), drift(original, x) / len(x) if chosen.corrects else None
@@ -142,7 +145,15 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch):
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
 
 
-@pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "qwen3", "mistral"])
+#: The linears and biases that scaling changes where they are not those of llama.
+SCALED = {
+    "phi3": {"self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"},
+    "glm": {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+    | {"mlp.gate_up_proj.weight", "self_attn.v_proj.bias"},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "qwen3", "mistral", "phi3", "glm"])
 def test_a_scaled_model_computes_what_the_original_does(tmp_path, text, monkeypatch, family):
     """Scales folded, nothing rounded: every weight is stored as it is to be quantized."""
     source, out = write(tmp_path, family, torch.float32), tmp_path / "out"
@@ -171,9 +182,9 @@ def test_a_scaled_model_computes_what_the_original_does(tmp_path, text, monkeypa
         if (new - parameter.data).abs().max() > 1e-3 * parameter.data.abs().max():
             moved.add(name.split(".", 3)[-1])
         parameter.data = new
-    biases = {"self_attn.v_proj.bias"} if family in ("tied", "qwen2") else set()
+    biases = {"self_attn.v_proj.bias"} if family in ("tied", "qwen2", "glm") else set()
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
-    assert moved == {f"{name}.weight" for name in LINEARS} | norms | biases
+    assert moved == SCALED.get(family, {f"{name}.weight" for name in LINEARS} | biases) | norms
     tokens = torch.arange(24)[None]
     with torch.no_grad():
         expected, found = (m(input_ids=tokens).logits for m in (original, model))
@@ -294,6 +305,27 @@ def test_rules_mix_methods_and_dense_layers(tmp_path, text):
     assert methods["model.layers.2.self_attn.v_proj"] == "gptq"
     assert methods["model.layers.2.self_attn.q_proj"] == "imatrix"
     assert not any(check.problems for check in verify(out, reload=False))
+
+
+@pytest.mark.parametrize("family", ["llama", "tied"])
+def test_a_head_with_data_is_closer_than_without(tmp_path, text, family):
+    source = write(tmp_path, family)
+    exact = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    tokens = tokens_of(source, text)
+    errors = {}
+    for method in ("mse", "gptq", "best", "awq"):
+        out = tmp_path / method
+        rules = (f"lm_head=int3:32:{method}", "*.layers.0.mlp.up_proj=int8::mse", "*.layers.*=keep")
+        options = {} if method == "mse" else {"calibration": data(text)}
+        result = quantize(source, out, method=method, rules=rules, **options)
+        assert not any(check.problems for check in verify(out, reload=False))
+        model = load(out, dtype=torch.float32, device="cpu")
+        with torch.no_grad():
+            expected, found = (m(input_ids=tokens).logits for m in (exact, model))
+        errors[method] = ((found - expected).square().sum() / expected.square().sum()).item()
+        assert ("not scaled" in (result.measured["lm_head"].note or "")) == (method == "awq")
+        assert list(out.glob("*calibrated*")) == []
+    assert max(errors["gptq"], errors["best"]) < 0.6 * errors["mse"] and errors["awq"] < errors["mse"]
 
 
 def test_dead_features_and_singular_moments_are_survived_and_said(tmp_path, text):

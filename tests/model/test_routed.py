@@ -167,6 +167,20 @@ def test_an_expert_without_tokens_gets_the_moments_of_all_and_a_note(tmp_path, t
     assert errors[1] < 0.6 * errors[0]
 
 
+def test_an_expert_whose_moments_are_singular_is_named(tmp_path, text):
+    source, out = write(tmp_path, "mixtral", num_hidden_layers=1), tmp_path / "out"
+    tensors = load_file(source / "model.safetensors")
+    name = next(one for one in tensors if one.endswith("experts.2.w3.weight"))
+    tensors[name][:] = 0
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    result = quantize(source, out, method="best", group_size=32, calibration=data(text))
+    noted = {module: one.note for module, one in result.measured.items() if one.note is not None}
+    assert list(noted) == ["model.layers.0.mlp.experts.down_proj"]
+    assert "mlp.experts.2.down: the second moments" in str(noted[next(iter(noted))])
+    model = load(out, dtype=torch.float32, device="cpu")
+    assert torch.isfinite(model(input_ids=torch.arange(10)[None]).logits).all()
+
+
 def test_rules_mix_methods_of_experts(tmp_path, text):
     source = write(tmp_path, "mixtral")
     rules = (

@@ -231,6 +231,8 @@ class _Worker:
         with ExitStack() as stack:
             file = stack.enter_context(output.shard(todo.filename, todo.specs, {"format": "pt"}))
             finished = _Output(file, todo, report)
+            # Made before it has weights, which would be copied.
+            twin = None if states.exact is None else self.decoder.twin(block)
             stack.enter_context(self.decoder.loaded(block))
 
             def store(quantized: Mapping[str, Quantized]) -> None:
@@ -246,9 +248,7 @@ class _Worker:
             stages = stages_of(block, states.hidden[0].to(device), (*linears, *experts), alone=experts)
             stops = [stage[0] for stage in stages]
             exact: Forwards | None = None
-            twin: Block | None = None
-            if states.exact is not None:
-                twin = self.decoder.twin(block)
+            if states.exact is not None and twin is not None:
                 stack.enter_context(self.decoder.loaded(twin))
                 exact = stack.enter_context(Forwards(twin, states.exact, stops, device, suspend))
             self.solver.factors.clear()

@@ -44,6 +44,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 33},
+            **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+            **{"q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 8, "num_key_value_heads": 4},
+            **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+        },
+    ),
     "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "qwen2-window": (
         "Qwen2Config",

@@ -35,6 +35,19 @@ class Moments:
         """The mean square of each input feature, float32 [K]."""
         return self.second.diagonal()
 
+    def joined(self, other: "Moments | None", weight: float) -> "Moments":
+        """These as if they were of `weight` tokens, together with those of others. Both have a drift or
+        neither.
+        """
+        if other is None:
+            return self
+        share = weight / (weight + other.tokens)
+        shift = None
+        if self.drift is not None:
+            assert other.drift is not None
+            shift = torch.lerp(other.drift, self.drift, share)
+        return Moments(torch.lerp(other.second, self.second, share), other.tokens, shift)
+
     def output_energy(self, rows: torch.Tensor) -> float:
         """The mean squared output of weights `rows` ([n, K] float32), summed over them: tr(rows H rows^T)."""
         return float(((rows @ self.second).double() * rows).sum())

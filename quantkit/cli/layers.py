@@ -82,7 +82,14 @@ def _grouped(layers: Layers, every_layer: bool) -> list[list[tuple[str, "LayerRe
     for name in sorted(layers, key=lambda name: (layers[name].kind == "lm_head", _order(name))):
         key = (
             name if every_layer else _pattern(name),
-            replace(layers[name], relative_error=None, output_error=None, damping=None),
+            replace(
+                layers[name],
+                relative_error=None,
+                output_error=None,
+                damping=None,
+                note=None,
+                expert_tokens=None,
+            ),
         )
         groups.setdefault(key, []).append((name, layers[name]))
     return list(groups.values())

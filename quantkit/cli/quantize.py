@@ -1,6 +1,8 @@
 """`quantkit quantize`: a checkpoint in, a packed checkpoint out."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import median_low
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +13,7 @@ from quantkit.cli.console import err, note, print_json, progress, say, size
 if TYPE_CHECKING:
     from quantkit.checkpoint.source import Checkpoint
     from quantkit.model.plan import Plan
+    from quantkit.model.record import Measured
 
 
 #: Relative squared error above which a layer is hardly the one it was.
@@ -92,9 +95,13 @@ def quantize(
         return
     for text in result.notes:
         note(text)
+    noted: dict[str, list[str]] = {}
     for name, measured in result.measured.items():
         if measured.note is not None:
-            note(f"{name}: {measured.note}.")
+            noted.setdefault(measured.note, []).append(name)
+    for text, names in noted.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        note(f"{names[0]}{more}: {text}.")
     lost = [name for name, error in result.relative_errors.items() if error > LOST]
     if lost:
         note(
@@ -112,4 +119,21 @@ def quantize(
         worst = max(outputs, key=lambda name: outputs[name])
         mean = sum(outputs.values()) / len(outputs)
         say(f"relative error of outputs: mean {mean:.2e}, worst {outputs[worst]:.2e} in {worst}")
+    if (line := coverage_line(result.measured)) is not None:
+        say(line)
     say(f"wrote {result.directory} ({size(result.plan.output_bytes)})")
+
+
+def coverage_line(measured: "Mapping[str, Measured]") -> str | None:
+    """How many calibration tokens the experts of a model have; None without calibrated experts."""
+    # Of gate and up, and of down: the same tokens.
+    tokens = {
+        name.rpartition(".")[0]: one.expert_tokens for name, one in measured.items() if one.expert_tokens
+    }
+    counts = sorted(count for of_layer in tokens.values() for count in of_layer or ())
+    if not counts:
+        return None
+    return (
+        f"calibration tokens per expert: {counts[0]} to {counts[-1]}, median {median_low(counts)}; "
+        f"{counts.count(0)} of {len(counts)} experts without any"
+    )

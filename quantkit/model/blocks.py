@@ -7,7 +7,7 @@ recorded from the decoder's own forward, so that nothing here knows an architect
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,7 +18,7 @@ from torch import nn
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.model.names import model_names
+from quantkit.model.names import ExpertPart, expert_parts, model_names
 from quantkit.model.structure import meta_model
 
 
@@ -54,6 +54,7 @@ class Decoder:
         self._model.eval()
         names = model_names(self._model, checkpoint.tensors)
         self._stored = {parameter: stored for stored, (parameter, fused) in names.items() if not fused}
+        self._parts = expert_parts(self._model, checkpoint.tensors)
         get_decoder = getattr(self._model, "get_decoder", None)
         self._decoder: Any = None if get_decoder is None else get_decoder()
         layers = getattr(self._decoder, "layers", None)
@@ -61,6 +62,7 @@ class Decoder:
             raise self._refusal("its decoder has no list of blocks called 'layers'")
         self._layers: nn.ModuleList = layers
         self._place_buffers()
+        self._run_experts_one_by_one()
         modules = {module: name for name, module in self._model.named_modules()}
         self._names = [modules[layer] for layer in layers]
         self._prefix = f"{modules[self._decoder]}." if modules[self._decoder] else ""
@@ -72,6 +74,10 @@ class Decoder:
             stored = self._stored.get(name)
             tensor = buffer if stored is None else self._checkpoint.read(stored).to(buffer.dtype)
             setattr(self._model.get_submodule(owner), leaf, tensor.to(self.device))
+
+    def _run_experts_one_by_one(self) -> None:
+        """Grouped products, the default, refuse rows that are no multiple of 16 bytes."""
+        self._model.set_experts_implementation("eager")
 
     def _refusal(self, why: str) -> CheckpointError:
         kind = self._checkpoint.config.get("model_type")
@@ -88,6 +94,10 @@ class Decoder:
     def stored_name(self, parameter: str) -> str | None:
         """The name that a parameter has in the file; None if it is no single tensor there."""
         return self._stored.get(parameter)
+
+    def expert_part(self, stored: str) -> ExpertPart | None:
+        """Where a stored matrix goes in fused experts; None for any other tensor."""
+        return self._parts.get(stored)
 
     @property
     def embedding_rows(self) -> int:
@@ -110,25 +120,73 @@ class Decoder:
         """
         hidden: list[torch.Tensor] = []
         arguments: list[dict[str, Any]] = []
-        outer = [name for name, _ in self._decoder.named_parameters() if not name.startswith("layers.")]
-        layers, self._decoder.layers = self._layers, nn.ModuleList()
-        try:
-            with self._lent(self._decoder, {name: self._read(f"{self._prefix}{name}") for name in outer}):
-                for tokens in batches:
-                    arguments = []
-                    self._decoder.layers = nn.ModuleList(
-                        _Recorder(layer, arguments, layer is layers[-1]) for layer in layers
-                    )
-                    try:
-                        self._decoder(input_ids=tokens.to(self.device), use_cache=False)
-                    except _LastBlock as reached:
-                        hidden.append(reached.hidden.to(home))
-        finally:
-            self._decoder.layers = layers
+
+        def record(of_one: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
+            arguments.append(call)
+            if len(arguments) == len(self._layers):
+                raise _LastBlock(of_one)
+            return of_one
+
+        with self._without_blocks(record):
+            for tokens in batches:
+                arguments.clear()
+                try:
+                    self._decoder(input_ids=tokens.to(self.device), use_cache=False)
+                except _LastBlock as reached:
+                    hidden.append(reached.hidden.to(home))
         return hidden, [
             Block(name, layer, of_one)
-            for name, layer, of_one in zip(self._names, layers, arguments, strict=True)
+            for name, layer, of_one in zip(self._names, self._layers, arguments, strict=True)
         ]
+
+    @torch.no_grad()
+    def head_inputs(
+        self, batches: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What the model's lm_head sees, [tokens, d] where `hidden` is: the states [B, T, d] after the last
+        block.
+        """
+        found: list[torch.Tensor] = []
+        seen = 0
+
+        def replace(of_one: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
+            nonlocal seen
+            seen += 1
+            last = seen == len(self._layers) * (len(found) + 1)
+            return hidden[len(found)].to(self.device) if last else of_one
+
+        def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            raise _Stopped(inputs)
+
+        hook = self._model.get_output_embeddings().register_forward_pre_hook(stop)
+        try:
+            with self._without_blocks(replace):
+                for tokens, after in zip(batches, hidden, strict=True):
+                    try:
+                        self._model(input_ids=tokens.to(self.device), use_cache=False)
+                    except _Stopped as stopped:
+                        inputs = stopped.inputs[0].to(after.device)
+                        if inputs.numel() != after.numel():
+                            raise self._refusal(
+                                f"its lm_head sees {tuple(inputs.shape)} of states {tuple(after.shape)}"
+                            ) from None
+                        found.append(inputs.reshape(-1, inputs.shape[-1]))
+        finally:
+            hook.remove()
+        return found
+
+    @contextmanager
+    def _without_blocks(
+        self, forward: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
+    ) -> Iterator[None]:
+        """The decoder with `forward(hidden, arguments)` in place of each block, and its own weights."""
+        outer = [name for name, _ in self._decoder.named_parameters() if not name.startswith("layers.")]
+        self._decoder.layers = nn.ModuleList(_StandIn(layer, forward) for layer in self._layers)
+        try:
+            with self._lent(self._decoder, {name: self._read(f"{self._prefix}{name}") for name in outer}):
+                yield
+        finally:
+            self._decoder.layers = self._layers
 
     @contextmanager
     def loaded(self, block: Block, given: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
@@ -148,9 +206,23 @@ class Decoder:
 
     def _read(self, parameter: str) -> torch.Tensor:
         stored = self._stored.get(parameter)
-        if stored is None:
-            raise self._refusal(f"its parameter {parameter!r} is not one tensor of the checkpoint")
-        return self._checkpoint.read(stored).to(self.device, self.dtype)
+        if stored is not None:
+            return self._checkpoint.read(stored).to(self.device, self.dtype)
+        parts = {name: part for name, part in self._parts.items() if part.parameter == parameter}
+        if not parts:
+            raise self._refusal(
+                f"its parameter {parameter!r} is neither a tensor of the checkpoint nor its experts one "
+                "after the other"
+            )
+        fused = self.empty(parameter)
+        for name, part in parts.items():
+            part.of(fused, self._checkpoint.tensors[name].shape[0]).copy_(self._checkpoint.read(name))
+        return fused
+
+    def empty(self, parameter: str) -> torch.Tensor:
+        """Memory for a parameter."""
+        shape = self._model.get_parameter(parameter).shape
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @contextmanager
     def _lent(self, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -179,29 +251,31 @@ class _LastBlock(Exception):
         self.hidden = hidden
 
 
-class _Recorder(nn.Module):
-    """Stands in for a block: keeps what it is called with beside hidden states, which it returns."""
+class _StandIn(nn.Module):
+    """Stands in for a block: passes hidden states, and what else it is called with, to a function."""
 
-    def __init__(self, layer: nn.Module, calls: list[dict[str, Any]], last: bool) -> None:
+    def __init__(
+        self, layer: nn.Module, function: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
+    ) -> None:
         super().__init__()
         # Past nn.Module, which would make the layer a child.
-        self.__dict__.update(layer=layer, calls=calls, last=last)
+        self.__dict__.update(layer=layer, function=function)
 
     def __getattr__(self, name: str) -> Any:
         # Decoders ask their blocks what kind of attention they have.
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        self.__dict__["calls"].append(arguments)
-        if self.__dict__["last"]:
-            raise _LastBlock(hidden)
-        return hidden
+        found: torch.Tensor = self.__dict__["function"](hidden, arguments)
+        return found
 
 
-def stages_of(block: Block, hidden: torch.Tensor, wanted: Sequence[str]) -> list[tuple[str, ...]]:
-    """The linears `wanted`, by name inside the block, in the order they run, those with one input together.
+def stages_of(
+    block: Block, hidden: torch.Tensor, wanted: Sequence[str], alone: Collection[str] = ()
+) -> list[tuple[str, ...]]:
+    """The modules `wanted`, by name inside the block, in the order they run, those with one input together.
 
-    `CheckpointError` if one does not run exactly once.
+    Except those in `alone`. `CheckpointError` if one does not run exactly once.
     """
     calls: list[tuple[str, torch.Tensor]] = []
     hooks = [
@@ -225,11 +299,11 @@ def stages_of(block: Block, hidden: torch.Tensor, wanted: Sequence[str]) -> list
     stages: list[list[str]] = []
     previous: torch.Tensor | None = None
     for name, inputs in calls:
-        if inputs is previous:
+        if inputs is previous and name not in alone:
             stages[-1].append(name)
         else:
             stages.append([name])
-        previous = inputs
+        previous = None if name in alone else inputs
     return [tuple(stage) for stage in stages]
 
 
@@ -276,11 +350,11 @@ class Forwards:
         for hook in self._hooks:
             hook.remove()
 
-    def step(self, lane: int) -> torch.Tensor:
-        """Run micro-batch `lane` to its next stage, whose input is returned: [tokens, K]."""
+    def step(self, lane: int) -> tuple[torch.Tensor, ...]:
+        """Run micro-batch `lane` to its next stage; what that is called with: [tokens, any] each."""
         stop = self._reached[lane]
         self._reached[lane] += 1
-        found: torch.Tensor | None = None
+        found: tuple[torch.Tensor, ...] | None = None
         if self._suspend:
             found = self._lane(lane).resume()
         else:
@@ -292,7 +366,7 @@ class Forwards:
             finally:
                 self._here.stop = None
         assert found is not None
-        return found.reshape(-1, found.shape[-1])
+        return tuple(one.reshape(-1, one.shape[-1]) for one in found)
 
     def finish(self, lane: int) -> torch.Tensor:
         """Run micro-batch `lane` to the end: the hidden states [B, T, d] after the block, where those before
@@ -327,17 +401,17 @@ class Forwards:
         def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             lane = getattr(self._here, "lane", None)
             if lane is not None:
-                lane.pause(inputs[0])
+                lane.pause(inputs)
             elif getattr(self._here, "stop", None) == at:
-                raise _Stopped(inputs[0])
+                raise _Stopped(inputs)
 
         return stop
 
 
 class _Stopped(Exception):
-    """A pass that starts anew for each stage has come to its stage."""
+    """A pass has come to where it is to stop."""
 
-    def __init__(self, inputs: torch.Tensor) -> None:
+    def __init__(self, inputs: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
         self.inputs = inputs
 
@@ -352,14 +426,14 @@ class _Lane:
     def __init__(self, function: Callable[[], torch.Tensor]) -> None:
         self.output: torch.Tensor | None = None
         self._function = function
-        self._inputs: torch.Tensor | None = None
+        self._inputs: tuple[torch.Tensor, ...] | None = None
         self._error: BaseException | None = None
         self._abandoned = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._main, name="quantkit-forward", daemon=True)
         self._thread.start()
 
-    def resume(self) -> torch.Tensor | None:
+    def resume(self) -> tuple[torch.Tensor, ...] | None:
         """Run up to the next pause and return what it was given; None at the end."""
         if self._abandoned:
             raise _Abandoned
@@ -370,7 +444,7 @@ class _Lane:
         found, self._inputs = self._inputs, None
         return found
 
-    def pause(self, inputs: torch.Tensor) -> None:
+    def pause(self, inputs: tuple[torch.Tensor, ...]) -> None:
         """Give `inputs` to who resumed, and wait to be resumed."""
         self._inputs = inputs
         self._stopped.release()

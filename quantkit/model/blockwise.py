@@ -14,35 +14,31 @@ what is stored depends neither on their number nor on where a run was interrupte
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from quantkit.calibrate.calibrated import (
-    CHUNK_ROWS,
-    CalibratedRows,
-    Inputs,
-    quantize_calibrated_rows,
-    stored_nearest,
-)
-from quantkit.calibrate.methods import QuantizedRows, quantize_rows
-from quantkit.calibrate.moments import Moments, check_finite, drift, gram
-from quantkit.calibrate.parameters import TensorParameters, fit_parameters
+from quantkit.calibrate.calibrated import stored_nearest
+from quantkit.calibrate.moments import Moments
+from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.samples import Samples, micro_batch
 from quantkit.calibrate.scaling import Consumer, candidates, output_error
+from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.checkpoint.writer import OutputDirectory
-from quantkit.errors import FormatError, UsageError
+from quantkit.model.block_tasks import BlockTasks
 from quantkit.model.blocks import Block, Decoder, Forwards, set_weight, stages_of
-from quantkit.model.folding import FOLDABLE, FOLDS, Factors, Fold, fold_into, shared_rows
-from quantkit.model.plan import Plan, Task
+from quantkit.model.folding import Factors, Fold, fold_into, shared_rows
+from quantkit.model.plan import Task
+from quantkit.model.routed import Routed, coverage, quantize_experts
+from quantkit.model.solver import Quantized, ReadInputs, Solver, merged, packed_of
 from quantkit.packing.schemes import Scheme
-from quantkit.packing.tensor import PackedTensor, store_zero_points
 
 #: Workers by device: a CPU has one per core.
 BATCH = {"cpu": 4, "cuda": 8}
@@ -50,6 +46,10 @@ BATCH = {"cpu": 4, "cuda": 8}
 HIDDEN_SECONDS = 30.0
 #: Passes are suspended between stages where what they hold then takes at most this part of the free memory.
 SUSPENDED_MEMORY = 0.5
+#: Experts are worked on together as far as that takes this part of the free memory.
+EXPERTS_MEMORY = 0.25
+#: Linears of methods without data that are quantized together.
+FREE = 16
 #: Hidden states stay on a GPU where they take at most this part of its free memory, and on the host
 #: otherwise.
 HIDDEN_MEMORY = 0.25
@@ -61,95 +61,8 @@ NOT_SCALED = (
     "method and could take the scales"
 )
 
+#: Is called with source bytes that are dealt with and the name of the linear.
 Report = Callable[[int, str], None]
-
-
-@dataclass(frozen=True)
-class BlockTasks:
-    """The linears of one block that are quantized with it, by their name inside the block.
-
-    `folds` are where scales of input features go, and `changed` the dense tensors that they change, by
-    parameter.
-    """
-
-    name: str
-    tasks: Mapping[str, Task]
-    folds: tuple[Fold, ...] = ()
-    changed: Mapping[str, Task] = field(default_factory=dict)
-
-    @property
-    def filename(self) -> str:
-        """The work file of the block, where block names end in a number as those of a module list do."""
-        return f"calibrated-{int(self.name.rpartition('.')[2]):05d}.safetensors"
-
-    @property
-    def hidden_filename(self) -> str:
-        """The work file of the hidden states after the block."""
-        return f"hidden-{int(self.name.rpartition('.')[2]):05d}.safetensors"
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        every = (*self.tasks.values(), *self.changed.values())
-        return [spec for task in every for spec in task.outputs]
-
-
-def needs_data(planned: Plan) -> bool:
-    """Whether a linear of the plan has a method that takes calibration data."""
-    return any(task.method is not None and task.method.needs_data for task in _packing(planned))
-
-
-def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockTasks]:
-    """What is to do in each block up to the last one with a method that takes data.
-
-    `UsageError` where such a method is asked for outside of the blocks, or for experts.
-    """
-    experts = {layer.linear.module for layer in planned.layers if layer.linear.kind == "experts"}
-    block_names = decoder.block_names
-    found: list[dict[str, Task]] = [{} for _ in block_names]
-    last = -1
-    for task in _packing(planned):
-        module = task.module
-        assert module is not None and task.method is not None
-        at = next((i for i, name in enumerate(block_names) if module.startswith(f"{name}.")), None)
-        if task.method.needs_data:
-            if at is None or module in experts:
-                what = "experts" if module in experts else "a linear outside the decoder's blocks"
-                raise UsageError(
-                    f"{module} is {what}, for which method {task.method.name!r} has no inputs. Choose a "
-                    f"method without data for it with a rule, such as --rule '{module}=int8::mse'."
-                )
-            last = max(last, at)
-        if at is not None and module not in experts:
-            found[at][module.removeprefix(f"{block_names[at]}.")] = task
-    dense = {
-        task.source.name: task for shard in planned.shards for task in shard.tasks if task.scheme is None
-    }
-    blocks = []
-    for name, tasks in zip(block_names[: last + 1], found, strict=False):
-        folds = _folds(tasks) if model_type in FOLDABLE else ()
-        stored = {fold.changed: decoder.stored_name(f"{name}.{fold.changed}") for fold in folds}
-        changed = {parameter: dense[one] for parameter, one in stored.items() if one is not None}
-        blocks.append(BlockTasks(name, tasks, folds, changed))
-    return blocks
-
-
-def _folds(tasks: Mapping[str, Task]) -> tuple[Fold, ...]:
-    """Where all linears that see the features are packed by methods that scale."""
-
-    def scales(name: str) -> bool:
-        return name in tasks and tasks[name].method is not None and tasks[name].method.scales  # type: ignore[union-attr]
-
-    return tuple(
-        fold
-        for fold in FOLDS
-        if all(map(scales, fold.consumers)) and (fold.is_norm or fold.producer in tasks)
-    )
-
-
-def work_bytes(blocks: Sequence[BlockTasks], samples: Samples, hidden_size: int) -> int:
-    """Bytes of a run's work files, at most: the blocks, and hidden states twice while they are replaced."""
-    hidden = samples.tokens.numel() * hidden_size * 4
-    return sum(spec.nbytes for block in blocks for spec in block.specs) + 4 * hidden
 
 
 def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
@@ -180,33 +93,39 @@ def quantize_blocks(
     methods = [task.method for block in blocks for task in block.tasks.values()]
     corrects = any(method is not None and method.corrects for method in methods)
     stored = next((i for i in reversed(range(done)) if output.is_done(blocks[i].hidden_filename)), None)
-    home = _home(decoder, samples, 2 if corrects else 1)
+    home = _home(decoder, samples, 2 if corrects else 1, any(block.experts for block in blocks))
     if stored is None:
         hidden, modules = decoder.embed(batches, home)
         states = States(hidden, list(hidden) if corrects else None)
     else:
         _, modules = decoder.embed(batches[:1], home)
         states = States.read(output, blocks[stored].hidden_filename, size, home)
-    worker = _Worker(checkpoint, decoder, workers, lanes, {})
+    worker = _Worker(decoder, Solver(checkpoint, decoder.device, workers, lanes))
     for i in range(0 if stored is None else stored + 1, done):
         states = worker.replay(modules[i], blocks[i], states, output)
     kept = None if stored is None else blocks[stored].hidden_filename
     stored_at = time.monotonic()
-    for block, module in zip(blocks[done:], modules[done : len(blocks)], strict=True):
-        if not block.tasks:
-            states = worker.replay(module, block, states, output)
-            continue
-        states = worker.quantize(module, block, states, output, report)
-        if time.monotonic() - stored_at >= HIDDEN_SECONDS and block is not blocks[-1]:
-            states.write(output, block.hidden_filename)
-            if kept is not None:
-                output.discard(kept)
-            kept, stored_at = block.hidden_filename, time.monotonic()
+    for i in range(done, len(blocks)):
+        block = blocks[i]
+        if block.is_head:
+            worker.quantize_head(block, batches, states, output, report)
+        elif not block.tasks:
+            states = worker.replay(modules[i], block, states, output)
+        else:
+            states = worker.quantize(modules[i], block, states, output, report)
+            if time.monotonic() - stored_at >= HIDDEN_SECONDS and block is not blocks[-1]:
+                states.write(output, block.hidden_filename)
+                if kept is not None:
+                    output.discard(kept)
+                kept, stored_at = block.hidden_filename, time.monotonic()
 
 
-def _home(decoder: Decoder, samples: Samples, copies: int) -> torch.device:
-    """Where the hidden states stay between blocks. Those before and after a block are there at a time."""
-    needed = 2 * copies * samples.tokens.numel() * decoder.hidden_size * decoder.dtype.itemsize
+def _home(decoder: Decoder, samples: Samples, models: int, experts: bool) -> torch.device:
+    """Where the hidden states stay between blocks. Those before and after a block are there at a time, and
+    what experts are called with.
+    """
+    copies = models * (3 if experts else 2)
+    needed = copies * samples.tokens.numel() * decoder.hidden_size * decoder.dtype.itemsize
     fits = needed <= HIDDEN_MEMORY * free_memory(decoder.device)
     return decoder.device if fits else torch.device("cpu")
 
@@ -241,28 +160,54 @@ class States:
         return cls(found["hidden"], found.get("exact"))
 
 
+class _Output:
+    """The work file of a block while it is filled, and what the manifest says of its linears."""
+
+    def __init__(self, file: ShardFile, todo: BlockTasks, report: Report) -> None:
+        self._file, self._todo, self._report = file, todo, report
+        self._details: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def write(self, finished: Mapping[str, Quantized]) -> None:
+        """Write finished linears."""
+        for name, one in finished.items():
+            task = self._todo.tasks[name]
+            assert task.module is not None
+            for part, spec in task.parts:
+                found = one.part(part, task)
+                self._file.write(spec.name, found.cpu().view(spec.torch_dtype))
+            self._details.setdefault(task.module, {})[name] = one.detail
+            matrix = task.source.name.removesuffix(".weight")
+            self._report(task.source.nbytes, one.line(matrix if name in self._todo.parts else task.module))
+
+    def close(self, notes: Mapping[str, Sequence[str]], tokens: Mapping[str, Sequence[int]]) -> None:
+        """Complete what the manifest says, with `notes` and the tokens of experts by module."""
+        self._file.detail["layers"] = {
+            module: merged(matrices, notes.get(module, ()), tokens.get(module))
+            for module, matrices in self._details.items()
+        }
+
+
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """What working on a block takes; `factors` are those of the block in work, by the stored name of a
-    weight.
-    """
+    """What working on a block takes."""
 
-    checkpoint: Checkpoint
     decoder: Decoder
-    workers: ThreadPoolExecutor
-    lanes: int
-    factors: dict[str, Factors]
+    solver: Solver
 
     def replay(self, block: Block, todo: BlockTasks, states: States, output: OutputDirectory) -> States:
         """The states after a block that is done or has nothing to do, by its stored weights."""
-        given = {}
+        given: dict[str, torch.Tensor] = {}
         if todo.tasks:
             files = Checkpoint.of_files([output.path / todo.filename])
-            packed = {name: _packed_of(files, task) for name, task in todo.tasks.items()}
-            given = {
-                f"{name}.weight": one.to(self.decoder.device).dequantize(self.decoder.dtype)
-                for name, one in packed.items()
-            }
+            for parameter in {part.parameter for part in todo.parts.values()}:
+                given[parameter] = self.decoder.empty(f"{block.name}.{parameter}")
+            for name, task in todo.tasks.items():
+                weight = packed_of(files, task).to(self.decoder.device).dequantize(self.decoder.dtype)
+                part = todo.parts.get(name)
+                if part is None:
+                    given[f"{name}.weight"] = weight
+                else:
+                    part.of(given[part.parameter], len(weight)).copy_(weight)
             for parameter, task in todo.changed.items():
                 tensor = files.read(task.outputs[0].name)
                 given[parameter] = tensor.to(self.decoder.device, self.decoder.dtype)
@@ -276,65 +221,134 @@ class _Worker:
 
     def _finished(self, block: Block, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
         with Forwards(block, hidden, (), self.decoder.device, suspend=False) as forwards:
-            return list(self.workers.map(forwards.finish, range(len(hidden))))
+            return list(self.solver.workers.map(forwards.finish, range(len(hidden))))
 
     def quantize(
         self, block: Block, todo: BlockTasks, states: States, output: OutputDirectory, report: Report
     ) -> States:
         """Quantize one block into its work file; the states after it."""
+        device, count = self.decoder.device, len(states.hidden)
         with ExitStack() as stack:
             file = stack.enter_context(output.shard(todo.filename, todo.specs, {"format": "pt"}))
+            finished = _Output(file, todo, report)
+            # Made before it has weights, which would be copied.
+            twin = None if states.exact is None else self.decoder.twin(block)
             stack.enter_context(self.decoder.loaded(block))
-            calibrated = {n: t for n, t in todo.tasks.items() if t.method is not None and t.method.needs_data}
-            details: dict[str, Any] = {}
 
-            def store(finished: Mapping[str, _Quantized]) -> None:
-                for name, one in finished.items():
-                    task = todo.tasks[name]
-                    set_weight(block.module, f"{name}.weight", one.packed.dequantize(self.decoder.dtype))
-                    for part, spec in task.parts:
-                        found = one.part(part, task)
-                        file.write(spec.name, found.cpu().view(spec.torch_dtype))
-                    assert task.module is not None
-                    details[task.module] = one.detail
-                    report(task.source.nbytes, one.line(task.module))
+            def store(quantized: Mapping[str, Quantized]) -> None:
+                for name, one in quantized.items():
+                    self._set(block, todo, name, one.packed.dequantize(self.decoder.dtype))
+                finished.write(quantized)
 
-            exact: Forwards | None = None
             # The original's passes first: their block takes the weights before any is replaced.
             suspend = self._suspends(block, states)
-            stages = stages_of(block, states.hidden[0].to(self.decoder.device), tuple(calibrated))
+            calibrated = todo.calibrated
+            experts = [module for module in todo.experts if todo.of_experts(module)]
+            linears = [name for name in calibrated if name not in todo.parts]
+            stages = stages_of(block, states.hidden[0].to(device), (*linears, *experts), alone=experts)
             stops = [stage[0] for stage in stages]
-            if states.exact is not None:
-                twin = self.decoder.twin(block)
+            exact: Forwards | None = None
+            if states.exact is not None and twin is not None:
                 stack.enter_context(self.decoder.loaded(twin))
-                exact = stack.enter_context(Forwards(twin, states.exact, stops, self.decoder.device, suspend))
-            self.factors.clear()
+                exact = stack.enter_context(Forwards(twin, states.exact, stops, device, suspend))
+            self.solver.factors.clear()
             for parameter, tensor in self._fold(block, todo, states).items():
-                set_weight(block.module, parameter, tensor.to(self.decoder.device, self.decoder.dtype))
+                set_weight(block.module, parameter, tensor.to(device, self.decoder.dtype))
                 file.write(todo.changed[parameter].outputs[0].name, tensor.cpu())
             free = [name for name in todo.tasks if name not in calibrated]
-            store(self._solve({name: todo.tasks[name] for name in free}, None))
-            forwards = stack.enter_context(
-                Forwards(block, states.hidden, stops, self.decoder.device, suspend)
-            )
+            for at in range(0, len(free), FREE):
+                store(self.solver.solve({name: todo.tasks[name] for name in free[at : at + FREE]}, {}))
+            forwards = stack.enter_context(Forwards(block, states.hidden, stops, device, suspend))
+            notes: dict[str, list[str]] = {}
+            tokens: dict[str, list[int]] = {}
             for stage in stages:
-                tasks = {name: calibrated[name] for name in stage}
-                corrects = any(t.method is not None and t.method.corrects for t in tasks.values())
-                moments = self._moments(
-                    f"{block.name}.{stage[0]}", forwards, exact, len(states.hidden), corrects
-                )
-                methods = [task.method for task in tasks.values() if task.method is not None]
-                inputs = self.workers.submit(Inputs.prepare, moments, methods).result()
-                store(self._solve(tasks, inputs))
+                if stage[0] in experts:
+                    covered = self._experts(block, twin, stage[0], todo, forwards, exact, states, store)
+                    for module, (counts, note) in covered.items():
+                        tokens[module] = counts
+                        notes.setdefault(module, []).extend([] if note is None else [note])
+                else:
+                    tasks = {name: calibrated[name] for name in stage}
+                    read = [_reading(forwards, exact, lane, tasks) for lane in range(count)]
+                    store(self.solver.solve_alike(f"{block.name}.{stage[0]}", tasks, read))
             scaled = {name for fold in todo.folds for name in fold.consumers}
             for name, task in calibrated.items():
                 if task.method is not None and task.method.scales and name not in scaled:
                     assert task.module is not None
-                    details[task.module]["note"] = details[task.module]["note"] or NOT_SCALED
-            file.detail["layers"] = details
-            indices = range(len(states.hidden))
-            hidden = list(self.workers.map(forwards.finish, indices))
-            return States(hidden, None if exact is None else list(self.workers.map(exact.finish, indices)))
+                    if NOT_SCALED not in notes.setdefault(task.module, []):
+                        notes[task.module].append(NOT_SCALED)
+            finished.close(notes, tokens)
+            lanes, run = range(count), self.solver.workers.map
+            hidden = list(run(forwards.finish, lanes))
+            return States(hidden, None if exact is None else list(run(exact.finish, lanes)))
+
+    def quantize_head(
+        self,
+        todo: BlockTasks,
+        batches: Sequence[torch.Tensor],
+        states: States,
+        output: OutputDirectory,
+        report: Report,
+    ) -> None:
+        """Quantize the lm_head into its work file, by the states after the last block."""
+        inputs = self.decoder.head_inputs(batches, states.hidden)
+        exact = None if states.exact is None else self.decoder.head_inputs(batches, states.exact)
+        (task,) = todo.tasks.values()
+        assert task.method is not None
+        corrects, scales, device = task.method.corrects, task.method.scales, self.decoder.device
+
+        def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            original = None if exact is None or not corrects else exact[lane].to(device)
+            return inputs[lane].to(device), original
+
+        self.solver.factors.clear()
+        with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:
+            finished = _Output(file, todo, report)
+            jobs = [partial(read, lane) for lane in range(len(inputs))]
+            finished.write(self.solver.solve_alike(todo.name, todo.tasks, jobs))
+            finished.close({todo.name: [NOT_SCALED] if scales else []}, {})
+
+    def _experts(
+        self,
+        block: Block,
+        twin: Block | None,
+        name: str,
+        todo: BlockTasks,
+        forwards: Forwards,
+        exact: Forwards | None,
+        states: States,
+        store: Callable[[Mapping[str, Quantized]], None],
+    ) -> dict[str, tuple[list[int], str | None]]:
+        """Quantize experts; by module, how many tokens chose each, and a note where those were too few."""
+        home = states.hidden[0].device
+        tasks = todo.of_experts(name).values()
+        corrects = any(task.method is not None and task.method.corrects for task in tasks)
+
+        def call(lane: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+            found = tuple(one.to(home) for one in forwards.step(lane))
+            original = None if exact is None else exact.step(lane)[0]
+            return found, original.to(home) if original is not None and corrects else None
+
+        calls = list(self.solver.in_order(call, range(len(states.hidden))))
+        full = f"{block.name}.{name}"
+        routed = Routed.of(
+            [found for found, _ in calls], [original for _, original in calls if original is not None], full
+        )
+        del calls
+        experts: Any = block.module.get_submodule(name)
+        originals: Any = None if twin is None else twin.module.get_submodule(name)
+        room = int(EXPERTS_MEMORY * free_memory(self.decoder.device))
+        quantize_experts(self.solver, experts, originals, name, todo, routed, room, store)
+        widths = {task.module: task.source.shape[1] for task in tasks if task.module is not None}
+        return {module: coverage(routed, todo.experts[name], width) for module, width in widths.items()}
+
+    def _set(self, block: Block, todo: BlockTasks, name: str, weight: torch.Tensor) -> None:
+        """Make `weight` that of a linear, or of a matrix of experts."""
+        part = todo.parts.get(name)
+        if part is None:
+            set_weight(block.module, f"{name}.weight", weight)
+        else:
+            part.of(block.module.get_parameter(part.parameter), len(weight)).copy_(weight)
 
     def _fold(self, block: Block, todo: BlockTasks, states: States) -> dict[str, torch.Tensor]:
         """Choose the scales of a block's input features, in `factors`; the dense tensors they change, by
@@ -347,10 +361,11 @@ class _Worker:
         ) as forwards:
             for fold in todo.folds:
                 name = f"{block.name}.{fold.consumers[0]}"
-                moments = self._moments(name, forwards, None, len(states.hidden), False)
+                jobs = [(name, _reading(forwards, None, lane, {})) for lane in range(len(states.hidden))]
+                moments = self.solver.moments(jobs)[name]
                 scales, shared = self._scales(fold, todo, moments)
                 if fold.changed in todo.changed:
-                    stored = self.checkpoint.read(todo.changed[fold.changed].source.name)
+                    stored = self.solver.checkpoint.read(todo.changed[fold.changed].source.name)
                     changed[fold.changed], exact = fold_into(stored, scales.cpu())
                     # Of a bias only a part of the outputs comes through the rounded values.
                     scales = exact.to(scales.device) if fold.is_norm else scales
@@ -361,8 +376,8 @@ class _Worker:
         return changed
 
     def _multiply(self, task: Task, by: Factors) -> None:
-        known = self.factors.get(task.source.name, Factors())
-        self.factors[task.source.name] = Factors(
+        known = self.solver.factors.get(task.source.name, Factors())
+        self.solver.factors[task.source.name] = Factors(
             known.columns if by.columns is None else by.columns, known.rows if by.rows is None else by.rows
         )
 
@@ -372,15 +387,15 @@ class _Worker:
         tasks = [todo.tasks[name] for name in fold.consumers]
         for task in tasks:
             assert task.scheme is not None and task.method is not None
-            weight = self.checkpoint.read(task.source.name).to(self.decoder.device, torch.float32)
+            weight = self.solver.checkpoint.read(task.source.name).to(self.decoder.device, torch.float32)
             scheme = task.scheme
             if scheme.is_fitted:
                 # Fitted once: how weights are spread hardly changes.
-                scheme = self._fit(task, weight, None).bind(scheme)
+                scheme = self.solver.fit(task, weight, None).bind(scheme)
             consumers.append(Consumer(weight, scheme))
         columns = consumers[0].weight.shape[1]
         rows = columns if fold.is_norm else todo.tasks[fold.producer].source.shape[0]
-        shared = shared_rows(fold, rows, columns, self.checkpoint.config).to(self.decoder.device)
+        shared = shared_rows(fold, rows, columns, self.solver.checkpoint.config).to(self.decoder.device)
         method = tasks[0].method
         assert method is not None
 
@@ -391,7 +406,7 @@ class _Worker:
 
         tried = candidates(consumers, moments, shared)
         errors = list(
-            self.workers.map(lambda one: output_error(consumers, moments, one[shared], stored), tried)
+            self.solver.workers.map(lambda one: output_error(consumers, moments, one[shared], stored), tried)
         )
         return tried[errors.index(min(errors))], shared
 
@@ -405,75 +420,17 @@ class _Worker:
         needed = passes * tokens * 2 * (hidden.shape[-1] + widest) * self.decoder.dtype.itemsize
         return needed <= SUSPENDED_MEMORY * free_memory(self.decoder.device)
 
-    def _moments(
-        self, name: str, forwards: Forwards, exact: Forwards | None, count: int, corrects: bool
-    ) -> Moments:
-        """Run all passes to their next stage; the moments of its inputs, summed in the order of samples."""
 
-        def one(lane: int) -> tuple[int, torch.Tensor, torch.Tensor | None]:
-            inputs = forwards.step(lane)
-            original = None if exact is None else exact.step(lane)
-            check_finite(inputs, name)
-            second = gram(inputs)
-            if original is None or not corrects:
-                return len(inputs), second, None
-            return len(inputs), second, drift(original, inputs)
+def _reading(forwards: Forwards, exact: Forwards | None, lane: int, tasks: Mapping[str, Task]) -> ReadInputs:
+    """Runs a micro-batch to its next stage; the inputs there, and the original's where a method corrects."""
+    corrects = any(task.method is not None and task.method.corrects for task in tasks.values())
 
-        tokens = 0
-        second: torch.Tensor | None = None
-        shift: torch.Tensor | None = None
-        for count_of, part, drift_part in _in_order(self.workers, one, count, self.lanes):
-            tokens += count_of
-            second = part if second is None else second.add_(part)
-            if drift_part is not None:
-                shift = drift_part if shift is None else shift.add_(drift_part)
-        assert second is not None
-        return Moments(second.div_(tokens), tokens, None if shift is None else shift.div_(tokens))
+    def read() -> tuple[torch.Tensor, torch.Tensor | None]:
+        inputs = forwards.step(lane)[0]
+        original = None if exact is None else exact.step(lane)[0]
+        return inputs, original if corrects else None
 
-    def _solve(self, tasks: Mapping[str, Task], inputs: Inputs | None) -> "dict[str, _Quantized]":
-        """Quantize some linears that share `inputs`; None for methods without data."""
-        weights = {name: self._weight(task.source.name) for name, task in tasks.items()}
-        fits = {
-            name: self.workers.submit(self._fit, task, weights[name], inputs) for name, task in tasks.items()
-        }
-        parameters = {name: fit.result() for name, fit in fits.items()}
-        chunks = {
-            name: [
-                self.workers.submit(_rows, rows, task, parameters[name], inputs)
-                for rows in torch.split(weights[name], CHUNK_ROWS[self.decoder.device.type])
-            ]
-            for name, task in tasks.items()
-        }
-        return {
-            name: _Quantized.of([chunk.result() for chunk in chunks[name]], parameters[name], task, inputs)
-            for name, task in tasks.items()
-        }
-
-    def _weight(self, name: str) -> torch.Tensor:
-        """A weight as it is quantized: as stored, or with the scales of its features and rows."""
-        weight = self.checkpoint.read(name).to(self.decoder.device)
-        return self.factors[name].apply(weight) if name in self.factors else weight
-
-    def _fit(self, task: Task, weight: torch.Tensor, inputs: Inputs | None) -> TensorParameters:
-        """What the rows of a weight share."""
-        assert task.scheme is not None and task.method is not None
-        method = task.method
-
-        def target(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-            for rows in torch.split(tensor, CHUNK_ROWS[self.decoder.device.type]):
-                yield rows if inputs is None else inputs.target(rows.to(torch.float32), method)
-
-        def beside() -> Iterator[torch.Tensor]:
-            for other in task.beside:
-                yield from target(self._weight(other.name))
-
-        try:
-            rows, columns = weight.shape
-            return fit_parameters(
-                lambda: target(weight), (rows, columns), task.scheme, method.fit, method.fit_tensor, beside
-            )
-        except FormatError as error:
-            raise FormatError(f"{task.source.name!r}: {error}") from error
+    return read
 
 
 def free_memory(device: torch.device) -> int:
@@ -484,100 +441,3 @@ def free_memory(device: torch.device) -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
-
-
-def _in_order(
-    workers: ThreadPoolExecutor, function: Callable[[int], Any], count: int, lanes: int
-) -> Iterable[Any]:
-    """The results of `function(0)` to `function(count - 1)`, few of them in memory at a time."""
-    for at in range(0, count, 2 * lanes):
-        yield from workers.map(function, range(at, min(at + 2 * lanes, count)))
-
-
-def _rows(
-    rows: torch.Tensor, task: Task, parameters: TensorParameters, inputs: Inputs | None
-) -> CalibratedRows:
-    assert task.scheme is not None and task.method is not None
-    try:
-        if inputs is None:
-            return CalibratedRows(quantize_rows(rows, task.scheme, task.method, parameters), 0.0, 0.0)
-        return quantize_calibrated_rows(rows, task.scheme, task.method, parameters, inputs)
-    except FormatError as error:
-        raise FormatError(f"{task.source.name!r}: {error}") from error
-
-
-@dataclass(frozen=True, eq=False)
-class _Quantized:
-    """A finished linear: its parts, and what the manifest says of it."""
-
-    packed: PackedTensor
-    detail: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        chunks: Sequence[CalibratedRows],
-        parameters: TensorParameters,
-        task: Task,
-        inputs: Inputs | None,
-    ) -> "_Quantized":
-        assert task.scheme is not None and task.method is not None
-        rows: list[QuantizedRows] = [chunk.rows for chunk in chunks]
-        scales = [row.scale for row in rows if row.scale is not None]
-        zeros = [row.zero_point for row in rows if row.zero_point is not None]
-        words = torch.cat([row.words for row in rows])
-        shared = {name: part.to(words.device) for name, part in parameters.parts(task.scheme).items()}
-        parts = {
-            "packed": words,
-            "scale": torch.cat(scales) if scales else None,
-            "zero_point": store_zero_points(torch.cat(zeros), task.scheme) if zeros else None,
-            **shared,
-        }
-        shape = (task.source.shape[0], task.source.shape[1])
-        detail: dict[str, Any] = {
-            "squared": [sum(row.squared_error for row in rows), sum(row.squared_norm for row in rows)]
-        }
-        if inputs is not None:
-            detail["output"] = [
-                sum(chunk.output_error for chunk in chunks),
-                sum(chunk.output_energy for chunk in chunks),
-            ]
-            detail["damping"] = None if inputs.factor is None else inputs.factor.damping
-            detail["note"] = inputs.note(task.method)
-        return cls(PackedTensor.from_parts(parts, task.scheme, shape), detail)
-
-    def part(self, name: str, task: Task) -> torch.Tensor:
-        """The stored part called `name`, the logical shape included."""
-        if name == "shape":
-            return torch.tensor(task.source.shape)
-        found = self.packed.part(name)
-        assert found is not None
-        return found
-
-    def line(self, module: str) -> str:
-        """For the progress line: the relative error of the outputs, and the damping."""
-        if "output" not in self.detail:
-            return module
-        error, energy = self.detail["output"]
-        damping = self.detail["damping"]
-        factored = "" if damping is None else f", damping {damping:g}"
-        return f"{module} (error {error / energy if energy else 0:.1e}{factored})"
-
-
-def _packed_of(files: Checkpoint, task: Task) -> PackedTensor:
-    """The packed tensor that a work file holds for a task."""
-    assert task.scheme is not None
-    shape = (task.source.shape[0], task.source.shape[1])
-    stored = task.scheme.storage_shapes(shape)
-    parts = {
-        part: files.read(spec.name).view(stored[part][0]).reshape(stored[part][1])
-        for part, spec in task.parts
-        if part != "shape"
-    }
-    return PackedTensor.from_parts(parts, task.scheme, shape)
-
-
-def _packing(planned: Plan) -> Iterator[Task]:
-    """The tasks that pack a linear."""
-    for shard in planned.shards:
-        yield from (task for task in shard.tasks if task.scheme is not None)

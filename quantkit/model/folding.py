@@ -6,8 +6,14 @@ from typing import Any
 
 import torch
 
-#: Families whose blocks have the names below, and norms that multiply by their weight.
-FOLDABLE = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+#: Families whose blocks have some of the names below, norms that multiply by their weight, and nothing else
+#: between a producer and its consumers. A test folds each.
+FOLDABLE = frozenset(
+    {
+        *("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "phi3", "glm"),
+        *("mixtral", "qwen2_moe", "qwen3_moe"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -29,9 +35,12 @@ class Fold:
 
 FOLDS = (
     Fold("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), True),
+    Fold("input_layernorm", ("self_attn.qkv_proj",), True),
     Fold("self_attn.v_proj", ("self_attn.o_proj",), False),
     Fold("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), True),
+    Fold("post_attention_layernorm", ("mlp.gate_up_proj",), True),
     Fold("mlp.up_proj", ("mlp.down_proj",), False),
+    Fold("mlp.shared_expert.up_proj", ("mlp.shared_expert.down_proj",), False),
 )
 
 

@@ -141,6 +141,7 @@ class Plan:
                 None if one is None else one.output_error,
                 None if one is None else one.damping,
                 None if one is None else one.note,
+                None if one is None else one.expert_tokens,
             )
             for layer, one in zip(self.layers, found.values(), strict=True)
         }

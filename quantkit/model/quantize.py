@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.methods import CHUNK_WEIGHTS, method_named
+from quantkit.calibrate.methods import CHUNK_WEIGHTS
 from quantkit.calibrate.parameters import SAMPLE_WEIGHTS
 from quantkit.calibrate.recipe import Choice, Recipe, parse_rule, read_recipe
 from quantkit.calibrate.samples import Samples
@@ -24,15 +24,9 @@ from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import UsageError
+from quantkit.model.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
 from quantkit.model.blocks import Decoder
-from quantkit.model.blockwise import (
-    BlockTasks,
-    block_tasks,
-    compute_dtype,
-    needs_data,
-    quantize_blocks,
-    work_bytes,
-)
+from quantkit.model.blockwise import compute_dtype, quantize_blocks
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.record import Measured, ModelRecord
@@ -112,10 +106,7 @@ def make_recipe(
         from_file = Recipe(default)
     first = [parse_rule(rule, from_file.default) for rule in rules]
     if lm_head is not None:
-        # Its inputs come after all blocks, where no method with data looks.
-        chosen = from_file.default.method
-        method_of_head = "mse" if method_named(chosen).needs_data else chosen
-        first.append(parse_rule(f"*lm_head={lm_head}", Choice(method=method_of_head)))
+        first.append(parse_rule(f"*lm_head={lm_head}", Choice(method=from_file.default.method)))
     return Recipe(from_file.default, (*first, *from_file.rules))
 
 

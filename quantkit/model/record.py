@@ -17,13 +17,15 @@ class Measured:
     `relative_error` is the sum of (weight - stored)^2 over that of weight^2, `output_error` the same of its
     outputs on the calibration data, None without data. `damping` is what was added to the diagonal of the
     second moments, in parts of its mean, None where they were not factored. `note` says what was not done as
-    the method says.
+    the method says. `expert_tokens` is how many calibration tokens chose each expert, None for all but
+    experts with data.
     """
 
     relative_error: float
     output_error: float | None = None
     damping: float | None = None
     note: str | None = None
+    expert_tokens: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, detail: Mapping[str, Any]) -> "Measured":
@@ -32,7 +34,14 @@ class Measured:
             key: None if pair is None else pair[0] / pair[1] if pair[1] else 0.0
             for key, pair in (("squared", detail["squared"]), ("output", detail.get("output")))
         }
-        return cls(errors["squared"] or 0.0, errors["output"], detail.get("damping"), detail.get("note"))
+        tokens = detail.get("expert_tokens")
+        return cls(
+            errors["squared"] or 0.0,
+            errors["output"],
+            detail.get("damping"),
+            detail.get("note"),
+            None if tokens is None else tuple(tokens),
+        )
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class LayerRecord:
     output_error: float | None = None
     damping: float | None = None
     note: str | None = None
+    expert_tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,9 @@ class ModelRecord:
     def measured(self) -> dict[str, Measured]:
         """What was measured, of the linears that were."""
         return {
-            name: Measured(layer.relative_error, layer.output_error, layer.damping, layer.note)
+            name: Measured(
+                layer.relative_error, layer.output_error, layer.damping, layer.note, layer.expert_tokens
+            )
             for name, layer in self.layers.items()
             if layer.relative_error is not None
         }
@@ -138,6 +150,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     "output_error": (int, float, type(None)),
     "damping": (int, float, type(None)),
     "note": (str, type(None)),
+    "expert_tokens": (list, type(None)),
 }
 
 
@@ -150,6 +163,13 @@ def _layer(name: str, data: Any) -> LayerRecord:
     if len(shape) != 2 or any(type(n) is not int or not 1 <= n <= _LARGEST for n in shape):
         raise CheckpointError(f"quantkit_manifest.json: shape of {name!r} is {shape!r}, not [N, K]. {_AGAIN}")
     values["shape"] = (shape[0], shape[1])
+    tokens = values.get("expert_tokens")
+    if tokens is not None:
+        if any(type(n) is not int or not 0 <= n <= _LARGEST for n in tokens):
+            raise CheckpointError(
+                f"quantkit_manifest.json: expert_tokens of {name!r} is {tokens!r}, not counts. {_AGAIN}"
+            )
+        values["expert_tokens"] = tuple(tokens)
     if values["scheme"] is not None and not values["scheme"].strip():
         raise CheckpointError(f"quantkit_manifest.json: the scheme of {name!r} is empty. {_AGAIN}")
     return LayerRecord(**values)

@@ -140,3 +140,19 @@ def test_inputs_that_are_not_finite_are_refused_with_the_layer(value: float) -> 
 
 def test_data_free_methods_need_none() -> None:
     assert {name for name, method in METHODS.items() if not method.needs_data} == {"rtn", "mse", "hqq"}
+
+
+def test_joined_moments_are_those_of_weighed_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, f = (torch.randn(60, 7, generator=generator) for _ in range(2))
+    own = slice(40, 60)
+    every = Moments(gram(x) / 60, 60, drift(f, x) / 60)
+    few = Moments(gram(x[own]) / 20, 20, drift(f[own], x[own]) / 20)
+    weights = torch.full((60,), 15 / 60)
+    weights[own] += 1
+    found = every.joined(few, 15)
+    assert found.tokens == 20 and found.drift is not None
+    torch.testing.assert_close(found.second, (x.T * weights) @ x / 35)
+    torch.testing.assert_close(found.drift, ((f - x).T * weights) @ x / 35)
+    assert every.joined(None, 15) is every
+    assert Moments(every.second, 60).joined(Moments(few.second, 20), 15).drift is None

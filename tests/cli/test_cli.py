@@ -20,6 +20,8 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.cli import console, demo, options
+from quantkit.cli.quantize import coverage_line
+from quantkit.model.record import Measured
 from quantkit.packing.schemes import PRESETS
 
 from .conftest import SOURCE, STORIES, Run
@@ -599,3 +601,15 @@ def test_what_has_no_scale_per_tensor_is_refused_by_the_plan(
 ) -> None:
     done = run("plan", SOURCE, "-g", "tensor", *options)
     assert done.code == 4 and message in " ".join(done.err.split())
+
+
+def test_how_many_tokens_experts_have_is_said_once_per_expert() -> None:
+    plain = Measured(0.1)
+    assert coverage_line({"model.layers.0.mlp.up_proj": plain}) is None
+    experts = {
+        f"model.layers.{layer}.mlp.experts.{leaf}": Measured(0.1, 0.1, None, None, tokens)
+        for layer, tokens in ((0, (5, 0, 12)), (1, (7, 8, 300)))
+        for leaf in ("gate_up_proj", "down_proj")
+    }
+    line = coverage_line({"model.layers.0.self_attn.q_proj": plain, **experts})
+    assert line == "calibration tokens per expert: 0 to 300, median 7; 1 of 6 experts without any"

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -202,6 +203,19 @@ def tiny(tmp_path: Path) -> Callable[..., Tiny]:
         return write_tiny(directory, family, SCHEMES[scheme], **options)
 
     return write
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Random characters to calibrate on."""
+    path = tmp_path / "text.jsonl"
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for _ in range(20):
+        codes = torch.randint(0, 62, (60,), generator=generator).tolist()
+        lines.append(json.dumps({"text": "".join(string.printable[code] for code in codes)}))
+    path.write_text("\n".join(lines))
+    return path
 
 
 @pytest.fixture

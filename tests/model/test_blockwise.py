@@ -1,10 +1,8 @@
 """Quantizing with calibration data: what a slow twin finds, whatever memory, workers and interruptions."""
 
-import json
 import multiprocessing
 import os
 import signal
-import string
 import threading
 import time
 from pathlib import Path
@@ -21,7 +19,7 @@ from quantkit.calibrate.moments import Moments, drift, gram
 from quantkit.calibrate.parameters import TensorParameters
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
-from quantkit.model import blocks, blockwise
+from quantkit.model import blocks, blockwise, solver
 from quantkit.model import quantize as quantizing
 from quantkit.model.calibration_data import CalibrationOptions
 from quantkit.model.load import load
@@ -29,103 +27,22 @@ from quantkit.model.quantize import quantize
 from quantkit.model.verify import verify
 from quantkit.packing.schemes import scheme
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 84,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen3": ("Qwen3Config", {}),
-    "mistral": ("MistralConfig", {"sliding_window": 8}),
-    "gemma2": ("Gemma2Config", {"query_pre_attn_scalar": 16, "sliding_window": 8}),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36},
-    ),
-    "gpt2": ("GPT2Config", {"n_layer": 2, "n_head": 4, "n_embd": 64}),
-}
-LINEARS = (
-    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-)
+from .calibrated_models import LINEARS, data, files_of, tokens_of, write
+
 ROOT = Path(__file__).parents[2]
 BOOKS = ROOT.parent / "shared" / "models" / "books-28m"
 MIXED = ROOT.parent / "shared" / "data" / "calib" / "mixed.jsonl"
 
 
-def write(directory: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A tiny random model with a tokenizer of one token per character."""
-    name, fields = FAMILIES[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(**{**SIZES, **fields})
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.15)
-    source = directory / f"{family}-source"
-    model.save_pretrained(source)
-    tokens = {character: i for i, character in enumerate(string.printable[:94])}
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "0"},
-    }
-    (source / "tokenizer.json").write_text(json.dumps(document))
-    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return source
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.jsonl"
-    generator = torch.Generator().manual_seed(0)
-    lines = []
-    for _ in range(20):
-        codes = torch.randint(0, 62, (60,), generator=generator).tolist()
-        lines.append(json.dumps({"text": "".join(string.printable[code] for code in codes)}))
-    path.write_text("\n".join(lines))
-    return path
-
-
-def data(text: Path | None, **options: Any) -> CalibrationOptions:
-    return CalibrationOptions(None if text is None else str(text), **{"samples": 12, "length": 24, **options})
-
-
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
-
-
-def tokens_of(source: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    from quantkit.checkpoint.source import Checkpoint
-    from quantkit.model.calibration_data import read_samples
-
-    return read_samples(Checkpoint.open(source), data(text), 96).tokens
-
-
 @pytest.mark.parametrize("method", ["imatrix", "gptq", "best"])
 @pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "qwen3", "mistral", "gemma2"])
-def test_stored_weights_are_those_of_a_twin_with_the_whole_model_in_memory(
-    tmp_path, text, monkeypatch, family, method
-):
+def test_stored_weights_are_those_of_a_twin_with_the_whole_model_in_memory(tmp_path, text, family, method):
     source, out = write(tmp_path, family), tmp_path / "out"
-    quantize(source, out, format="int4", group_size=32, method=method, calibration=data(text))
+    quantize(
+        source, out, format="int4", group_size=32, method=method, calibration=data(text), lm_head="int4:32"
+    )
     found = load(out, dtype=torch.float32, device="cpu")
-    tokens = tokens_of(source, text, monkeypatch)
+    tokens = tokens_of(source, text)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     exact = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
 
@@ -139,12 +56,13 @@ def test_stored_weights_are_those_of_a_twin_with_the_whole_model_in_memory(
 
     chosen = METHODS[method]
     agree = []
-    for layer in range(3):
+    for layer in range(4):
         # Linears with one input are replaced together: none of them sees another one quantized.
-        for stage in (LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]):
+        stages = (LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]) if layer < 3 else (("lm_head",),)
+        for stage in stages:
             stored = {}
             for name in stage:
-                full = f"model.layers.{layer}.{name}"
+                full = f"model.layers.{layer}.{name}" if layer < 3 else name
                 x, original = inputs_of(model, full), inputs_of(exact, full)
                 moments = Moments(
                     gram(x) / len(x), len(x), drift(original, x) / len(x) if chosen.corrects else None
@@ -227,18 +145,26 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch):
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
 
 
-@pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "qwen3", "mistral"])
+#: The linears and biases that scaling changes where they are not those of llama.
+SCALED = {
+    "phi3": {"self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"},
+    "glm": {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+    | {"mlp.gate_up_proj.weight", "self_attn.v_proj.bias"},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "qwen3", "mistral", "phi3", "glm"])
 def test_a_scaled_model_computes_what_the_original_does(tmp_path, text, monkeypatch, family):
     """Scales folded, nothing rounded: every weight is stored as it is to be quantized."""
     source, out = write(tmp_path, family, torch.float32), tmp_path / "out"
     scaled: dict[str, torch.Tensor] = {}
-    weight_of = blockwise._Worker._weight
+    weight_of = solver.Solver.weight
 
     def keep(worker: Any, name: str) -> torch.Tensor:
         scaled[name] = weight_of(worker, name).clone()
         return scaled[name]
 
-    monkeypatch.setattr(blockwise._Worker, "_weight", keep)
+    monkeypatch.setattr(solver.Solver, "weight", keep)
     # Skewed inputs, so that the search finds something.
     tensors = load_file(source / "model.safetensors")
     for name in tensors:
@@ -256,9 +182,9 @@ def test_a_scaled_model_computes_what_the_original_does(tmp_path, text, monkeypa
         if (new - parameter.data).abs().max() > 1e-3 * parameter.data.abs().max():
             moved.add(name.split(".", 3)[-1])
         parameter.data = new
-    biases = {"self_attn.v_proj.bias"} if family in ("tied", "qwen2") else set()
+    biases = {"self_attn.v_proj.bias"} if family in ("tied", "qwen2", "glm") else set()
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
-    assert moved == {f"{name}.weight" for name in LINEARS} | norms | biases
+    assert moved == SCALED.get(family, {f"{name}.weight" for name in LINEARS} | biases) | norms
     tokens = torch.arange(24)[None]
     with torch.no_grad():
         expected, found = (m(input_ids=tokens).logits for m in (original, model))
@@ -372,13 +298,34 @@ def test_rules_mix_methods_and_dense_layers(tmp_path, text):
     quantize(source, out, method="imatrix", calibration=data(text), rules=rules, lm_head="int8")
     layers = read_manifest(out)["layers"]
     methods = {name: layer["method"] for name, layer in layers.items()}
-    assert methods["model.layers.0.mlp.up_proj"] is None and methods["lm_head"] == "mse"
+    assert methods["model.layers.0.mlp.up_proj"] is None and methods["lm_head"] == "imatrix"
     assert methods["model.layers.1.mlp.up_proj"] == "rtn"
     assert layers["model.layers.1.mlp.up_proj"]["output_error"] is None
     assert methods["model.layers.2.mlp.up_proj"] == "best"
     assert methods["model.layers.2.self_attn.v_proj"] == "gptq"
     assert methods["model.layers.2.self_attn.q_proj"] == "imatrix"
     assert not any(check.problems for check in verify(out, reload=False))
+
+
+@pytest.mark.parametrize("family", ["llama", "tied"])
+def test_a_head_with_data_is_closer_than_without(tmp_path, text, family):
+    source = write(tmp_path, family)
+    exact = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    tokens = tokens_of(source, text)
+    errors = {}
+    for method in ("mse", "gptq", "best", "awq"):
+        out = tmp_path / method
+        rules = (f"lm_head=int3:32:{method}", "*.layers.0.mlp.up_proj=int8::mse", "*.layers.*=keep")
+        options = {} if method == "mse" else {"calibration": data(text)}
+        result = quantize(source, out, method=method, rules=rules, **options)
+        assert not any(check.problems for check in verify(out, reload=False))
+        model = load(out, dtype=torch.float32, device="cpu")
+        with torch.no_grad():
+            expected, found = (m(input_ids=tokens).logits for m in (exact, model))
+        errors[method] = ((found - expected).square().sum() / expected.square().sum()).item()
+        assert ("not scaled" in (result.measured["lm_head"].note or "")) == (method == "awq")
+        assert list(out.glob("*calibrated*")) == []
+    assert max(errors["gptq"], errors["best"]) < 0.6 * errors["mse"] and errors["awq"] < errors["mse"]
 
 
 def test_dead_features_and_singular_moments_are_survived_and_said(tmp_path, text):
@@ -411,12 +358,11 @@ def test_activations_that_are_not_finite_name_the_layer(tmp_path, text):
     [
         ("llama", {"method": "gptq"}, UsageError, "needs calibration data.*--calibration FILE"),
         ("llama", {"method": "mse", "calibration": "text"}, UsageError, "no method of the recipe takes any"),
-        ("qwen3_moe", {"method": "gptq", "calibration": "text"}, UsageError, "experts.*'gptq'.*--rule"),
         (
-            "llama",
-            {"rules": ("lm_head=int8::gptq",), "calibration": "text"},
+            "opt",
+            {"rules": ("*.project_in=int8::gptq",), "calibration": "text"},
             UsageError,
-            "lm_head is a linear outside",
+            "project_in is a linear outside.*'gptq'.*--rule",
         ),
         ("llama", {"method": "gptq", "format": "binary-residual"}, FormatError, "several planes"),
         ("llama", {"method": "gptq", "format": "binary-rank1"}, FormatError, "column scales"),
@@ -447,7 +393,7 @@ def test_a_pass_that_fails_leaves_no_thread(tmp_path, text, monkeypatch):
     def fail(*arguments: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(blockwise, "gram", fail)
+    monkeypatch.setattr(solver, "gram", fail)
     with pytest.raises(RuntimeError, match="planted"):
         quantize(source, tmp_path / "out", method="gptq", calibration=data(text))
     assert {thread.name for thread in threading.enumerate()} <= before | {"MainThread"}

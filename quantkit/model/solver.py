@@ -1,0 +1,242 @@
+"""Quantizing linears whose inputs are known: on some workers, whose results are put together in one order."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.calibrated import CHUNK_ROWS, CalibratedRows, Inputs, quantize_calibrated_rows
+from quantkit.calibrate.methods import Method, QuantizedRows, quantize_rows
+from quantkit.calibrate.moments import Moments, check_finite, drift, gram
+from quantkit.calibrate.parameters import TensorParameters, fit_parameters
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import FormatError
+from quantkit.model.folding import Factors
+from quantkit.model.plan import Task
+from quantkit.packing.tensor import PackedTensor, store_zero_points
+
+#: Reads inputs [T, K] of a linear, and those of the original model for methods that correct for drift.
+ReadInputs = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Solver:
+    """What quantizing takes; `lanes` is the number of `workers`.
+
+    `factors` are what weights are multiplied by first, by their stored name: those of the block in work.
+    """
+
+    checkpoint: Checkpoint
+    device: torch.device
+    workers: ThreadPoolExecutor
+    lanes: int
+    factors: dict[str, Factors] = field(default_factory=dict)
+
+    def moments(self, jobs: Iterable[tuple[str, ReadInputs]]) -> dict[str, Moments]:
+        """The moments of the inputs of each linear, by name, summed in the order of `jobs`."""
+
+        def one(job: tuple[str, ReadInputs]) -> tuple[str, int, torch.Tensor, torch.Tensor | None]:
+            name, read = job
+            inputs, original = read()
+            check_finite(inputs, name)
+            shift = None if original is None else drift(original, inputs)
+            return name, len(inputs), gram(inputs), shift
+
+        tokens: dict[str, int] = {}
+        seconds: dict[str, torch.Tensor] = {}
+        shifts: dict[str, torch.Tensor] = {}
+        for name, count, second, shift in self.in_order(one, list(jobs)):
+            tokens[name] = tokens.get(name, 0) + count
+            for sums, part in ((seconds, second), (shifts, shift)):
+                if part is not None:
+                    sums[name] = sums[name].add_(part) if name in sums else part
+        return {
+            name: Moments(
+                second.div_(tokens[name]),
+                tokens[name],
+                shifts[name].div_(tokens[name]) if name in shifts else None,
+            )
+            for name, second in seconds.items()
+        }
+
+    def in_order(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        """The results of `function` for all items, few of them in memory at a time."""
+        for at in range(0, len(items), 2 * self.lanes):
+            yield from self.workers.map(function, items[at : at + 2 * self.lanes])
+
+    def prepare(
+        self, moments: Mapping[str, Moments], methods: Mapping[str, Sequence[Method]]
+    ) -> dict[str, Inputs]:
+        """What the `methods` of the linears that have these moments, by the same names, make of them."""
+        found = self.workers.map(lambda name: Inputs.prepare(moments[name], methods[name]), moments)
+        return dict(zip(moments, found, strict=True))
+
+    def solve(self, tasks: Mapping[str, Task], inputs: Mapping[str, Inputs]) -> "dict[str, Quantized]":
+        """Quantize some linears with what is known of their inputs, nothing for methods without data."""
+        weights = {name: self.weight(task.source.name) for name, task in tasks.items()}
+        fits = {
+            name: self.workers.submit(self.fit, task, weights[name], inputs.get(name))
+            for name, task in tasks.items()
+        }
+        parameters = {name: fit.result() for name, fit in fits.items()}
+        chunks = {
+            name: [
+                self.workers.submit(_rows, rows, task, parameters[name], inputs.get(name))
+                for rows in torch.split(weights[name], CHUNK_ROWS[self.device.type])
+            ]
+            for name, task in tasks.items()
+        }
+        return {
+            name: Quantized.of(
+                [chunk.result() for chunk in chunks[name]], parameters[name], task, inputs.get(name)
+            )
+            for name, task in tasks.items()
+        }
+
+    def solve_alike(
+        self, name: str, tasks: Mapping[str, Task], read: Sequence[ReadInputs]
+    ) -> "dict[str, Quantized]":
+        """Quantize linears with one input, read in pieces, whose name is for errors."""
+        moments = self.moments([(name, one) for one in read])
+        methods = [task.method for task in tasks.values() if task.method is not None]
+        inputs = self.prepare(moments, {name: methods})[name]
+        return self.solve(tasks, dict.fromkeys(tasks, inputs))
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A weight as it is quantized: as stored, or with the scales of its features and rows."""
+        weight = self.checkpoint.read(name).to(self.device)
+        return self.factors[name].apply(weight) if name in self.factors else weight
+
+    def fit(self, task: Task, weight: torch.Tensor, inputs: Inputs | None) -> TensorParameters:
+        """What the rows of a weight share."""
+        assert task.scheme is not None and task.method is not None
+        method = task.method
+
+        def target(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+            for rows in torch.split(tensor, CHUNK_ROWS[self.device.type]):
+                yield rows if inputs is None else inputs.target(rows.to(torch.float32), method)
+
+        def beside() -> Iterator[torch.Tensor]:
+            for other in task.beside:
+                yield from target(self.weight(other.name))
+
+        try:
+            rows, columns = weight.shape
+            return fit_parameters(
+                lambda: target(weight), (rows, columns), task.scheme, method.fit, method.fit_tensor, beside
+            )
+        except FormatError as error:
+            raise FormatError(f"{task.source.name!r}: {error}") from error
+
+
+def _rows(
+    rows: torch.Tensor, task: Task, parameters: TensorParameters, inputs: Inputs | None
+) -> CalibratedRows:
+    assert task.scheme is not None and task.method is not None
+    try:
+        if inputs is None:
+            return CalibratedRows(quantize_rows(rows, task.scheme, task.method, parameters), 0.0, 0.0)
+        return quantize_calibrated_rows(rows, task.scheme, task.method, parameters, inputs)
+    except FormatError as error:
+        raise FormatError(f"{task.source.name!r}: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A finished linear: its parts, and what the manifest says of it."""
+
+    packed: PackedTensor
+    detail: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Sequence[CalibratedRows],
+        parameters: TensorParameters,
+        task: Task,
+        inputs: Inputs | None,
+    ) -> "Quantized":
+        assert task.scheme is not None and task.method is not None
+        rows: list[QuantizedRows] = [chunk.rows for chunk in chunks]
+        scales = [row.scale for row in rows if row.scale is not None]
+        zeros = [row.zero_point for row in rows if row.zero_point is not None]
+        words = torch.cat([row.words for row in rows])
+        shared = {name: part.to(words.device) for name, part in parameters.parts(task.scheme).items()}
+        parts = {
+            "packed": words,
+            "scale": torch.cat(scales) if scales else None,
+            "zero_point": store_zero_points(torch.cat(zeros), task.scheme) if zeros else None,
+            **shared,
+        }
+        shape = (task.source.shape[0], task.source.shape[1])
+        detail: dict[str, Any] = {
+            "squared": [sum(row.squared_error for row in rows), sum(row.squared_norm for row in rows)]
+        }
+        if inputs is not None:
+            detail["output"] = [
+                sum(chunk.output_error for chunk in chunks),
+                sum(chunk.output_energy for chunk in chunks),
+            ]
+            detail["damping"] = None if inputs.factor is None else inputs.factor.damping
+            detail["note"] = inputs.note(task.method)
+        return cls(PackedTensor.from_parts(parts, task.scheme, shape), detail)
+
+    def part(self, name: str, task: Task) -> torch.Tensor:
+        """The stored part called `name`, the logical shape included."""
+        if name == "shape":
+            return torch.tensor(task.source.shape)
+        found = self.packed.part(name)
+        assert found is not None
+        return found
+
+    def line(self, module: str) -> str:
+        """For the progress line: the relative error of the outputs, and the damping."""
+        if "output" not in self.detail:
+            return module
+        error, energy = self.detail["output"]
+        damping = self.detail["damping"]
+        factored = "" if damping is None else f", damping {damping:g}"
+        return f"{module} (error {error / energy if energy else 0:.1e}{factored})"
+
+
+def packed_of(files: Checkpoint, task: Task) -> PackedTensor:
+    """The packed tensor that a work file holds for a task."""
+    assert task.scheme is not None
+    shape = (task.source.shape[0], task.source.shape[1])
+    stored = task.scheme.storage_shapes(shape)
+    parts = {
+        part: files.read(spec.name).view(stored[part][0]).reshape(stored[part][1])
+        for part, spec in task.parts
+        if part != "shape"
+    }
+    return PackedTensor.from_parts(parts, task.scheme, shape)
+
+
+def merged(
+    matrices: Mapping[str, Mapping[str, Any]], notes: Sequence[str], tokens: Sequence[int] | None
+) -> dict[str, Any]:
+    """The details of the matrices of one module as one, with `notes` on all, and the tokens of experts."""
+    details = list(matrices.values())
+    found: dict[str, Any] = {
+        "squared": [sum(pair) for pair in zip(*(one["squared"] for one in details), strict=True)]
+    }
+    if "output" not in details[0]:
+        return found
+    own: dict[str, list[str]] = {}
+    for name, detail in matrices.items():
+        if detail["note"] is not None:
+            own.setdefault(detail["note"], []).append(name)
+    texts = [text if len(matrices) == 1 else f"{_shown(names)}: {text}" for text, names in own.items()]
+    found["output"] = [sum(pair) for pair in zip(*(one["output"] for one in details), strict=True)]
+    dampings = [one["damping"] for one in details if one["damping"] is not None]
+    found["damping"] = max(dampings, default=None)
+    found["note"] = "; ".join([*texts, *notes]) or None
+    if tokens is not None:
+        found["expert_tokens"] = list(tokens)
+    return found
+
+
+def _shown(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -90,8 +90,6 @@ def quantize(
     if json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
         return
-    for text in result.notes:
-        note(text)
     for name, measured in result.measured.items():
         if measured.note is not None:
             note(f"{name}: {measured.note}.")

@@ -23,10 +23,10 @@ from quantkit.calibrate.sources import BUNDLED
 RUN = 12
 
 
-def runs(text: str) -> dict[tuple[str, ...], None]:
+def runs(text: str) -> Iterator[tuple[str, ...]]:
     """Every run of `RUN` words, in order, regardless of case and punctuation."""
     words = re.findall(r"\w+", text.lower())
-    return {tuple(words[i : i + RUN]): None for i in range(len(words) - RUN + 1)}
+    return zip(*(words[i:] for i in range(RUN)), strict=False)
 
 
 def texts_of(path: Path) -> Iterator[str]:

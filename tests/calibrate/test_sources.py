@@ -3,7 +3,6 @@
 import gzip
 import importlib.util
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from quantkit.calibrate.sources import BUNDLED, BUNDLED_NAME, Source, parse_sour
 from quantkit.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
+HELD_OUT = ROOT.parent / "shared" / "data" / "eval"
 
 
 @pytest.fixture
@@ -147,10 +147,10 @@ def test_shared_runs_of_words_are_found(tmp_path: Path) -> None:
     assert len(shared(rows, [tasks])) == 1
 
 
-@pytest.mark.skipif("QUANTKIT_EVAL_TEXTS" not in os.environ, reason="QUANTKIT_EVAL_TEXTS names no directory")
+@pytest.mark.skipif(not HELD_OUT.is_dir(), reason="the texts for evaluation are not here")
 def test_the_bundled_text_shares_nothing_with_texts_for_evaluation() -> None:
     tool = calibration_text()
-    paths = [p for p in Path(os.environ["QUANTKIT_EVAL_TEXTS"]).iterdir() if p.suffix in (".txt", ".jsonl")]
+    paths = [path for path in HELD_OUT.iterdir() if path.suffix in (".txt", ".jsonl")]
     assert paths and tool.shared(tool.documents(gzip.decompress(BUNDLED.read_bytes())), paths) == []
 
 

@@ -1,6 +1,13 @@
 """Without a GPU the fused kernels run in Triton's interpreter, chosen before Triton is imported."""
 
+import json
 import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 import torch
@@ -13,3 +20,82 @@ if not torch.cuda.is_available():
 def seeded() -> None:
     """Random numbers are the same in every run, whatever ran before."""
     torch.manual_seed(0)
+
+
+#: The commit of every repository of a stand-in hub.
+HUB_COMMIT = "1" * 40
+
+
+class StandInHub(BaseHTTPRequestHandler):
+    """Serves one repository the way the hub does, and refuses its gated files."""
+
+    def __init__(
+        self, repo: str, files: Mapping[str, bytes], kind: str, gated: Sequence[str], *rest: Any
+    ) -> None:
+        self.repo, self.files, self.gated = repo, files, gated
+        self.api = f"/api/{kind}s/{repo}"
+        self.resolve = f"/{repo}/resolve/" if kind == "model" else f"/{kind}s/{repo}/resolve/"
+        super().__init__(*rest)
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith(self.resolve):
+            name = path.removeprefix(self.resolve).partition("/")[2]
+            if name in self.gated:
+                self.answer(b"", status=403, error="GatedRepo")
+            elif name in self.files:
+                self.answer(self.files[name], name)
+            else:
+                self.answer(b"", status=404, error="EntryNotFound")
+        elif path.startswith(f"{self.api}/tree/"):
+            tree = [{"type": "file", "path": n, "size": len(c), "oid": n} for n, c in self.files.items()]
+            self.answer(json.dumps(tree).encode())
+        elif path in (self.api, f"{self.api}/revision/main"):
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+            info = {"id": self.repo, "sha": HUB_COMMIT, "siblings": siblings}
+            self.answer(json.dumps(info).encode())
+        elif path.startswith(self.api):
+            self.answer(b"{}", status=404, error="RevisionNotFound")
+        else:
+            self.answer(b"{}", status=404, error="RepoNotFound")
+
+    do_HEAD = do_GET
+
+    def answer(self, body: bytes, name: str = "", status: int = 200, error: str = "") -> None:
+        size = len(body)
+        requested = self.headers.get("Range", "")
+        if requested:
+            first, _, last = requested.removeprefix("bytes=").partition("-")
+            body, status = body[int(first) : int(last or size) + 1], 206
+            self.send_response(status)
+            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(body) - 1}/{size}")
+        else:
+            self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{name.replace("/", "-")}"')
+        self.send_header("X-Repo-Commit", HUB_COMMIT)
+        if error:
+            self.send_header("X-Error-Code", error)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub_of() -> Iterator[Callable[..., str]]:
+    """`hub_of(repo, files, kind="model", gated=())`: the endpoint of a hub with one repository."""
+    with ExitStack() as stack:
+
+        def serve(
+            repo: str, files: Mapping[str, bytes], kind: str = "model", gated: Sequence[str] = ()
+        ) -> str:
+            server = ThreadingHTTPServer(("127.0.0.1", 0), partial(StandInHub, repo, files, kind, gated))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            return f"http://127.0.0.1:{server.server_address[1]}"
+
+        yield serve

@@ -1,99 +1,60 @@
-"""Calibration texts: which files, which of their documents, and how many samples of each.
+"""Documents of text files: what is one in a file of each kind, and what is refused.
 
-A source is a file, optionally with how many samples it gives: `a.jsonl:256,wiki.txt:128`. A `.txt` file is
-one document, a line of a `.jsonl` file and a row of a `.parquet` file are one each, either `text` or chat
-`messages`.
+A `.txt` file is one document; a line of a `.jsonl` file, an object of a `.json` file and a row of a
+`.parquet` file are one each. Which of their columns make the document is a row of the table `COLUMNS`. All
+but `.parquet` may be compressed, as `.jsonl.gz`.
 """
 
+import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.files import shown
 
 #: A document: its text, or the messages of a chat.
 Document = str | list[dict[str, Any]]
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+
+#: Bounds what a small compressed file may grow to.
+MAX_DECOMPRESSED_BYTES = 1 << 30
+
+_GZIP_MAGIC = b"\x1f\x8b"
+#: Who speaks in "conversations", by the names of ShareGPT.
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
-@dataclass(frozen=True)
-class Source:
-    """A file of calibration texts, and its share of the samples: None for an equal one."""
-
-    path: Path
-    share: int | None = None
-
-
-def parse_sources(text: str) -> tuple[Source, ...]:
-    """The sources of `FILE[:SAMPLES],...`; `UsageError` for what is none, or mixes both forms."""
-    sources = []
-    for part in text.split(","):
-        name, separator, count = part.strip().rpartition(":")
-        if not separator or not count.isascii() or not count.isdigit():
-            name, count = part.strip(), ""
-        if count and (len(count) > 9 or int(count) < 1):
-            raise UsageError(f"calibration {part!r} asks for {count} samples; use at least 1.")
-        _check_source(name, text)
-        sources.append(Source(Path(name), int(count) if count else None))
-    shares = {source.share is None for source in sources}
-    if len(shares) > 1:
-        raise UsageError(
-            f"calibration {text!r} says how many samples for some of its files only; say it for all or for "
-            "none."
-        )
-    paths = [source.path for source in sources]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise UsageError(f"calibration {text!r} names {twice} twice; name each file once.")
-    return tuple(sources)
+def kind_of(name: str) -> str | None:
+    """The one of `SUFFIXES` that a file name has, compressed or not; None for any other name."""
+    suffix = Path(name.removesuffix(".gz")).suffix
+    if suffix not in SUFFIXES or (name.endswith(".gz") and suffix == ".parquet"):
+        return None
+    return suffix
 
 
-def _check_source(name: str, text: str) -> None:
-    if not name:
-        raise UsageError(f"calibration {text!r} names no file; give FILE[:SAMPLES], separated by commas.")
-    path = Path(name)
-    if path.is_file() and path.suffix in SUFFIXES:
-        return
-    if path.suffix not in SUFFIXES:
-        raise UsageError(
-            f"calibration source {name!r} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file. Data "
-            "sets of the hub are not read yet: download one of its files and name that."
-        )
-    raise UsageError(f"calibration file {name} is not there. Check the path.")
-
-
-def shares(sources: Sequence[Source], samples: int | None, default: int) -> tuple[int, ...]:
-    """How many samples each source gives: `samples` in proportion to their shares, which alone are counts.
-
-    `default` is the number where neither says one.
-    """
-    weights = [source.share or 1 for source in sources]
-    total = samples
-    if total is None:
-        total = sum(weights) if sources[0].share is not None else max(default, len(sources))
-    if total < len(sources):
-        raise UsageError(f"{total} calibration samples are fewer than the {len(sources)} files; use more.")
-    # Largest remainders; each at least one.
-    exact = [max(1.0, total * weight / sum(weights)) for weight in weights]
-    counts = [int(count) for count in exact]
-    while sum(counts) > total:
-        counts[counts.index(max(counts))] -= 1
-    for at in sorted(range(len(counts)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
-        counts[at] += 1
-    return tuple(counts)
-
-
-def read_documents(path: Path) -> list[Document]:
-    """The documents of a file, those without text left out.
+def read_documents(path: Path, characters: int | None = None) -> list[Document]:
+    """The documents of a file, those without text left out; with `characters` the first
+    of about so much text.
 
     `UsageError` naming the file, and the line where there is one, if it cannot be read, is not UTF-8, is
-    binary, has something else than documents in it or no text at all; `EnvironmentProblem` if reading it
-    takes a package that is not installed.
+    binary or compressed, has something else than documents in it or no text at all; `EnvironmentProblem` if
+    reading it takes a package that is not installed.
     """
-    documents = list(_READERS[path.suffix](path))
-    found = [document for document in documents if not isinstance(document, str) or document.strip()]
+    kind = kind_of(path.name)
+    assert kind is not None, path
+    found: list[Document] = []
+    length = 0
+    for document in _READERS[kind](path):
+        size = _characters(document)
+        if size:
+            found.append(document)
+            length += size
+        if characters is not None and length >= characters:
+            break
     if not found:
         raise UsageError(f"{path}: the file has no text. Give a file with some pages of it.")
     return found
@@ -105,25 +66,47 @@ def read_text(path: Path) -> str:
     `UsageError` for a file that cannot be read, is not UTF-8 (names the line), is binary or has
     nothing but whitespace.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error}). Check the path.") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        # `error.object` lacks the byte order mark, so positions count in it.
-        line = bytes(error.object)[: error.start].count(b"\n") + 1
-        raise UsageError(
-            f"{path}: line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x}). "
-            "Convert the file to UTF-8, or give a text file."
-        ) from None
-    if "\0" in text:
-        line = text[: text.index("\0")].count("\n") + 1
-        raise UsageError(f"{path}: line {line} has a NUL byte; this is a binary file. Give a text file.")
+    text = "".join(line for _, line in _lines(path))
     if not text.strip():
         raise UsageError(f"{path}: the file has no text. Give a file with at least two tokens.")
     return text
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines with their ends, numbered from 1; only `\\n` ends one, as JSON strings may hold the others."""
+    compressed = path.suffix == ".gz"
+    left = MAX_DECOMPRESSED_BYTES
+    try:
+        with cast(BinaryIO, gzip.open(path)) if compressed else path.open("rb") as file:
+            number = 0
+            while raw := file.readline(left + 1 if compressed else -1):
+                number, left = number + 1, left - len(raw)
+                if compressed and left < 0:
+                    raise UsageError(
+                        f"{path}: has more than {MAX_DECOMPRESSED_BYTES} bytes when decompressed. Give a "
+                        "part of it."
+                    )
+                yield number, _decoded(raw, path, number)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UsageError(f"{path}: is not a whole gzip file ({error}). Download it again.") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error}). Check the path.") from error
+
+
+def _decoded(raw: bytes, path: Path, number: int) -> str:
+    if number == 1 and raw.startswith(_GZIP_MAGIC):
+        raise UsageError(f"{path}: is compressed with gzip. Decompress it, or let its name end in .gz.")
+    try:
+        line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        # `error.object` lacks the byte order mark, so positions count in it.
+        raise UsageError(
+            f"{path}: line {number} is not UTF-8 (byte 0x{error.object[error.start]:02x}). "
+            "Convert the file to UTF-8, or give a text file."
+        ) from None
+    if "\0" in line:
+        raise UsageError(f"{path}: line {number} has a NUL byte; this is a binary file. Give a text file.")
+    return line
 
 
 def _text_file(path: Path) -> Iterator[Document]:
@@ -131,8 +114,7 @@ def _text_file(path: Path) -> Iterator[Document]:
 
 
 def _json_lines(path: Path) -> Iterator[Document]:
-    # Not splitlines, which also breaks at characters that JSON strings may hold.
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in _lines(path):
         if not line.strip():
             continue
         try:
@@ -144,44 +126,134 @@ def _json_lines(path: Path) -> Iterator[Document]:
         yield _document(row, f"{path}: line {number}")
 
 
-def _parquet(path: Path) -> Iterator[Document]:
+def _json_file(path: Path) -> Iterator[Document]:
+    """One array of objects, or lines of them, which many call .json as well."""
+    first = next((line.lstrip() for _, line in _lines(path) if line.strip()), "")
+    if not first.startswith("["):
+        yield from _json_lines(path)
+        return
     try:
-        from pyarrow import parquet  # type: ignore[import-not-found,unused-ignore]
+        rows = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: is not JSON ({error}). Write an array of objects.") from None
+    for number, row in enumerate(rows):
+        yield _document(row, f"{path}: object {number}")
+
+
+def import_parquet(name: Path | str) -> Any:
+    """pyarrow's parquet; `EnvironmentProblem` with the name of a file to read where there is none."""
+    try:
+        from pyarrow import parquet
     except ImportError as error:
         raise EnvironmentProblem(
-            f"{path}: reading .parquet takes pyarrow, which cannot be imported ({error}). Install it with "
-            "`pip install pyarrow`, or convert the file to .jsonl."
+            f"{name}: reading .parquet takes pyarrow, which cannot be imported ({error}). Install it with "
+            "`pip install 'quantkit[parquet]'`, or give a .jsonl file."
         ) from error
+    return parquet
+
+
+def _parquet(path: Path) -> Iterator[Document]:
+    parquet = import_parquet(path)
     try:
-        file = parquet.ParquetFile(path)
-        columns = [name for name in ("text", "messages") if name in file.schema_arrow.names]
-        rows = file.read(columns=columns).to_pylist()
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            usable = [name for keys, _ in COLUMNS if set(keys) <= set(names) for name in keys]
+            if not usable:
+                raise UsageError(f"{path} has the columns {shown(names)}; expected {_EXPECTED}.")
+            number = 0
+            for batch in file.iter_batches(batch_size=256, columns=sorted(set(usable))):
+                for row in batch.to_pylist():
+                    yield _document(row, f"{path}: row {number}")
+                    number += 1
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: is not a readable parquet file ({error}). Check the file.") from error
-    for number, row in enumerate(rows):
-        yield _document(row, f"{path}: row {number}")
 
 
 def _document(row: Any, where: str) -> Document:
-    text = row.get("text") if isinstance(row, Mapping) else None
-    if isinstance(text, str):
+    if isinstance(row, Mapping):
+        present = [(keys, of) for keys, of in COLUMNS if all(key in row for key in keys)]
+        given = [(keys, of) for keys, of in present if all(row[key] is not None for key in keys)]
+        for keys, document_of in given:
+            document = document_of(*(row[key] for key in keys))
+            if document is not None:
+                return document
+        if present and not given:
+            return ""  # A row of nulls is left out, like one with an empty text.
+    found = f"the keys {shown(sorted(map(str, row)))}" if isinstance(row, Mapping) else type(row).__name__
+    raise UsageError(f"{where} has {found}; expected {_EXPECTED}.")
+
+
+def _plain(text: Any) -> Document | None:
+    return text if isinstance(text, str) else None
+
+
+def _chat(messages: Any) -> list[dict[str, Any]] | None:
+    """`[{"role": ..., "content": ...}]`, or with the keys "from" and "value" and the roles of ShareGPT."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        return None
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            return None
+        if isinstance(message.get("role"), str) and "content" in message:
+            found.append({key: value for key, value in message.items() if value is not None})
+            found[-1].setdefault("content", "")
+        elif message.get("from") in _ROLES and isinstance(message.get("value"), str):
+            found.append({"role": _ROLES[message["from"]], "content": message["value"]})
+        else:
+            return None
+    return found
+
+
+def _exchange(*parts: Any) -> Document | None:
+    """Texts as one, a line each unless a part brings the space between them; or the parts of a chat."""
+    if all(isinstance(part, str) for part in parts):
+        text = ""
+        for part in filter(None, parts):
+            spaced = not text or text[-1].isspace() or part[0].isspace()
+            text += part if spaced else "\n" + part
         return text
-    messages = row.get("messages") if isinstance(row, Mapping) else None
-    chat = isinstance(messages, list) and all(
-        isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
-        for message in messages
-    )
-    if chat and messages:
-        return [dict(message) for message in messages]
-    found = f"the keys {sorted(map(str, row))}" if isinstance(row, Mapping) else type(row).__name__
-    raise UsageError(
-        f'{where} has {found}; expected {{"text": "..."}} or {{"messages": [{{"role": ..., "content": '
-        f"...}}]}}."
-    )
+    chats = [_chat(part) for part in parts]
+    if any(chat is None for chat in chats):
+        return None
+    return [message for chat in chats for message in chat or ()]
+
+
+#: Which columns make a document, and how; of those that are there the first whose values fit.
+COLUMNS: tuple[tuple[tuple[str, ...], Callable[..., Document | None]], ...] = (
+    (("text",), _plain),
+    (("content",), _plain),
+    (("messages",), _chat),
+    (("conversations",), _chat),
+    (("prompt", "completion"), _exchange),
+    (("prompt", "response"), _exchange),
+    (("instruction", "input", "output"), _exchange),
+    (("instruction", "output"), _exchange),
+    (("question", "answer"), _exchange),
+)
+
+
+def _column_names(rows: Iterable[tuple[tuple[str, ...], Any]]) -> str:
+    *names, last = ("+".join(keys) for keys, _ in rows)
+    return f"{', '.join(names)} or {last}"
+
+
+_EXPECTED = (
+    f"{_column_names(COLUMNS)}, where messages and conversations are lists of "
+    '{"role": ..., "content": ...}, the others text'
+)
+
+
+def _characters(document: Document) -> int:
+    """How much text there is; 0 for nothing but whitespace."""
+    if isinstance(document, str):
+        return len(document) if document.strip() else 0
+    return max(1, sum(len(str(message["content"])) for message in document))
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
     ".txt": _text_file,
     ".jsonl": _json_lines,
+    ".json": _json_file,
     ".parquet": _parquet,
 }

@@ -7,7 +7,9 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -17,6 +19,7 @@ from quantkit.checkpoint.source import HEADERS_ONLY_NAME
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 
 _T = TypeVar("_T")
+_C = TypeVar("_C")
 
 # For the first answer of the hub, tried once; and for each header after that.
 _DEADLINE_SECONDS = 4.0
@@ -27,15 +30,26 @@ _SIDE_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _IGNORE_PATTERNS = ("*/*", "consolidated*")
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.\-]*(/\w[\w.\-]*)?", re.ASCII)
 
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is looked for on the hub, in the words of its errors: the thing, its repository, the local way."""
+
+    what: str = "checkpoint"
+    repository: str = "repository"
+    place: str = "directory"
+
+
 _UNREACHABLE = (
     EnvironmentProblem,
-    "the hub cannot be reached and the checkpoint is not complete in the local cache",
-    "Check the network, HF_ENDPOINT and the proxy settings, or give a local directory.",
+    "the hub cannot be reached and the {what} is not complete in the local cache",
+    "Check the network, HF_ENDPOINT and the proxy settings, or give a local {place}.",
 )
 # By the name of the exception class or of one of its bases, closest first: the error to raise, what
-# happened, the remedy. Names, because huggingface_hub is imported only when a hub id is used.
+# happened, the remedy, both with the words of `Wanted`. Names, because huggingface_hub is imported only when
+# a hub id is used.
 _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
-    "HFValidationError": (UsageError, "this is neither a directory nor a hub id", "Check the path."),
+    "HFValidationError": (UsageError, "this is neither a {place} nor a hub id", "Check the path."),
     "GatedRepoError": (
         CheckpointError,
         "access to the repository is gated",
@@ -43,7 +57,7 @@ _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
     ),
     "RepositoryNotFoundError": (
         CheckpointError,
-        "the hub has no such repository, or it is private; no such local directory either",
+        "the hub has no such {repository}, or it is private; no such local {place} either",
         "Check the name or path; for a private repository `hf auth login`.",
     ),
     "RevisionNotFoundError": (
@@ -53,19 +67,19 @@ _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
     ),
     "OfflineModeIsEnabled": (
         EnvironmentProblem,
-        "HF_HUB_OFFLINE is set and the checkpoint is not complete in the local cache",
-        "Unset HF_HUB_OFFLINE, or give a local directory.",
+        "HF_HUB_OFFLINE is set and the {what} is not complete in the local cache",
+        "Unset HF_HUB_OFFLINE, or give a local {place}.",
     ),
     "HfHubHTTPError": (
         EnvironmentProblem,
         "the hub answered with an error",
-        "Try again later, or give a local directory.",
+        "Try again later, or give a local {place}.",
     ),
     "HTTPError": _UNREACHABLE,
     "TimeoutError": _UNREACHABLE,
     "OSError": (
         EnvironmentProblem,
-        "the checkpoint cannot be downloaded",
+        "the {what} cannot be downloaded",
         "Check the network and the free space of the cache directory.",
     ),
 }
@@ -95,19 +109,27 @@ def resolve(source: str | Path, *, revision: str | None = None, headers_only: bo
             f"{str(source)!r} is no directory; expected a checkpoint directory or a hub id such as "
             "org/name. Check the path."
         )
-    try:
+    with explained(source, revision, Wanted()):
         return _from_hub(source, revision, headers_only)
+
+
+@contextmanager
+def explained(source: str, revision: str | None, wanted: Wanted) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a `QuantkitError` about `source`; bugs pass."""
+    try:
+        yield
     except QuantkitError:
         raise
     except Exception as error:
         explanation = _explanation(error)
         if explanation is None:
             raise
-        kind, problem, remedy = explanation
+        kind, *texts = explanation
+        problem, remedy = (text.format(**vars(wanted)) for text in texts)
         at = f" at revision {revision!r}" if revision else ""
         detail = str(error).strip().partition("\n")[0]
         raise kind(
-            f"{source}{at}: {problem} ({detail}); expected a downloadable checkpoint. {remedy}"
+            f"{source}{at}: {problem} ({detail}); expected a downloadable {wanted.what}. {remedy}"
         ) from error
 
 
@@ -130,15 +152,12 @@ def _from_hub(repo: str, revision: str | None, headers_only: bool) -> Path:
             )
         )
 
-    try:
-        info = _within(_DEADLINE_SECONDS, lambda: huggingface_hub.HfApi().model_info(repo, revision=revision))
-    except Exception as error:
-        if _explanation(error) is None or type(error).__name__ in _FINAL:
-            raise
-        try:
-            return snapshot(("*.safetensors",), local_files_only=True)
-        except OSError:
-            raise error from None
+    info = online_or_cached(
+        lambda: huggingface_hub.HfApi().model_info(repo, revision=revision),
+        lambda: snapshot(("*.safetensors",), local_files_only=True),
+    )
+    if isinstance(info, Path):
+        return info
     files = [file.rfilename for file in info.siblings or ()]
     shards = [name for name in files if re.fullmatch(r"(?!consolidated)[^/]+\.safetensors", name)]
     if not shards:
@@ -150,6 +169,22 @@ def _from_hub(repo: str, revision: str | None, headers_only: bool) -> Path:
     if headers_only:
         return _skeleton(repo, info.sha, shards, snapshot(()))
     return snapshot(("*.safetensors",))
+
+
+def online_or_cached(ask: Callable[[], _T], cached: Callable[[], _C]) -> _T | _C:
+    """What `ask` gets from the hub within seconds, or else what is in the local cache.
+
+    Raises what `ask` raised where the cache has nothing, or the hub's answer is final.
+    """
+    try:
+        return _within(_DEADLINE_SECONDS, ask)
+    except Exception as error:
+        if _explanation(error) is None or type(error).__name__ in _FINAL:
+            raise
+        try:
+            return cached()
+        except OSError:
+            raise error from None
 
 
 def _within(seconds: float, call: Callable[[], _T]) -> _T:

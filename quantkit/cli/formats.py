@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -11,7 +11,8 @@ from rich.table import Table
 
 from quantkit.cli import options
 from quantkit.cli.console import out, print_json, printable, progress, say
-from quantkit.errors import EnvironmentProblem, OutputError, UsageError
+from quantkit.cli.plots import check_png, figure_class, save
+from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.calibrate.noise import Noise
@@ -64,10 +65,8 @@ def _check(name: str | None, codes: bool, noise: bool, plot: Path | None) -> Non
         raise UsageError("--noise measures every format; leave out NAME and --codes.")
     if plot is not None and not noise:
         raise UsageError("--plot draws what --noise measures; add --noise.")
-    if plot is not None and plot.suffix != ".png":
-        raise UsageError(f"--plot {plot} does not end in .png, the one kind of file it writes.")
     if plot is not None:
-        _figure_class()
+        check_png(plot)
 
 
 def _show_formats(name: str | None, json: bool) -> None:
@@ -208,24 +207,11 @@ def _show_noise(plot: Path | None, json: bool) -> None:
         say(f"wrote {plot}")
 
 
-def _figure_class() -> Callable[..., Any]:
-    """matplotlib's `Figure`; `EnvironmentProblem` where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"--plot needs matplotlib, which cannot be imported ({error}). Install it with "
-            "`pip install 'quantkit[plots]'`."
-        ) from error
-    figure: Callable[..., Any] = Figure
-    return figure
-
-
 def _draw(path: Path, noises: Sequence["Noise"], method: str = "mse") -> None:
     """Write a PNG: for each distribution the error (logarithmic) of every scheme against its bits."""
     from quantkit.calibrate.noise import pareto_front
 
-    figure = _figure_class()(figsize=(9, 14), dpi=100, layout="constrained")
+    figure = figure_class()(figsize=(9, 14), dpi=100, layout="constrained")
     panels = figure.subplots(len(_DISTRIBUTIONS), 1)
     for axes, (name, title) in zip(panels, _DISTRIBUTIONS.items(), strict=True):
         front = pareto_front(noises, method, name)
@@ -241,10 +227,7 @@ def _draw(path: Path, noises: Sequence["Noise"], method: str = "mse") -> None:
     figure.set_layout_engine("none")
     for axes, name in zip(panels, _DISTRIBUTIONS, strict=True):
         _label(figure, axes, noises, pareto_front(noises, method, name), (method, name))
-    try:
-        figure.savefig(path, metadata={"Software": None})
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}. Choose another place.") from error
+    save(figure, path)
 
 
 def _points(noises: Sequence["Noise"], method: str, name: str) -> list[tuple[float, float]]:

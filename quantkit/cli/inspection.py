@@ -1,27 +1,46 @@
 """`quantkit inspect`: what is in a packed checkpoint."""
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, say
 from quantkit.cli.layers import print_layers, print_readers, totals
+from quantkit.cli.plots import check_png, draw_errors
 
 
 def inspect(
     directory: options.PackedDirectory,
     every_layer: options.EveryLayer = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Also draw the error of every linear by its block."),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Show how a packed checkpoint stores each linear.
 
     Reads the manifest and headers only. "bits" counts every stored bit per weight, "error" is the squared
-    error of the weights over their squares. With --json, prints the manifest.
+    error of the weights over their squares. With --json, prints the manifest. The plot has the errors of the
+    outputs if the model was calibrated.
     """
     from quantkit.checkpoint.manifest import read_manifest
     from quantkit.checkpoint.source import Checkpoint
     from quantkit.model.record import ModelRecord
 
+    if plot is not None:
+        check_png(plot)
     manifest = read_manifest(directory)
     record = ModelRecord.from_manifest(manifest)
     checkpoint = Checkpoint.open(directory)
+    if plot is not None:
+        left_out = draw_errors(plot, directory.resolve().name, record.layers)
+        if left_out:
+            note(
+                f"{len(left_out)} linears are not in the plot, such as {left_out[0]}: exact, or without data."
+            )
     if json:
         print_json(manifest)
         return
@@ -29,6 +48,10 @@ def inspect(
         note(warning)
     made_by = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     say(f"made from {record.source} with {made_by}")
+    if record.calibration is not None:
+        say(f"calibrated on {record.calibration}")
     print_layers(record.layers, record.dense, every_layer=every_layer)
     say(totals(record.source_bytes, checkpoint.nbytes, record.bits_per_weight))
     print_readers(record.container, record.needs_quantkit)
+    if plot is not None:
+        say(f"wrote {plot}")

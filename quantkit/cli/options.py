@@ -101,8 +101,10 @@ Calibration = Annotated[
     str | None,
     typer.Option(
         "--calibration",
-        metavar="FILE[:SAMPLES],...",
-        help="Texts for methods with data: .txt, .jsonl or .parquet with 'text' or chat 'messages'.",
+        metavar="TEXTS[:SAMPLES],...",
+        help="For methods with data: files (.txt, .jsonl, .json, .parquet) or data sets of the hub "
+        "(hf:OWNER/NAME).",
+        show_default="a text that comes with quantkit",
     ),
 ]
 CalibrationSamples = Annotated[

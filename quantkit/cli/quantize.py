@@ -93,8 +93,6 @@ def quantize(
     if json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
         return
-    for text in result.notes:
-        note(text)
     noted: dict[str, list[str]] = {}
     for name, measured in result.measured.items():
         if measured.note is not None:

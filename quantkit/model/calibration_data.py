@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.documents import Document, parse_sources, read_documents, shares
+from quantkit.calibrate.documents import Document
 from quantkit.calibrate.samples import DEFAULT_LENGTH, DEFAULT_SAMPLES, Samples, draw, merge
+from quantkit.calibrate.sources import parse_sources, read_source, shares
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.load import tokenize, tokenizer
@@ -15,8 +16,8 @@ from quantkit.model.load import tokenize, tokenizer
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What a user asks of calibration data: files (`FILE[:SAMPLES],...`), how many samples of how many
-    tokens.
+    """What a user asks of calibration data: sources (`NAME[:SAMPLES],...`, the bundled text for None), how
+    many samples of how many tokens.
     """
 
     sources: str | None = None
@@ -37,15 +38,9 @@ def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int)
 
     `UsageError` for sources that cannot be used, `CheckpointError` if the tokenizer is another model's.
     """
-    if options.sources is None:
-        raise UsageError(
-            "this method needs calibration data: texts like those that the model will see. Give some with "
-            "--calibration FILE (.txt, .jsonl or .parquet), or take a method without data, such as --method "
-            "mse."
-        )
     sources = parse_sources(options.sources)
     counts = shares(sources, options.samples, DEFAULT_SAMPLES)
-    length, notes = options.length or DEFAULT_LENGTH, []
+    length, notes = options.length or DEFAULT_LENGTH, list[str]()
     limit = _positions(checkpoint.config)
     if limit is not None and length > limit:
         notes = [
@@ -55,8 +50,10 @@ def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int)
     words = tokenizer(checkpoint.directory)
     parts = []
     for source, count in zip(sources, counts, strict=True):
-        documents = [_tokens(words, document, str(source.path)) for document in read_documents(source.path)]
-        parts.append(draw(documents, count, length, options.seed, words.eos_token_id, str(source.path)))
+        texts = read_source(source, count * length)
+        documents = [_tokens(words, document, texts.name) for document in texts.documents]
+        parts.append(draw(documents, count, length, options.seed, words.eos_token_id, texts.name))
+        notes += texts.notes
     samples = merge(parts)
     largest = int(samples.tokens.max())
     if largest >= rows:

@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,11 @@ CALIBRATION_WORKERS = {"cpu": max(1, os.cpu_count() or 1), "cuda": 1}
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """A finished packed checkpoint: its directory, plan, and what was measured of each packed linear.
-
-    `notes` are for people: what was not done as asked.
-    """
+    """A finished packed checkpoint: its directory, plan, and what was measured of each packed linear."""
 
     directory: Path
     plan: Plan
     measured: Mapping[str, Measured]
-    notes: tuple[str, ...] = ()
 
     @property
     def relative_errors(self) -> dict[str, float]:
@@ -154,7 +150,7 @@ def quantize(
     format) and a recipe file refine that. `device` is where the arithmetic runs; "auto" takes a GPU if there
     is one.
     `allow_auto_map` accepts a config that names remote code, which is dropped and never run. `calibration`
-    says what texts methods with data are calibrated on.
+    says what texts methods with data are calibrated on, the text that comes with quantkit if nothing else.
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
     before any tensor is written.
 
@@ -191,6 +187,8 @@ def quantize(
         )
     mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
     calibrated = _calibrated(checkpoint, planned, calibration or CalibrationOptions(), target)
+    if calibrated is not None:
+        planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
     run = _run_record(checkpoint, recipe, target, max_shard_bytes, calibrated)
     expected = planned.output_bytes + (0 if calibrated is None else calibrated.work_bytes)
     with OutputDirectory.open(Path(out), checkpoint.directory, mode, run, expected) as output:
@@ -210,9 +208,7 @@ def quantize(
                 checkpoint.side_files,
                 _record(str(source), planned, recipe, measured, calibrated).to_dict(),
             )
-    return QuantizeResult(
-        Path(out), planned, measured, () if calibrated is None else calibrated.samples.notes
-    )
+    return QuantizeResult(Path(out), planned, measured)
 
 
 @dataclass(frozen=True, eq=False)

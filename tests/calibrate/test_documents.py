@@ -1,78 +1,15 @@
 """Calibration texts: what is read, and what is refused with the file and line."""
 
 import builtins
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
-from quantkit.calibrate.documents import Source, parse_sources, read_documents, shares
+from quantkit.calibrate import documents
+from quantkit.calibrate.documents import kind_of, read_documents, read_text
 from quantkit.errors import EnvironmentProblem, UsageError
-
-
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.jsonl", "b.txt", "c:7.txt"):
-        Path(name).write_text("x")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("b.txt", [("b.txt", None)]),
-        ("b.txt:12", [("b.txt", 12)]),
-        ("a.jsonl:256, b.txt:128", [("a.jsonl", 256), ("b.txt", 128)]),
-        ("a.jsonl,b.txt", [("a.jsonl", None), ("b.txt", None)]),
-        ("c:7.txt:3", [("c:7.txt", 3)]),
-        ("c:7.txt", [("c:7.txt", None)]),
-    ],
-)
-def test_sources(files: Path, text: str, expected: list[tuple[str, int | None]]) -> None:
-    assert parse_sources(text) == tuple(Source(Path(name), share) for name, share in expected)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "names no file"),
-        ("a.jsonl,,b.txt", "names no file"),
-        ("missing.txt", "missing.txt is not there"),
-        ("wikitext", "'wikitext' is not a .txt, .jsonl or .parquet file. Data sets of the hub are not read"),
-        ("user/set:64", "'user/set' is not"),
-        ("b.txt:0", "asks for 0 samples"),
-        ("b.txt:99999999999", "asks for 99999999999 samples"),
-        ("a.jsonl:3,b.txt", "some of its files only"),
-        ("b.txt,b.txt", "b.txt twice"),
-    ],
-)
-def test_sources_that_are_refused(files: Path, text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-        parse_sources(text)
-
-
-@pytest.mark.parametrize(
-    ("given", "samples", "expected"),
-    [
-        ((None,), None, (128,)),
-        ((None,), 7, (7,)),
-        ((256, 128), None, (256, 128)),
-        ((256, 128), 9, (6, 3)),
-        ((2, 1), 10, (7, 3)),
-        ((None, None, None), 128, (43, 43, 42)),
-        ((1000, 1), 10, (9, 1)),
-        ((1000, 1, 1), 3, (1, 1, 1)),
-    ],
-)
-def test_shares(given: tuple[int | None, ...], samples: int | None, expected: tuple[int, ...]) -> None:
-    sources = [Source(Path(f"{i}.txt"), share) for i, share in enumerate(given)]
-    assert shares(sources, samples, 128) == expected
-
-
-def test_fewer_samples_than_files_are_refused() -> None:
-    with pytest.raises(UsageError, match="1 calibration samples are fewer than the 2 files"):
-        shares([Source(Path("a.txt")), Source(Path("b.txt"))], 1, 128)
 
 
 def test_documents_of_each_kind(tmp_path: Path) -> None:
@@ -99,7 +36,7 @@ def test_parquet_needs_pyarrow_and_says_so(tmp_path: Path, monkeypatch: pytest.M
         return plain(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(EnvironmentProblem, match=r"a\.parquet.*pip install pyarrow.*jsonl"):
+    with pytest.raises(EnvironmentProblem, match=r"a\.parquet.*pip install 'quantkit\[parquet\]'.*jsonl"):
         read_documents(path)
 
 
@@ -107,8 +44,87 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"text": ["one", "two"], "id": [1, 2]}), path)
+    parquet.write_table(pyarrow.table({"text": ["one", None, "two"], "id": [1, 2, 3]}), path)
     assert read_documents(path) == ["one", "two"]
+    assert read_documents(path, 2) == ["one"]
+    chats = [[{"role": "user", "content": "hi", "name": None}], [{"role": "user", "content": "ho"}]]
+    parquet.write_table(pyarrow.table({"messages": chats, "score": [0.1, 0.2]}), path)
+    assert read_documents(path) == [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]]
+    parquet.write_table(pyarrow.table({"label": [1], "sentence": ["one"]}), path)
+    with pytest.raises(
+        UsageError, match=r"a\.parquet has the columns \['label', 'sentence'\]; expected text, "
+    ):
+        read_documents(path)
+    path.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(UsageError, match=r"a\.parquet: is not a readable parquet file"):
+        read_documents(path)
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "a", "messages": CHAT}, "a"),
+        ({"text": None, "messages": CHAT}, CHAT),
+        ({"content": "a", "url": "b"}, "a"),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}, CHAT),
+        ({"conversations": CHAT}, CHAT),
+        ({"messages": [{**CHAT[0], "tool_calls": None}, CHAT[1]]}, CHAT),
+        ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 = 2"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, CHAT),
+        ({"prompt": "hi", "response": "ho"}, "hi\nho"),
+        ({"instruction": "Add.", "input": "1 1", "output": "2"}, "Add.\n1 1\n2"),
+        ({"instruction": "Add.", "input": "", "output": "2"}, "Add.\n2"),
+        ({"instruction": "Add.", "output": "2"}, "Add.\n2"),
+        ({"question": "Who?", "answer": "I."}, "Who?\nI."),
+    ],
+)
+def test_columns_that_make_a_document(tmp_path: Path, row: object, expected: object) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row))
+    assert read_documents(path) == [expected]
+
+
+def test_nulls_and_empty_texts_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": null}\n{"text": ""}\n{"text": "a"}\n{"question": null, "answer": null}')
+    assert read_documents(path) == ["a"]
+
+
+def test_json_files_are_arrays_or_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for text in ('\n [{"text": "a"},\n {"text": "b"}]\n', '{"text": "a"}\n{"text": "b"}\n'):
+        path.write_text(text)
+        assert read_documents(path) == ["a", "b"]
+
+
+def test_compressed_files_are_read_and_never_grow_without_bound(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    assert read_documents(path) == ["one", "two"]
+    monkeypatch.setattr(documents, "MAX_DECOMPRESSED_BYTES", 20)
+    assert read_documents(path, 3) == ["one"]  # the rest is not looked at
+    with pytest.raises(UsageError, match="has more than 20 bytes when decompressed"):
+        read_documents(path)
+    text = tmp_path / "a.txt.gz"
+    text.write_bytes(gzip.compress(b"a" * 20, mtime=0))
+    assert read_text(text) == "a" * 20
+    text.write_bytes(gzip.compress(b"a" * 21, mtime=0))
+    with pytest.raises(UsageError, match="has more than 20 bytes"):
+        read_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("a.txt", ".txt"), ("a.b.jsonl", ".jsonl"), ("x/a.json.gz", ".json"), ("a.parquet", ".parquet")),
+        *(("a.parquet.gz", None), ("a.gz", None), ("jsonl", None), ("a.csv", None), ("a.txt.zip", None)),
+    ],
+)
+def test_kinds_of_files(name: str, kind: str | None) -> None:
+    assert kind_of(name) == kind
 
 
 @pytest.mark.parametrize(
@@ -125,6 +141,28 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": 3}', "line 1 has the keys ['text']"),
         ("a.jsonl", b'{"messages": []}', "line 1 has the keys"),
         ("a.jsonl", b'{"messages": [{"from": "human"}]}', "line 1 has the keys"),
+        (
+            "a.jsonl",
+            b'{"conversations": [{"from": "narrator", "value": "a"}]}',
+            "has the keys ['conversations']",
+        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "line 2 is not UTF-8 (byte 0xff)"),
+        ("a.jsonl", b'{"text": "a"}\n\x00', "line 2 has a NUL byte; this is a binary file"),
+        ("a.jsonl", b'{"id": 3}', "expected text, content, messages, conversations, prompt+completion, "),
+        ("a.json", b'{\n "text": "a"\n}', "line 1 is not JSON"),
+        ("a.json", b'[{"text": "a"}', "is not JSON"),
+        ("a.json", b'[{"text": "a"}, {"id": 3}]', "object 1 has the keys ['id']"),
+        ("a.txt", "text".encode("utf-16"), "line 1 is not UTF-8"),
+        (
+            "a.txt",
+            gzip.compress(b"text", mtime=0),
+            "is compressed with gzip. Decompress it, or let its name end in .gz",
+        ),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), "is compressed with gzip"),
+        ("a.txt.gz", b"text", "is not a whole gzip file (Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:-9], "is not a whole gzip file"),
+        ("a.txt.gz", gzip.compress(b"fine\n\x00", mtime=0), "line 2 has a NUL byte"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), "has no text"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:

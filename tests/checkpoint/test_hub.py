@@ -6,9 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,59 +185,12 @@ def test_a_bug_is_not_disguised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CONFIG = json.dumps({"model_type": "llama"}).encode()
 WEIGHTS = save({"a": torch.arange(300_000.0), "b": torch.ones(2)})
-COMMIT = "1" * 40
 FILES = {"config.json": CONFIG, "model.safetensors": WEIGHTS, "evil.py": b"raise SystemExit"}
 
 
-class FakeHub(BaseHTTPRequestHandler):
-    """Serves one repository, org/name, the way the hub does."""
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        name = path.rpartition("/")[2]
-        tree = [{"type": "file", "path": n, "size": len(c), "oid": n} for n, c in FILES.items()]
-        info = {"id": "org/name", "sha": COMMIT, "siblings": [{"rfilename": n} for n in FILES]}
-        if path.startswith("/org/name/resolve/") and name in FILES:
-            self.answer(FILES[name], name)
-        elif path.startswith("/api/models/org/name/tree/"):
-            self.answer(json.dumps(tree).encode())
-        elif path.startswith("/api/models/org/name"):
-            self.answer(json.dumps(info).encode())
-        else:
-            self.answer(b"{}", status=404, error="RepoNotFound")
-
-    do_HEAD = do_GET
-
-    def answer(self, body: bytes, name: str = "", status: int = 200, error: str = "") -> None:
-        size = len(body)
-        requested = self.headers.get("Range", "")
-        if requested:
-            first, _, last = requested.removeprefix("bytes=").partition("-")
-            body, status = body[int(first) : int(last or size) + 1], 206
-            self.send_response(status)
-            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(body) - 1}/{size}")
-        else:
-            self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{name}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        if error:
-            self.send_header("X-Error-Code", error)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+def endpoint(hub_of: Callable[..., str]) -> str:
+    return hub_of("org/name", FILES)
 
 
 # In a process of its own: huggingface_hub reads its settings when it is imported.

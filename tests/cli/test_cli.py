@@ -613,3 +613,19 @@ def test_how_many_tokens_experts_have_is_said_once_per_expert() -> None:
     }
     line = coverage_line({"model.layers.0.self_attn.q_proj": plain, **experts})
     assert line == "calibration tokens per expert: 0 to 300, median 7; 1 of 6 experts without any"
+
+
+def test_methods_with_data_take_the_bundled_text_by_default(run: Run, tmp_path: Path) -> None:
+    small = ("--calibration-samples", 4, "--calibration-length", 32, "--device", "cpu")
+    done = run("quantize", SOURCE, tmp_path / "out", "--method", "gptq", *small)
+    assert done.code == 0
+    assert (
+        "note: calibrated on the text that comes with quantkit; give --calibration for text like yours"
+        in done.err
+    )
+    calibration = json.loads((tmp_path / "out/quantkit_manifest.json").read_text())["calibration"]
+    assert calibration.startswith("4 samples of 32 tokens from the text that comes with quantkit:4, sha256 ")
+    assert f"calibrated on {calibration}" in run("inspect", tmp_path / "out").out.replace("\n", "")
+    done = run("quantize", SOURCE, tmp_path / "no", "--method", "gptq", "--calibration", tmp_path)
+    assert done.code == 2 and not (tmp_path / "no").exists()
+    assert "Give one, or a data set of the hub as hf:OWNER/NAME." in done.err

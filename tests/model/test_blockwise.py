@@ -356,7 +356,6 @@ def test_activations_that_are_not_finite_name_the_layer(tmp_path, text):
 @pytest.mark.parametrize(
     ("family", "options", "error", "message"),
     [
-        ("llama", {"method": "gptq"}, UsageError, "needs calibration data.*--calibration FILE"),
         ("llama", {"method": "mse", "calibration": "text"}, UsageError, "no method of the recipe takes any"),
         (
             "opt",

@@ -17,7 +17,7 @@ HOPPER_PROCESSORS = 132
 #: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
 RASTER = 8
 #: Outputs that a program of `combine` adds up.
-COMBINED = 2048
+COMBINED = 512
 #: PTX that waits until no more than the products of the other chain are in flight, of which there are eight
 #: or more, and seven the most that can be waited for.
 HOLD = "{wgmma.wait_group.sync.aligned 7;\nmov.b32 $0, $1;}"
@@ -125,23 +125,17 @@ def _empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.
     return torch.empty(size, dtype=dtype or op.x.dtype, device=op.x.device)
 
 
-def _start(
-    kernel: Any,
-    grid: tuple[int, ...],
-    op: Operands,
-    features: frozenset[str],
-    *arguments: Any,
-    **options: Any,
-) -> None:
-    """Launch `kernel`, overlapping the end of the one before it where both can; for operands on the meta
-    device only compile it."""
-    if "PDL" in kernel.arg_names:
-        overlap = "overlap" in features
-        options |= {"PDL": overlap, **({"launch_pdl": True} if overlap else {})}
+def _start(kernel: Any, grid: tuple[int, ...], op: Operands, *arguments: Any, **options: Any) -> None:
+    """Launch `kernel`; for operands on the meta device only compile it."""
     if op.x.is_meta:
         kernel.warmup(*arguments, grid=grid, **options)
     else:
         kernel[grid](*arguments, **options)
+
+
+def _overlap(features: frozenset[str]) -> dict[str, bool]:
+    """What lets a launch overlap the end of the kernel before it, on GPUs that can."""
+    return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}
 
 
 def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
@@ -155,7 +149,6 @@ def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset(
         kernel,
         (-(-shape.row_tiles // tile.row_tiles),),
         op,
-        features,
         op.x,
         *op.layout,
         y if op.bias is None else op.bias,
@@ -171,6 +164,7 @@ def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset(
         AHEAD=tile.ahead,
         num_warps=tile.warps,
         num_stages=1,
+        **_overlap(features),
     )
     return y
 
@@ -190,7 +184,6 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         order_columns,
         (-(-width // 1024), m),
         op,
-        features,
         op.x,
         ordered,
         m,
@@ -198,6 +191,7 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         width,
         HALVES=halves,
         BLOCK=1024,
+        **_overlap(features),
     )
     y = _empty(op, m, op.n)
     bias = y if op.bias is None else op.bias
@@ -209,7 +203,6 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         kernel,
         (full + rest * tile.split,),
         op,
-        features,
         ordered,
         *op.layout,
         bias,
@@ -224,11 +217,13 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         BM=tile.m,
         CHAINS=tile.chains,
         SPLIT=tile.split if rest else 1,
+        SOME_WHOLE=0 < full < tiles,
         WAIT="ptx" in features and tile.chains == 1,
         STAGES=tile.stages,
         RASTER=RASTER,
         HALF=half_unit(op.n, k, op.scheme) if tile.half_sums else None,
         HOLD=HOLD if tile.chains > 1 and "wgmma" in features else None,
+        PDL="overlap" in features,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -240,7 +235,6 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
             combine,
             (rest, tile.m // part),
             op,
-            features,
             sums,
             scale,
             factor,
@@ -256,6 +250,7 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
             SPLIT=tile.split,
             RASTER=RASTER,
             PART=part,
+            **_overlap(features),
         )
     return y
 
@@ -284,7 +279,6 @@ def dequantize(op: Operands, start: int, stop: int, features: frozenset[str] = f
         kernel,
         (-(-(stop - start) // (ROWS * DENSE_WARPS)), -(-shape.spans // spans)),
         op,
-        features,
         *op.layout,
         out,
         start // ROWS,

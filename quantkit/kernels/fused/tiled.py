@@ -23,14 +23,16 @@ def tiled(
     HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
     DTYPE: tl.constexpr,
-    RT: tl.constexpr, BM: tl.constexpr, CHAINS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    RASTER: tl.constexpr, HALF: tl.constexpr, WAIT: tl.constexpr, HOLD: tl.constexpr, PDL: tl.constexpr,
+    RT: tl.constexpr, BM: tl.constexpr, CHAINS: tl.constexpr, SPLIT: tl.constexpr,
+    SOME_WHOLE: tl.constexpr, STAGES: tl.constexpr, RASTER: tl.constexpr, HALF: tl.constexpr,
+    WAIT: tl.constexpr, HOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`. A chain has RT row tiles.
 
     The tiles from FULL on are divided by columns into SPLIT programs each, which write `sums`, float32
-    [SPLIT, tiles, BM, rows]. Unless HALF is None, a step is summed in float16, with weights times HALF. HOLD
-    is PTX that waits until the registers of a chain's last weights may be written again.
+    [SPLIT, tiles, BM, rows]; SOME_WHOLE is whether FULL is not 0. Unless HALF is None, a step is summed in
+    float16, with weights times HALF. HOLD is PTX that waits until the registers of a chain's last weights may
+    be written again.
     """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
@@ -38,20 +40,20 @@ def tiled(
     KP: tl.constexpr = SPANS * SPAN
     STEPS: tl.constexpr = KP // COLUMNS
     ROWS: tl.constexpr = 16 * RT * CHAINS
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     tile = program
     part = 0
     steps = STEPS
     if SPLIT > 1:
-        # A tile that is whole has all parts of its columns, one that is split one.
-        rest = program - FULL
-        whole = (rest < 0).to(tl.int32)
-        tile = whole * program + (1 - whole) * (FULL + rest // SPLIT)
-        part = (1 - whole) * (rest % SPLIT)
-        steps = (1 + whole * (SPLIT - 1)) * (STEPS // SPLIT)
+        split_tiles = tl.cdiv(M, BM) * tl.cdiv(N, ROWS) - FULL
+        part = (program - FULL) // split_tiles
+        tile = FULL + (program - FULL) % split_tiles
+        steps = STEPS // SPLIT
+        if SOME_WHOLE:
+            whole = (program < FULL).to(tl.int32)
+            tile = whole * program + (1 - whole) * tile
+            part = (1 - whole) * part
+            steps = (1 + whole * (SPLIT - 1)) * (STEPS // SPLIT)
     begin = part * (STEPS // SPLIT)
     pm, pn = place(tile, M, N, BM, ROWS, RASTER)
     last_tile = (N + 15) // 16 - 1
@@ -88,15 +90,18 @@ def tiled(
         sums_of = next_sums
         at = next_at
         xs += COLUMNS
+    if PDL:
+        # What comes next may be launched. This kernel is not launched so itself: its programs would fill the
+        # processors that happen to be free, three on one and one on another.
+        tl.extra.cuda.gdc_launch_dependents()
     for chain in tl.static_range(CHAINS):
         local = chain * (16 * RT) + tl.arange(0, 16 * RT)
-        if SPLIT == 1 or program < FULL:
+        if SPLIT == 1 or (SOME_WHOLE and program < FULL):
             _store(
                 sums_of[chain], y, pn * ROWS + local, m, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR,
                 HAS_BIAS,
             )  # fmt: skip
         else:
-            split_tiles = tl.cdiv(M, BM) * tl.cdiv(N, ROWS) - FULL
             to = sums + (part * split_tiles + tile - FULL).to(tl.int64) * (BM * ROWS)
             tl.store(to + tl.arange(0, BM)[None, :] * ROWS + local[:, None], sums_of[chain])
 

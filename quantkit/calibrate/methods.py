@@ -16,6 +16,7 @@ from quantkit.calibrate.grids import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.hqq import hqq
 from quantkit.calibrate.parameters import FitTensor, TensorParameters, fit_parameters
 from quantkit.errors import FormatError, UsageError
+from quantkit.packing.formats import IntFormat
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, Scheme, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
@@ -96,6 +97,11 @@ _ABILITIES: tuple[tuple[str, Callable[[Scheme], bool], Callable[[Method], bool]]
     ("several planes", lambda scheme: scheme.planes > 1, lambda method: method.fit_planes is not None),
     ("one scale per tensor", lambda scheme: scheme.per_tensor, lambda method: method.fit_tensor is not None),
     ("column scales", lambda scheme: scheme.column_scale, lambda method: not method.needs_data),
+    (
+        "values that are not evenly spaced",
+        lambda scheme: not isinstance(scheme.format, IntFormat),
+        lambda method: method.fit is not hqq,
+    ),
 )
 
 METHODS: dict[str, Method] = {

@@ -153,8 +153,40 @@ class Decoder:
         return self._checkpoint.read(stored).to(self.device, self.dtype)
 
     @contextmanager
+    def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Lend the model what comes after its blocks: the function from the hidden states [B, T, d] after the
+        last block to the logits [B, T, V], which several threads may call.
+        """
+        inside = set(self._layers.parameters())
+        outer = [
+            (name, parameter)
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if parameter not in inside
+        ]
+        stored = {parameter: name for name, parameter in outer if self.stored_name(name) is not None}
+        embedding, output = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        # Weights that are tied are stored under either name.
+        stored.setdefault(output.weight, stored.get(embedding.weight, "lm_head.weight"))
+        tensors = {name: self._read(name) for name in dict.fromkeys(stored.values())}
+        layers, given = self._layers, _Given(self._layers[-1])
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
+            given.here.hidden = hidden
+            with torch.no_grad():
+                found: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
+            return found
+
+        with self._lent(self._model, {name: tensors[stored[one]] for name, one in outer}):
+            self._decoder.layers = nn.ModuleList([given] * len(layers))
+            try:
+                yield logits
+            finally:
+                self._decoder.layers = layers
+
+    @contextmanager
     def _lent(self, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        held = dict(module.named_parameters())
+        held = dict(module.named_parameters(remove_duplicate=False))
         try:
             for name, tensor in weights.items():
                 set_weight(module, name, tensor)
@@ -196,6 +228,21 @@ class _Recorder(nn.Module):
         if self.__dict__["last"]:
             raise _LastBlock(hidden)
         return hidden
+
+
+class _Given(nn.Module):
+    """Stands in for a block: its output are the hidden states that the thread has put `here`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(layer=layer, here=threading.local())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = self.__dict__["here"].hidden
+        return found
 
 
 def stages_of(block: Block, hidden: torch.Tensor, wanted: Sequence[str]) -> list[tuple[str, ...]]:

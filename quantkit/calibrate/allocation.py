@@ -135,7 +135,9 @@ def _rounded(hulls: Sequence[Sequence[Option]], budget: int) -> float:
     """The loss of a choice within the budget: the steps of all hulls, steepest first, as far as they fit."""
     at = [0] * len(hulls)
     left = budget - sum(hull[0].cost for hull in hulls)
-    steps = sorted((slope, g, i) for g, hull in enumerate(hulls) for i, (slope, _, _) in enumerate(_steps(hull)))
+    steps = sorted(
+        (slope, g, i) for g, hull in enumerate(hulls) for i, (slope, _, _) in enumerate(_steps(hull))
+    )
     for _, group, step in steps:
         cost = hulls[group][step + 1].cost - hulls[group][step].cost
         # A step past one that was left out could not be taken alone.
@@ -144,9 +146,7 @@ def _rounded(hulls: Sequence[Sequence[Option]], budget: int) -> float:
     return sum(hull[i].loss for hull, i in zip(hulls, at, strict=True))
 
 
-def _extended(
-    costs: Ints, losses: Floats, options: Sequence[Option]
-) -> tuple[Ints, Floats, Ints, Ints]:
+def _extended(costs: Ints, losses: Floats, options: Sequence[Option]) -> tuple[Ints, Floats, Ints, Ints]:
     """All states with all options of one more group, as far as none is better in cost and loss.
 
     Their costs, rising, their losses, falling, the option that each took and the state that it came from.

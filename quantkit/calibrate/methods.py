@@ -4,7 +4,7 @@ A method is a composition of steps, one row of `METHODS`. Those that need no dat
 time, here. Those that do see the second moments of a linear's inputs, in `calibrate/calibrated.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -364,12 +364,20 @@ def quantize_tensor(
         lambda: iter(chunks), (rows, columns), chosen, chosen_method.fit, chosen_method.fit_tensor
     )
     done = [quantize_rows(chunk, chosen, chosen_method, shared) for chunk in chunks]
+    return packed_rows(done, shared, chosen, (rows, columns))
+
+
+def packed_rows(
+    done: Sequence[QuantizedRows], parameters: TensorParameters, scheme: Scheme, shape: tuple[int, int]
+) -> PackedTensor:
+    """The packed tensor [N, K] of all its rows, in order, and what they share."""
     scales = [part.scale for part in done if part.scale is not None]
     zeros = [part.zero_point for part in done if part.zero_point is not None]
+    words = torch.cat([part.words for part in done])
     parts = {
-        "packed": torch.cat([part.words for part in done]),
+        "packed": words,
         "scale": torch.cat(scales) if scales else None,
-        "zero_point": store_zero_points(torch.cat(zeros), chosen) if zeros else None,
-        **{part: tensor.to(weight.device) for part, tensor in shared.parts(chosen).items()},
+        "zero_point": store_zero_points(torch.cat(zeros), scheme) if zeros else None,
+        **{part: tensor.to(words.device) for part, tensor in parameters.parts(scheme).items()},
     }
-    return PackedTensor.from_parts(parts, chosen, (rows, columns))
+    return PackedTensor.from_parts(parts, scheme, shape)

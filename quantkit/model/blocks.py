@@ -173,8 +173,7 @@ class Decoder:
         def logits(hidden: torch.Tensor) -> torch.Tensor:
             tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
             given.here.hidden = hidden
-            with torch.no_grad():
-                found: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
+            found: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
             return found
 
         with self._lent(self._model, {name: tensors[stored[one]] for name, one in outer}):

@@ -35,6 +35,8 @@ def quantize(
     recipe: options.RecipeFile = None,
     lm_head: options.LmHead = None,
     rule: options.Rules = None,
+    bits_per_weight: options.BitsPerWeight = None,
+    formats: options.AllocatedFormats = None,
     calibration: options.Calibration = None,
     calibration_samples: options.CalibrationSamples = None,
     calibration_length: options.CalibrationLength = None,
@@ -49,16 +51,17 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint to a packed one.
 
-    Every linear of the decoder gets --format, unless a --rule, --lm-head or the --recipe says otherwise, in
-    that order. Prints what becomes of every layer and why, then writes OUT. A run that is interrupted
+    Every linear of the decoder gets --format, or what --bits-per-weight allocates to it, unless a --rule,
+    --lm-head or the --recipe says otherwise, in that order. Prints what becomes of every layer and why, then writes OUT. A run that is interrupted
     continues with --resume.
     """
     from quantkit.cli.plan import plan_dict, print_plan
     from quantkit.model import quantize as quantizing
     from quantkit.model.calibration_data import CalibrationOptions
 
+    budget = options.budget_of(bits_per_weight, formats)
     chosen = options.recipe_of(
-        format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule
+        format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule, budget
     )
 
     def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
@@ -70,7 +73,7 @@ def quantize(
     shard_bytes = options.parse_size(max_shard_size)
     data = CalibrationOptions(calibration, calibration_samples, calibration_length, seed)
     try:
-        with progress("quantizing") as report:
+        with progress("measuring" if budget else "quantizing") as report:
             result = quantizing.quantize(
                 source,
                 out_directory,
@@ -81,7 +84,9 @@ def quantize(
                 max_shard_bytes=shard_bytes,
                 allow_auto_map=allow_auto_map,
                 calibration=data,
+                budget=budget,
                 progress=report,
+                measuring=report,
                 on_plan=show,
             )
     except (KeyboardInterrupt, SystemExit):

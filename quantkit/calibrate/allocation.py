@@ -1,10 +1,10 @@
 """Bit allocation: for every group of tensors one of its options, for the smallest sum of losses in a budget.
 
-This is the multiple-choice knapsack problem, and it is solved exactly: a dynamic programme over the groups whose
-states are the sums of costs and losses that no other is better than in both. Of those it keeps what may still
-lead to a better choice than the best one known, by a bound from below: the rest of the groups at its linear
-relaxation (Dyer, "An O(n) algorithm for the multiple-choice knapsack linear program", 1984; the states and the
-bound are those of Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995).
+This is the multiple-choice knapsack problem, and it is solved exactly: a dynamic programme over the groups,
+whose states are the sums of costs and losses that no other is better than in both. Of those it keeps what may
+still lead to a better choice than the best one known, by a bound from below: the groups that are left at
+their linear relaxation (Dyer, "An O(n) algorithm for the multiple-choice knapsack linear program", 1984).
+States and bound are as in Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995.
 """
 
 import math
@@ -55,9 +55,9 @@ def allocate(groups: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...]
         costs, losses = costs[kept], losses[kept]
         steps.append((chosen[kept], parents[kept]))
     # Losses fall along the states.
-    at, found = len(losses) - 1, []
-    for (chosen, parents), front in zip(reversed(steps), reversed(numbers), strict=True):
-        found.append(front[int(chosen[at])])
+    at, found = len(losses) - 1, list[int]()
+    for (chosen, parents), front_numbers in zip(reversed(steps), reversed(numbers), strict=True):
+        found.append(front_numbers[int(chosen[at])])
         at = int(parents[at])
     return tuple(reversed(found))
 

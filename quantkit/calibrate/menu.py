@@ -35,8 +35,9 @@ MENU: tuple[Choice, ...] = (
 def candidates(method: str, formats: tuple[str, ...] | None = None) -> tuple[Choice, ...]:
     """The rows of the menu that `method` can quantize to, each with that method.
 
-    `formats` are names (`int4`: the rows of that format, or the format as it comes where the menu has none) or
-    `FORMAT:GROUP` for one granularity. `UsageError` for those that are unknown or that the method cannot do.
+    `formats` are names (`int4`: the rows of that format, or the format as it comes where the menu has none)
+    or `FORMAT:GROUP` for one granularity. `UsageError` for those that are unknown or that the method cannot
+    do.
     """
     if formats is None:
         rows = tuple(replace(row, method=method) for row in MENU)

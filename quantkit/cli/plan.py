@@ -49,8 +49,8 @@ def plan(
     data = CalibrationOptions(calibration, calibration_samples, calibration_length, seed)
     if budget is None and data != CalibrationOptions():
         raise UsageError(
-            "calibration data was given, but plan uses it for --bits-per-weight alone. Leave it out, or ask for "
-            "so many bits."
+            "calibration data was given, but plan uses it for --bits-per-weight alone. Leave it out, or ask "
+            "for so many bits."
         )
     chosen = options.recipe_of(
         format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule, budget
@@ -82,8 +82,8 @@ def print_plan(planned: "Plan", *, every_layer: bool) -> None:
     say(totals(planned.source_bytes, planned.output_bytes, planned.bits_per_weight))
     if (found := planned.allocation) is not None:
         say(
-            f"allocated: {8 * found.nbytes / found.weights:.3f} of {found.bits_per_weight:g} bits per weight, "
-            f"expected KL divergence {found.divergence:.3g} nats per token"
+            f"allocated: {8 * found.nbytes / found.weights:.3f} of {found.bits_per_weight:g} bits per "
+            f"weight, expected KL divergence {found.divergence:.3g} nats per token"
         )
     print_readers(planned.config.container, planned.not_portable)
     for text in planned.notes:

@@ -52,8 +52,8 @@ def quantize(
     """Quantize a checkpoint to a packed one.
 
     Every linear of the decoder gets --format, or what --bits-per-weight allocates to it, unless a --rule,
-    --lm-head or the --recipe says otherwise, in that order. Prints what becomes of every layer and why, then writes OUT. A run that is interrupted
-    continues with --resume.
+    --lm-head or the --recipe says otherwise, in that order. Prints what becomes of every layer and why, then
+    writes OUT. A run that is interrupted continues with --resume.
     """
     from quantkit.cli.plan import plan_dict, print_plan
     from quantkit.model import quantize as quantizing

@@ -32,8 +32,8 @@ from quantkit.packing.schemes import Scheme
 
 @dataclass(frozen=True)
 class Budget:
-    """What a user asks for: so many bits per weight, scales included, and formats to choose from (None for the
-    menu; see `calibrate/menu.py`).
+    """What a user asks for: so many bits per weight, scales included, and formats to choose from (None for
+    the menu; see `calibrate/menu.py`).
     """
 
     bits_per_weight: float
@@ -53,7 +53,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Share:
-    """What one group got: its linears, the scheme, its bytes, and the divergence that it is expected to add."""
+    """What one group got: its linears, the scheme, its bytes, and the divergence that is expected of it."""
 
     linears: tuple[str, ...]
     scheme: str
@@ -124,8 +124,8 @@ class Allocated:
 def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...], ...]:
     """The groups that an allocation decides on, in the order of the model: linears that share a format.
 
-    Those are what engines fuse (q, k and v; gate and up) and the experts of a layer. Linears for which `recipe`
-    has a rule, and lm_head, are left out.
+    Those are what engines fuse (q, k and v; gate and up) and the experts of a layer. Linears for which
+    `recipe` has a rule, and lm_head, are left out.
     """
     free = {
         name: linear
@@ -159,8 +159,8 @@ def allocate_bits(
     read: Callable[[int], Samples],
     report: Report | None = None,
 ) -> Allocated:
-    """The recipe that has the rules of `recipe` first and then, with the method of its default, for every other
-    linear of the decoder the format that makes the expected divergence the smallest within `budget`.
+    """The recipe that has the rules of `recipe` first and then, with the method of its default, for every
+    other linear of the decoder the format that makes the expected divergence the smallest within `budget`.
 
     `read` gives calibration samples for an embedding of so many rows. `UsageError` for a budget out of reach,
     formats that the method cannot do, and models whose sensitivity cannot be measured.
@@ -234,8 +234,8 @@ def _check_reachable(budget: Budget, costs: Sequence[Sequence[int]], weights: in
     # Rounded to what is in reach.
     low, high = math.ceil(8e3 * least / weights) / 1e3, math.floor(8e3 * most / weights) / 1e3
     raise UsageError(
-        f"{budget.bits_per_weight:g} bits per weight are out of reach: with these formats the linears take {low:.3f} "
-        f"to {high:.3f}, scales included. Ask for as many, or name other formats with --formats."
+        f"{budget.bits_per_weight:g} bits per weight are out of reach: with these formats the linears take "
+        f"{low:.3f} to {high:.3f}, scales included. Ask for as many, or name other formats with --formats."
     )
 
 
@@ -252,16 +252,16 @@ def _losses(
     for name in schemes:
         if structure.linears[name].kind == "experts":
             raise UsageError(
-                f"{name} are experts, whose sensitivity quantkit cannot measure yet. Decide on them with a rule, "
-                f"such as --rule '{name}=int4'."
+                f"{name} are experts, whose sensitivity quantkit cannot measure. Decide on them with a "
+                f"rule, such as --rule '{name}=int4'."
             )
     # float32 whatever the model is in: what is measured are small differences.
     decoder = Decoder(checkpoint, device, torch.float32)
     for name in schemes:
         if not any(name.startswith(f"{block}.") for block in decoder.block_names):
             raise UsageError(
-                f"{name} is outside the decoder's blocks, where no sensitivity is measured. Decide on it with a "
-                f"rule, such as --rule '{name}=int8'."
+                f"{name} is outside the decoder's blocks, where no sensitivity is measured. Decide on it "
+                f"with a rule, such as --rule '{name}=int8'."
             )
     samples = read(decoder.embedding_rows)
     tokens = samples.tokens[: max(1, TOKENS // samples.tokens.shape[1])]

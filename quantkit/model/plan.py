@@ -90,7 +90,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a packed checkpoint that headers tell, and the allocation that its recipe is from, if it is."""
+    """Everything about a packed checkpoint that headers tell, and the allocation that the recipe is from."""
 
     shards: tuple[Shard, ...]
     layers: tuple[LayerPlan, ...]

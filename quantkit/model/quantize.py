@@ -83,7 +83,8 @@ def make_recipe(
 ) -> Recipe:
     """The recipe of these options: `rules` first, then `lm_head`, then the recipe file's, then the default.
 
-    With a `budget` formats are allocated later, to linears without a rule, and none may be given for them here.
+    With a `budget` formats are allocated later, to linears without a rule, and none may be given for them
+    here.
 
     Raises `UsageError` or `FormatError` naming the option.
     """
@@ -99,8 +100,8 @@ def make_recipe(
         for option, value in given.items():
             if value is not None:
                 raise UsageError(
-                    f"--bits-per-weight chooses the formats, so it does not go with --{option}. Leave one out; "
-                    "--formats says what to choose from, and --rule what certain linears get."
+                    f"--bits-per-weight chooses the formats, so it does not go with --{option}. Leave one "
+                    "out; --formats says what to choose from, and --rule what certain linears get."
                 )
     default = Choice(
         format or "int4",
@@ -152,9 +153,9 @@ def plan(
 ) -> tuple[Checkpoint, Plan]:
     """The source, opened, and what quantizing it would write.
 
-    Reads headers only, also from the hub, unless there is a `budget` in bits per weight: the formats of linears
-    without a rule are then allocated, by sensitivities measured on `calibration` data where they are not in the
-    user's cache; `progress(done, all, at work)` is called meanwhile.
+    Reads headers only, also from the hub, unless there is a `budget` in bits per weight: the formats of
+    linears without a rule are then allocated, by sensitivities measured on `calibration` data where they are
+    not in the user's cache; `progress(done, all, at work)` is called meanwhile.
     """
     checkpoint = Checkpoint.open(resolve(source, headers_only=budget is None), allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)

@@ -1,16 +1,17 @@
 """Sensitivity: how far a model's predictions move when some of its linears are stored in some scheme.
 
 Where stored weights W - E take the place of W, the outputs of a linear move by E x. To second order the KL
-divergence of the model's predictions then is half the square of g E x, for g the gradient of the log probability
-of tokens that the model itself draws (the Fisher information; Martens, "New insights and perspectives on the
-natural gradient method", arXiv 1412.1193). With what is taken for independent here (one output of another, one
-token of another, and the size of a token's gradient of which output it is of) it is, in nats per token,
+divergence of the model's predictions then is half the mean square of g E x, for g the gradient of the log
+probability of tokens that the model itself draws (the Fisher information; Martens, "New insights and
+perspectives on the natural gradient method", arXiv 1412.1193). With what is taken for independent here (one
+output of another, one token of another, and the size of a token's gradient of how it is spread over outputs)
+it is, in nats per token,
 
     1/2 sum_n f_n (E H E^T)_nn,    f_n = mean of g_n^2,    H = mean of |g|^2 x x^T over the mean of |g|^2.
 
-So one pass forward and one backward tell what every scheme costs every linear, and what a scheme costs is its own
-E, as the method makes it, on some rows of each weight. Divergences of several linears are taken to add up;
-docs/accuracy.md says how well they do.
+So one pass forward and one backward serve every scheme of every linear. E is what the method makes of some
+rows of each weight. Divergences of several linears are taken to add up; docs/accuracy.md says how well they
+do.
 
 The blocks are in memory one at a time, as in calibration, with the hidden states before each of them.
 """
@@ -34,7 +35,7 @@ from quantkit.errors import FormatError
 from quantkit.model.blocks import Block, Decoder, stages_of
 from quantkit.packing.schemes import Scheme
 
-#: Tokens that are enough: twice as many change the divergences by a few parts in a hundred.
+#: Tokens to measure on, whole samples. Their hidden states before every block are in memory.
 TOKENS = 8192
 #: Samples at a time, and logits at a time.
 BATCH = 4
@@ -54,12 +55,12 @@ def measure(
     lanes: int,
     report: Report | None = None,
 ) -> dict[str, tuple[float, ...]]:
-    """What each of its `schemes` costs each linear, by the linear's name: nats per token of KL divergence of the
-    whole model, all other linears dense.
+    """What each of its `schemes` costs each linear, by the linear's name: nats per token of KL divergence of
+    the whole model, all other linears dense.
 
-    `tokens` are int64 [samples, length], `lanes` the number of workers, of one thread each, on which the result
-    does not depend. `CheckpointError` for a model that does not come in blocks or whose linears do not run once,
-    `FormatError` for weights or inputs that are not finite.
+    `tokens` are int64 [samples, length], `lanes` the number of workers, of one thread each, on which the
+    result does not depend. `CheckpointError` for a model that does not come in blocks or whose linears do not
+    run once, `FormatError` for weights or inputs that are not finite.
     """
     workers = ThreadPoolExecutor(lanes, "sensitivity", initializer=torch.set_num_threads, initargs=(1,))
     threads = torch.get_num_threads()
@@ -148,8 +149,8 @@ class _Measurement:
     def _drawn(
         self, logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, seed: int
     ) -> torch.Tensor:
-        """The gradients [B, T, d], at the hidden states after the last block, of the log probability of tokens
-        that the model draws.
+        """The gradients [B, T, d], at the hidden states after the last block, of the log probability of
+        tokens that the model draws.
         """
         generator = torch.Generator().manual_seed(seed)
         flat = hidden.reshape(1, -1, hidden.shape[-1])

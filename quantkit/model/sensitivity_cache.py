@@ -1,6 +1,7 @@
 """Measured sensitivities in the user's cache: one JSON file for a model, its samples, a method and schemes.
 
-Any budget is solved from one file. Files are safe to delete; one that is damaged is measured anew and replaced.
+Any budget is solved from one file. Files are safe to delete; one that is damaged is replaced by a new
+measurement.
 """
 
 import hashlib
@@ -32,8 +33,8 @@ def cache_key(
     device: str,
     schemes: Mapping[str, Sequence[Scheme]],
 ) -> str:
-    """Hex SHA-256 of all that a measurement depends on: files and tensors of the source, its config, the tokens,
-    the method, the schemes of every linear, the kind of device and the versions.
+    """Hex SHA-256 of all that a measurement depends on: files and tensors of the source, its config, the
+    tokens, the method, the schemes of every linear, the kind of device and the versions.
     """
     tensors = [[t.name, t.dtype, list(t.shape), t.file.name, t.offset] for t in checkpoint.tensors.values()]
     facts = {

@@ -42,6 +42,8 @@ BATCH = 4
 LOGITS = 1 << 24
 #: Rows of a weight that are quantized to see what a scheme costs it, evenly spaced.
 ROWS = 256
+#: Code books are fitted to one of so many of them.
+FITTED = 8
 
 #: Steps done, steps in all, what is at work.
 Report = Callable[[int, int, str], None]
@@ -281,6 +283,11 @@ class _Measurement:
 
 def _stored(rows: torch.Tensor, scheme: Scheme, method: Method, inputs: Inputs | None) -> torch.Tensor:
     """What rows [n, K], float32, are as the method stores them."""
+    if scheme.is_fitted:
+        # Few weights show how they are spread.
+        some = rows[::FITTED]
+        book = fit_parameters(lambda: iter([some]), (len(some), rows.shape[1]), scheme, method.fit)
+        scheme = book.bind(scheme)
     if inputs is None:
         return quantize_tensor(rows, scheme, method=method.name).dequantize(torch.float32)
     shape = (rows.shape[0], rows.shape[1])

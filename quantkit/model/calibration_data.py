@@ -39,7 +39,7 @@ def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int)
     """
     if options.sources is None:
         raise UsageError(
-            "calibration data is needed: texts like those that the model will see. Give some with "
+            "this needs calibration data: texts like those that the model will see. Give some with "
             "--calibration FILE (.txt, .jsonl or .parquet), or take a method without data, such as --method "
             "mse, and no --bits-per-weight."
         )

@@ -76,20 +76,17 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
     names = list(found)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     slopes: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    outputs: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(_: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            inputs[name].append(given[0].detach().flatten(0, 1))
+            outputs[name] = output
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
     for at, batch in enumerate(tokens.split(4)):
-        outputs = {}
-        hooks = [
-            model.get_submodule(name).register_forward_hook(
-                lambda _, given, output, name=name: (
-                    (
-                        inputs[name].append(given[0].detach().flatten(0, 1)),
-                        outputs.update({name: output}),
-                    )[2:]
-                    or None
-                )
-            )
-            for name in names
-        ]
         scores = model(batch).logits.log_softmax(-1).flatten(0, 1)
         generator = torch.Generator().manual_seed(at)
         loss = 0.0
@@ -100,12 +97,12 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
         gradients = torch.autograd.grad(loss, [outputs[name] for name in names])
         for name, gradient in zip(names, gradients, strict=True):
             slopes[name].append(gradient.flatten(0, 1))
-        for hook in hooks:
-            hook.remove()
+    for hook in hooks:
+        hook.remove()
     for name in names:
         x, g = torch.cat(inputs[name]).double(), torch.cat(slopes[name]).double()
         # q, k and v, and gate and up, weigh the tokens of their one input together.
-        block, _, leaf = name.partition("self_attn." if "self_attn" in name else "mlp.")
+        block, *_ = name.partition("self_attn." if "self_attn" in name else "mlp.")
         together = next((s for s in (LINEARS[:3], LINEARS[4:6]) if name.endswith(s)), None)
         beside = (
             [name] if together is None else [n for n in names if n.startswith(block) and n.endswith(together)]
@@ -118,8 +115,8 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
         if METHODS[method].needs_data:
             moments = Moments((x.T @ x / len(x)).float(), len(x))
             given = Inputs.prepare(moments, [METHODS[method]])
-        for loss, one in zip(found[name], row, strict=True):
-            one = one.for_columns(weight.shape[1])
+        for loss, wide in zip(found[name], row, strict=True):
+            one = wide.for_columns(weight.shape[1])
             if given is None:
                 stored = quantize_tensor(weight, one, method=method).dequantize(torch.float32)
             else:

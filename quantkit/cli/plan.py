@@ -47,10 +47,10 @@ def plan(
 
     budget = options.budget_of(bits_per_weight, formats)
     data = CalibrationOptions(calibration, calibration_samples, calibration_length, seed)
-    if budget is None and data != CalibrationOptions():
+    if budget is None and (data, device) != (CalibrationOptions(), "auto"):
         raise UsageError(
-            "calibration data was given, but plan uses it for --bits-per-weight alone. Leave it out, or ask "
-            "for so many bits."
+            "plan has --calibration, --calibration-samples, --calibration-length, --seed and --device for "
+            "--bits-per-weight alone. Leave them out, or give that."
         )
     chosen = options.recipe_of(
         format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule, budget

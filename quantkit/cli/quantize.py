@@ -73,7 +73,7 @@ def quantize(
     shard_bytes = options.parse_size(max_shard_size)
     data = CalibrationOptions(calibration, calibration_samples, calibration_length, seed)
     try:
-        with progress("measuring" if budget else "quantizing") as report:
+        with progress("quantizing") as report:
             result = quantizing.quantize(
                 source,
                 out_directory,
@@ -86,7 +86,7 @@ def quantize(
                 calibration=data,
                 budget=budget,
                 progress=report,
-                measuring=report,
+                measuring=lambda done, total, label: report(done, total, f"sensitivity, {label}"),
                 on_plan=show,
             )
     except (KeyboardInterrupt, SystemExit):

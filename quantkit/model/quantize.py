@@ -22,6 +22,7 @@ from quantkit.calibrate.samples import Samples
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.journal import read_journal
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from quantkit.checkpoint.occupied import check_empty
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import QuantkitError, UsageError
@@ -188,8 +189,15 @@ def _plan_of(checkpoint: Checkpoint, structure: Structure, found: Allocated, max
     return replace(planned, notes=(*found.notes, *planned.notes), allocation=found.allocation)
 
 
-def _recorded(out: Path) -> Allocated | None:
-    """The allocation of the run that wrote to `out`, which a resumed run keeps; None if it has none."""
+def _kept(out: Path, mode: Mode) -> Allocated | None:
+    """The allocation of the run that wrote to `out`, which a resumed run keeps; None if there is none.
+
+    `OutputError`, before anything is measured, where a new run may not write.
+    """
+    if mode is not Mode.RESUME:
+        if mode is Mode.NEW:
+            check_empty(out)
+        return None
     journal = read_journal(out)
     if journal is not None:
         run: Any = journal.run
@@ -267,13 +275,15 @@ def quantize(
             budget=budget,
         )
     target = pick_device(device)
+    mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
     checkpoint = Checkpoint.open(resolve(source), allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)
     structure, options = read_structure(checkpoint), calibration or CalibrationOptions()
     allocation: dict[str, Any] = {}
     if budget is not None:
-        found = _recorded(Path(out)) if resume else None
-        found = found or _allocated(checkpoint, structure, recipe, budget, options, target, measuring)
+        found = _kept(Path(out), mode) or _allocated(
+            checkpoint, structure, recipe, budget, options, target, measuring
+        )
         request = {"budget": budget.to_dict(), "asked": recipe.to_dict(), "calibration": vars(options)}
         allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
         recipe = found.recipe
@@ -285,7 +295,6 @@ def quantize(
             f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
             "linear that can be packed. `quantkit plan` shows why each is kept."
         )
-    mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
     calibrated = _calibrated(checkpoint, planned, options, target)
     run = {**_run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
     expected = planned.output_bytes + (0 if calibrated is None else calibrated.work_bytes)

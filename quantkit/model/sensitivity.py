@@ -40,8 +40,9 @@ TOKENS = 8192
 #: Samples at a time, and logits at a time.
 BATCH = 4
 LOGITS = 1 << 24
-#: Rows of a weight that are quantized to see what a scheme costs it, evenly spaced.
+#: Rows of a weight that are quantized to see what a scheme costs it. Methods with data take far longer.
 ROWS = 256
+CALIBRATED_ROWS = 64
 #: Code books are fitted to one of so many of them.
 FITTED = 8
 
@@ -67,7 +68,7 @@ def measure(
     workers = ThreadPoolExecutor(lanes, "sensitivity", initializer=torch.set_num_threads, initargs=(1,))
     threads = torch.get_num_threads()
     try:
-        return _Measurement(decoder, method, workers, report).run(schemes, tokens)
+        return _Measurement(decoder, method, workers, lanes, report).run(schemes, tokens)
     finally:
         workers.shutdown(cancel_futures=True)
         # A worker sets its own number and the one that threads to come start with.
@@ -102,9 +103,14 @@ class _Measurement:
     """One measurement at work, and how far it is."""
 
     def __init__(
-        self, decoder: Decoder, method: Method, workers: ThreadPoolExecutor, report: Report | None
+        self,
+        decoder: Decoder,
+        method: Method,
+        workers: ThreadPoolExecutor,
+        lanes: int,
+        report: Report | None,
     ) -> None:
-        self._decoder, self._method, self._workers = decoder, method, workers
+        self._decoder, self._method, self._workers, self._lanes = decoder, method, workers, lanes
         self._report, self._done, self._total = report, 0, 0
         self._mutex = threading.Lock()
 
@@ -184,12 +190,15 @@ class _Measurement:
         stages = stages_of(block, hidden[0].to(self._decoder.device), tuple(wanted)) if wanted else []
         seen: list[_Seen] | None = None
         earlier = []
-        passes = self._workers.map(
-            lambda at: self._pass(block, hidden[at], gradients[at], stages), range(len(hidden))
-        )
-        for gradient, parts in passes:
-            earlier.append(gradient)
-            seen = parts if seen is None else [a.plus(b) for a, b in zip(seen, parts, strict=True)]
+
+        def one(at: int) -> tuple[torch.Tensor, list[_Seen]]:
+            return self._pass(block, hidden[at], gradients[at], stages)
+
+        # No more at a time than there are workers: what passes show is large.
+        for at in range(0, len(hidden), self._lanes):
+            for gradient, parts in self._workers.map(one, range(at, min(at + self._lanes, len(hidden)))):
+                earlier.append(gradient)
+                seen = parts if seen is None else [a.plus(b) for a, b in zip(seen, parts, strict=True)]
         losses = {}
         for stage, sums in zip(stages, seen or [], strict=True):
             inputs = None
@@ -200,14 +209,18 @@ class _Measurement:
             for name in stage:
                 weight = block.module.get_submodule(name).weight
                 assert isinstance(weight, torch.Tensor)
-                rows = torch.arange(0, len(weight), -(-len(weight) // ROWS), device=weight.device)
-                importance = sums.squares[name] / tokens * (len(weight) / len(rows))
+                rows = self._sample(weight)
+                importance = sums.squares[name] / tokens
+                # Rows that are larger or matter more lose more: the sample stands for all in that measure.
+                energy = importance * (weight.square() @ second.diagonal())
+                share = energy[rows].double().sum() / energy.double().sum().clamp_min(1e-300)
+                importance = importance[rows] / float(share.clamp_min(1e-30))
                 tried = [
                     self._workers.submit(
                         self._loss,
                         f"{block.name}.{name}",
                         weight[rows],
-                        importance[rows],
+                        importance,
                         second,
                         scheme,
                         inputs,
@@ -216,6 +229,11 @@ class _Measurement:
                 ]
                 losses[name] = tuple(one.result() for one in tried)
         return losses, earlier
+
+    def _sample(self, weight: torch.Tensor) -> torch.Tensor:
+        """The numbers of the rows to quantize, evenly spaced."""
+        most = CALIBRATED_ROWS if self._method.needs_data else ROWS
+        return torch.arange(0, len(weight), -(-len(weight) // most), device=weight.device)
 
     def _pass(
         self, block: Block, hidden: torch.Tensor, gradient: torch.Tensor, stages: Sequence[tuple[str, ...]]

@@ -658,4 +658,4 @@ def test_options_that_only_go_with_bits_per_weight(run: Run) -> None:
     assert "--formats is what --bits-per-weight chooses from" in done.err
     done = run("plan", SOURCE, *DATA)
     assert (done.code, done.out) == (2, "")
-    assert "plan uses it for --bits-per-weight alone" in done.err
+    assert "--bits-per-weight alone. Leave them out, or give that." in done.err

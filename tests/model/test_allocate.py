@@ -184,6 +184,8 @@ def test_a_resumed_run_keeps_its_formats_and_measures_nothing(
     again = quantize(STORIES, tmp_path / "out", **options, resume=True)
     assert again.plan.allocation == whole.plan.allocation
     quantize(STORIES, tmp_path / "out", **options, resume=True)
+    with pytest.raises(OutputError, match="already holds a finished quantkit checkpoint"):
+        quantize(STORIES, tmp_path / "out", **options)
     assert unmeasured == [1]
     for file in sorted((tmp_path / "whole").iterdir()):
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name

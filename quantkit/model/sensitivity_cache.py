@@ -19,7 +19,8 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, user_cache
 from quantkit.packing.schemes import Scheme
 
-_FORMAT = 1
+#: To be raised when measuring, or the file, changes: what is there is then no longer found.
+_REVISION = 1
 #: Files are no larger: a thousand linears in thirty schemes have about 1 MB.
 MAX_BYTES = 64 << 20
 
@@ -38,7 +39,7 @@ def cache_key(
     """
     tensors = [[t.name, t.dtype, list(t.shape), t.file.name, t.offset] for t in checkpoint.tensors.values()]
     facts = {
-        "format": _FORMAT,
+        "revision": _REVISION,
         "source": checkpoint.fingerprint(),
         "tensors": tensors,
         "config": checkpoint.config,

@@ -16,6 +16,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model import sensitivity
 from quantkit.model.blocks import Decoder
+from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.sensitivity import measure
 from quantkit.packing.schemes import Scheme, scheme
 
@@ -65,8 +66,9 @@ def test_the_head_is_that_of_the_model(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize(("family", "method"), [("llama", "mse"), ("tied", "gptq"), ("gemma2", "rtn")])
 def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
-    tmp_path: Path, family: str, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
 ) -> None:
+    monkeypatch.setattr(sensitivity, "CALIBRATED_ROWS", 256)
     source = write(tmp_path, family)
     decoder, model = decoder_of(source), model_of(source)
     tokens = torch.randint(0, 96, (8, 12))
@@ -126,6 +128,18 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
             assert loss == pytest.approx(float(expected), rel=2e-2 if given else 1e-4)
 
 
+def test_a_sample_of_rows_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(STORIES)
+    wanted = schemes_of(decoder, (scheme("int4"),))
+    tokens = torch.randint(0, 500, (8, 16))
+    every = measure(decoder, wanted, METHODS["mse"], tokens, 2)
+    monkeypatch.setattr(sensitivity, "ROWS", 20)
+    some = measure(decoder, wanted, METHODS["mse"], tokens, 2)
+    ratios = torch.tensor([some[name][0] / every[name][0] for name in wanted])
+    assert float((ratios - 1).abs().median()) < 0.25
+    assert float(ratios.mean()) == pytest.approx(1, abs=0.15)
+
+
 def test_workers_change_nothing() -> None:
     decoder = decoder_of(STORIES)
     wanted = schemes_of(decoder, (scheme("int4"), scheme("nvfp4")))
@@ -137,11 +151,8 @@ def test_workers_change_nothing() -> None:
 def test_it_tells_what_a_model_loses() -> None:
     """The divergence of a real model with one linear rounded, for linears that differ ten times."""
     decoder, model = decoder_of(STORIES), model_of(STORIES)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        tokens = model.generate(
-            torch.randint(3, 500, (16, 1), generator=generator), max_new_tokens=47, do_sample=True
-        )
+    options = CalibrationOptions(str(STORIES.parent / "stories.txt"), samples=16, length=32)
+    tokens = read_samples(Checkpoint.open(STORIES), options, 512).tokens
     wanted = schemes_of(decoder, (scheme("int4"),))
     found = measure(decoder, wanted, METHODS["mse"], tokens, 2)
     ratios = []

@@ -165,9 +165,11 @@ class Decoder:
         ]
         stored = {parameter: name for name, parameter in outer if self.stored_name(name) is not None}
         embedding, output = self._model.get_input_embeddings(), self._model.get_output_embeddings()
-        # Weights that are tied are stored under either name.
-        stored.setdefault(output.weight, stored.get(embedding.weight, "lm_head.weight"))
-        tensors = {name: self._read(name) for name in dict.fromkeys(stored.values())}
+        if output is not None and embedding.weight in stored:
+            # A head that is tied has no tensor of its own.
+            stored.setdefault(output.weight, stored[embedding.weight])
+        names = {name: stored.get(parameter, name) for name, parameter in outer}
+        tensors = {name: self._read(name) for name in dict.fromkeys(names.values())}
         layers, given = self._layers, _Given(self._layers[-1])
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -176,7 +178,7 @@ class Decoder:
             found: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
             return found
 
-        with self._lent(self._model, {name: tensors[stored[one]] for name, one in outer}):
+        with self._lent(self._model, {name: tensors[one] for name, one in names.items()}):
             self._decoder.layers = nn.ModuleList([given] * len(layers))
             try:
                 yield logits

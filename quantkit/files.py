@@ -80,6 +80,16 @@ def _short_repr() -> reprlib.Repr:
 _SHORT = _short_repr()
 
 
+def user_cache() -> Path | None:
+    """quantkit's part of the user's cache; None where there is no home directory to have one in."""
+    # The XDG specification has paths that are not absolute ignored.
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (given if given.is_absolute() else Path.home() / ".cache") / "quantkit"
+    except RuntimeError:
+        return None
+
+
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at byte `offset`; `OSError` if the file takes no more bytes."""
     rest = memoryview(data)

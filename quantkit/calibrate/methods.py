@@ -4,7 +4,7 @@ A method is a composition of steps, one row of `METHODS`. Those that need no dat
 time, here. Those that do see the second moments of a linear's inputs, in `calibrate/calibrated.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,7 @@ from quantkit.calibrate.grids import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.hqq import hqq
 from quantkit.calibrate.parameters import FitTensor, TensorParameters, fit_parameters
 from quantkit.errors import FormatError, UsageError
+from quantkit.packing.formats import IntFormat
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, Scheme, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
@@ -96,6 +97,11 @@ _ABILITIES: tuple[tuple[str, Callable[[Scheme], bool], Callable[[Method], bool]]
     ("several planes", lambda scheme: scheme.planes > 1, lambda method: method.fit_planes is not None),
     ("one scale per tensor", lambda scheme: scheme.per_tensor, lambda method: method.fit_tensor is not None),
     ("column scales", lambda scheme: scheme.column_scale, lambda method: not method.needs_data),
+    (
+        "values that are not evenly spaced",
+        lambda scheme: not isinstance(scheme.format, IntFormat),
+        lambda method: method.fit is not hqq,
+    ),
 )
 
 METHODS: dict[str, Method] = {
@@ -358,12 +364,20 @@ def quantize_tensor(
         lambda: iter(chunks), (rows, columns), chosen, chosen_method.fit, chosen_method.fit_tensor
     )
     done = [quantize_rows(chunk, chosen, chosen_method, shared) for chunk in chunks]
+    return packed_rows(done, shared, chosen, (rows, columns))
+
+
+def packed_rows(
+    done: Sequence[QuantizedRows], parameters: TensorParameters, scheme: Scheme, shape: tuple[int, int]
+) -> PackedTensor:
+    """The packed tensor [N, K] of all its rows, in order, and what they share."""
     scales = [part.scale for part in done if part.scale is not None]
     zeros = [part.zero_point for part in done if part.zero_point is not None]
+    words = torch.cat([part.words for part in done])
     parts = {
-        "packed": torch.cat([part.words for part in done]),
+        "packed": words,
         "scale": torch.cat(scales) if scales else None,
-        "zero_point": store_zero_points(torch.cat(zeros), chosen) if zeros else None,
-        **{part: tensor.to(weight.device) for part, tensor in shared.parts(chosen).items()},
+        "zero_point": store_zero_points(torch.cat(zeros), scheme) if zeros else None,
+        **{part: tensor.to(words.device) for part, tensor in parameters.parts(scheme).items()},
     }
-    return PackedTensor.from_parts(parts, chosen, (rows, columns))
+    return PackedTensor.from_parts(parts, scheme, shape)

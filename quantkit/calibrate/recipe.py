@@ -88,10 +88,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rule:
-    """A glob over module names and what becomes of the linears it matches."""
+    """A glob over module names and what becomes of the linears it matches; `why` where nobody wrote it."""
 
     match: str
     choice: Choice
+    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -141,15 +142,38 @@ class Recipe:
         """JSON-able form, for the manifest."""
         return {
             "default": vars(self.default),
-            "rules": [{"match": rule.match, **vars(rule.choice)} for rule in self.rules],
+            "rules": [
+                {"match": rule.match, **vars(rule.choice), **({} if rule.why is None else {"why": rule.why})}
+                for rule in self.rules
+            ],
         }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Recipe":
+        """The recipe that `to_dict` wrote; `UsageError` for anything else."""
+        if not isinstance(data, dict) or data.keys() != {"default", "rules"}:
+            raise UsageError("a recipe is an object of 'default' and 'rules'.")
+        rules = data["rules"]
+        if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+            raise UsageError("the 'rules' of a recipe are a list of objects.")
+        found = []
+        for rule in rules:
+            why = rule.get("why")
+            if why is not None and not isinstance(why, str):
+                raise UsageError(f"the 'why' of a rule is {why!r}; it is a text.")
+            given = {k: v for k, v in rule.items() if v is not None and k != "why"}
+            found.append(replace(_rule(given, Choice()), why=why))
+        default = data["default"]
+        if isinstance(default, dict):
+            default = {k: v for k, v in default.items() if v is not None}
+        return cls(_choice(default, Choice()), tuple(found))
 
 
 def _fate(rule: Rule | None, default: Choice, kept: str | None, dtype: torch.dtype) -> Fate:
     if rule is None and kept is not None:
         return Fate(None, None, kept)
     choice = default if rule is None else rule.choice
-    reason = "default" if rule is None else f"rule {rule.match!r}"
+    reason = "default" if rule is None else rule.why or f"rule {rule.match!r}"
     if choice.keep:
         return Fate(None, None, f"kept by {reason}")
     return Fate(choice.scheme(dtype), method_named(choice.method), reason)

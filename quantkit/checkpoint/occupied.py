@@ -68,10 +68,14 @@ def start_new(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
 
     `OutputError` if anything is in it, or too little disk space is left for `expected_bytes`.
     """
-    contents = _look(path)
-    if contents.others:
+    check_empty(path)
+    return _begin(_look(path), run, expected_bytes)
+
+
+def check_empty(path: Path) -> None:
+    """`OutputError` if `path` is a directory with anything in it: for work that comes before a run begins."""
+    if path.is_dir() and (contents := _look(path)).others:
         raise OutputError(_occupied_text(contents))
-    return _begin(contents, run, expected_bytes)
 
 
 def start_over(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:

@@ -9,6 +9,7 @@ from quantkit.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from quantkit.calibrate.recipe import Recipe
+    from quantkit.model.allocate import Budget
 
 #: Names for the help texts, which must not import torch; a test compares them with the tables they are from.
 FORMATS = (
@@ -84,6 +85,22 @@ PackingText = Annotated[
         show_default="bits",
     ),
 ]
+BitsPerWeight = Annotated[
+    float | None,
+    typer.Option(
+        "--bits-per-weight",
+        help="Choose the formats: those that cost the least accuracy in so many bits per weight, scales "
+        "included. Sensitivities are measured on --calibration texts, once.",
+    ),
+]
+AllocatedFormats = Annotated[
+    str | None,
+    typer.Option(
+        "--formats",
+        help="With --bits-per-weight, what to choose from: FORMAT or FORMAT:GROUP, comma-separated.",
+        show_default="a menu of int, fp and MX formats",
+    ),
+]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules.")]
 LmHead = Annotated[
     str | None, typer.Option("--lm-head", help="Format for lm_head, which stays dense otherwise.")
@@ -133,6 +150,19 @@ ShardSize = Annotated[
 ]
 
 
+def budget_of(bits_per_weight: float | None, formats: str | None) -> "Budget | None":
+    """The budget that these options describe."""
+    from quantkit.model.allocate import Budget
+
+    if bits_per_weight is None:
+        if formats is not None:
+            raise UsageError(
+                "--formats is what --bits-per-weight chooses from; give that too, or use --format."
+            )
+        return None
+    return Budget(bits_per_weight, None if formats is None else tuple(parse_list(formats, "--formats")))
+
+
 def recipe_of(
     format: str | None,
     method: str | None,
@@ -143,6 +173,7 @@ def recipe_of(
     recipe: Path | None,
     lm_head: str | None,
     rules: list[str] | None,
+    budget: "Budget | None" = None,
 ) -> "Recipe":
     """The recipe that these options describe."""
     from quantkit.calibrate.recipe import parse_group_size, parse_packing, parse_zero_point
@@ -158,6 +189,7 @@ def recipe_of(
         recipe=recipe,
         lm_head=lm_head,
         rules=tuple(rules or ()),
+        budget=budget,
     )
 
 

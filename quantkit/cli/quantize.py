@@ -38,6 +38,8 @@ def quantize(
     recipe: options.RecipeFile = None,
     lm_head: options.LmHead = None,
     rule: options.Rules = None,
+    bits_per_weight: options.BitsPerWeight = None,
+    formats: options.AllocatedFormats = None,
     calibration: options.Calibration = None,
     calibration_samples: options.CalibrationSamples = None,
     calibration_length: options.CalibrationLength = None,
@@ -52,16 +54,17 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint to a packed one.
 
-    Every linear of the decoder gets --format, unless a --rule, --lm-head or the --recipe says otherwise, in
-    that order. Prints what becomes of every layer and why, then writes OUT. A run that is interrupted
-    continues with --resume.
+    Every linear of the decoder gets --format, or what --bits-per-weight allocates to it, unless a --rule,
+    --lm-head or the --recipe says otherwise, in that order. Prints what becomes of every layer and why, then
+    writes OUT. A run that is interrupted continues with --resume.
     """
     from quantkit.cli.plan import plan_dict, print_plan
     from quantkit.model import quantize as quantizing
     from quantkit.model.calibration_data import CalibrationOptions
 
+    budget = options.budget_of(bits_per_weight, formats)
     chosen = options.recipe_of(
-        format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule
+        format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule, budget
     )
 
     def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
@@ -84,7 +87,9 @@ def quantize(
                 max_shard_bytes=shard_bytes,
                 allow_auto_map=allow_auto_map,
                 calibration=data,
+                budget=budget,
                 progress=report,
+                measuring=lambda done, total, label: report(done, total, f"sensitivity, {label}"),
                 on_plan=show,
             )
     except (KeyboardInterrupt, SystemExit):

@@ -225,8 +225,41 @@ class Decoder:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @contextmanager
+    def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Lend the model what comes after its blocks: the function from the hidden states [B, T, d] after the
+        last block to the logits [B, T, V], which several threads may call.
+        """
+        inside = set(self._layers.parameters())
+        outer = [
+            (name, parameter)
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if parameter not in inside
+        ]
+        stored = {parameter: name for name, parameter in outer if self.stored_name(name) is not None}
+        embedding, output = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        if output is not None and embedding.weight in stored:
+            # A head that is tied has no tensor of its own.
+            stored.setdefault(output.weight, stored[embedding.weight])
+        names = {name: stored.get(parameter, name) for name, parameter in outer}
+        tensors = {name: self._read(name) for name in dict.fromkeys(names.values())}
+        layers, given = self._layers, _Given(self._layers[-1])
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
+            given.here.hidden = hidden
+            found: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
+            return found
+
+        with self._lent(self._model, {name: tensors[one] for name, one in names.items()}):
+            self._decoder.layers = nn.ModuleList([given] * len(layers))
+            try:
+                yield logits
+            finally:
+                self._decoder.layers = layers
+
+    @contextmanager
     def _lent(self, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        held = dict(module.named_parameters())
+        held = dict(module.named_parameters(remove_duplicate=False))
         try:
             for name, tensor in weights.items():
                 set_weight(module, name, tensor)
@@ -267,6 +300,21 @@ class _StandIn(nn.Module):
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
         found: torch.Tensor = self.__dict__["function"](hidden, arguments)
+        return found
+
+
+class _Given(nn.Module):
+    """Stands in for a block: its output are the hidden states that the thread has put `here`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(layer=layer, here=threading.local())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = self.__dict__["here"].hidden
         return found
 
 

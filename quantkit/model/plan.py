@@ -6,7 +6,7 @@ are known first, and the writer can put each chunk where it belongs in any order
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.calibrate.methods import Method
 from quantkit.calibrate.recipe import Fate, Recipe
@@ -25,6 +25,9 @@ from quantkit.model.record import LayerRecord, Measured
 from quantkit.model.structure import Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
+
+if TYPE_CHECKING:
+    from quantkit.model.allocate import Allocation
 
 DEFAULT_SHARD_BYTES = 2 << 30
 
@@ -87,7 +90,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a packed checkpoint that headers tell."""
+    """Everything about a packed checkpoint that headers tell, and the allocation that the recipe is from."""
 
     shards: tuple[Shard, ...]
     layers: tuple[LayerPlan, ...]
@@ -98,6 +101,7 @@ class Plan:
     model_config: dict[str, Any]
     source_bytes: int
     notes: tuple[str, ...]
+    allocation: "Allocation | None" = None
 
     @property
     def output_bytes(self) -> int:

@@ -20,10 +20,13 @@ from quantkit.calibrate.parameters import SAMPLE_WEIGHTS
 from quantkit.calibrate.recipe import Choice, Recipe, parse_rule, read_recipe
 from quantkit.calibrate.samples import Samples
 from quantkit.checkpoint.hub import resolve
-from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.journal import read_journal
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from quantkit.checkpoint.occupied import check_empty
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
-from quantkit.errors import UsageError
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.model.allocate import Allocated, Allocation, Budget, allocate_bits
 from quantkit.model.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
 from quantkit.model.blocks import Decoder
 from quantkit.model.blockwise import compute_dtype, quantize_blocks
@@ -31,7 +34,7 @@ from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.record import Measured, ModelRecord
 from quantkit.model.stream import CHUNK_BYTES, WORKERS, row_unit, write_shard
-from quantkit.model.structure import read_structure
+from quantkit.model.structure import Structure, read_structure
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, ZeroPoint
 
@@ -67,11 +70,30 @@ def make_recipe(
     recipe: str | Path | None = None,
     lm_head: str | None = None,
     rules: tuple[str, ...] = (),
+    budget: Budget | None = None,
 ) -> Recipe:
     """The recipe of these options: `rules` first, then `lm_head`, then the recipe file's, then the default.
 
+    With a `budget` formats are allocated later, to linears without a rule, and none may be given for them
+    here.
+
     Raises `UsageError` or `FormatError` naming the option.
     """
+    if budget is not None:
+        given = {
+            "format": format,
+            "group-size": group_size,
+            "zero-point": zero_point,
+            "scale-dtype": scale_dtype,
+            "packing": packing,
+            "recipe": recipe,
+        }
+        for option, value in given.items():
+            if value is not None:
+                raise UsageError(
+                    f"--bits-per-weight chooses the formats, so it does not go with --{option}. Leave one "
+                    "out; --formats says what to choose from, and --rule what certain linears get."
+                )
     default = Choice(
         format or "int4",
         group_size,
@@ -82,7 +104,7 @@ def make_recipe(
     )
     if recipe is not None:
         from_file = read_recipe(Path(recipe), default)
-        given = {
+        values = {
             "format": format,
             "group_size": group_size,
             "method": method,
@@ -90,7 +112,7 @@ def make_recipe(
             "scale_dtype": scale_dtype,
             "packing": packing,
         }
-        for key, value in given.items():
+        for key, value in values.items():
             found = getattr(from_file.default, key)
             if value is not None and found != value:
                 option = key.replace("_", "-")
@@ -112,12 +134,70 @@ def plan(
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     allow_auto_map: bool = False,
+    budget: Budget | None = None,
+    calibration: CalibrationOptions | None = None,
+    device: str = "auto",
+    progress: Progress | None = None,
 ) -> tuple[Checkpoint, Plan]:
-    """The source, opened, and what quantizing it would write. Reads headers only, also from the hub."""
-    checkpoint = Checkpoint.open(resolve(source, headers_only=True), allow_auto_map=allow_auto_map)
+    """The source, opened, and what quantizing it would write.
+
+    Reads headers only, also from the hub, unless there is a `budget` in bits per weight: the formats of
+    linears without a rule are then allocated, by sensitivities measured on `calibration` data where they are
+    not in the user's cache; `progress(done, all, at work)` is called meanwhile.
+    """
+    checkpoint = Checkpoint.open(resolve(source, headers_only=budget is None), allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)
     structure = read_structure(checkpoint)
-    return checkpoint, make_plan(checkpoint, structure, recipe or Recipe(), max_shard_bytes=max_shard_bytes)
+    chosen = recipe or Recipe()
+    if budget is None:
+        return checkpoint, make_plan(checkpoint, structure, chosen, max_shard_bytes=max_shard_bytes)
+    options = calibration or CalibrationOptions()
+    found = _allocated(checkpoint, structure, chosen, budget, options, pick_device(device), progress)
+    return checkpoint, _plan_of(checkpoint, structure, found, max_shard_bytes)
+
+
+def _allocated(
+    checkpoint: Checkpoint,
+    structure: Structure,
+    recipe: Recipe,
+    budget: Budget,
+    calibration: CalibrationOptions,
+    device: torch.device,
+    progress: Progress | None,
+) -> Allocated:
+    def read(rows: int) -> Samples:
+        return read_samples(checkpoint, calibration, rows)
+
+    return allocate_bits(checkpoint, structure, recipe, budget, device, read, progress)
+
+
+def _plan_of(checkpoint: Checkpoint, structure: Structure, found: Allocated, max_shard_bytes: int) -> Plan:
+    planned = make_plan(checkpoint, structure, found.recipe, max_shard_bytes=max_shard_bytes)
+    return replace(planned, notes=(*found.notes, *planned.notes), allocation=found.allocation)
+
+
+def _kept(out: Path, mode: Mode) -> Allocated | None:
+    """The allocation of the run that wrote to `out`, which a resumed run keeps; None if there is none.
+
+    `OutputError`, before anything is measured, where a new run may not write.
+    """
+    if mode is not Mode.RESUME:
+        if mode is Mode.NEW:
+            check_empty(out)
+        return None
+    journal = read_journal(out)
+    if journal is not None:
+        run: Any = journal.run
+    elif (out / MANIFEST_NAME).is_file():
+        run = read_manifest(out).get("run")
+    else:
+        return None
+    try:
+        allocation = Allocation.from_dict(run["allocation"]["result"])
+        return Allocated(Recipe.from_dict(run["recipe"]), allocation, ())
+    except (KeyError, TypeError, QuantkitError):
+        # What another version or another kind of run left; the run records are compared and tell.
+        return None
 
 
 def quantize(
@@ -139,7 +219,9 @@ def quantize(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     allow_auto_map: bool = False,
     calibration: CalibrationOptions | None = None,
+    budget: Budget | None = None,
     progress: Progress | None = None,
+    measuring: Progress | None = None,
     on_plan: Callable[[Checkpoint, Plan], None] | None = None,
 ) -> QuantizeResult:
     """Quantize a checkpoint (a directory or a hub id) into the packed checkpoint directory `out`.
@@ -151,6 +233,9 @@ def quantize(
     is one.
     `allow_auto_map` accepts a config that names remote code, which is dropped and never run. `calibration`
     says what texts methods with data are calibrated on, the text that comes with quantkit if nothing else.
+    With a `budget` in bits per weight, linears without a
+    rule get the formats that cost the least accuracy in so many bits, by sensitivities measured on the same
+    texts; `measuring(done, all, at work)` is called meanwhile, and a resumed run keeps the formats.
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
     before any tensor is written.
 
@@ -175,21 +260,33 @@ def quantize(
             recipe=recipe,
             lm_head=lm_head,
             rules=rules,
+            budget=budget,
         )
     target = pick_device(device)
+    mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
     checkpoint = Checkpoint.open(resolve(source), allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)
-    planned = make_plan(checkpoint, read_structure(checkpoint), recipe, max_shard_bytes=max_shard_bytes)
+    structure, options = read_structure(checkpoint), calibration or CalibrationOptions()
+    allocation: dict[str, Any] = {}
+    if budget is not None:
+        found = _kept(Path(out), mode) or _allocated(
+            checkpoint, structure, recipe, budget, options, target, measuring
+        )
+        request = {"budget": budget.to_dict(), "asked": recipe.to_dict(), "calibration": vars(options)}
+        allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
+        recipe = found.recipe
+        planned = _plan_of(checkpoint, structure, found, max_shard_bytes)
+    else:
+        planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=max_shard_bytes)
     if not planned.quantized_weights:
         raise UsageError(
             f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
             "linear that can be packed. `quantkit plan` shows why each is kept."
         )
-    mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
-    calibrated = _calibrated(checkpoint, planned, calibration or CalibrationOptions(), target)
+    calibrated = _calibrated(checkpoint, planned, options, target)
     if calibrated is not None:
         planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
-    run = _run_record(checkpoint, recipe, target, max_shard_bytes, calibrated)
+    run = {**_run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
     expected = planned.output_bytes + (0 if calibrated is None else calibrated.work_bytes)
     with OutputDirectory.open(Path(out), checkpoint.directory, mode, run, expected) as output:
         if on_plan is not None:
@@ -197,10 +294,7 @@ def quantize(
         measured = _stream(checkpoint, planned, output, target, progress, calibrated)
         checkpoint.check_unchanged()
         if not output.complete:
-            for block in () if calibrated is None else calibrated.blocks:
-                for name in (block.filename, block.hidden_filename):
-                    if output.is_done(name):
-                        output.discard(name)
+            _discard_work(output, calibrated)
             output.finish(
                 planned.weight_map,
                 planned.output_bytes,
@@ -226,12 +320,20 @@ class _Calibrated:
         return {"tokens_sha256": self.samples.digest, "shape": list(self.samples.tokens.shape)}
 
 
+def _discard_work(output: OutputDirectory, calibrated: "_Calibrated | None") -> None:
+    """Remove the work files of a run whose shards are whole."""
+    for block in () if calibrated is None else calibrated.blocks:
+        for name in (block.filename, block.hidden_filename):
+            if output.is_done(name):
+                output.discard(name)
+
+
 def _calibrated(
     checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, device: torch.device
 ) -> _Calibrated | None:
     """Everything that can be refused about calibration, before any work; None if no method needs it."""
     if not needs_data(planned):
-        if options.sources is not None:
+        if options.sources is not None and planned.allocation is None:
             raise UsageError(
                 "calibration data was given, but no method of the recipe takes any. Leave it out, or choose "
                 "one that does, such as --method gptq; `quantkit methods` lists them."

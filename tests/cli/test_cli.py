@@ -629,3 +629,62 @@ def test_methods_with_data_take_the_bundled_text_by_default(run: Run, tmp_path: 
     done = run("quantize", SOURCE, tmp_path / "no", "--method", "gptq", "--calibration", tmp_path)
     assert done.code == 2 and not (tmp_path / "no").exists()
     assert "Give one, or a data set of the hub as hf:OWNER/NAME." in done.err
+
+
+DATA = ("--calibration", STORIES, "--calibration-samples", 4, "--calibration-length", 32)
+
+
+def test_bits_per_weight(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """plan shows what quantize then does, from what was measured once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = ("--bits-per-weight", 4.5, "--formats", "int3,int4:32,int5,fp8", *DATA)
+    done = run("plan", SOURCE, *asked)
+    assert done.code == 0
+    assert re.search(
+        r"\nallocated: 4\.4\d\d of 4\.5 bits per weight, expected KL divergence 0\.\d+ nats", done.out
+    )
+    assert re.search(r"\d+ int5 \w+ bfloat16: allocated, 4\.5 bits per weight \(model\.layers", done.out)
+
+    files = list((tmp_path / "cache").rglob("*.json"))
+    assert len(files) == 1
+    monkeypatch.setattr("quantkit.model.allocate.measure", None)
+    planned = json.loads(run("plan", SOURCE, *asked, "--json").out)
+    done = run("quantize", SOURCE, tmp_path / "out", *asked, "--json")
+    assert (done.code, done.err) == (0, "")
+    written = json.loads(done.out)
+    assert written["allocation"] == planned["allocation"]
+    assert written["allocation"]["bits_per_weight"] == written["bits_per_weight"]["linears"] <= 4.5
+    stored = {name: layer["scheme"] for name, layer in written["layers"].items()}
+    for group in written["allocation"]["groups"]:
+        assert {stored[name].split()[0] for name in group["linears"]} == {group["scheme"].split()[0]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            (*DATA, "--format", "int8"),
+            "--bits-per-weight chooses the formats, so it does not go with --format.",
+        ),
+        ((*DATA, "-g", "32"), "so it does not go with --group-size. Leave one out; --formats says"),
+        ((*DATA, "--formats", "int2,int9"), "--formats int9: unknown format 'int9'"),
+        (
+            (*DATA, "--formats", "int8,fp8"),
+            "4.5 bits per weight are out of reach: with these formats the linears take",
+        ),
+        (("--formats", ","), "--formats is empty; name at least one."),
+    ],
+)
+def test_bits_per_weight_that_cannot_be(run: Run, options: tuple[object, ...], message: str) -> None:
+    done = run("plan", SOURCE, "--bits-per-weight", 4.5, *options)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err.replace("\n", " ")
+
+
+def test_options_that_only_go_with_bits_per_weight(run: Run) -> None:
+    done = run("plan", SOURCE, "--formats", "int4")
+    assert (done.code, done.out) == (2, "")
+    assert "--formats is what --bits-per-weight chooses from" in done.err
+    done = run("plan", SOURCE, *DATA)
+    assert (done.code, done.out) == (2, "")
+    assert "--bits-per-weight alone. Leave them out, or give that." in done.err

@@ -9,7 +9,7 @@ from importlib.resources import files as package_files
 from pathlib import Path
 
 from quantkit.errors import KernelError, OutputError
-from quantkit.files import open_regular, os_error_text, replace_file
+from quantkit.files import open_regular, os_error_text, replace_file, user_cache
 from quantkit.kernels.problem import Gpu, KernelRow
 from quantkit.kernels.tiles.table import OtherTable, TileTable, from_json, to_json
 
@@ -91,13 +91,8 @@ def file_name(gpu: Gpu) -> str:
 
 def user_path(gpu: Gpu) -> Path | None:
     """The file in the user's cache; None where there is no home directory to have one in."""
-    # The XDG specification has paths that are not absolute ignored.
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        cache = given if given.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return cache / "quantkit" / "tiles" / file_name(gpu)
+    cache = user_cache()
+    return None if cache is None else cache / "tiles" / file_name(gpu)
 
 
 def _user_path_or_error(gpu: Gpu) -> Path:

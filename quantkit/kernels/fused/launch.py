@@ -45,12 +45,15 @@ class Operands:
 
 @dataclass(frozen=True)
 class SkinnyTile:
-    """Warps that divide the columns, columns of each per step, row tiles, and whether loads run ahead."""
+    """Warps that divide the columns, columns of each per step, row tiles, whether loads run ahead, and how
+    many steps are unrolled at most: the instruction cache holds only so many.
+    """
 
     warps: int = 4
     columns: int = 512
     row_tiles: int = 1
     ahead: bool = False
+    unroll: int = 16
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,19 @@ def _overlap(features: frozenset[str]) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}
 
 
+def skinny_steps(tile: SkinnyTile, shape: Geometry) -> int:
+    """Steps that a warp takes over the columns."""
+    return -(-shape.spans * shape.span // (tile.warps * tile.columns))
+
+
+def unrolled(tile: SkinnyTile, shape: Geometry) -> int:
+    """How many of its steps are unrolled: all, or what leaves the fewest of the last loop without columns."""
+    steps = skinny_steps(tile, shape)
+    if steps <= tile.unroll:
+        return steps
+    return min(range(tile.unroll, tile.unroll // 2, -1), key=lambda part: -steps % part)
+
+
 def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """y [m, n] for m up to 32."""
     from quantkit.kernels.fused.skinny import skinny as kernel
@@ -162,6 +178,7 @@ def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset(
         R=tile.row_tiles,
         BM=8 if m <= 8 else 16 if m <= 16 else 32,
         AHEAD=tile.ahead,
+        UNROLL=unrolled(tile, shape),
         num_warps=tile.warps,
         num_stages=1,
         **_overlap(features),

@@ -16,11 +16,9 @@ from quantkit.kernels.fused.layout import ROWS, build, geometry
 from quantkit.kernels.fused.tilings import (
     LONG_ROWS,
     SKINNY,
-    SKINNY_STEPS,
     TILED,
     has_few_rows,
     processors,
-    skinny_steps,
 )
 from quantkit.kernels.problem import KernelRow, Layout, Problem, TileError, always, device_features, one_plane
 from quantkit.packing.tensor import PackedTensor
@@ -63,12 +61,7 @@ def _unmultipliable(problem: Problem) -> str | None:
 def _skinny_supports(problem: Problem) -> str | None:
     if problem.m > SKINNY_ROWS:
         return f"it takes up to {SKINNY_ROWS} rows of x, not {problem.m}"
-    reason = _unmultipliable(problem)
-    if reason is not None:
-        return reason
-    shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
-    steps = skinny_steps(SKINNY.rule(problem), shape)
-    return None if steps <= SKINNY_STEPS else f"{problem.k} columns are more than it unrolls"
+    return _unmultipliable(problem)
 
 
 #: Without PTX, values are looked up, and take more shared memory than a program may have on some GPUs.

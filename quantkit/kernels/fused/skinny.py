@@ -20,11 +20,12 @@ def skinny(
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
     DTYPE: tl.constexpr,
-    W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr, PDL:
-    tl.constexpr,
+    W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     SPAN: tl.constexpr = 16 * PLANES
-    STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * NG - 1) // (W * NG)
+    # In whole loops of UNROLL steps.
+    STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * NG * UNROLL - 1) // (W * NG * UNROLL) * UNROLL
     EVEN: tl.constexpr = SPANS * SPAN == STEPS * W * NG * DOT
     WHOLE: tl.constexpr = EVEN and K == SPANS * SPAN
     # Spans of a dot, or dots of a span.
@@ -49,59 +50,51 @@ def skinny(
     acc = tl.zeros((NG * W, 16 * R, BM), tl.float32)
     span = w * (B1 * C) + (in_warp // R)[None, :]
     dot = w * NG + (blocks % (NG // IN_BLOCK) * IN_BLOCK)[None, :]
-    tiles = load_tiles(codes, code_rows, span, SPANS, TILES, EVEN)
-    s, z = _scales_and_zeros(
-        scale, zero, block_rows, dot * DOT // PER_BLOCK, BLOCKS, V, PER_CHANNEL, HAS_ZERO
-    )
+    tiles, s, z = _load_step(
+        codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS,
+        V, PER_CHANNEL, HAS_ZERO,
+    )  # fmt: skip
     if PDL:
         # Only x is written by the kernel before this one.
         tl.extra.cuda.gdc_wait()
-    for step in tl.static_range(STEPS):
-        if AHEAD and step + 1 < STEPS:
-            next_tiles = load_tiles(codes, code_rows, span + (step + 1) * (W * B1 * C), SPANS, TILES, EVEN)
-            next_s, next_z = _scales_and_zeros(
-                scale,
-                zero,
-                block_rows,
-                (dot + (step + 1) * (W * NG)) * DOT // PER_BLOCK,
-                BLOCKS,
-                V,
-                PER_CHANNEL,
-                HAS_ZERO,
-            )
-        # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
-        tl.debug_barrier()
-        columns = _activations(x, step, M, K, WHOLE, DOT, W, NG, BM, GROUP == 16).to(DTYPE)
-        q = decode(tiles, lut, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE)
-        q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
-        q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 11, 5, 6, 8))
-        q = tl.reshape(q, (NG * W, 16 * R, DOT))
-        if HAS_ZERO:
-            q -= _per_weight(z, W, NG, R, PARTS, DOT).to(DTYPE)
-        if ON_WEIGHTS:
-            q *= _per_weight(scale_value(s, SCALE), W, NG, R, PARTS, DOT).to(DTYPE)
-        if ON_WEIGHTS or PER_CHANNEL:
-            acc = tl.dot(q, columns, acc, input_precision="ieee")
-        else:
-            sums = tl.dot(q, columns, input_precision="ieee")
-            acc += sums * _per_sum(scale_value(s, SCALE), W, NG, R, BM)
-        if step + 1 < STEPS:
-            if AHEAD:
-                tiles = next_tiles
-                s = next_s
-                z = next_z
+    for outer in tl.range(0, STEPS // UNROLL):
+        for inner in tl.static_range(UNROLL):
+            step = outer * UNROLL + inner
+            # The last step of a loop loads itself again, which nobody reads.
+            following = step + 1 if inner + 1 < UNROLL else tl.minimum(step + 1, STEPS - 1)
+            if AHEAD and (inner + 1 < UNROLL or UNROLL < STEPS):
+                next_tiles, next_s, next_z = _load_step(
+                    codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
+                    (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS, V,
+                    PER_CHANNEL, HAS_ZERO,
+                )  # fmt: skip
+            # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
+            tl.debug_barrier()
+            columns = _activations(x, step, M, K, WHOLE, DOT, W, NG, BM, GROUP == 16).to(DTYPE)
+            q = decode(tiles, lut, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE)
+            q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
+            q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 11, 5, 6, 8))
+            q = tl.reshape(q, (NG * W, 16 * R, DOT))
+            if HAS_ZERO:
+                q -= _per_weight(z, W, NG, R, PARTS, DOT).to(DTYPE)
+            if ON_WEIGHTS:
+                q *= _per_weight(scale_value(s, SCALE), W, NG, R, PARTS, DOT).to(DTYPE)
+            if ON_WEIGHTS or PER_CHANNEL:
+                acc = tl.dot(q, columns, acc, input_precision="ieee")
             else:
-                tiles = load_tiles(codes, code_rows, span + (step + 1) * (W * B1 * C), SPANS, TILES, EVEN)
-                s, z = _scales_and_zeros(
-                    scale,
-                    zero,
-                    block_rows,
-                    (dot + (step + 1) * (W * NG)) * DOT // PER_BLOCK,
-                    BLOCKS,
-                    V,
-                    PER_CHANNEL,
-                    HAS_ZERO,
-                )
+                sums = tl.dot(q, columns, input_precision="ieee")
+                acc += sums * _per_sum(scale_value(s, SCALE), W, NG, R, BM)
+            if inner + 1 < UNROLL or UNROLL < STEPS:
+                if AHEAD:
+                    tiles = next_tiles
+                    s = next_s
+                    z = next_z
+                else:
+                    tiles, s, z = _load_step(
+                        codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
+                        (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS, V,
+                        PER_CHANNEL, HAS_ZERO,
+                    )  # fmt: skip
     out = tl.sum(acc, axis=0)
     rows = program * (16 * R) + tl.arange(0, 16 * R)
     m = tl.arange(0, BM)
@@ -111,23 +104,20 @@ def skinny(
 
 
 @triton.jit
-def _scales_and_zeros(
-    scale,
-    zero,
-    rows,
-    block,
-    BLOCKS: tl.constexpr,
-    V: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
+def _load_step(
+    codes, code_rows, span, scale, zero, block_rows, block, SPANS: tl.constexpr, TILES: tl.constexpr,
+    EVEN: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr,
-):
+):  # fmt: skip
+    """Codes, scales and zero-points of a step; 0 for what there is none of."""
+    tiles = load_tiles(codes, code_rows, span, SPANS, TILES, EVEN)
     s = 0
     z = 0
     if not PER_CHANNEL:
-        s = load_by_lane(scale, rows, block, BLOCKS, V)
+        s = load_by_lane(scale, block_rows, block, BLOCKS, V)
     if HAS_ZERO:
-        z = load_by_lane(zero, rows, block, BLOCKS, V)
-    return s, z
+        z = load_by_lane(zero, block_rows, block, BLOCKS, V)
+    return tiles, s, z
 
 
 @triton.jit

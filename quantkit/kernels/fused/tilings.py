@@ -7,7 +7,7 @@ multiprocessors, and within their shared memory.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quantkit.kernels.fused.launch import HOPPER_PROCESSORS, SkinnyTile, Tile
+from quantkit.kernels.fused.launch import HOPPER_PROCESSORS, SkinnyTile, Tile, skinny_steps
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
 
@@ -15,10 +15,10 @@ from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
 FEW_ROWS = 8192
 #: Rows with more columns than this take many steps, each of which waits for its loads.
 LONG_ROWS = 8192
+#: And with more than this, so many that unrolled they would not fit the instruction cache.
+VERY_LONG_ROWS = 16384
 #: Bytes of shared memory that a program may have on an H100 or H200.
 HOPPER_SHARED = 227 << 10
-#: Steps that the kernel for few rows of x unrolls at most.
-SKINNY_STEPS = 64
 #: Registers of a thread that codes in flight, or sums, may take before ptxas would spill.
 CODE_REGISTERS, SUM_REGISTERS = 64, 128
 
@@ -28,6 +28,7 @@ SKINNY_VALUES: Mapping[str, tuple[int, ...]] = {
     "columns": (128, 256, 512, 1024),
     "row_tiles": (1, 2),
     "ahead": (False, True),
+    "unroll": (4, 8, 16),
 }
 TILED_VALUES: Mapping[str, tuple[int, ...]] = {
     "row_tiles": (4, 8),
@@ -50,6 +51,8 @@ def has_few_rows(n: int, multiprocessors: int = HOPPER_PROCESSORS) -> bool:
 
 def skinny_tile(shape: Geometry, m: int, multiprocessors: int = HOPPER_PROCESSORS) -> SkinnyTile:
     """The tile for m rows of x: as many bytes in flight as the registers hold."""
+    if shape.k > VERY_LONG_ROWS:
+        return SkinnyTile(columns=max(256, shape.span), unroll=4)
     whole = shape.dot == 128 and shape.group >= 128
     long = has_few_rows(shape.n, multiprocessors) and shape.k > LONG_ROWS
     columns = 512 if m <= 8 and whole and not long else 256
@@ -118,11 +121,6 @@ def programs(tile: Tile, shape: Geometry, m: int) -> int:
     return -(-shape.n // tile.rows) * -(-m // tile.m) * tile.split
 
 
-def skinny_steps(tile: SkinnyTile, shape: Geometry) -> int:
-    """Steps that a warp takes over the columns."""
-    return -(-shape.spans * shape.span // (tile.warps * tile.columns))
-
-
 def _shape(problem: Problem) -> Geometry:
     return geometry(problem.n, problem.k, problem.scheme, problem.dtype)
 
@@ -150,14 +148,15 @@ def _skinny_why_not(problem: Problem, tile: SkinnyTile) -> str | None:
         return reason
     if tile.columns % max(shape.span, 128):
         return f"columns must be a multiple of {shape.span} for {shape.bits} bits, {tile.columns} is none"
-    steps = skinny_steps(tile, shape)
-    return None if steps <= SKINNY_STEPS else f"{steps} steps are more than the {SKINNY_STEPS} it unrolls"
+    return None
 
 
 def _skinny_loses(problem: Problem, tile: SkinnyTile) -> str | None:
     shape = _shape(problem)
     if tile.row_tiles > 1 and problem.m <= 8:
         return "more row tiles never won up to M=8"
+    if tile.unroll < SKINNY_VALUES["unroll"][-1] and skinny_steps(tile, shape) <= tile.unroll:
+        return "all steps are unrolled as it is"
     codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.ahead else 1)
     if codes > CODE_REGISTERS:
         return f"codes in flight would take {codes} registers"

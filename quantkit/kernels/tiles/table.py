@@ -3,10 +3,10 @@
     {"version": 2,
      "gpu": {"name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132},
      "made_with": {"quantkit": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"},
-     "tiles": {"fused-skinny": ["warps", "columns", "row_tiles", "ahead"], ...},
+     "tiles": {"fused-skinny": ["warps", "columns", "row_tiles", "ahead", "unroll"], ...},
      "weights": [
       {"scheme": {...}, "dtype": "bfloat16", "half_sums": false, "shapes": {
-        "4096x14336": {"1": [12.4, "fused-skinny", [4, 256, 1, true]],
+        "4096x14336": {"1": [12.4, "fused-skinny", [4, 256, 1, true, 16]],
                        "32": [19.7, "fused-tiled", [4, 32, 4, 4, 4, false, 1, 0],
                               {"fused-skinny": 31.5}], ...}}}]}
 

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quantkit.kernels.fused.dense import dequantize
-from quantkit.kernels.fused.launch import DENSE_WARPS, HOLD, RASTER, constants, half_unit
+from quantkit.kernels.fused.launch import DENSE_WARPS, HOLD, RASTER, constants, half_unit, unrolled
 from quantkit.kernels.fused.layout import ROWS, geometry
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
@@ -58,7 +58,8 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     if case.kernel == "skinny":
         tile = skinny_tile(shape, case.m)
         known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
-        known |= {"BM": 8 if case.m <= 8 else 16, "AHEAD": tile.ahead, "PDL": 90 <= case.capability < 942}
+        known |= {"BM": 8 if case.m <= 8 else 16, "AHEAD": tile.ahead}
+        known |= {"UNROLL": unrolled(tile, shape), "PDL": 90 <= case.capability < 942}
         return Source(skinny, known, tile.warps, 1, None)
     features = frozenset({"wgmma"} if case.capability == 90 else ())
     tile = tiled_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED), features=features)

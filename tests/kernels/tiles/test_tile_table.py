@@ -56,7 +56,7 @@ def test_a_weight_is_a_line(table: TileTable, ask: Ask) -> None:
     different = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
     assert len(different) == 1
     assert different[0][0].startswith(
-        '"4096x4096": {"1": [5.43, "fused-skinny", [4, 512, 1, true]], "64": [12.0'
+        '"4096x4096": {"1": [5.43, "fused-skinny", [4, 512, 1, true, 16]], "64": [12.0'
     )
     empty = replace(table, entries={})
     assert from_json(to_json(empty, ROWS), table.gpu, ROWS) == empty
@@ -155,10 +155,10 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
         (entry([1.0, "fused-skinny", [4, 512, 1, 1]]), "has the tile"),
         (entry([1.0, "fused-skinny", [4, 512, True, True]]), "has the tile"),
         (entry([1.0, "fused-skinny", [4, 512.0, 1, True]]), "has the tile"),
-        (entry([1.0, "fused-skinny", [3, 512, 1, True]]), "cannot be: warps is one of 2, 4, 8, not 3"),
-        (entry([1.0, "fused-skinny", [4, 1 << 40, 1, True]]), "cannot be: columns is one of"),
+        (entry([1.0, "fused-skinny", [3, 512, 1, True, 16]]), "cannot be: warps is one of 2, 4, 8, not 3"),
+        (entry([1.0, "fused-skinny", [4, 1 << 40, 1, True, 16]]), "cannot be: columns is one of"),
         (
-            entry([1.0, "fused-skinny", [4, 512, 1, True]], "64"),
+            entry([1.0, "fused-skinny", [4, 512, 1, True, 16]], "64"),
             "cannot be: it takes up to 32 rows of x, not 64",
         ),
         (entry([1.0, "fused-tiled", [4, 16, 1, 4, 99, False, 1, 0]]), "cannot be: stages is one of"),

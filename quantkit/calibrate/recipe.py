@@ -11,11 +11,13 @@ shell-style glob over the whole name (`*` also crosses dots), so an exact name i
     match = "model.layers.0.*"
     keep = true
 
-What no rule matches gets the recipe's default. A pattern that matches no linear is an error.
+A YAML file has the same keys. What no rule matches gets the recipe's default. A pattern that matches no
+linear is an error.
 """
 
+import io
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,6 +27,7 @@ import torch
 
 from quantkit.calibrate.methods import Method, method_named
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.files import open_regular
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.schemes import (
@@ -245,14 +248,40 @@ def scale_dtype_named(name: str | None) -> torch.dtype | None:
     return None if name is None else SCALE_DTYPES[name]
 
 
-def read_recipe(path: Path, default: Choice) -> Recipe:
-    """A recipe from a TOML file; rules inherit what they leave out from its `[default]`, then `default`.
+def _parse_yaml(text: str) -> dict[str, Any]:
+    from quantkit.calibrate.strict_yaml import parse_yaml
 
-    Raises `UsageError` naming the file and the key for anything that is not a recipe.
+    return parse_yaml(text)
+
+
+#: The parser of each syntax by the suffix of a file; a `ValueError` says what is wrong.
+SYNTAXES: dict[str, Callable[[str], dict[str, Any]]] = {
+    ".toml": tomllib.loads,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}
+MAX_CHARACTERS = 1 << 20  # rules for ten thousand linears
+
+
+def read_recipe(path: Path, default: Choice) -> Recipe:
+    """A recipe from a TOML or YAML file, as its suffix says.
+
+    Rules inherit what they leave out from its `default`, and that from the argument. Raises `UsageError`
+    naming the file and the key, or the line, for anything that is not a recipe.
     """
+    parse = SYNTAXES.get(path.suffix.lower())
+    if parse is None:
+        found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+        raise UsageError(f"recipe {path} {found}; rename it to end in one of {', '.join(SYNTAXES)}.")
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, tomllib.TOMLDecodeError) as error:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(
+                f"it has more than the {MAX_CHARACTERS} characters it may have. Let patterns stand for names"
+            )
+        data = parse(text)
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}.") from error
     if unknown := set(data) - {"default", "rule"}:
         raise UsageError(f"recipe {path} has unknown keys {sorted(unknown)}; it has 'default' and 'rule'.")
@@ -260,7 +289,9 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
         base = _choice(data.get("default", {}), default)
         rules = data.get("rule", [])
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-            raise UsageError("'rule' must be an array of tables, [[rule]].")
+            raise UsageError(
+                "'rule' must be an array of tables: [[rule]] in TOML, items '- match: ...' in YAML."
+            )
         return Recipe(base, tuple(_rule(rule, base) for rule in rules))
     except QuantkitError as error:
         raise UsageError(f"recipe {path}: {error}") from error

@@ -61,6 +61,13 @@ def plan_notes(
             f"{len(strangers)} tensors, such as {strangers[0]}, are not parameters of the model that "
             "config.json describes; they are copied."
         )
+    fitted = [name for name, scheme in schemes.items() if scheme is not None and scheme.is_fitted]
+    if fitted:
+        more = f" and {len(fitted) - 1} more linears" if len(fitted) > 1 else ""
+        notes.append(
+            f"on a GPU, {fitted[0]}{more} will decode slower than dense: the values of fitted code books are "
+            "looked up. Where speed counts take other formats; --bits-per-weight chooses among --formats."
+        )
     return tuple(notes)
 
 

@@ -197,6 +197,14 @@ def test_experts_stored_in_two_ways_are_noted(tmp_path):
     assert "cannot load this: it takes all experts to be stored in one way" in note
 
 
+def test_formats_that_decode_slowly_on_a_gpu_are_noted(tmp_path):
+    source = write(tmp_path, "llama")
+    note = planned(source, format="book4", group_size=4).notes[-1]
+    assert note.startswith("on a GPU, model.layers.0.mlp.down_proj and 13 more linears will decode slower")
+    note = planned(source, format="int4", group_size=4, rules=("*.0.*up_proj=book4:4",)).notes[-1]
+    assert note.startswith("on a GPU, model.layers.0.mlp.up_proj will decode slower than dense")
+
+
 def test_experts_that_plain_transformers_misreads_need_quantkit(tmp_path):
     found = planned(write(tmp_path, "qwen3_moe"), format="fp8", group_size=4)
     assert found.config.container == "quantkit"

@@ -1,7 +1,9 @@
 """Tiny random models to calibrate, with tokenizers of one token per character."""
 
+import itertools
 import json
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,9 @@ import transformers
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 84,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-}
+from .tiny import SIZES
+
+MODEL_SIZES = {**SIZES, "intermediate_size": 84, "num_hidden_layers": 3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -77,7 +70,7 @@ def write(
     """A tiny random model with a tokenizer of one token per character."""
     name, fields = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, name)(**{**SIZES, **fields, **changes})
+    config = getattr(transformers, name)(**{**MODEL_SIZES, **fields, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
@@ -111,3 +104,14 @@ def files_of(directory: Path) -> dict[str, bytes]:
 def tokens_of(source: Path, text: Path, **options: Any) -> torch.Tensor:
     """The tokens that `data` has for a model."""
     return read_samples(Checkpoint.open(source), data(text, **options), 96).tokens
+
+
+def interrupted_at(stop: int) -> Callable[[int, int, str], None]:
+    """A `progress` that interrupts the run at its call number `stop`."""
+    calls = itertools.count(1)
+
+    def progress(done: int, total: int, name: str) -> None:
+        if next(calls) == stop:
+            raise KeyboardInterrupt
+
+    return progress

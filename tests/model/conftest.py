@@ -22,6 +22,8 @@ from quantkit.checkpoint.quantization_config import Assignment, QuantizationConf
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, encode_groups
 
+from .tiny import SIZES
+
 VOCAB = 96
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
@@ -47,18 +49,11 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 _SIZES: dict[str, Any] = {
+    **SIZES,
     "vocab_size": VOCAB,
-    "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 _MOE: dict[str, Any] = {
     "num_experts": 4,

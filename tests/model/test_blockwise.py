@@ -27,7 +27,7 @@ from quantkit.model.quantize import quantize
 from quantkit.model.verify import verify
 from quantkit.packing.schemes import scheme
 
-from .calibrated_models import LINEARS, data, files_of, tokens_of, write
+from .calibrated_models import LINEARS, data, files_of, interrupted_at, tokens_of, write
 
 ROOT = Path(__file__).parents[2]
 BOOKS = ROOT.parent / "shared" / "models" / "books-28m"
@@ -239,16 +239,9 @@ def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
     expected = files_of(tmp_path / "whole")
     seen: list[str] = []
     for stop in (1, 9, 15, 19, 21, 24):
-        out, calls = tmp_path / f"out{stop}", 0
-
-        def interrupt(done: int, total: int, name: str, stop: int = stop) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == stop:
-                raise KeyboardInterrupt
-
+        out = tmp_path / f"out{stop}"
         with pytest.raises(KeyboardInterrupt):
-            quantize(source, out, progress=interrupt, **options)
+            quantize(source, out, progress=interrupted_at(stop), **options)
         seen.append("+".join(sorted({path.name[:6] for path in out.glob("*.safetensors")})))
         assert not (out / "config.json").exists()
         quantize(source, out, resume=True, **options)
@@ -283,11 +276,8 @@ def test_killed_and_resumed_it_is_the_same_directory(tmp_path, text, monkeypatch
 def test_a_resume_with_other_data_is_refused(tmp_path, text):
     source, out = write(tmp_path), tmp_path / "out"
 
-    def interrupt(done: int, total: int, name: str) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        quantize(source, out, method="gptq", calibration=data(text), progress=interrupt)
+        quantize(source, out, method="gptq", calibration=data(text), progress=interrupted_at(1))
     with pytest.raises(OutputError, match=r"calibration\.tokens_sha256"):
         quantize(source, out, method="gptq", calibration=data(text, seed=4), resume=True)
 

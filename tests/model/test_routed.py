@@ -21,7 +21,7 @@ from quantkit.model.routed import Routed
 from quantkit.model.solver import Solver
 from quantkit.model.verify import verify
 
-from .calibrated_models import data, files_of, tokens_of, write
+from .calibrated_models import data, files_of, interrupted_at, tokens_of, write
 
 MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe")
 
@@ -249,16 +249,9 @@ def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(tmp_path, tex
     quantize(source, tmp_path / "whole", **options)
     expected = files_of(tmp_path / "whole")
     for stop in (20, 39) if seconds else (13, 41):
-        out, calls = tmp_path / f"out{stop}", 0
-
-        def interrupt(done: int, total: int, name: str, stop: int = stop) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == stop:
-                raise KeyboardInterrupt
-
+        out = tmp_path / f"out{stop}"
         with pytest.raises(KeyboardInterrupt):
-            quantize(source, out, progress=interrupt, **options)
+            quantize(source, out, progress=interrupted_at(stop), **options)
         quantize(source, out, resume=True, **options)
         assert files_of(out) == expected
 

@@ -15,18 +15,9 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.structure import Structure, read_structure
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-}
+from .tiny import SIZES
+
+MODEL_SIZES = {**SIZES, "intermediate_size": 96}
 QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 32, "tie_word_embeddings": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,7 +44,7 @@ def write(tmp_path: Path) -> Write:
 
     def save(family: str, **changes: Any) -> Path:
         name, fields = FAMILIES[family]
-        config = getattr(transformers, name)(**{**SIZES, **fields, **changes})
+        config = getattr(transformers, name)(**{**MODEL_SIZES, **fields, **changes})
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
         return tmp_path / family

@@ -234,7 +234,7 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         BM=tile.m,
         CHAINS=tile.chains,
         SPLIT=tile.split if rest else 1,
-        SOME_WHOLE=0 < full < tiles,
+        SOME_WHOLE=tile.at_once > 0,
         WAIT="ptx" in features and tile.chains == 1,
         STAGES=tile.stages,
         RASTER=RASTER,

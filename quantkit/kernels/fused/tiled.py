@@ -30,7 +30,7 @@ def tiled(
     """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`. A chain has RT row tiles.
 
     The tiles from FULL on are divided by columns into SPLIT programs each, which write `sums`, float32
-    [SPLIT, tiles, BM, rows]; SOME_WHOLE is whether FULL is not 0. Unless HALF is None, a step is summed in
+    [SPLIT, tiles, BM, rows]; without SOME_WHOLE, FULL is 0. Unless HALF is None, a step is summed in
     float16, with weights times HALF. HOLD is PTX that waits until the registers of a chain's last weights may
     be written again.
     """

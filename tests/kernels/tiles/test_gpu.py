@@ -135,12 +135,18 @@ class Compiled:
 
 
 launch._start = lambda kernel, grid, *rest, **options: start(Compiled(kernel, grid), grid, *rest, **options)
-for row, tile, m in (("fused-skinny", SkinnyTile(), 4), ("fused-tiled", Tile(4, 64, 4), 64)):
+cases = (
+    ("fused-skinny", SkinnyTile(), 4, 64),
+    ("fused-tiled", Tile(4, 64, 4), 64, 64),
+    # A full round of 132 programs is not split, one more is.
+    ("fused-tiled", Tile(4, 64, 2, at_once=1), 64, 133 * 64),
+)
+for row, tile, m, n in cases:
     hashes.clear()
-    problem = Problem(m, 64, 1024, scheme("int4", zero_point="integer"), torch.bfloat16, "cuda", GPU_FEATURES)
-    layout = rows.FRAGMENTS.build(random_packed(problem.scheme, 64, 1024, torch.device("cpu")), problem.dtype)
+    problem = Problem(m, n, 1024, scheme("int4", zero_point="integer"), torch.bfloat16, "cuda", GPU_FEATURES)
+    layout = rows.FRAGMENTS.build(random_packed(problem.scheme, n, 1024, torch.device("cpu")), problem.dtype)
     rows._RUNS[row](
-        Operands(torch.zeros(m, 1024).bfloat16(), layout, None, problem.scheme, 64), GPU_FEATURES, tile
+        Operands(torch.zeros(m, 1024).bfloat16(), layout, None, problem.scheme, n), GPU_FEATURES, tile
     )
     launched = list(hashes)
     hashes.clear()

@@ -57,8 +57,7 @@ HIDDEN_MEMORY = 0.25
 #: Said of a linear whose method scales input features, where it does not.
 NOT_SCALED = (
     "its input features are not scaled: quantkit knows no operation of this model that only feeds linears "
-    "of this "
-    "method and could take the scales"
+    "of this method and could take the scales"
 )
 
 #: Is called with source bytes that are dealt with and the name of the linear.

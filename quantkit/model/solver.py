@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.calibrated import CHUNK_ROWS, CalibratedRows, Inputs, quantize_calibrated_rows
-from quantkit.calibrate.methods import Method, QuantizedRows, quantize_rows
+from quantkit.calibrate.methods import Method, packed_rows, quantize_rows
 from quantkit.calibrate.moments import Moments, check_finite, drift, gram
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model.folding import Factors
 from quantkit.model.plan import Task
-from quantkit.packing.tensor import PackedTensor, store_zero_points
+from quantkit.packing.tensor import PackedTensor
 
 #: Reads inputs [T, K] of a linear, and those of the original model for methods that correct for drift.
 ReadInputs = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
@@ -159,17 +159,7 @@ class Quantized:
         inputs: Inputs | None,
     ) -> "Quantized":
         assert task.scheme is not None and task.method is not None
-        rows: list[QuantizedRows] = [chunk.rows for chunk in chunks]
-        scales = [row.scale for row in rows if row.scale is not None]
-        zeros = [row.zero_point for row in rows if row.zero_point is not None]
-        words = torch.cat([row.words for row in rows])
-        shared = {name: part.to(words.device) for name, part in parameters.parts(task.scheme).items()}
-        parts = {
-            "packed": words,
-            "scale": torch.cat(scales) if scales else None,
-            "zero_point": store_zero_points(torch.cat(zeros), task.scheme) if zeros else None,
-            **shared,
-        }
+        rows = [chunk.rows for chunk in chunks]
         shape = (task.source.shape[0], task.source.shape[1])
         detail: dict[str, Any] = {
             "squared": [sum(row.squared_error for row in rows), sum(row.squared_norm for row in rows)]
@@ -181,7 +171,7 @@ class Quantized:
             ]
             detail["damping"] = None if inputs.factor is None else inputs.factor.damping
             detail["note"] = inputs.note(task.method)
-        return cls(PackedTensor.from_parts(parts, task.scheme, shape), detail)
+        return cls(packed_rows(rows, parameters, task.scheme, shape), detail)
 
     def part(self, name: str, task: Task) -> torch.Tensor:
         """The stored part called `name`, the logical shape included."""

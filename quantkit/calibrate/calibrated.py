@@ -5,7 +5,7 @@ worked on some at a time.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,16 +24,26 @@ from quantkit.calibrate.rounding import (
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import quantize_units
 
-#: Rows worked on at a time: what the columns of a chunk of them need stays in a CPU's cache.
-CHUNK_ROWS = {"cpu": 512, "cuda": 1 << 13}
+#: Rows worked on at a time on a CPU: what the columns of a chunk of them need stays in its cache.
+CHUNK_ROWS = 512
+#: Weights that are rounded at a time on a GPU, which takes some 40 bytes of memory for each, and that scales
+#: are searched for at a time, which takes more.
+GPU_CHUNK_WEIGHTS = 1 << 26
+GPU_GRID_WEIGHTS = 1 << 24
 #: Importance of a feature that is hardly ever there, in parts of the group's mean: its weights still count.
 LEAST_IMPORTANCE = 1e-3
+
+
+def chunk_rows(columns: int, device: torch.device) -> int:
+    """Rows of a weight that are worked on at a time."""
+    return CHUNK_ROWS if device.type == "cpu" else max(1, GPU_CHUNK_WEIGHTS // columns)
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """The moments of some linears' input, and what their methods make of it.
 
+    drifts      whether their drift was known; it is not kept
     factor      H factored, None where no method asks for it or H is singular whatever is added to its
                 diagonal
     damped      H as it was factored, for methods that refit scales or polish
@@ -41,6 +51,7 @@ class Inputs:
     """
 
     moments: Moments
+    drifts: bool = False
     factor: Factor | None = None
     damped: torch.Tensor | None = None
     correction: torch.Tensor | None = None
@@ -54,7 +65,8 @@ class Inputs:
         descends = any(m.refits or (m.sweeps and factor is not None) for m in methods)
         corrects = any(m.corrects for m in methods)
         return cls(
-            moments,
+            replace(moments, drift=None),
+            moments.drift is not None,
             factor,
             damped(moments.second, damping) if descends else None,
             correction(moments, damping) if corrects else None,
@@ -72,7 +84,7 @@ class Inputs:
         """What was not done as the method says, and why; None if all was."""
         if method.compensates and self.factor is None:
             return "the second moments of the inputs are singular, so its weights were rounded to nearest"
-        if method.corrects and self.moments.drift is not None and self.correction is None:
+        if method.corrects and self.drifts and self.correction is None:
             return "the second moments of the inputs are singular, so it is not corrected for drift"
         return None
 
@@ -146,6 +158,15 @@ def _grid(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, method: Method
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and zero-points (or None) of rows [n, K], both float32 [n, G]; `importance` is [K]."""
+    at_once = len(weights) if weights.device.type == "cpu" else max(1, GPU_GRID_WEIGHTS // weights.shape[1])
+    found = [_grid_of(rows, importance, scheme, method) for rows in torch.split(weights, at_once)]
+    zeros = [zero for _, zero in found if zero is not None]
+    return torch.cat([scale for scale, _ in found]), torch.cat(zeros) if zeros else None
+
+
+def _grid_of(
+    weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, method: Method
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     count, columns = weights.shape
     scales, zeros = [], []
     # The ragged last group of every row is fitted on its own: padding would shift its statistics.

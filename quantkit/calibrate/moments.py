@@ -14,8 +14,10 @@ import torch
 
 from quantkit.errors import FormatError
 
-#: Columns of H computed at a time: H is symmetric, and tiles below the diagonal are those above it.
-TILE = 256
+#: Columns of H computed at a time, by device: H is symmetric, and tiles below the diagonal are those above.
+TILE = {"cpu": 256, "cuda": 2048}
+#: Columns of H factored at a time.
+CHOLESKY_COLUMNS = 4096
 #: Added to the diagonal of H, in parts of its mean; a factorization that fails tries the next.
 DAMPINGS = (0.01, 0.04, 0.16, 0.64)
 #: How far weights move to make good for the drift. All the way fits the calibration data too closely.
@@ -50,7 +52,7 @@ class Moments:
 
     def output_energy(self, rows: torch.Tensor) -> float:
         """The mean squared output of weights `rows` ([n, K] float32), summed over them: tr(rows H rows^T)."""
-        return float(((rows @ self.second).double() * rows).sum())
+        return float((rows @ self.second).double().mul_(rows).sum())
 
     def scaled(self, factors: torch.Tensor) -> "Moments":
         """The moments of inputs divided by `factors` ([K])."""
@@ -61,11 +63,12 @@ class Moments:
 def gram(inputs: torch.Tensor) -> torch.Tensor:
     """X^T X of inputs [T, K], float32, exactly symmetric. Products of 16-bit inputs are exact."""
     columns = inputs.shape[1]
-    wide = inputs.to(torch.float32)
-    out = wide.new_empty(columns, columns)
-    for start in range(0, columns, TILE):
-        stop = min(start + TILE, columns)
-        strip = wide[:, start:stop].T @ wide[:, start:]
+    wide = _widened(inputs)
+    out = torch.empty(columns, columns, device=inputs.device)
+    most = TILE[inputs.device.type]
+    for start in range(0, columns, most):
+        stop = min(start + most, columns)
+        strip = _product(wide[:, start:stop], wide[:, start:])
         out[start:stop, start:] = strip
         out[stop:, start:stop] = strip[:, stop - start :].T
         # The product of a tile with itself need not be symmetric to the last bit.
@@ -74,10 +77,20 @@ def gram(inputs: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _widened(inputs: torch.Tensor) -> torch.Tensor:
+    """As they are multiplied: in float32, but for 16 bits on a GPU, whose tensor cores sum in float32."""
+    return inputs if inputs.is_cuda and inputs.itemsize == 2 else inputs.to(torch.float32)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a^T b of [T, n] and [T, m], float32."""
+    return a.T @ b if a.dtype == torch.float32 else torch.mm(a.T, b, out_dtype=torch.float32)
+
+
 def drift(exact: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """(F - X)^T X of the original's inputs F and the quantized model's X, both [T, K]: float32 [K, K]."""
-    wide = inputs.to(torch.float32)
-    return (exact.to(torch.float32) - wide).T @ wide
+    wide = _widened(inputs)
+    return _product(_widened(exact) - wide, wide)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,21 +111,50 @@ class Factor:
 def factorize(second: torch.Tensor) -> Factor | None:
     """The factor of H (float32 [K, K]) with the smallest of `DAMPINGS` that works; None if none does.
 
-    H = L D L^T from the last column to round to the first, in float64. A feature that is always zero couples
-    with none, and is rounded to nearest.
+    H = L D L^T from the last column to round to the first, in float64, of which one matrix is in memory. A
+    feature that is always zero couples with none, and is rounded to nearest.
     """
     # Stable, so that equal moments keep one order everywhere.
     order = torch.argsort(second.diagonal(), descending=True, stable=True)
     backwards = order.flip(0)
-    matrix = second.index_select(0, backwards).index_select(1, backwards).double()
-    diagonal = matrix.diagonal().clone()
     for damping in DAMPINGS:
-        matrix.diagonal().copy_(diagonal + damping * diagonal.mean())
-        lower, info = torch.linalg.cholesky_ex(matrix)
-        if int(info) == 0 and bool(torch.isfinite(lower).all()):
-            unit = lower.div_(lower.diagonal().clone()).float()
-            return Factor(order, torch.triu(unit.flip(0, 1), 1), damping)
+        matrix = _reordered(second, backwards)
+        matrix.diagonal().add_(damping * matrix.diagonal().mean())
+        if cholesky_(matrix):
+            unit = matrix.div_(matrix.diagonal().clone()).float()
+            del matrix
+            return Factor(order, unit.flip(0, 1).triu_(1), damping)
     return None
+
+
+def _reordered(second: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """H in float64 with both dimensions in `order`."""
+    found = torch.empty_like(second, dtype=torch.float64)
+    for into, rows in zip(
+        torch.split(found, CHOLESKY_COLUMNS), torch.split(order, CHOLESKY_COLUMNS), strict=True
+    ):
+        into.copy_(second.index_select(0, rows).index_select(1, order))
+    return found
+
+
+def cholesky_(matrix: torch.Tensor) -> bool:
+    """Replace a symmetric matrix [K, K] by its lower Cholesky factor; False, and no such factor, if it is not
+    positive definite or not finite.
+    """
+    columns = len(matrix)
+    for at in range(0, columns, CHOLESKY_COLUMNS):
+        stop = min(at + CHOLESKY_COLUMNS, columns)
+        lower, info = torch.linalg.cholesky_ex(matrix[at:stop, at:stop])
+        if int(info) != 0:
+            return False
+        matrix[at:stop, at:stop] = lower
+        for start in range(stop, columns, CHOLESKY_COLUMNS):
+            rows = matrix[start : start + CHOLESKY_COLUMNS]
+            rows[:, at:stop] = torch.linalg.solve_triangular(lower, rows[:, at:stop].T, upper=False).T
+            end = start + len(rows)
+            rows[:, stop:end].sub_(rows[:, at:stop] @ matrix[stop:end, at:stop].T)
+    # A sum shows what is not finite without memory of its own.
+    return bool(torch.isfinite(matrix.tril_().sum()))
 
 
 def damped(second: torch.Tensor, damping: float) -> torch.Tensor:
@@ -126,13 +168,17 @@ def correction(moments: Moments, damping: float, strength: float = CORRECTION) -
     """P float32 [K, K] such that W + W P makes good for the drift; None without drift or if H is singular."""
     if moments.drift is None:
         return None
-    matrix = damped(moments.second.double(), damping)
-    lower, info = torch.linalg.cholesky_ex(matrix)
-    if int(info) != 0:
+    lower = moments.second.double()
+    lower.diagonal().add_(damping * lower.diagonal().mean())
+    if not cholesky_(lower):
         return None
-    # D H^-1 is the transpose of H^-1 D^T.
-    solved = torch.cholesky_solve(moments.drift.double().T, lower)
-    return solved.T.mul_(strength).float().contiguous()
+    found = torch.empty_like(moments.drift)
+    for rows in range(0, len(found), CHOLESKY_COLUMNS):
+        block = slice(rows, rows + CHOLESKY_COLUMNS)
+        # D H^-1 is the transpose of H^-1 D^T = L^-T L^-1 D^T.
+        solved = torch.linalg.solve_triangular(lower, moments.drift[block].double().T, upper=False)
+        found[block] = torch.linalg.solve_triangular(lower.T, solved, upper=True).T.mul_(strength)
+    return found
 
 
 def check_finite(inputs: torch.Tensor, name: str) -> None:

@@ -23,7 +23,9 @@ target is
 and the best scale of a group for its codes v is s + (v H_g e) / (v H_gg v). Neither step can raise the error.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -101,9 +103,8 @@ def polish(rows: Rows, start: Rounded, second: torch.Tensor, order: torch.Tensor
 
     Columns are taken in `order` (int64 [K]). Scales stay exact in the scale dtype.
     """
-    ordered = second.index_select(0, order).index_select(1, order)
-    coupling = ordered / ordered.diagonal()
-    coupling.fill_diagonal_(0.0)
+    coupling = second.index_select(0, order).index_select(1, order)
+    coupling.div_(coupling.diagonal().clone()).fill_diagonal_(0.0)
     for _ in range(sweeps):
         start = _sweep(rows, refit_scales(rows, start, second), coupling, order)
     return refit_scales(rows, start, second) if sweeps else start
@@ -138,28 +139,87 @@ def _sweep(rows: Rows, start: Rounded, coupling: torch.Tensor, order: torch.Tens
 
     `coupling` [K, K] has both dimensions in that order and a zero diagonal.
     """
-    scheme = rows.scheme
     # Columns become rows, so that each is contiguous.
     weights, scale = (t.index_select(1, order).T.contiguous() for t in (rows.weights, rows.wide(start.scale)))
     zero = None
     if rows.zero_point is not None:
         zero = rows.wide(rows.zero_point).index_select(1, order).T.contiguous()
-    divisor = torch.where(scale == 0, 1.0, scale)
     errors = start.errors.index_select(1, order).T.contiguous()
     values = torch.empty_like(weights)
+    round_columns: Callable[[Columns, Scheme], torch.Tensor] = _one_by_one
     for at in range(0, len(order), BLOCK):
-        stop = min(at + BLOCK, len(order))
-        targets = torch.addmm(weights[at:stop], coupling[:, at:stop].T, errors)
-        # What the errors of this block have changed by since the product.
-        change = torch.zeros_like(targets)
-        for i in range(stop - at):
-            j = at + i
-            target = targets[i]
-            if i:
-                target = target + coupling[at:j, j] @ change[:i]
-            rounded = nearest(target / divisor[j], None if zero is None else zero[j], scheme)
-            values[j] = rounded
-            change[i] = weights[j] - rounded * scale[j] - errors[j]
-        errors[at:stop] = weights[at:stop] - values[at:stop] * scale[at:stop]
+        block = slice(at, min(at + BLOCK, len(order)))
+        columns = Columns(
+            torch.addmm(weights[block], coupling[:, block].T, errors),
+            weights[block],
+            scale[block],
+            None if zero is None else zero[block],
+            errors[block],
+            coupling[block, block],
+        )
+        if at == 0 and weights.is_cuda:
+            round_columns = _Captured(columns, rows.scheme)
+        values[block] = round_columns(columns, rows.scheme)
+        errors[block] = weights[block] - values[block] * scale[block]
     back = torch.argsort(order)
     return Rounded(values.T[:, back].contiguous(), start.scale, errors.T[:, back].contiguous())
+
+
+class Columns(NamedTuple):
+    """Columns that are rounded one after the other, as rows [c, n], float32.
+
+    `targets` have what the errors of all other columns ask for, `errors` these columns' own; `coupling` is
+    [c, c].
+    """
+
+    targets: torch.Tensor
+    weights: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    errors: torch.Tensor
+    coupling: torch.Tensor
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Columns":
+        """All parts as `change` returns them."""
+        parts = {name: change(part) for name, part in self._asdict().items() if part is not None}
+        return self._replace(**parts)
+
+
+def _one_by_one(columns: Columns, scheme: Scheme) -> torch.Tensor:
+    """The values [c, n] of columns, each with what those before it have changed by."""
+    targets, weights, scale, zero, errors, coupling = columns
+    divisor = torch.where(scale == 0, 1.0, scale)
+    values = torch.empty_like(targets)
+    # What the errors have changed by since the targets were computed.
+    change = torch.zeros_like(targets)
+    for j in range(len(targets)):
+        target = targets[j]
+        if j:
+            target = target + coupling[:j, j] @ change[:j]
+        values[j] = nearest(target / divisor[j], None if zero is None else zero[j], scheme)
+        change[j] = weights[j] - values[j] * scale[j] - errors[j]
+    return values
+
+
+class _Captured:
+    """`_one_by_one` on a GPU as a CUDA graph, for as many columns and rows as `like` has: starting a thousand
+    small operations one by one takes longer than running them.
+    """
+
+    def __init__(self, like: Columns, scheme: Scheme) -> None:
+        self._columns = like.each(torch.clone)
+        # Libraries and tables are set up on first use, which cannot be captured.
+        _one_by_one(like.each(lambda part: part[:2]), scheme)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._values = _one_by_one(self._columns, scheme)
+
+    def __call__(self, columns: Columns, scheme: Scheme) -> torch.Tensor:
+        """The values of `columns`, which last until the next call."""
+        if len(columns.targets) != len(self._values):
+            return _one_by_one(columns, scheme)
+        for ours, theirs in zip(self._columns, columns, strict=True):
+            if ours is not None and theirs is not None:
+                ours.copy_(theirs)
+        self._graph.replay()
+        return self._values

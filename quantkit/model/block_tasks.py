@@ -50,7 +50,8 @@ class BlockTasks:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        every = (*self.tasks.values(), *self.changed.values())
+        """The tensors of the work file, about in the order they are made: it is hashed as it grows."""
+        every = (*self.changed.values(), *self.tasks.values())
         return [spec for task in every for spec in task.outputs]
 
     @property
@@ -125,12 +126,25 @@ def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockT
     }
     blocks = []
     count = last + 1 if head is None else len(block_names)
-    for name, tasks, of_experts in zip(block_names[:count], found, parts, strict=False):
+    for at, (name, of_experts) in enumerate(zip(block_names[:count], parts, strict=False)):
+        tasks = _as_listed(found[at], of_experts, decoder.parameters(at))
         folds = _folds(tasks) if model_type in FOLDABLE else ()
         stored = {fold.changed: decoder.stored_name(f"{name}.{fold.changed}") for fold in folds}
         changed = {parameter: dense[one] for parameter, one in stored.items() if one is not None}
         blocks.append(BlockTasks(name, tasks, of_experts, folds, changed))
     return [*blocks, *([] if head is None else [head])]
+
+
+def _as_listed(
+    tasks: Mapping[str, Task], parts: Mapping[str, ExpertPart], parameters: Sequence[str]
+) -> dict[str, Task]:
+    """The tasks of a block in the order of its parameters."""
+    places = {parameter: at for at, parameter in enumerate(parameters)}
+
+    def place(name: str) -> int:
+        return places[parts[name].parameter if name in parts else f"{name}.weight"]
+
+    return {name: tasks[name] for name in sorted(tasks, key=place)}
 
 
 def work_bytes(blocks: Sequence[BlockTasks], samples: Samples, hidden_size: int) -> int:

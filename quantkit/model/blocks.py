@@ -8,6 +8,7 @@ recorded from the decoder's own forward, so that nothing here knows an architect
 import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -40,6 +41,24 @@ class Block:
         return found
 
 
+#: Tensors of a block that are read at a time.
+READERS = 4
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where hidden states stay between blocks: on `device`, on a host page-locked if a GPU copies them."""
+
+    device: torch.device
+    locked: bool = False
+
+    def hold(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden` there, in memory of its own if that is page-locked."""
+        if not self.locked:
+            return hidden.to(self.device)
+        return torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True).copy_(hidden)
+
+
 class Decoder:
     """The blocks of a checkpoint's decoder, computing on `device` in `dtype`.
 
@@ -50,6 +69,7 @@ class Decoder:
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._checkpoint = checkpoint
+        self._kept: dict[str, torch.Tensor] = {}
         self._model: Any = meta_model(checkpoint.config, checkpoint.directory, buffers=True)
         self._model.eval()
         names = model_names(self._model, checkpoint.tensors)
@@ -91,6 +111,10 @@ class Decoder:
         """The names of the blocks in the model, in order."""
         return tuple(self._names)
 
+    def parameters(self, block: int) -> tuple[str, ...]:
+        """The names that parameters of a block have inside it, as its class lists them."""
+        return tuple(name for name, _ in self._layers[block].named_parameters())
+
     def stored_name(self, parameter: str) -> str | None:
         """The name that a parameter has in the file; None if it is no single tensor there."""
         return self._stored.get(parameter)
@@ -98,6 +122,11 @@ class Decoder:
     def expert_part(self, stored: str) -> ExpertPart | None:
         """Where a stored matrix goes in fused experts; None for any other tensor."""
         return self._parts.get(stored)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The model's `config.json`."""
+        return self._checkpoint.config
 
     @property
     def embedding_rows(self) -> int:
@@ -110,9 +139,7 @@ class Decoder:
         return int(self._model.get_input_embeddings().weight.shape[1])
 
     @torch.no_grad()
-    def embed(
-        self, batches: Sequence[torch.Tensor], home: torch.device
-    ) -> tuple[list[torch.Tensor], list[Block]]:
+    def embed(self, batches: Sequence[torch.Tensor], home: Home) -> tuple[list[torch.Tensor], list[Block]]:
         """The hidden states before the first block, on `home`, for batches of tokens (int64 [B, T], of one
         shape).
 
@@ -133,7 +160,7 @@ class Decoder:
                 try:
                     self._decoder(input_ids=tokens.to(self.device), use_cache=False)
                 except _LastBlock as reached:
-                    hidden.append(reached.hidden.to(home))
+                    hidden.append(home.hold(reached.hidden))
         return hidden, [
             Block(name, layer, of_one)
             for name, layer, of_one in zip(self._names, self._layers, arguments, strict=True)
@@ -200,6 +227,23 @@ class Decoder:
         with self._lent(block.module, weights):
             yield
 
+    @contextmanager
+    def kept(self, block: Block) -> Iterator[None]:
+        """Read a block's tensors once, some at a time, and hold them on the device; not those of experts."""
+        names = [self._stored.get(f"{block.name}.{name}") for name, _ in block.module.named_parameters()]
+        stored = [name for name in names if name is not None]
+        try:
+            with ThreadPoolExecutor(READERS, "read") as readers:
+                self._kept.update(zip(stored, readers.map(self.read, stored), strict=True))
+            yield
+        finally:
+            self._kept.clear()
+
+    def read(self, stored: str) -> torch.Tensor:
+        """A tensor of the checkpoint on the device, in the dtype it is stored in. It must not be changed."""
+        found = self._kept.get(stored)
+        return self._checkpoint.read(stored).to(self.device) if found is None else found
+
     def twin(self, block: Block) -> Block:
         """A second module for the same block, to be lent other weights."""
         return Block(block.name, copy.deepcopy(block.module), block.arguments)
@@ -207,7 +251,7 @@ class Decoder:
     def _read(self, parameter: str) -> torch.Tensor:
         stored = self._stored.get(parameter)
         if stored is not None:
-            return self._checkpoint.read(stored).to(self.device, self.dtype)
+            return self.read(stored).to(self.dtype)
         parts = {name: part for name, part in self._parts.items() if part.parameter == parameter}
         if not parts:
             raise self._refusal(
@@ -406,19 +450,26 @@ class Forwards:
         if self._suspend:
             found = self._lane(lane).resume()
         else:
-            self._here.stop = stop
-            try:
-                self._run(lane)
-            except _Stopped as stopped:
-                found = stopped.inputs
-            finally:
-                self._here.stop = None
+            found = self._run_to(lane, lambda at, inputs: _stop_if(at == stop, inputs))
         assert found is not None
         return tuple(one.reshape(-1, one.shape[-1]) for one in found)
 
+    def visit(self, lane: int, see: Callable[[str, torch.Tensor], None]) -> None:
+        """Run micro-batch `lane` through all stages; `see(stage, its inputs [tokens, any])`."""
+        seen = 0
+
+        def stop(at: int, inputs: tuple[torch.Tensor, ...]) -> None:
+            nonlocal seen
+            seen += 1
+            see(self._stops[at], inputs[0].reshape(-1, inputs[0].shape[-1]))
+            if seen == len(self._stops):
+                raise _Stopped(inputs)
+
+        self._run_to(lane, stop)
+
     def finish(self, lane: int) -> torch.Tensor:
         """Run micro-batch `lane` to the end: the hidden states [B, T, d] after the block, where those before
-        were.
+        were, which they may replace.
         """
         if not self._suspend:
             return self._run(lane)
@@ -443,15 +494,31 @@ class Forwards:
     def _run(self, lane: int) -> torch.Tensor:
         before = self._hidden[lane]
         with torch.no_grad():
-            return self._block.run(before.to(self._device)).to(before.device)
+            after = self._block.run(before.to(self._device, non_blocking=True))
+            # Memory that a GPU may copy to takes long to get.
+            return after if after.device == before.device else before.copy_(after)
+
+    def _run_to(
+        self, lane: int, stop: Callable[[int, tuple[torch.Tensor, ...]], None]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Run a pass that `stop` ends before a stage by raising `_Stopped`: what that is called with."""
+        self._here.stop = stop
+        try:
+            self._run(lane)
+        except _Stopped as stopped:
+            return stopped.inputs
+        finally:
+            self._here.stop = None
+        return None
 
     def _hook(self, at: int) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             lane = getattr(self._here, "lane", None)
+            ends = getattr(self._here, "stop", None)
             if lane is not None:
                 lane.pause(inputs)
-            elif getattr(self._here, "stop", None) == at:
-                raise _Stopped(inputs)
+            elif ends is not None:
+                ends(at, inputs)
 
         return stop
 
@@ -462,6 +529,11 @@ class _Stopped(Exception):
     def __init__(self, inputs: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
         self.inputs = inputs
+
+
+def _stop_if(reached: bool, inputs: tuple[torch.Tensor, ...]) -> None:
+    if reached:
+        raise _Stopped(inputs)
 
 
 class _Abandoned(BaseException):

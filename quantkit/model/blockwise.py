@@ -33,25 +33,28 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.model.block_tasks import BlockTasks
-from quantkit.model.blocks import Block, Decoder, Forwards, set_weight, stages_of
+from quantkit.model.blocks import Block, Decoder, Forwards, Home, set_weight, stages_of
 from quantkit.model.folding import Factors, Fold, fold_into, shared_rows
 from quantkit.model.plan import Task
 from quantkit.model.routed import Routed, coverage, quantize_experts
-from quantkit.model.solver import Quantized, ReadInputs, Solver, merged, packed_of
+from quantkit.model.solver import PartialMoments, Quantized, ReadInputs, Solver, merged, packed_of
 from quantkit.packing.schemes import Scheme
 
-#: Workers by device: a CPU has one per core.
+#: Samples that go through a block at a time at most, by device, and their tokens.
 BATCH = {"cpu": 4, "cuda": 8}
+BATCH_TOKENS = 8192
 #: Seconds after which hidden states are stored again: what an interrupted run has at most to compute anew.
 HIDDEN_SECONDS = 30.0
 #: Passes are suspended between stages where what they hold then takes at most this part of the free memory.
-SUSPENDED_MEMORY = 0.5
+#: A GPU runs them anew sooner than it has memory for them.
+SUSPENDED_MEMORY = {"cpu": 0.5, "cuda": 0.0}
 #: Experts are worked on together as far as that takes this part of the free memory.
 EXPERTS_MEMORY = 0.25
 #: Linears of methods without data that are quantized together.
 FREE = 16
-#: Hidden states stay on a GPU where they take at most this part of its free memory, and on the host
-#: otherwise.
+#: Hidden states stay on a GPU where they take at most so many bytes and this part of its free memory, and on
+#: the host otherwise.
+HIDDEN_BYTES = 1 << 30
 HIDDEN_MEMORY = 0.25
 
 #: Said of a linear whose method scales input features, where it does not.
@@ -87,7 +90,8 @@ def quantize_blocks(
         report(sum(task.source.nbytes for task in block.tasks.values()), block.name)
     if done == len(blocks):
         return
-    size = micro_batch(len(samples.tokens), BATCH[decoder.device.type])
+    count, length = samples.tokens.shape
+    size = micro_batch(count, max(1, min(BATCH[decoder.device.type], BATCH_TOKENS // length)))
     batches = list(torch.split(samples.tokens, size))
     methods = [task.method for block in blocks for task in block.tasks.values()]
     corrects = any(method is not None and method.corrects for method in methods)
@@ -95,11 +99,11 @@ def quantize_blocks(
     home = _home(decoder, samples, 2 if corrects else 1, any(block.experts for block in blocks))
     if stored is None:
         hidden, modules = decoder.embed(batches, home)
-        states = States(hidden, list(hidden) if corrects else None)
+        states = States(hidden, [home.hold(one) for one in hidden] if corrects else None)
     else:
         _, modules = decoder.embed(batches[:1], home)
         states = States.read(output, blocks[stored].hidden_filename, size, home)
-    worker = _Worker(decoder, Solver(checkpoint, decoder.device, workers, lanes))
+    worker = _Worker(decoder, Solver(decoder.read, decoder.device, workers, lanes))
     for i in range(0 if stored is None else stored + 1, done):
         states = worker.replay(modules[i], blocks[i], states, output)
     kept = None if stored is None else blocks[stored].hidden_filename
@@ -119,14 +123,15 @@ def quantize_blocks(
                 kept, stored_at = block.hidden_filename, time.monotonic()
 
 
-def _home(decoder: Decoder, samples: Samples, models: int, experts: bool) -> torch.device:
+def _home(decoder: Decoder, samples: Samples, models: int, experts: bool) -> Home:
     """Where the hidden states stay between blocks. Those before and after a block are there at a time, and
     what experts are called with.
     """
     copies = models * (3 if experts else 2)
     needed = copies * samples.tokens.numel() * decoder.hidden_size * decoder.dtype.itemsize
-    fits = needed <= HIDDEN_MEMORY * free_memory(decoder.device)
-    return decoder.device if fits else torch.device("cpu")
+    fits = needed <= min(HIDDEN_BYTES, HIDDEN_MEMORY * free_memory(decoder.device))
+    on_host = decoder.device.type == "cpu"
+    return Home(decoder.device) if on_host or fits else Home(torch.device("cpu"), locked=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,11 +155,11 @@ class States:
                     file.write(name, tensor, offset=at * tensor.numel())
 
     @classmethod
-    def read(cls, output: OutputDirectory, filename: str, size: int, device: torch.device) -> "States":
+    def read(cls, output: OutputDirectory, filename: str, size: int, home: Home) -> "States":
         """Those of a work file, in micro-batches of `size`."""
         files = Checkpoint.of_files([output.path / filename])
         found = {
-            name: [part.to(device) for part in torch.split(files.read(name), size)] for name in files.tensors
+            name: [home.hold(part) for part in torch.split(files.read(name), size)] for name in files.tensors
         }
         return cls(found["hidden"], found.get("exact"))
 
@@ -232,6 +237,7 @@ class _Worker:
             finished = _Output(file, todo, report)
             # Made before it has weights, which would be copied.
             twin = None if states.exact is None else self.decoder.twin(block)
+            stack.enter_context(self.decoder.kept(block))
             stack.enter_context(self.decoder.loaded(block))
 
             def store(quantized: Mapping[str, Quantized]) -> None:
@@ -355,23 +361,30 @@ class _Worker:
         """
         changed: dict[str, torch.Tensor] = {}
         stops = [fold.consumers[0] for fold in todo.folds]
-        with Forwards(
-            block, states.hidden, stops, self.decoder.device, self._suspends(block, states)
-        ) as forwards:
-            for fold in todo.folds:
-                name = f"{block.name}.{fold.consumers[0]}"
-                jobs = [(name, _reading(forwards, None, lane, {})) for lane in range(len(states.hidden))]
-                moments = self.solver.moments(jobs)[name]
-                scales, shared = self._scales(fold, todo, moments)
-                if fold.changed in todo.changed:
-                    stored = self.solver.checkpoint.read(todo.changed[fold.changed].source.name)
-                    changed[fold.changed], exact = fold_into(stored, scales.cpu())
-                    # Of a bias only a part of the outputs comes through the rounded values.
-                    scales = exact.to(scales.device) if fold.is_norm else scales
-                for consumer in fold.consumers:
-                    self._multiply(todo.tasks[consumer], Factors(columns=scales[shared]))
-                if not fold.is_norm:
-                    self._multiply(todo.tasks[fold.producer], Factors(rows=1 / scales))
+        if not stops:
+            return changed
+        with Forwards(block, states.hidden, stops, self.decoder.device, suspend=False) as forwards:
+
+            def one(lane: int) -> list[PartialMoments]:
+                found: list[PartialMoments] = []
+                forwards.visit(
+                    lane,
+                    lambda name, inputs: found.append(PartialMoments.of(f"{block.name}.{name}", inputs)),
+                )
+                return found
+
+            moments = self.solver.summed(one, range(len(states.hidden)))
+        for fold in todo.folds:
+            scales, shared = self._scales(fold, todo, moments.pop(f"{block.name}.{fold.consumers[0]}"))
+            if fold.changed in todo.changed:
+                stored = self.decoder.read(todo.changed[fold.changed].source.name)
+                changed[fold.changed], exact = fold_into(stored, scales)
+                # Of a bias only a part of the outputs comes through the rounded values.
+                scales = exact if fold.is_norm else scales
+            for consumer in fold.consumers:
+                self._multiply(todo.tasks[consumer], Factors(columns=scales[shared]))
+            if not fold.is_norm:
+                self._multiply(todo.tasks[fold.producer], Factors(rows=1 / scales))
         return changed
 
     def _multiply(self, task: Task, by: Factors) -> None:
@@ -386,7 +399,7 @@ class _Worker:
         tasks = [todo.tasks[name] for name in fold.consumers]
         for task in tasks:
             assert task.scheme is not None and task.method is not None
-            weight = self.solver.checkpoint.read(task.source.name).to(self.decoder.device, torch.float32)
+            weight = self.decoder.read(task.source.name).to(torch.float32)
             scheme = task.scheme
             if scheme.is_fitted:
                 # Fitted once: how weights are spread hardly changes.
@@ -394,7 +407,7 @@ class _Worker:
             consumers.append(Consumer(weight, scheme))
         columns = consumers[0].weight.shape[1]
         rows = columns if fold.is_norm else todo.tasks[fold.producer].source.shape[0]
-        shared = shared_rows(fold, rows, columns, self.solver.checkpoint.config).to(self.decoder.device)
+        shared = shared_rows(fold, rows, columns, self.decoder.config).to(self.decoder.device)
         method = tasks[0].method
         assert method is not None
 
@@ -417,7 +430,8 @@ class _Worker:
         widest = max((max(shape) for shape in shapes), default=0)
         passes = 1 if states.exact is None else 2
         needed = passes * tokens * 2 * (hidden.shape[-1] + widest) * self.decoder.dtype.itemsize
-        return needed <= SUSPENDED_MEMORY * free_memory(self.decoder.device)
+        device = self.decoder.device
+        return needed <= SUSPENDED_MEMORY[device.type] * free_memory(device)
 
 
 def _reading(forwards: Forwards, exact: Forwards | None, lane: int, tasks: Mapping[str, Task]) -> ReadInputs:

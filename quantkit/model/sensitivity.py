@@ -32,7 +32,7 @@ from quantkit.calibrate.moments import Moments, check_finite, gram
 from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.samples import micro_batch
 from quantkit.errors import FormatError
-from quantkit.model.blocks import Block, Decoder, stages_of
+from quantkit.model.blocks import Block, Decoder, Home, stages_of
 from quantkit.packing.schemes import Scheme
 
 #: Tokens to measure on, whole samples. Their hidden states before every block are in memory.
@@ -118,7 +118,7 @@ class _Measurement:
         self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor
     ) -> dict[str, tuple[float, ...]]:
         batches = list(torch.split(tokens, micro_batch(len(tokens), BATCH)))
-        hidden, blocks = self._decoder.embed(batches, torch.device("cpu"))
+        hidden, blocks = self._decoder.embed(batches, Home(torch.device("cpu")))
         # A pass back takes about as long as two forward, and the head as a block.
         self._total = len(batches) * (3 * len(blocks) + 3) + sum(map(len, schemes.values()))
         before = []

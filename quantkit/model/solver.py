@@ -1,5 +1,6 @@
 """Quantizing linears whose inputs are known: on some workers, whose results are put together in one order."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.calibrated import CHUNK_ROWS, CalibratedRows, Inputs, quantize_calibrated_rows
+from quantkit.calibrate.calibrated import CalibratedRows, Inputs, chunk_rows, quantize_calibrated_rows
 from quantkit.calibrate.methods import Method, packed_rows, quantize_rows
 from quantkit.calibrate.moments import Moments, check_finite, drift, gram
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
@@ -22,13 +23,30 @@ ReadInputs = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(frozen=True, eq=False)
+class PartialMoments:
+    """Sums over some of the inputs of the linear `name`: X^T X, and (F - X)^T X where F is known."""
+
+    name: str
+    tokens: int
+    second: torch.Tensor
+    shift: torch.Tensor | None
+
+    @classmethod
+    def of(cls, name: str, inputs: torch.Tensor, original: torch.Tensor | None = None) -> "PartialMoments":
+        """`FormatError` if one of the inputs [T, K] is NaN or infinite."""
+        check_finite(inputs, name)
+        shift = None if original is None else drift(original, inputs)
+        return cls(name, len(inputs), gram(inputs), shift)
+
+
+@dataclass(frozen=True, eq=False)
 class Solver:
-    """What quantizing takes; `lanes` is the number of `workers`.
+    """What quantizing takes; `read` gives a stored tensor on `device`, `lanes` is the number of `workers`.
 
     `factors` are what weights are multiplied by first, by their stored name: those of the block in work.
     """
 
-    checkpoint: Checkpoint
+    read: Callable[[str], torch.Tensor]
     device: torch.device
     workers: ThreadPoolExecutor
     lanes: int
@@ -37,21 +55,25 @@ class Solver:
     def moments(self, jobs: Iterable[tuple[str, ReadInputs]]) -> dict[str, Moments]:
         """The moments of the inputs of each linear, by name, summed in the order of `jobs`."""
 
-        def one(job: tuple[str, ReadInputs]) -> tuple[str, int, torch.Tensor, torch.Tensor | None]:
+        def one(job: tuple[str, ReadInputs]) -> list[PartialMoments]:
             name, read = job
-            inputs, original = read()
-            check_finite(inputs, name)
-            shift = None if original is None else drift(original, inputs)
-            return name, len(inputs), gram(inputs), shift
+            return [PartialMoments.of(name, *read())]
 
+        return self.summed(one, list(jobs))
+
+    def summed(
+        self, function: Callable[[Any], list["PartialMoments"]], items: Sequence[Any]
+    ) -> dict[str, Moments]:
+        """The moments by name of what `function` gives for the items, in their order."""
         tokens: dict[str, int] = {}
         seconds: dict[str, torch.Tensor] = {}
         shifts: dict[str, torch.Tensor] = {}
-        for name, count, second, shift in self.in_order(one, list(jobs)):
-            tokens[name] = tokens.get(name, 0) + count
-            for sums, part in ((seconds, second), (shifts, shift)):
-                if part is not None:
-                    sums[name] = sums[name].add_(part) if name in sums else part
+        for parts in self.in_order(function, items):
+            for part in parts:
+                tokens[part.name] = tokens.get(part.name, 0) + part.tokens
+                for sums, tensor in ((seconds, part.second), (shifts, part.shift)):
+                    if tensor is not None:
+                        sums[part.name] = sums[part.name].add_(tensor) if part.name in sums else tensor
         return {
             name: Moments(
                 second.div_(tokens[name]),
@@ -62,9 +84,13 @@ class Solver:
         }
 
     def in_order(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-        """The results of `function` for all items, few of them in memory at a time."""
-        for at in range(0, len(items), 2 * self.lanes):
-            yield from self.workers.map(function, items[at : at + 2 * self.lanes])
+        """The results of `function` for all items, as many of them in memory at a time as there are lanes."""
+        running = deque(self.workers.submit(function, item) for item in items[: self.lanes])
+        for item in items[self.lanes :]:
+            yield running.popleft().result()
+            running.append(self.workers.submit(function, item))
+        while running:
+            yield running.popleft().result()
 
     def prepare(
         self, moments: Mapping[str, Moments], methods: Mapping[str, Sequence[Method]]
@@ -84,7 +110,7 @@ class Solver:
         chunks = {
             name: [
                 self.workers.submit(_rows, rows, task, parameters[name], inputs.get(name))
-                for rows in torch.split(weights[name], CHUNK_ROWS[self.device.type])
+                for rows in self._chunks(weights[name])
             ]
             for name, task in tasks.items()
         }
@@ -102,12 +128,16 @@ class Solver:
         moments = self.moments([(name, one) for one in read])
         methods = [task.method for task in tasks.values() if task.method is not None]
         inputs = self.prepare(moments, {name: methods})[name]
+        del moments
         return self.solve(tasks, dict.fromkeys(tasks, inputs))
 
     def weight(self, name: str) -> torch.Tensor:
         """A weight as it is quantized: as stored, or with the scales of its features and rows."""
-        weight = self.checkpoint.read(name).to(self.device)
+        weight = self.read(name)
         return self.factors[name].apply(weight) if name in self.factors else weight
+
+    def _chunks(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.split(weight, chunk_rows(weight.shape[1], self.device))
 
     def fit(self, task: Task, weight: torch.Tensor, inputs: Inputs | None) -> TensorParameters:
         """What the rows of a weight share."""
@@ -115,7 +145,7 @@ class Solver:
         method = task.method
 
         def target(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-            for rows in torch.split(tensor, CHUNK_ROWS[self.device.type]):
+            for rows in self._chunks(tensor):
                 yield rows if inputs is None else inputs.target(rows.to(torch.float32), method)
 
         def beside() -> Iterator[torch.Tensor]:

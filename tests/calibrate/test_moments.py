@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from quantkit.calibrate import moments
 from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.moments import (
     DAMPINGS,
     TILE,
     Moments,
     check_finite,
+    cholesky_,
     correction,
     damped,
     drift,
@@ -27,7 +29,9 @@ def inputs(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:
     return mixed * torch.logspace(-2, 1, columns)[torch.randperm(columns, generator=generator)]
 
 
-@pytest.mark.parametrize("columns", [1, 5, TILE - 1, TILE, TILE + 3, 2 * TILE + 40])
+@pytest.mark.parametrize(
+    "columns", [1, 5, TILE["cpu"] - 1, TILE["cpu"], TILE["cpu"] + 3, 2 * TILE["cpu"] + 40]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gram_is_the_product_and_symmetric(columns: int, dtype: torch.dtype) -> None:
     x = inputs(77, columns).to(dtype)
@@ -42,6 +46,17 @@ def test_drift_is_the_product_with_the_difference() -> None:
     exact, x = inputs(60, 33), inputs(60, 33) + 0.1 * inputs(60, 33, 1)
     expected = (exact.double() - x.double()).T @ x.double()
     assert torch.allclose(drift(exact, x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [1, 8, 9, 61])
+def test_cholesky_in_blocks_is_that_of_the_library(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "CHOLESKY_COLUMNS", 8)
+    matrix = damped(gram(inputs(400, columns)) / 400, 0.01).double()
+    found = matrix.clone()
+    assert cholesky_(found)
+    assert torch.allclose(found, torch.linalg.cholesky(matrix), rtol=1e-12, atol=1e-12)
+    matrix[-1, -1] = -1.0
+    assert not cholesky_(matrix)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 64, 130])

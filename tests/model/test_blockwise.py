@@ -136,7 +136,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch):
     options = {"method": "best", "group_size": 32, "calibration": data(text), "rules": rules}
     quantize(source, tmp_path / "one", **options)
     monkeypatch.setitem(quantizing.CALIBRATION_WORKERS, "cpu", 5)
-    monkeypatch.setattr(blockwise, "SUSPENDED_MEMORY", 0.0)
+    monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     quantize(source, tmp_path / "two", **options)
@@ -392,7 +392,7 @@ def test_linears_with_one_input_are_one_stage(tmp_path):
     from quantkit.checkpoint.source import Checkpoint
 
     decoder = blocks.Decoder(Checkpoint.open(write(tmp_path)), torch.device("cpu"), torch.float32)
-    hidden, found = decoder.embed([torch.arange(10)[None]], torch.device("cpu"))
+    hidden, found = decoder.embed([torch.arange(10)[None]], blocks.Home(torch.device("cpu")))
     assert [block.name for block in found] == [f"model.layers.{i}" for i in range(3)]
     with decoder.loaded(found[0]):
         stages = blocks.stages_of(found[0], hidden[0], LINEARS)

@@ -227,7 +227,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch):
     options = {"method": "best", "group_size": 32, "calibration": data(text, samples=4), "rules": rules}
     quantize(source, tmp_path / "one", lm_head="int8", **options)
     monkeypatch.setitem(quantizing.CALIBRATION_WORKERS, "cpu", 3)
-    monkeypatch.setattr(blockwise, "SUSPENDED_MEMORY", 0.0)
+    monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
     monkeypatch.setattr(blockwise, "EXPERTS_MEMORY", 0.0)
     monkeypatch.setattr(blockwise, "FREE", 1)
     quantize(source, tmp_path / "two", lm_head="int8", **options)

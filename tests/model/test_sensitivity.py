@@ -15,7 +15,7 @@ from quantkit.calibrate.moments import Moments
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model import sensitivity
-from quantkit.model.blocks import Decoder
+from quantkit.model.blocks import Decoder, Home
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.sensitivity import measure
 from quantkit.packing.schemes import Scheme, scheme
@@ -51,7 +51,7 @@ def test_the_head_is_that_of_the_model(tmp_path: Path, family: str) -> None:
     source = write(tmp_path, family)
     decoder, model = decoder_of(source), model_of(source)
     tokens = torch.randint(0, 96, (2, 9))
-    states, blocks = decoder.embed([tokens], CPU)
+    states, blocks = decoder.embed([tokens], Home(CPU))
     hidden = states[0]
     with torch.no_grad():
         for block in blocks:

@@ -7,7 +7,7 @@ user's cache, from which any budget is solved (`calibrate/allocation.py`).
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,7 +24,7 @@ from quantkit.errors import UsageError
 from quantkit.model.blocks import Decoder
 from quantkit.model.notes import fused_sets
 from quantkit.model.plan import QUANTIZABLE_DTYPES
-from quantkit.model.sensitivity import TOKENS, Report, measure
+from quantkit.model.sensitivity import TOKENS, Losses, Report, Sensitivities, measure
 from quantkit.model.sensitivity_cache import SensitivityCache, cache_key
 from quantkit.model.structure import Linear, Structure
 from quantkit.packing.schemes import Scheme
@@ -124,8 +124,8 @@ class Allocated:
 def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...], ...]:
     """The groups that an allocation decides on, in the order of the model: linears that share a format.
 
-    Those are what engines fuse (q, k and v; gate and up) and the experts of a layer. Linears for which
-    `recipe` has a rule, and lm_head, are left out.
+    Those are what engines fuse (q, k and v; gate and up), and gate and up, or down, of all experts of a
+    layer. Linears for which `recipe` has a rule, and lm_head, are left out.
     """
     free = {
         name: linear
@@ -135,9 +135,6 @@ def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...],
     first: dict[str, str] = {}
     for members in fused_sets(free):
         first |= dict.fromkeys(members, next(iter(members)))
-    for name, linear in free.items():
-        if linear.kind == "experts":
-            first[name] = name.rpartition(".")[0]
     found: dict[str, list[Linear]] = {}
     for name, linear in free.items():
         found.setdefault(first.get(name, name), []).append(linear)
@@ -247,14 +244,8 @@ def _losses(
     device: torch.device,
     read: Callable[[int], Samples],
     report: Report | None,
-) -> tuple[dict[str, tuple[float, ...]], tuple[str, ...]]:
-    """What each scheme costs each linear: from the cache, or measured and put there."""
-    for name in schemes:
-        if structure.linears[name].kind == "experts":
-            raise UsageError(
-                f"{name} are experts, whose sensitivity quantkit cannot measure. Decide on them with a "
-                f"rule, such as --rule '{name}=int4'."
-            )
+) -> tuple[Losses, tuple[str, ...]]:
+    """What each scheme costs each linear: from the cache, or measured and put there; and notes."""
     # float32 whatever the model is in: what is measured are small differences.
     decoder = Decoder(checkpoint, device, torch.float32)
     for name in schemes:
@@ -274,4 +265,17 @@ def _losses(
         found = measure(decoder, schemes, method, tokens, lanes, report)
         checkpoint.check_unchanged()
         notes = (*notes, *cache.write(found))
-    return found, (*samples.notes, *notes)
+    return found.losses, (*samples.notes, *notes, *_notes_on_experts(found))
+
+
+def _notes_on_experts(found: Sensitivities) -> Iterator[str]:
+    """Which experts nothing is known of."""
+    unchosen = {name: counts.count(0) for name, counts in found.expert_tokens.items() if 0 in counts}
+    if unchosen:
+        first, experts = next(iter(unchosen)), sum(map(len, found.expert_tokens.values()))
+        yield (
+            f"no token of the texts that sensitivity is measured on chose {sum(unchosen.values())} of "
+            f"{experts} experts ({unchosen[first]} of {len(found.expert_tokens[first])} of {first}); each "
+            "counts as if one token, the mean of all, had chosen it. Texts more like what the model will "
+            f"see, or up to {TOKENS} tokens of them, choose more."
+        )

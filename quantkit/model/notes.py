@@ -73,7 +73,8 @@ def plan_notes(
 
 def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[str]:
     """What others cannot do with it: vLLM, and transformers by itself, which dequantizes."""
-    narrow, experts, whole = set(), set(), set()
+    narrow, whole = set(), set()
+    experts: dict[str, set[str]] = {}
     for a in assignments:
         if a.scheme is None:
             continue
@@ -83,7 +84,8 @@ def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[
         if a.scheme.per_tensor and not row.fused:
             whole.add(a.scheme.format.name)
         if a.experts:
-            experts.add(json.dumps([row.stored.name, row.arguments(a.scheme, a.shape[1])]))
+            stored = json.dumps([row.stored.name, row.arguments(a.scheme, a.shape[1])])
+            experts.setdefault(a.module.rpartition(".")[0], set()).add(stored)
     if narrow:
         yield (
             f"transformers without quantkit runs {' and '.join(sorted(narrow))} with dtype=torch.bfloat16 "
@@ -94,7 +96,15 @@ def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[
             f"vLLM cannot load {' and '.join(sorted(whole))} with one scale per tensor: its products of such "
             "weights take scales per channel or group. transformers reads it without quantkit."
         )
-    if len(experts) > 1:
+    mixed = [name for name, stored in experts.items() if len(stored) > 1]
+    if mixed:
+        more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
+        yield (
+            "vLLM cannot load this: it takes gate, up and down of the experts of a layer to be stored in one "
+            f"way, and those of {mixed[0]}{more} are not. Give them one with a rule, such as --rule "
+            "'*.experts.*=int4'."
+        )
+    if len({one for stored in experts.values() for one in stored}) > 1:
         yield (
             "transformers without quantkit cannot load this: it takes all experts to be stored in one way. "
             "Give all of them one format and a group size that divides every row."

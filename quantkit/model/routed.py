@@ -191,7 +191,12 @@ def _output(solver: Solver, task: Task, quantized: Quantized, own: Moments) -> l
 
 def intermediate(experts: FusedExperts, expert: int, inputs: torch.Tensor) -> torch.Tensor:
     """What the down projection of an expert sees: [n, I] from [n, K]."""
-    gate, up = F.linear(inputs, experts.gate_up_proj[expert]).chunk(2, -1)
+    return gated(experts, F.linear(inputs, experts.gate_up_proj[expert]))
+
+
+def gated(experts: FusedExperts, halves: torch.Tensor) -> torch.Tensor:
+    """act(gate) * up, [n, I], of gate and up side by side, [n, 2I]."""
+    gate, up = halves.chunk(2, -1)
     found: torch.Tensor = experts.act_fn(gate) * up
     return found
 

@@ -13,6 +13,9 @@ So one pass forward and one backward serve every scheme of every linear. E is wh
 rows of each weight. Divergences of several linears are taken to add up; docs/accuracy.md says how well they
 do.
 
+An expert is a linear that only the tokens that chose it go through; their weights in the sum of the experts
+are in the gradients. Other tokens that would choose it, were an expert before it rounded, are not counted.
+
 The blocks are in memory one at a time, as in calibration, with the hidden states before each of them.
 """
 
@@ -21,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +32,13 @@ from torch import nn
 
 from quantkit.calibrate.calibrated import Inputs, quantize_calibrated_rows
 from quantkit.calibrate.methods import Method, packed_rows, quantize_tensor
-from quantkit.calibrate.moments import Moments, check_finite, gram
+from quantkit.calibrate.moments import Moments
 from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.samples import micro_batch
 from quantkit.errors import FormatError
 from quantkit.model.blocks import Block, Decoder, Home, stages_of
+from quantkit.model.experts import is_fused_experts
+from quantkit.model.fisher import ExpertCall, RoutedGradients, Seen
 from quantkit.packing.schemes import Scheme
 
 #: Tokens to measure on, whole samples. Their hidden states before every block are in memory.
@@ -43,11 +49,28 @@ LOGITS = 1 << 24
 #: Rows of a weight that are quantized to see what a scheme costs it. Methods with data take far longer.
 ROWS = 256
 CALIBRATED_ROWS = 64
+#: Of each of the matrices of many experts, which share these rows, no fewer.
+EXPERT_ROWS = 8
 #: Code books are fitted to one of so many of them.
 FITTED = 8
 
 #: Steps done, steps in all, what is at work.
 Report = Callable[[int, int, str], None]
+
+Losses = Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Sensitivities:
+    """What was measured.
+
+    losses         by linear, what each of its schemes costs: nats per token of KL divergence of the whole
+                   model, all other linears dense
+    expert_tokens  by the module of fused experts, how many of the tokens chose each
+    """
+
+    losses: Losses
+    expert_tokens: Mapping[str, tuple[int, ...]]
 
 
 def measure(
@@ -57,9 +80,8 @@ def measure(
     tokens: torch.Tensor,
     lanes: int,
     report: Report | None = None,
-) -> dict[str, tuple[float, ...]]:
-    """What each of its `schemes` costs each linear, by the linear's name: nats per token of KL divergence of
-    the whole model, all other linears dense.
+) -> Sensitivities:
+    """What each of its `schemes` costs each linear or fused parameter of experts, by its name.
 
     `tokens` are int64 [samples, length], `lanes` the number of workers, of one thread each, on which the
     result does not depend. `CheckpointError` for a model that does not come in blocks or whose linears do not
@@ -73,30 +95,6 @@ def measure(
         workers.shutdown(cancel_futures=True)
         # A worker sets its own number and the one that threads to come start with.
         torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True, eq=False)
-class _Seen:
-    """What passes show of linears that share an input: sums over tokens, float32.
-
-    weighted  [K, K] sum of |g|^2 x x^T, g of all of them together
-    weight    sum of |g|^2
-    second    [K, K] sum of x x^T, None where the method asks for none
-    squares   by linear, [N] sum of g_n^2
-    """
-
-    weighted: torch.Tensor
-    weight: float
-    second: torch.Tensor | None
-    squares: Mapping[str, torch.Tensor]
-
-    def plus(self, other: "_Seen") -> "_Seen":
-        """The sums over the tokens of both; takes the memory of this."""
-        second = None
-        if self.second is not None and other.second is not None:
-            second = self.second.add_(other.second)
-        squares = {name: one.add_(other.squares[name]) for name, one in self.squares.items()}
-        return _Seen(self.weighted.add_(other.weighted), self.weight + other.weight, second, squares)
 
 
 class _Measurement:
@@ -114,33 +112,35 @@ class _Measurement:
         self._report, self._done, self._total = report, 0, 0
         self._mutex = threading.Lock()
 
-    def run(
-        self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor
-    ) -> dict[str, tuple[float, ...]]:
+    def run(self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor) -> Sensitivities:
         batches = list(torch.split(tokens, micro_batch(len(tokens), BATCH)))
         hidden, blocks = self._decoder.embed(batches, Home(torch.device("cpu")))
+        wanted = {block.name: _Wanted.of(block, schemes) for block in blocks}
         # A pass back takes about as long as two forward, and the head as a block.
-        self._total = len(batches) * (3 * len(blocks) + 3) + sum(map(len, schemes.values()))
+        self._total = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in wanted.values())
         before = []
         for block in blocks:
             before.append(hidden)
             with self._decoder.loaded(block):
                 hidden = list(self._workers.map(lambda one, block=block: self._forward(block, one), hidden))
         with self._decoder.head() as logits:
+            # The random numbers of a micro-batch do not depend on the worker that takes it.
             gradients = list(
                 self._workers.map(lambda at: self._drawn(logits, hidden[at], at), range(len(hidden)))
             )
-        found: dict[str, tuple[float, ...]] = {}
+        losses: dict[str, tuple[float, ...]] = {}
+        counts: dict[str, tuple[int, ...]] = {}
         for block in reversed(blocks):
-            wanted = {
-                name.removeprefix(f"{block.name}."): row
-                for name, row in schemes.items()
-                if name.startswith(f"{block.name}.")
-            }
             with self._decoder.loaded(block):
-                losses, gradients = self._backward(block, before.pop(), gradients, wanted, tokens.numel())
-            found |= {f"{block.name}.{name}": one for name, one in losses.items()}
-        return {name: found[name] for name in schemes}
+                seen, routed, gradients = self._backward(block, before.pop(), gradients, wanted[block.name])
+                for stage, sums in seen.items():
+                    losses |= self._linears(block, stage, sums, wanted[block.name], tokens.numel())
+                for module, calls in routed.items():
+                    experts: Any = block.module.get_submodule(module)
+                    found = RoutedGradients.of(experts, f"{block.name}.{module}", calls)
+                    losses |= self._experts(block, module, found, wanted[block.name], tokens.numel())
+                    counts[found.name] = found.counts
+        return Sensitivities({name: losses[name] for name in schemes}, dict(sorted(counts.items())))
 
     def _step(self, steps: int, label: str) -> None:
         with self._mutex:
@@ -183,64 +183,118 @@ class _Measurement:
         block: Block,
         hidden: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
-        wanted: Mapping[str, Sequence[Scheme]],
-        tokens: int,
-    ) -> tuple[dict[str, tuple[float, ...]], list[torch.Tensor]]:
-        """The losses of the linears of a block by their name in it, and the gradients before the block."""
-        stages = stages_of(block, hidden[0].to(self._decoder.device), tuple(wanted)) if wanted else []
-        seen: list[_Seen] | None = None
+        wanted: "_Wanted",
+    ) -> tuple[dict[tuple[str, ...], Seen], dict[str, list[ExpertCall]], list[torch.Tensor]]:
+        """What all passes show of the linears of a block, stage by stage, the calls of its experts, by name
+        in the block, and the gradients before the block.
+        """
+        modules = (*wanted.linears, *wanted.experts)
+        first = hidden[0].to(self._decoder.device)
+        stages = stages_of(block, first, modules, alone=wanted.experts) if modules else []
+        seen: dict[tuple[str, ...], Seen] = {}
+        routed: dict[str, list[ExpertCall]] = {name: [] for name in wanted.experts}
         earlier = []
 
-        def one(at: int) -> tuple[torch.Tensor, list[_Seen]]:
-            return self._pass(block, hidden[at], gradients[at], stages)
+        def one(at: int) -> tuple[torch.Tensor, dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
+            return self._pass(block, hidden[at], gradients[at], stages, wanted)
 
         # No more at a time than there are workers: what passes show is large.
         for at in range(0, len(hidden), self._lanes):
-            for gradient, parts in self._workers.map(one, range(at, min(at + self._lanes, len(hidden)))):
+            for gradient, parts, calls in self._workers.map(
+                one, range(at, min(at + self._lanes, len(hidden)))
+            ):
                 earlier.append(gradient)
-                seen = parts if seen is None else [a.plus(b) for a, b in zip(seen, parts, strict=True)]
-        losses = {}
-        for stage, sums in zip(stages, seen or [], strict=True):
-            inputs = None
-            if sums.second is not None:
-                moments = Moments(sums.second.div_(tokens), tokens)
-                inputs = self._workers.submit(Inputs.prepare, moments, [self._method]).result()
-            second = sums.weighted.div_(sums.weight) if sums.weight else sums.weighted
-            for name in stage:
-                weight = block.module.get_submodule(name).weight
-                assert isinstance(weight, torch.Tensor)
-                rows = self._sample(weight)
-                importance = sums.squares[name] / tokens
-                # Rows that are larger or matter more lose more: the sample stands for all in that measure.
-                energy = importance * (weight.square() @ second.diagonal())
-                share = energy[rows].double().sum() / energy.double().sum().clamp_min(1e-300)
-                importance = importance[rows] / float(share.clamp_min(1e-30))
-                tried = [
-                    self._workers.submit(
-                        self._loss,
-                        f"{block.name}.{name}",
-                        weight[rows],
-                        importance,
-                        second,
-                        scheme,
-                        inputs,
-                    )
-                    for scheme in wanted[name]
-                ]
-                losses[name] = tuple(one.result() for one in tried)
-        return losses, earlier
+                seen = {stage: seen[stage].plus(part) if seen else part for stage, part in parts.items()}
+                for name, call in calls.items():
+                    routed[name].append(call)
+        return seen, routed, earlier
 
-    def _sample(self, weight: torch.Tensor) -> torch.Tensor:
-        """The numbers of the rows to quantize, evenly spaced."""
-        most = CALIBRATED_ROWS if self._method.needs_data else ROWS
-        return torch.arange(0, len(weight), -(-len(weight) // most), device=weight.device)
+    def _linears(
+        self, block: Block, stage: tuple[str, ...], seen: Seen, wanted: "_Wanted", tokens: int
+    ) -> dict[str, tuple[float, ...]]:
+        """The losses of linears that share an input."""
+        inputs = None
+        if seen.inputs is not None:
+            moments = Moments(seen.inputs.div_(tokens), tokens)
+            inputs = self._workers.submit(Inputs.prepare, moments, [self._method]).result()
+        second, losses = seen.second(), {}
+        for name in stage:
+            weight = block.module.get_submodule(name).weight
+            assert isinstance(weight, torch.Tensor)
+            full = f"{block.name}.{name}"
+            importance = seen.squares[name] / tokens
+            trials = self._trials(full, weight, second, importance, wanted.linears[name], inputs, self._rows)
+            tried = [self._workers.submit(trial) for trial in trials]
+            losses[full] = tuple(one.result() for one in tried)
+        return losses
+
+    def _experts(
+        self, block: Block, module: str, routed: RoutedGradients, wanted: "_Wanted", tokens: int
+    ) -> dict[str, tuple[float, ...]]:
+        """The losses of the fused parameters of experts, summed over these, which workers share out."""
+        schemes = wanted.experts[module]
+        everyone = routed.everyone() if self._method.needs_data else None
+        count = len(routed.experts.down_proj)
+        rows = max(EXPERT_ROWS, self._rows // count)
+
+        def one(expert: int) -> dict[str, list[float]]:
+            losses = {}
+            for leaf, seen in routed.seen(expert).items():
+                if leaf not in schemes:
+                    continue
+                inputs = None
+                if everyone is not None:
+                    inputs = Inputs.prepare(routed.moments(expert, leaf, everyone), [self._method])
+                weight = getattr(routed.experts, leaf)[expert]
+                name = f"{routed.name}.{expert}.{leaf}"
+                importance = seen.squares[leaf] / tokens
+                trials = self._trials(name, weight, seen.second(), importance, schemes[leaf], inputs, rows)
+                losses[leaf] = [trial() for trial in trials]
+            return losses
+
+        found = list(self._workers.map(one, range(count)))
+        return {
+            f"{routed.name}.{leaf}": tuple(map(sum, zip(*(losses[leaf] for losses in found), strict=True)))
+            for leaf in schemes
+        }
+
+    @property
+    def _rows(self) -> int:
+        return CALIBRATED_ROWS if self._method.needs_data else ROWS
+
+    def _trials(
+        self,
+        name: str,
+        weight: torch.Tensor,
+        second: torch.Tensor,
+        importance: torch.Tensor,
+        schemes: Sequence[Scheme],
+        inputs: Inputs | None,
+        most: int,
+    ) -> list[Callable[[], float]]:
+        """For each scheme, what finds the loss of a weight [N, K], whose outputs have `importance` [N], by at
+        most `most` of its rows.
+        """
+        rows = torch.arange(0, len(weight), -(-len(weight) // most), device=weight.device)
+        # Rows that are larger or matter more lose more: the sample stands for all in that measure.
+        energy = importance * (weight.square() @ second.diagonal())
+        share = energy[rows].double().sum() / energy.double().sum().clamp_min(1e-300)
+        importance = importance[rows] / float(share.clamp_min(1e-30))
+        return [
+            partial(self._loss, name, weight[rows], importance, second, scheme, inputs) for scheme in schemes
+        ]
 
     def _pass(
-        self, block: Block, hidden: torch.Tensor, gradient: torch.Tensor, stages: Sequence[tuple[str, ...]]
-    ) -> tuple[torch.Tensor, list[_Seen]]:
-        """The gradients before a block, and what one micro-batch shows of its linears."""
+        self,
+        block: Block,
+        hidden: torch.Tensor,
+        gradient: torch.Tensor,
+        stages: Sequence[tuple[str, ...]],
+        wanted: "_Wanted",
+    ) -> tuple[torch.Tensor, dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
+        """The gradients before a block, and what one micro-batch shows of its linears and experts."""
         device = self._decoder.device
-        inputs: dict[str, torch.Tensor] = {}
+        inputs: dict[str, tuple[torch.Tensor, ...]] = {}
         outputs: dict[str, torch.Tensor] = {}
         thread = threading.get_ident()
 
@@ -248,7 +302,7 @@ class _Measurement:
             def hook(_: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
                 # Other workers run the same modules.
                 if threading.get_ident() == thread:
-                    inputs[name], outputs[name] = given[0].detach(), output
+                    inputs[name], outputs[name] = given, output
 
             return hook
 
@@ -261,24 +315,21 @@ class _Measurement:
                 after = block.run(start)
             found = torch.autograd.grad(after, [start, *outputs.values()], gradient.to(device))
         slopes = dict(zip(outputs, found[1:], strict=True))
-        seen = [
-            self._seen(f"{block.name}.{stage[0]}", inputs[stage[0]], {n: slopes[n] for n in stage})
+        seen = {
+            stage: Seen.of(
+                f"{block.name}.{stage[0]}",
+                inputs[stage[0]][0].detach(),
+                {name: slopes[name] for name in stage},
+                unweighted=self._method.needs_data,
+            )
             for stage in stages
-        ]
+            if stage[0] in wanted.linears
+        }
+        calls = {
+            name: ExpertCall.of(inputs[name], slopes[name], f"{block.name}.{name}") for name in wanted.experts
+        }
         self._step(2, block.name)
-        return found[0].to(hidden.device), seen
-
-    def _seen(self, name: str, inputs: torch.Tensor, slopes: Mapping[str, torch.Tensor]) -> _Seen:
-        flat = inputs.reshape(-1, inputs.shape[-1])
-        check_finite(flat, name)
-        squares = {one: slope.reshape(len(flat), -1).square() for one, slope in slopes.items()}
-        weights = torch.stack([square.sum(-1) for square in squares.values()]).sum(0)
-        return _Seen(
-            gram(flat * weights.sqrt()[:, None]),
-            float(weights.double().sum()),
-            gram(flat) if self._method.needs_data else None,
-            {one: square.sum(0) for one, square in squares.items()},
-        )
+        return found[0].to(hidden.device), seen, calls
 
     def _loss(
         self,
@@ -297,6 +348,36 @@ class _Measurement:
         found = ((errors @ second) * errors).double().sum(-1)
         self._step(1, name)
         return max(0.0, 0.5 * float((found * importance).sum()))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The schemes to measure in a block: of its linears by their name in it, and of its fused experts by
+    their module's and that of the parameter. `trials` is how many matrices are stored to see.
+    """
+
+    linears: Mapping[str, Sequence[Scheme]]
+    experts: Mapping[str, Mapping[str, Sequence[Scheme]]]
+    trials: int
+
+    @classmethod
+    def of(cls, block: Block, schemes: Mapping[str, Sequence[Scheme]]) -> "_Wanted":
+        linears: dict[str, Sequence[Scheme]] = {}
+        experts: dict[str, dict[str, Sequence[Scheme]]] = {}
+        trials = 0
+        for full, row in schemes.items():
+            name = full.removeprefix(f"{block.name}.")
+            if name == full:
+                continue
+            owner, _, leaf = name.rpartition(".")
+            module: Any = block.module.get_submodule(owner)
+            if is_fused_experts(module):
+                experts.setdefault(owner, {})[leaf] = row
+                trials += len(row) * len(module.down_proj)
+            else:
+                linears[name] = row
+                trials += len(row)
+        return cls(linears, experts, trials)
 
 
 def _stored(rows: torch.Tensor, scheme: Scheme, method: Method, inputs: Inputs | None) -> torch.Tensor:

@@ -17,14 +17,13 @@ import torch
 from quantkit import __version__
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, user_cache
+from quantkit.model.sensitivity import Sensitivities
 from quantkit.packing.schemes import Scheme
 
 #: To be raised when measuring, or the file, changes: what is there is then no longer found.
-_REVISION = 1
+_REVISION = 2
 #: Files are no larger: a thousand linears in thirty schemes have about 1 MB.
 MAX_BYTES = 64 << 20
-
-Losses = dict[str, tuple[float, ...]]
 
 
 def cache_key(
@@ -65,7 +64,7 @@ class SensitivityCache:
         directory = user_cache()
         return cls(key, None if directory is None else directory / "sensitivity" / f"{key}.json")
 
-    def read(self, schemes: Mapping[str, Sequence[Scheme]]) -> tuple[Losses | None, tuple[str, ...]]:
+    def read(self, schemes: Mapping[str, Sequence[Scheme]]) -> tuple[Sensitivities | None, tuple[str, ...]]:
         """What was measured for these linears and schemes, None if nothing was; and notes."""
         if self.path is None:
             return None, ()
@@ -83,12 +82,13 @@ class SensitivityCache:
         except ValueError as error:
             return None, (f"the sensitivities {self.path} are damaged and measured anew: {error}.",)
 
-    def write(self, losses: Losses) -> tuple[str, ...]:
+    def write(self, found: Sensitivities) -> tuple[str, ...]:
         """Keep what was measured, in one step; notes if that cannot be."""
         remedy = "Another run will measure again; set XDG_CACHE_HOME to a directory that can be written."
         if self.path is None:
             return (f"the measured sensitivities are not kept, as there is no home directory. {remedy}",)
-        data = json.dumps({"key": self.key, "losses": losses}, indent=1, allow_nan=False).encode()
+        facts = {"key": self.key, "losses": found.losses, "expert_tokens": found.expert_tokens}
+        data = json.dumps(facts, indent=1, allow_nan=False).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, data + b"\n")
@@ -99,11 +99,11 @@ class SensitivityCache:
         return ()
 
 
-def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Scheme]]) -> Losses:
-    """The losses of a file; `ValueError` if they are not those of `schemes`."""
-    if data.keys() != {"key", "losses"} or data["key"] != key:
+def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Scheme]]) -> Sensitivities:
+    """What a file holds; `ValueError` if that is not of `schemes`."""
+    if data.keys() != {"key", "losses", "expert_tokens"} or data["key"] != key:
         raise ValueError("it does not hold the key that it is called by")
-    losses = data["losses"]
+    losses, tokens = data["losses"], data["expert_tokens"]
     if not isinstance(losses, dict) or losses.keys() != schemes.keys():
         raise ValueError("its linears are not those of the model")
     for name, row in losses.items():
@@ -111,4 +111,12 @@ def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Sc
             raise ValueError(f"{name!r} has not one loss for each scheme")
         if not all(isinstance(x, float | int) and not isinstance(x, bool) and 0 <= x < math.inf for x in row):
             raise ValueError(f"a loss of {name!r} is not a finite number of at least 0")
-    return {name: tuple(map(float, losses[name])) for name in schemes}
+    if not isinstance(tokens, dict) or not all(
+        isinstance(row, list) and all(type(count) is int and count >= 0 for count in row)
+        for row in tokens.values()
+    ):
+        raise ValueError("the tokens of its experts are not numbers of at least 0")
+    return Sensitivities(
+        {name: tuple(map(float, losses[name])) for name in schemes},
+        {module: tuple(row) for module, row in tokens.items()},
+    )

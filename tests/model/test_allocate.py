@@ -19,6 +19,7 @@ from quantkit.model import allocate as allocating
 from quantkit.model.allocate import Budget, groups_of
 from quantkit.model.calibration_data import CalibrationOptions
 from quantkit.model.quantize import make_recipe, plan, quantize
+from quantkit.model.sensitivity import Sensitivities
 from quantkit.model.sensitivity_cache import MAX_BYTES, SensitivityCache
 from quantkit.model.structure import read_structure
 from quantkit.packing.schemes import scheme
@@ -92,19 +93,14 @@ def test_rules_come_first_and_are_not_in_the_budget() -> None:
         planned(4.0, rules=("*=int8",))
 
 
-def test_experts_of_a_layer_are_one_group(tmp_path: Path) -> None:
+def test_gate_and_up_of_all_experts_share_a_format_and_so_does_down(tmp_path: Path) -> None:
     source = write(tmp_path, "qwen3_moe")
     structure = read_structure(Checkpoint.open(source))
     names = [[linear.module for linear in group] for group in groups_of(structure, Recipe())]
-    experts = [f"model.layers.0.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
     attention = [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv"]
-    assert sorted(experts) in [sorted(group) for group in names]
+    assert all([f"model.layers.0.mlp.experts.{leaf}"] in names for leaf in ("gate_up_proj", "down_proj"))
     assert sorted(attention) in [sorted(group) for group in names]
-    assert len(names) == 3 * 3
-    with pytest.raises(
-        UsageError, match=r"are experts, whose sensitivity .* --rule 'model\.layers\.0\.mlp\.ex"
-    ):
-        plan(source, Recipe(), budget=Budget(4.5), calibration=DATA)
+    assert len(names) == 3 * 4
 
 
 def test_damaged_caches_are_measured_anew(cache: Path, unmeasured: list[int]) -> None:
@@ -123,10 +119,11 @@ def test_damaged_caches_are_measured_anew(cache: Path, unmeasured: list[int]) ->
 
 def test_caches_are_distrusted(cache: Path) -> None:
     wanted = {"a": (scheme("int4"), scheme("int8")), "b": (scheme("int4"), scheme("int8"))}
-    kept, losses = SensitivityCache.of("0" * 64), {"b": (0.5, 0.25), "a": (2.0, 1e-9)}
+    kept = SensitivityCache.of("0" * 64)
+    measured = Sensitivities({"b": (0.5, 0.25), "a": (2.0, 1e-9)}, {"experts": (3, 0)})
     assert kept.read(wanted) == (None, ())
-    assert kept.write(losses) == ()
-    assert kept.read(wanted) == (losses, ())
+    assert kept.write(measured) == ()
+    assert kept.read(wanted) == (measured, ())
     (file,) = cache.iterdir()
     data = json.loads(file.read_text())
 
@@ -142,6 +139,8 @@ def test_caches_are_distrusted(cache: Path) -> None:
         edited(a=[-1.0, 0]): "not a finite number",
         edited(a=["1", 0]): "not a finite number",
         edited(a=[True, 0]): "not a finite number",
+        json.dumps({**data, "expert_tokens": {"experts": [3, -1]}}): "the tokens of its experts are not",
+        json.dumps({**data, "expert_tokens": [3]}): "the tokens of its experts are not",
         " " * (MAX_BYTES + 1): "more than the",
     }.items():
         file.write_text(text)

@@ -183,8 +183,18 @@ def test_linears_that_no_recipe_packs_are_named_dense_in_the_config(tmp_path, co
 def test_experts_stored_in_two_ways_are_noted(tmp_path):
     source = write(tmp_path, "qwen3_moe")
     assert planned(source, format="int4", group_size=4).notes == ()
-    (note,) = planned(source, format="int4", group_size=4, rules=("*.experts.down_proj=int8",)).notes
-    assert "cannot load this: it takes all experts to be stored in one way" in note
+    layer = planned(source, format="int4", group_size=4, rules=("*.layers.0.mlp.experts.*=int8",))
+    (note,) = layer.notes
+    assert note.startswith(
+        "transformers without quantkit cannot load this: it takes all experts to be stored"
+    )
+    half = planned(source, format="int4", group_size=4, rules=("*.experts.down_proj=int8",))
+    vllm, also = half.notes
+    assert vllm.startswith(
+        "vLLM cannot load this: it takes gate, up and down of the experts of a layer to be"
+    )
+    assert "those of model.layers.0.mlp.experts and 1 more are not. Give them one with a rule, such" in vllm
+    assert also == note
 
 
 def test_formats_that_decode_slowly_on_a_gpu_are_noted(tmp_path):

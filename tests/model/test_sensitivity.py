@@ -64,6 +64,16 @@ def test_the_head_is_that_of_the_model(tmp_path: Path, family: str) -> None:
     assert len(decoder._decoder.layers) == len(blocks)
 
 
+def drawn(model: Any, batch: torch.Tensor, at: int) -> torch.Tensor:
+    """The sum of the log probabilities of tokens that the model draws after each of a micro-batch."""
+    generator = torch.Generator().manual_seed(at)
+    found = torch.zeros(())
+    for token in model(batch).logits.log_softmax(-1).flatten(0, 1):
+        bounds = token.detach().exp().cumsum(-1)
+        found = found + token[int((bounds < torch.rand(1, generator=generator) * bounds[-1]).sum())]
+    return found
+
+
 @pytest.mark.parametrize(("family", "method"), [("llama", "mse"), ("tied", "gptq"), ("gemma2", "rtn")])
 def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
@@ -73,7 +83,7 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
     decoder, model = decoder_of(source), model_of(source)
     tokens = torch.randint(0, 96, (8, 12))
     row = (scheme("int3", group_size=32), scheme("fp4"))
-    found = measure(decoder, schemes_of(decoder, row), METHODS[method], tokens, 2)
+    found = measure(decoder, schemes_of(decoder, row), METHODS[method], tokens, 2).losses
 
     names = list(found)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
@@ -89,14 +99,7 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
 
     hooks = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
     for at, batch in enumerate(tokens.split(4)):
-        scores = model(batch).logits.log_softmax(-1).flatten(0, 1)
-        generator = torch.Generator().manual_seed(at)
-        loss = 0.0
-        for token in scores:
-            bounds = token.detach().exp().cumsum(-1)
-            drawn = int((bounds < torch.rand(1, generator=generator) * bounds[-1]).sum())
-            loss = loss + token[drawn]
-        gradients = torch.autograd.grad(loss, [outputs[name] for name in names])
+        gradients = torch.autograd.grad(drawn(model, batch, at), [outputs[name] for name in names])
         for name, gradient in zip(names, gradients, strict=True):
             slopes[name].append(gradient.flatten(0, 1))
     for hook in hooks:
@@ -132,9 +135,9 @@ def test_a_sample_of_rows_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> Non
     decoder = decoder_of(STORIES)
     wanted = schemes_of(decoder, (scheme("int4"),))
     tokens = torch.randint(0, 500, (8, 16))
-    every = measure(decoder, wanted, METHODS["mse"], tokens, 2)
+    every = measure(decoder, wanted, METHODS["mse"], tokens, 2).losses
     monkeypatch.setattr(sensitivity, "ROWS", 20)
-    some = measure(decoder, wanted, METHODS["mse"], tokens, 2)
+    some = measure(decoder, wanted, METHODS["mse"], tokens, 2).losses
     ratios = torch.tensor([some[name][0] / every[name][0] for name in wanted])
     assert float((ratios - 1).abs().median()) < 0.25
     assert float(ratios.mean()) == pytest.approx(1, abs=0.15)
@@ -154,7 +157,7 @@ def test_it_tells_what_a_model_loses() -> None:
     options = CalibrationOptions(str(STORIES.parent / "stories.txt"), samples=16, length=32)
     tokens = read_samples(Checkpoint.open(STORIES), options, 512).tokens
     wanted = schemes_of(decoder, (scheme("int4"),))
-    found = measure(decoder, wanted, METHODS["mse"], tokens, 2)
+    found = measure(decoder, wanted, METHODS["mse"], tokens, 2).losses
     ratios = []
     with torch.no_grad():
         exact = model(tokens).logits.double().log_softmax(-1)

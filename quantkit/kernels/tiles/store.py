@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files as package_files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from quantkit.errors import KernelError, OutputError
+from quantkit.errors import KernelError, OutputError, UsageError
 from quantkit.files import open_regular, os_error_text, replace_file, user_cache
 from quantkit.kernels.problem import Gpu, KernelRow
-from quantkit.kernels.tiles.table import OtherTable, TileTable, from_json, to_json
+from quantkit.kernels.tiles.table import OtherTable, TileTable, from_json, gpu_in, to_json
 
 #: `none` leaves the choice of tiles to the rules.
 TILES_VARIABLE = "QUANTKIT_TILES"
@@ -46,9 +47,36 @@ def stored_tables(gpu: Gpu, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...
     return found if shipped is None else (*found, StoredTable(shipped, "shipped"))
 
 
+def named_tables(name: str, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...]:
+    """The tables of a GPU that need not be here, by its name or that of the file, the user's first.
+
+    `UsageError` with the names there are if there is none. A table that is damaged is a `KernelError`.
+    """
+    rows = tuple(rows)
+    file, cache = f"{table_name(name)}.json", user_cache()
+    users = None if cache is None else cache / "tiles" / file
+    shipped = _shipped() / file
+    found = {
+        str(users): None if users is None else _read(users),
+        "shipped": shipped.read_bytes() if shipped.is_file() else None,
+    }
+    parsed = {source: _parsed(data, source, None, rows) for source, data in found.items()}
+    tables = tuple(StoredTable(table, source) for source, table in parsed.items() if table is not None)
+    if not tables:
+        known = {one.name for one in _shipped().iterdir() if one.name.endswith(".json")}
+        if users is not None and users.parent.is_dir():
+            known |= {one.name for one in users.parent.iterdir() if one.suffix == ".json"}
+        names = ", ".join(sorted(one.removesuffix(".json") for one in known)) or "none"
+        raise UsageError(
+            f"there is no table of measured times for a GPU {name!r}; there are {names}. Run `quantkit tune` "
+            "where that GPU is, and copy the table that it writes."
+        )
+    return tables
+
+
 def shipped_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:
     """The table that ships with quantkit for a GPU, if there is one."""
-    file = package_files("quantkit.kernels.tiles") / file_name(gpu)
+    file = _shipped() / file_name(gpu)
     return _parsed(file.read_bytes() if file.is_file() else None, "shipped", gpu, tuple(rows))
 
 
@@ -58,11 +86,18 @@ def user_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:
     return _parsed(_read(path), str(path), gpu, tuple(rows))
 
 
-def _parsed(data: bytes | None, source: str, gpu: Gpu, rows: tuple[KernelRow, ...]) -> TileTable | None:
+def _shipped() -> Traversable:
+    return package_files("quantkit.kernels.tiles")
+
+
+def _parsed(
+    data: bytes | None, source: str, gpu: Gpu | None, rows: tuple[KernelRow, ...]
+) -> TileTable | None:
+    """The table of a file, for `gpu` or for whatever GPU it is for; None where there is none."""
     if data is None:
         return None
     try:
-        return from_json(data, gpu, rows)
+        return from_json(data, gpu or gpu_in(data), rows)
     except OtherTable as error:
         logger.warning("the tile table %s is not used: %s. %s", source, error, _REMEDY)
         return None
@@ -86,7 +121,12 @@ def save(table: TileTable, rows: Iterable[KernelRow]) -> Path:
 
 def file_name(gpu: Gpu) -> str:
     """`nvidia_h200.json` for NVIDIA H200."""
-    return (re.sub(r"[^a-z0-9]+", "_", gpu.name.lower()).strip("_") or "gpu")[:100] + ".json"
+    return f"{table_name(gpu.name)}.json"
+
+
+def table_name(gpu: str) -> str:
+    """The name of the tables of a GPU: `nvidia_h200` for NVIDIA H200."""
+    return (re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") or "gpu")[:100]
 
 
 def user_path(gpu: Gpu) -> Path | None:

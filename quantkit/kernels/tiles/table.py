@@ -19,6 +19,7 @@ every value, because it may be anyone's.
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -106,6 +107,14 @@ def as_computed(scheme: Scheme, k: int) -> Scheme:
     return replace(scheme, group_size=None) if scheme.per_tensor else scheme
 
 
+def time_of(
+    tables: Iterable["TileTable"], scheme: Scheme, n: int, k: int, dtype: torch.dtype
+) -> float | None:
+    """Microseconds of one row of x times a weight [n, k], as the first of `tables` that has it says."""
+    key = Key(as_computed(scheme, k), dtype, n, k, 1)
+    return next((table.entries[key].us for table in tables if key in table.entries), None)
+
+
 def to_json(table: TileTable, rows: Iterable[KernelRow]) -> bytes:
     """The table as a file: sorted, with a line per weight, so that versions of it can be compared."""
     tiles = {row.name: _fields(row) for row in rows if row.tiling is not None}
@@ -152,6 +161,23 @@ def _gpu_to_json(gpu: Gpu) -> dict[str, Any]:
 
 def _fields(row: KernelRow) -> list[str]:
     return [] if row.tiling is None else [field.name for field in fields(row.tiling.record)]
+
+
+def gpu_in(data: bytes) -> Gpu:
+    """The GPU that a table says it is for, as if its shared memory, which a table does not say, had no end.
+
+    `KernelError` for what is no table of these kernels.
+    """
+    try:
+        table = parse_json(data, "the file")
+        found = _get(table, "gpu", dict, "the file")
+        name, capability = _get(found, "name", str, "'gpu'"), _get(found, "capability", list, "'gpu'")
+        if len(capability) != 2 or not all(type(number) is int for number in capability):
+            raise ValueError(f"'capability' of 'gpu' is {shown(capability)}; expected two integers")
+        multiprocessors = _get(found, "multiprocessors", int, "'gpu'")
+    except ValueError as error:
+        raise KernelError(str(error)) from None
+    return Gpu(name, (capability[0], capability[1]), multiprocessors, sys.maxsize)
 
 
 def from_json(data: bytes, gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable:

@@ -13,13 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.errors import KernelError, OutputError
+from quantkit.errors import KernelError, OutputError, UsageError
 from quantkit.kernels.fused.launch import SkinnyTile, Tile
 from quantkit.kernels.problem import Gpu, Problem
 from quantkit.kernels.table import ROWS
 from quantkit.kernels.tiles import store
-from quantkit.kernels.tiles.store import file_name, save, stored_tables, user_path, user_table
-from quantkit.kernels.tiles.table import Entry, Key, OtherTable, TileTable, bucket, from_json, to_json
+from quantkit.kernels.tiles.store import file_name, named_tables, save, stored_tables, user_path, user_table
+from quantkit.kernels.tiles.table import (
+    Entry,
+    Key,
+    OtherTable,
+    TileTable,
+    bucket,
+    from_json,
+    time_of,
+    to_json,
+)
 from quantkit.packing.schemes import PRESETS, scheme
 
 Ask = Callable[..., Problem]
@@ -292,6 +301,42 @@ def test_the_users_table_wins_over_the_shipped_one(
     monkeypatch.setenv("QUANTKIT_TILES", "none")
     assert stored_tables(gpu, ROWS) == ()
     assert user_table(gpu, ROWS) is not None
+
+
+def test_tables_by_name(table: TileTable, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU that is not here, the user's before the shipped one."""
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    monkeypatch.setattr(store, "package_files", lambda package: shipped)
+    with pytest.raises(UsageError, match=r"no table of measured times for a GPU 'h'; there are none\. Run"):
+        named_tables("h", ROWS)
+    (shipped / file_name(gpu)).write_bytes(to_json(table, ROWS))
+    path = save(replace(table, entries={}), ROWS)
+    for name in (gpu.name, "test_gpu_3000", "test-gpu-3000"):
+        found = named_tables(name, ROWS)
+        assert [(one.source, len(one.table.entries)) for one in found] == [(str(path), 0), ("shipped", 19)]
+        assert found[1].table.entries == table.entries
+    with pytest.raises(UsageError, match=r"a GPU '\.\./h'; there are test_gpu_3000\. Run `quantkit tune`"):
+        named_tables("../h", ROWS)
+    for text, why in {
+        "": "the file is empty",
+        "{}": "'gpu' of the file is None",
+        '{"gpu": {"name": "a"}}': "'capability' of 'gpu' is None",
+        '{"gpu": {"name": "a", "capability": [9, "0"]}}': "expected two integers",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(KernelError, match=why):
+            named_tables(gpu.name, ROWS)
+
+
+def test_the_time_of_a_token_is_that_of_the_first_table_that_has_it(table: TileTable) -> None:
+    key, entry = next((key, entry) for key, entry in table.entries.items() if key.m == 1)
+    faster = replace(table, entries={key: replace(entry, us=0.5)})
+    asked = (key.scheme, key.n, key.k, key.dtype)
+    assert time_of([table, faster], *asked) == entry.us
+    assert time_of([replace(table, entries={}), faster], *asked) == 0.5
+    assert time_of([table], key.scheme, key.n + 1, key.k, key.dtype) is None
+    assert time_of([], *asked) is None
 
 
 def test_every_shipped_table_is_whole() -> None:

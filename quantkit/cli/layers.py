@@ -10,6 +10,7 @@ from rich.table import Table
 from quantkit.cli.console import note, out, printable, say, size
 
 if TYPE_CHECKING:
+    from quantkit.model.allocate import Allocation, Share
     from quantkit.model.record import LayerRecord
 
 
@@ -93,6 +94,31 @@ def _grouped(layers: Layers, every_layer: bool) -> list[list[tuple[str, "LayerRe
         )
         groups.setdefault(key, []).append((name, layers[name]))
     return list(groups.values())
+
+
+def print_allocation(allocation: "Allocation", *, every_layer: bool) -> None:
+    """What each group of linears that share a format got and costs, groups of a kind together unless
+    `every_layer`; and what all of them do, of what was asked for.
+    """
+    limit, weights = allocation.limit, allocation.weights
+    kinds: dict[tuple[str, str], list[Share]] = {}
+    for share in allocation.shares:
+        first, *others = share.linears if every_layer else map(_pattern, share.linears)
+        name = ", ".join([first, *(other.rpartition(".")[2] for other in others)])
+        kinds.setdefault((name, _without_scale(share.scheme)), []).append(share)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("allocated", overflow="fold")
+    table.add_column("count", justify="right", no_wrap=True)
+    table.add_column("stored as", no_wrap=True)
+    table.add_column(limit.counts, justify="right", no_wrap=True)
+    table.add_column("KL", justify="right", no_wrap=True)
+    for (name, scheme), shares in kinds.items():
+        cost, divergence = sum(share.cost for share in shares), sum(share.divergence for share in shares)
+        table.add_row(*map(printable, (name, str(len(shares)), scheme, str(cost), f"{divergence:.1e}")))
+    out.print(table)
+    spent = f"{allocation.cost / limit.in_one(weights):.3f} of {limit.amount:g} {limit.unit}"
+    bits = "" if limit.counts == "bytes" else f", {allocation.bits_per_weight:.3f} bits per weight"
+    say(f"allocated: {spent}{bits}, expected KL divergence {allocation.divergence:.3g} nats per token")
 
 
 def print_readers(container: str, reasons: Sequence[str]) -> None:

@@ -1,7 +1,10 @@
 """Options that several commands take, and what they mean."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -9,7 +12,8 @@ from quantkit.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from quantkit.calibrate.recipe import Recipe
-    from quantkit.model.allocate import Budget
+    from quantkit.model.budget import Budget
+    from quantkit.model.calibration_data import CalibrationOptions
 
 #: Names for the help texts, which must not import torch; a test compares them with the tables they are from.
 FORMATS = (
@@ -93,11 +97,27 @@ BitsPerWeight = Annotated[
         "included. Sensitivities are measured on --calibration texts, once.",
     ),
 ]
+MillisecondsPerToken = Annotated[
+    float | None,
+    typer.Option(
+        "--milliseconds-per-token",
+        help="Choose the formats in the same way: those that cost the least accuracy in so much time of the "
+        "linears' products, one token at a time, as measured on a GPU.",
+    ),
+]
+GpuName = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        help="With --milliseconds-per-token, the GPU whose measured times count, such as nvidia_h200.",
+        show_default="the one here",
+    ),
+]
 AllocatedFormats = Annotated[
     str | None,
     typer.Option(
         "--formats",
-        help="With --bits-per-weight, what to choose from: FORMAT or FORMAT:GROUP, comma-separated.",
+        help="With one of these budgets, what to choose from: FORMAT or FORMAT:GROUP, comma-separated.",
         show_default="a menu of int, fp and MX formats",
     ),
 ]
@@ -150,47 +170,124 @@ ShardSize = Annotated[
 ]
 
 
-def budget_of(bits_per_weight: float | None, formats: str | None) -> "Budget | None":
-    """The budget that these options describe."""
-    from quantkit.model.allocate import Budget
+@dataclass(frozen=True)
+class Asked:
+    """What `plan` and `quantize` are asked for, an option per field."""
 
-    if bits_per_weight is None:
-        if formats is not None:
+    format: Format = None
+    method: MethodName = None
+    group_size: GroupSizeText = None
+    zero_point: ZeroPointKind = None
+    scale_dtype: ScaleDtype = None
+    packing: PackingText = None
+    recipe: RecipeFile = None
+    lm_head: LmHead = None
+    rule: Rules = None
+    bits_per_weight: BitsPerWeight = None
+    milliseconds_per_token: MillisecondsPerToken = None
+    gpu: GpuName = None
+    formats: AllocatedFormats = None
+    calibration: Calibration = None
+    calibration_samples: CalibrationSamples = None
+    calibration_length: CalibrationLength = None
+    seed: Seed = 0
+    device: Device = "auto"
+    max_shard_size: ShardSize = "2GB"
+    allow_auto_map: AllowAutoMap = False
+    every_layer: EveryLayer = False
+    json: Json = False
+
+    def to_budget(self) -> "Budget | None":
+        """What linears without a rule may cost, if that was asked for."""
+        from quantkit.model import budget
+
+        if self.gpu is not None and self.milliseconds_per_token is None:
+            raise UsageError("--gpu says whose time --milliseconds-per-token counts; give that too.")
+        if self.bits_per_weight is not None and self.milliseconds_per_token is not None:
             raise UsageError(
-                "--formats is what --bits-per-weight chooses from; give that too, or use --format."
+                "--bits-per-weight and --milliseconds-per-token are two budgets; formats are chosen within "
+                "one. Leave one out."
             )
-        return None
-    return Budget(bits_per_weight, None if formats is None else tuple(parse_list(formats, "--formats")))
+        limit: budget.Limit
+        if self.bits_per_weight is not None:
+            limit = budget.BitsPerWeight(self.bits_per_weight)
+        elif self.milliseconds_per_token is not None and self.gpu is not None:
+            limit = budget.MillisecondsPerToken(self.milliseconds_per_token, self.gpu)
+        elif self.milliseconds_per_token is not None:
+            limit = budget.MillisecondsPerToken.here(self.milliseconds_per_token)
+        elif self.formats is not None:
+            raise UsageError(
+                "--formats is what --bits-per-weight and --milliseconds-per-token choose from; give one of "
+                "them too, or use --format."
+            )
+        else:
+            return None
+        return budget.Budget(
+            limit, None if self.formats is None else tuple(parse_list(self.formats, "--formats"))
+        )
+
+    def to_recipe(self, budget: "Budget | None") -> "Recipe":
+        """What linears get; those without a rule what is allocated to them, with a budget."""
+        from quantkit.calibrate.recipe import parse_group_size, parse_packing, parse_zero_point
+        from quantkit.model.quantize import make_recipe
+
+        return make_recipe(
+            format=self.format,
+            method=self.method,
+            group_size=parse_group_size(self.group_size),
+            zero_point=None if self.zero_point is None else parse_zero_point(self.zero_point),
+            scale_dtype=self.scale_dtype,
+            packing=None if self.packing is None else parse_packing(self.packing),
+            recipe=self.recipe,
+            lm_head=self.lm_head,
+            rules=tuple(self.rule or ()),
+            budget=budget,
+        )
+
+    def to_calibration(self) -> "CalibrationOptions":
+        """The texts to calibrate on, or to measure sensitivity on."""
+        from quantkit.model.calibration_data import CalibrationOptions
+
+        return CalibrationOptions(
+            self.calibration, self.calibration_samples, self.calibration_length, self.seed
+        )
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the largest output file."""
+        return parse_size(self.max_shard_size)
 
 
-def recipe_of(
-    format: str | None,
-    method: str | None,
-    group_size: str | None,
-    zero_point: str | None,
-    scale_dtype: str | None,
-    packing: str | None,
-    recipe: Path | None,
-    lm_head: str | None,
-    rules: list[str] | None,
-    budget: "Budget | None" = None,
-) -> "Recipe":
-    """The recipe that these options describe."""
-    from quantkit.calibrate.recipe import parse_group_size, parse_packing, parse_zero_point
-    from quantkit.model.quantize import make_recipe
+def with_fields(function: Callable[..., None]) -> Callable[..., None]:
+    """`function` as a command: in place of its parameter of type `Asked`, one for each field of that.
 
-    return make_recipe(
-        format=format,
-        method=method,
-        group_size=parse_group_size(group_size),
-        zero_point=None if zero_point is None else parse_zero_point(zero_point),
-        scale_dtype=scale_dtype,
-        packing=None if packing is None else parse_packing(packing),
-        recipe=recipe,
-        lm_head=lm_head,
-        rules=tuple(rules or ()),
-        budget=budget,
-    )
+    typer reads options from a signature, and has no other way for commands to share them.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    shared = get_type_hints(Asked, include_extras=True)
+    (name,) = (name for name, hint in hints.items() if hint is Asked)
+    parameters: list[Parameter] = []
+    for parameter in signature(function).parameters.values():
+        if parameter.name != name:
+            parameters.append(
+                parameter.replace(annotation=hints[parameter.name], kind=Parameter.KEYWORD_ONLY)
+            )
+            continue
+        parameters += [
+            Parameter(
+                field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=shared[field.name]
+            )
+            for field in fields(Asked)
+        ]
+
+    def command(**given: Any) -> None:
+        asked = Asked(**{field.name: given.pop(field.name) for field in fields(Asked)})
+        function(**given, **{name: asked})
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
 def make_directory(path: Path) -> None:

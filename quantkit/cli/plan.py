@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, progress, say, size
-from quantkit.cli.layers import print_layers, print_readers, totals
+from quantkit.cli.layers import print_allocation, print_layers, print_readers, totals
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -14,65 +14,44 @@ if TYPE_CHECKING:
     from quantkit.model.record import Measured
 
 
+@options.with_fields
 def plan(
     source: options.Source,
-    format: options.Format = None,
-    method: options.MethodName = None,
-    group_size: options.GroupSizeText = None,
-    zero_point: options.ZeroPointKind = None,
-    scale_dtype: options.ScaleDtype = None,
-    packing: options.PackingText = None,
-    recipe: options.RecipeFile = None,
-    lm_head: options.LmHead = None,
-    rule: options.Rules = None,
-    bits_per_weight: options.BitsPerWeight = None,
-    formats: options.AllocatedFormats = None,
-    calibration: options.Calibration = None,
-    calibration_samples: options.CalibrationSamples = None,
-    calibration_length: options.CalibrationLength = None,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    max_shard_size: options.ShardSize = "2GB",
-    allow_auto_map: options.AllowAutoMap = False,
-    every_layer: options.EveryLayer = False,
-    json: options.Json = False,
+    asked: options.Asked,
 ) -> None:
     """Show what quantizing would write, without doing it.
 
     Bytes, bits per weight, peak memory and what becomes of every layer and why. Reads no weights, and of a
-    model on the hub downloads only headers, unless --bits-per-weight has sensitivities measured.
+    model on the hub downloads only headers, unless --bits-per-weight or --milliseconds-per-token has
+    sensitivities measured.
     """
     from quantkit.model import quantize as quantizing
     from quantkit.model.calibration_data import CalibrationOptions
 
-    budget = options.budget_of(bits_per_weight, formats)
-    data = CalibrationOptions(calibration, calibration_samples, calibration_length, seed)
-    if budget is None and (data, device) != (CalibrationOptions(), "auto"):
+    budget, data = asked.to_budget(), asked.to_calibration()
+    if budget is None and (data, asked.device) != (CalibrationOptions(), "auto"):
         raise UsageError(
             "plan has --calibration, --calibration-samples, --calibration-length, --seed and --device for "
-            "--bits-per-weight alone. Leave them out, or give that."
+            "--bits-per-weight and --milliseconds-per-token alone. Leave them out, or give one of those."
         )
-    chosen = options.recipe_of(
-        format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule, budget
-    )
-    shard_bytes = options.parse_size(max_shard_size)
+    chosen, shard_bytes = asked.to_recipe(budget), asked.shard_bytes
     with progress("measuring") as report:
         checkpoint, planned = quantizing.plan(
             source,
             chosen,
             max_shard_bytes=shard_bytes,
-            allow_auto_map=allow_auto_map,
+            allow_auto_map=asked.allow_auto_map,
             budget=budget,
             calibration=data,
-            device=device,
+            device=asked.device,
             progress=report,
         )
-    if json:
+    if asked.json:
         print_json(plan_dict(planned))
         return
     for warning in checkpoint.warnings:
         note(warning)
-    print_plan(planned, every_layer=every_layer)
+    print_plan(planned, every_layer=asked.every_layer)
     say(f"peak memory beyond the libraries: about {size(quantizing.peak_bytes(planned))}")
 
 
@@ -80,11 +59,8 @@ def print_plan(planned: "Plan", *, every_layer: bool) -> None:
     """The fate of every tensor, sizes, and whether other tools can read the result."""
     print_layers(planned.layer_records({}), planned.dense, every_layer=every_layer)
     say(totals(planned.source_bytes, planned.output_bytes, planned.bits_per_weight))
-    if (found := planned.allocation) is not None:
-        say(
-            f"allocated: {8 * found.nbytes / found.weights:.3f} of {found.bits_per_weight:g} bits per "
-            f"weight, expected KL divergence {found.divergence:.3g} nats per token"
-        )
+    if planned.allocation is not None:
+        print_allocation(planned.allocation, every_layer=every_layer)
     print_readers(planned.config.container, planned.not_portable)
     for text in planned.notes:
         note(text)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 LOST = 0.5
 
 
+@options.with_fields
 def quantize(
     source: options.Source,
     out_directory: Annotated[
@@ -29,63 +30,39 @@ def quantize(
             help="The directory to write; new, empty or, with --resume or --overwrite, an earlier output.",
         ),
     ],
-    format: options.Format = None,
-    method: options.MethodName = None,
-    group_size: options.GroupSizeText = None,
-    zero_point: options.ZeroPointKind = None,
-    scale_dtype: options.ScaleDtype = None,
-    packing: options.PackingText = None,
-    recipe: options.RecipeFile = None,
-    lm_head: options.LmHead = None,
-    rule: options.Rules = None,
-    bits_per_weight: options.BitsPerWeight = None,
-    formats: options.AllocatedFormats = None,
-    calibration: options.Calibration = None,
-    calibration_samples: options.CalibrationSamples = None,
-    calibration_length: options.CalibrationLength = None,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
+    asked: options.Asked,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
-    max_shard_size: options.ShardSize = "2GB",
-    allow_auto_map: options.AllowAutoMap = False,
-    every_layer: options.EveryLayer = False,
-    json: options.Json = False,
 ) -> None:
     """Quantize a checkpoint to a packed one.
 
-    Every linear of the decoder gets --format, or what --bits-per-weight allocates to it, unless a --rule,
-    --lm-head or the --recipe says otherwise, in that order. Prints what becomes of every layer and why, then
-    writes OUT. A run that is interrupted continues with --resume.
+    Every linear of the decoder gets --format, or what --bits-per-weight or --milliseconds-per-token allocates
+    to it, unless a --rule, --lm-head or the --recipe says otherwise, in that order. Prints what
+    becomes of every layer and why, then writes OUT. A run that is interrupted continues with --resume.
     """
     from quantkit.cli.plan import plan_dict, print_plan
     from quantkit.model import quantize as quantizing
-    from quantkit.model.calibration_data import CalibrationOptions
 
-    budget = options.budget_of(bits_per_weight, formats)
-    chosen = options.recipe_of(
-        format, method, group_size, zero_point, scale_dtype, packing, recipe, lm_head, rule, budget
-    )
+    budget, data, shard_bytes = asked.to_budget(), asked.to_calibration(), asked.shard_bytes
+    chosen = asked.to_recipe(budget)
 
     def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
         for warning in checkpoint.warnings:
             note(warning)
-        if not json:
-            print_plan(plan, every_layer=every_layer)
+        if not asked.json:
+            print_plan(plan, every_layer=asked.every_layer)
 
-    shard_bytes = options.parse_size(max_shard_size)
-    data = CalibrationOptions(calibration, calibration_samples, calibration_length, seed)
     try:
         with progress("quantizing") as report:
             result = quantizing.quantize(
                 source,
                 out_directory,
                 recipe=chosen,
-                device=device,
+                device=asked.device,
                 resume=resume,
                 overwrite=overwrite,
                 max_shard_bytes=shard_bytes,
-                allow_auto_map=allow_auto_map,
+                allow_auto_map=asked.allow_auto_map,
                 calibration=data,
                 budget=budget,
                 progress=report,
@@ -95,7 +72,7 @@ def quantize(
     except (KeyboardInterrupt, SystemExit):
         err.print("interrupted; finished files are kept. Continue with the same command and --resume.")
         raise
-    if json:
+    if asked.json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
         return
     noted: dict[str, list[str]] = {}

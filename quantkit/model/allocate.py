@@ -1,13 +1,14 @@
-"""Automatic bit allocation: from a budget in bits per weight to a recipe with a rule for every linear.
+"""Automatic allocation: from a budget of bytes or of time to a recipe with a rule for every linear.
 
 Groups of linears that share a format are chosen for together. What each format costs a group in bytes follows
-from headers; what it costs the model's predictions is measured once (`model/sensitivity.py`) and kept in the
-user's cache, from which any budget is solved (`calibrate/allocation.py`).
+from headers, and in time from tile tables (`model/budget.py`); what it costs the model's predictions is
+measured once (`model/sensitivity.py`) and kept in the user's cache, from which any budget is solved
+(`calibrate/allocation.py`).
 """
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,6 +23,7 @@ from quantkit.calibrate.samples import Samples, token_digest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.model.blocks import Decoder
+from quantkit.model.budget import Budget, Limit, Price, stored_bytes
 from quantkit.model.notes import fused_sets
 from quantkit.model.plan import QUANTIZABLE_DTYPES
 from quantkit.model.sensitivity import TOKENS, Losses, Report, Sensitivities, measure
@@ -31,33 +33,15 @@ from quantkit.packing.schemes import Scheme
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What a user asks for: so many bits per weight, scales included, and formats to choose from (None for
-    the menu; see `calibrate/menu.py`).
-    """
-
-    bits_per_weight: float
-    formats: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.bits_per_weight < math.inf:
-            raise UsageError(
-                f"{self.bits_per_weight} bits per weight are no budget; use a number such as 4.5."
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        formats = None if self.formats is None else list(self.formats)
-        return {"bits_per_weight": self.bits_per_weight, "formats": formats}
-
-
-@dataclass(frozen=True)
 class Share:
-    """What one group got: its linears, the scheme, its bytes, and the divergence that is expected of it."""
+    """What one group got: its linears, the scheme, its bytes, what it costs of the limit in what that counts,
+    and the divergence that is expected of it.
+    """
 
     linears: tuple[str, ...]
     scheme: str
     nbytes: int
+    cost: int
     divergence: float
 
 
@@ -65,18 +49,26 @@ class Share:
 class Allocation:
     """What was asked for and what every group got.
 
-    `weights` are those of the groups, `budget_bytes` what they may take and `nbytes` what they take;
-    `divergence` is the KL divergence in nats per token that is expected of all groups together.
+    `weights` are those of the groups, `allowed` what they may cost, in what the limit counts, and `cost` what
+    they do; `divergence` is the KL divergence in nats per token that is expected of all groups together.
     """
 
-    bits_per_weight: float
+    limit: Limit
     weights: int
-    budget_bytes: int
+    allowed: int
     shares: tuple[Share, ...]
 
     @property
     def nbytes(self) -> int:
         return sum(share.nbytes for share in self.shares)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.nbytes / self.weights
+
+    @property
+    def cost(self) -> int:
+        return sum(share.cost for share in self.shares)
 
     @property
     def divergence(self) -> float:
@@ -85,17 +77,20 @@ class Allocation:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
         return {
-            "bits_per_weight": 8 * self.nbytes / self.weights,
-            "asked_bits_per_weight": self.bits_per_weight,
+            "asked": self.limit.to_dict(),
+            "counts": self.limit.counts,
+            "budget": self.allowed,
+            "cost": self.cost,
             "weights": self.weights,
             "bytes": self.nbytes,
-            "budget_bytes": self.budget_bytes,
+            "bits_per_weight": self.bits_per_weight,
             "expected_kl": self.divergence,
             "groups": [
                 {
                     "linears": list(share.linears),
                     "scheme": share.scheme,
                     "bytes": share.nbytes,
+                    "cost": share.cost,
                     "expected_kl": share.divergence,
                 }
                 for share in self.shares
@@ -106,10 +101,10 @@ class Allocation:
     def from_dict(cls, data: Mapping[str, Any]) -> "Allocation":
         """The allocation that `to_dict` wrote; `KeyError` or `TypeError` for anything else."""
         shares = tuple(
-            Share(tuple(one["linears"]), one["scheme"], one["bytes"], one["expected_kl"])
+            Share(tuple(one["linears"]), one["scheme"], one["bytes"], one["cost"], one["expected_kl"])
             for one in data["groups"]
         )
-        return cls(data["asked_bits_per_weight"], data["weights"], data["budget_bytes"], shares)
+        return cls(Limit.from_dict(data["asked"]), data["weights"], data["budget"], shares)
 
 
 @dataclass(frozen=True)
@@ -141,13 +136,7 @@ def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...],
     return tuple(map(tuple, found.values()))
 
 
-def stored_bytes(linear: Linear, scheme: Scheme) -> int:
-    """Bytes of a linear in a scheme, all parts of all its matrices; other containers need no more."""
-    parts = scheme.storage_shapes(linear.shape).values()
-    return len(linear.stored) * sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
-
-
-def allocate_bits(
+def allocate_formats(
     checkpoint: Checkpoint,
     structure: Structure,
     recipe: Recipe,
@@ -160,52 +149,89 @@ def allocate_bits(
     other linear of the decoder the format that makes the expected divergence the smallest within `budget`.
 
     `read` gives calibration samples for an embedding of so many rows. `UsageError` for a budget out of reach,
-    formats that the method cannot do, and models whose sensitivity cannot be measured.
+    formats that the method cannot do or whose costs are not known, and models whose sensitivity cannot be
+    measured.
     """
-    method = method_named(recipe.default.method)
+    method, limit = method_named(recipe.default.method), budget.limit
     choices = candidates(method.name, budget.formats)
     groups = groups_of(structure, recipe)
     if not groups:
         raise UsageError(
-            "--bits-per-weight has nothing to allocate: rules decide on every linear. Drop rules, or leave "
-            "--bits-per-weight out."
+            f"{limit.option} has nothing to allocate: rules decide on every linear. Drop rules, or leave "
+            f"{limit.option} out."
         )
     schemes = {linear.module: _schemes(checkpoint, linear, choices) for group in groups for linear in group}
-    costs = [
-        [
-            sum(stored_bytes(linear, schemes[linear.module][i]) for linear in group)
-            for i in range(len(choices))
-        ]
-        for group in groups
-    ]
+    costs, unpriced = _costs(limit, limit.price(checkpoint), groups, schemes)
     weights = sum(math.prod(linear.shape) * len(linear.stored) for group in groups for linear in group)
-    allowed = math.floor(budget.bits_per_weight * weights / 8)
-    _check_reachable(budget, costs, weights, allowed)
+    allowed = math.floor(limit.amount * limit.in_one(weights))
+    _check_reachable(limit, costs, allowed, limit.in_one(weights))
     losses, notes = _losses(checkpoint, structure, schemes, recipe, device, read, report)
     options = [
-        [Option(cost, sum(losses[linear.module][i] for linear in group)) for i, cost in enumerate(row)]
+        [Option(cost, sum(losses[linear.module][i] for linear in group)) for i, cost in row.items()]
         for group, row in zip(groups, costs, strict=True)
     ]
-    chosen = allocate(options, allowed)
-    why = f"allocated, {budget.bits_per_weight:g} bits per weight"
-    rules = tuple(
-        Rule(linear.module, choices[i], why)
-        for group, i in zip(groups, chosen, strict=True)
-        for linear in group
-    )
-    shares = tuple(
-        Share(
-            tuple(linear.module for linear in group),
-            str(schemes[group[0].module][i]),
-            row[i].cost,
-            row[i].loss,
-        )
-        for group, row, i in zip(groups, options, chosen, strict=True)
-    )
+    rules: list[Rule] = []
+    shares: list[Share] = []
+    for group, row, of_group, number in zip(groups, costs, options, allocate(options, allowed), strict=True):
+        i, option = list(row)[number], of_group[number]
+        rules += [
+            Rule(linear.module, choices[i], f"allocated, {limit.amount:g} {limit.unit}") for linear in group
+        ]
+        modules = tuple(linear.module for linear in group)
+        nbytes = sum(stored_bytes(linear, schemes[linear.module][i]) for linear in group)
+        shares.append(Share(modules, str(schemes[modules[0]][i]), nbytes, option.cost, option.loss))
     return Allocated(
         replace(recipe, rules=(*recipe.rules, *rules)),
-        Allocation(budget.bits_per_weight, weights, allowed, shares),
-        notes,
+        Allocation(limit, weights, allowed, tuple(shares)),
+        (*unpriced, *notes),
+    )
+
+
+def _costs(
+    limit: Limit,
+    price: Price,
+    groups: Sequence[Sequence[Linear]],
+    schemes: Mapping[str, Sequence[Scheme]],
+) -> tuple[list[dict[int, int]], tuple[str, ...]]:
+    """What each group costs by the number of its scheme, without those whose cost is not known; and a note
+    on these. `UsageError` where a group has no other.
+    """
+    rows = []
+    unknown: dict[tuple[int, int], dict[str, None]] = {}
+    for group in groups:
+        row: dict[int, int] = {}
+        for i in range(len(schemes[group[0].module])):
+            prices = [price(linear, schemes[linear.module][i]) for linear in group]
+            known = [one for one in prices if one is not None]
+            if len(known) == len(group):
+                row[i] = sum(known)
+            for linear, one in zip(group, prices, strict=True):
+                if one is None:
+                    unknown.setdefault(linear.shape, {})[str(schemes[linear.module][i])] = None
+        if not row:
+            names, kinds = (
+                ", ".join(dict.fromkeys(found))
+                for found in (
+                    [linear.module for linear in group],
+                    [f"{linear.shape[0]}x{linear.shape[1]}" for linear in group],
+                )
+            )
+            raise UsageError(
+                f"there is no format to choose for {names} ({kinds}): the {limit.unit} of none is known. "
+                f"{limit.remedy} Or decide on them with a rule, such as --rule '{group[0].module}=int4'."
+            )
+        rows.append(row)
+    return rows, (_note_on_unknown(limit, unknown),) if unknown else ()
+
+
+def _note_on_unknown(limit: Limit, unknown: Mapping[tuple[int, int], Collection[str]]) -> str:
+    """Which schemes are left out of the choice, by shape [N, K] of linears."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for (n, k), names in unknown.items():
+        alike.setdefault(tuple(names), []).append(f"{n}x{k}")
+    listed = "; ".join(f"{', '.join(names)} at {', '.join(shapes)}" for names, shapes in alike.items())
+    return (
+        f"the {limit.unit} of some formats are not known, so these are not chosen: {listed}. {limit.remedy}"
     )
 
 
@@ -224,15 +250,15 @@ def _schemes(checkpoint: Checkpoint, linear: Linear, choices: Sequence[Choice]) 
     return tuple(found)
 
 
-def _check_reachable(budget: Budget, costs: Sequence[Sequence[int]], weights: int, allowed: int) -> None:
-    least, most = (sum(map(pick, costs)) for pick in (min, max))
-    if least <= allowed and budget.bits_per_weight <= 8 * most / weights + 1e-9:
+def _check_reachable(limit: Limit, costs: Sequence[Mapping[int, int]], allowed: int, in_one: float) -> None:
+    least, most = (sum(pick(row.values()) for row in costs) for pick in (min, max))
+    if least <= allowed and limit.amount <= most / in_one + 1e-9:
         return
     # Rounded to what is in reach.
-    low, high = math.ceil(8e3 * least / weights) / 1e3, math.floor(8e3 * most / weights) / 1e3
+    low, high = math.ceil(1e3 * least / in_one) / 1e3, math.floor(1e3 * most / in_one) / 1e3
     raise UsageError(
-        f"{budget.bits_per_weight:g} bits per weight are out of reach: with these formats the linears take "
-        f"{low:.3f} to {high:.3f}, scales included. Ask for as many, or name other formats with --formats."
+        f"{limit.amount:g} {limit.unit} are out of reach: with these formats the linears take {low:.3f} to "
+        f"{high:.3f}, all parts counted. Ask for as many, or name other formats with --formats."
     )
 
 

@@ -26,10 +26,11 @@ from quantkit.checkpoint.occupied import check_empty
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.model.allocate import Allocated, Allocation, Budget, allocate_bits
+from quantkit.model.allocate import Allocated, Allocation, allocate_formats
 from quantkit.model.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
 from quantkit.model.blocks import Decoder
 from quantkit.model.blockwise import compute_dtype, quantize_blocks
+from quantkit.model.budget import Budget
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.record import Measured, ModelRecord
@@ -91,8 +92,8 @@ def make_recipe(
         for option, value in given.items():
             if value is not None:
                 raise UsageError(
-                    f"--bits-per-weight chooses the formats, so it does not go with --{option}. Leave one "
-                    "out; --formats says what to choose from, and --rule what certain linears get."
+                    f"{budget.limit.option} chooses the formats, so it does not go with --{option}. Leave "
+                    "one out; --formats says what to choose from, and --rule what certain linears get."
                 )
     default = Choice(
         format or "int4",
@@ -141,9 +142,9 @@ def plan(
 ) -> tuple[Checkpoint, Plan]:
     """The source, opened, and what quantizing it would write.
 
-    Reads headers only, also from the hub, unless there is a `budget` in bits per weight: the formats of
-    linears without a rule are then allocated, by sensitivities measured on `calibration` data where they are
-    not in the user's cache; `progress(done, all, at work)` is called meanwhile.
+    Reads headers only, also from the hub, unless there is a `budget`: the formats of linears without a rule
+    are then allocated, by sensitivities measured on `calibration` data where they are not in the user's
+    cache; `progress(done, all, at work)` is called meanwhile.
     """
     checkpoint = Checkpoint.open(resolve(source, headers_only=budget is None), allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)
@@ -168,7 +169,7 @@ def _allocated(
     def read(rows: int) -> Samples:
         return read_samples(checkpoint, calibration, rows)
 
-    return allocate_bits(checkpoint, structure, recipe, budget, device, read, progress)
+    return allocate_formats(checkpoint, structure, recipe, budget, device, read, progress)
 
 
 def _plan_of(checkpoint: Checkpoint, structure: Structure, found: Allocated, max_shard_bytes: int) -> Plan:
@@ -233,9 +234,9 @@ def quantize(
     is one.
     `allow_auto_map` accepts a config that names remote code, which is dropped and never run. `calibration`
     says what texts methods with data are calibrated on, the text that comes with quantkit if nothing else.
-    With a `budget` in bits per weight, linears without a
-    rule get the formats that cost the least accuracy in so many bits, by sensitivities measured on the same
-    texts; `measuring(done, all, at work)` is called meanwhile, and a resumed run keeps the formats.
+    With a `budget`, of bits per weight or milliseconds per token, linears without a rule get the formats that
+    cost the least accuracy within it, by sensitivities measured on the same texts;
+    `measuring(done, all, at work)` is called meanwhile, and a resumed run keeps the formats.
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
     before any tensor is written.
 

@@ -14,15 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quantkit.calibrate.methods import METHODS
 from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.cli import console, demo, options
 from quantkit.cli.quantize import coverage_line
+from quantkit.kernels.problem import Gpu
+from quantkit.kernels.table import ROWS
+from quantkit.kernels.tiles.store import save
+from quantkit.kernels.tiles.table import Entry, Key, TileTable, as_computed
 from quantkit.model.record import Measured
-from quantkit.packing.schemes import PRESETS
+from quantkit.model.structure import read_structure
+from quantkit.packing.schemes import PRESETS, scheme
 
 from .conftest import SOURCE, STORIES, Run
 
@@ -686,6 +693,11 @@ def test_bits_per_weight(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             (*DATA, "--formats", "int8,fp8"),
             "4.5 bits per weight are out of reach: with these formats the linears take",
         ),
+        (
+            (*DATA, "--milliseconds-per-token", "0.5"),
+            "--bits-per-weight and --milliseconds-per-token are two budgets; formats are chosen within one.",
+        ),
+        (("--gpu", "nvidia_h200"), "--gpu says whose time --milliseconds-per-token counts; give that too."),
         (("--formats", ","), "--formats is empty; name at least one."),
     ],
 )
@@ -698,7 +710,40 @@ def test_bits_per_weight_that_cannot_be(run: Run, options: tuple[object, ...], m
 def test_options_that_only_go_with_bits_per_weight(run: Run) -> None:
     done = run("plan", SOURCE, "--formats", "int4")
     assert (done.code, done.out) == (2, "")
-    assert "--formats is what --bits-per-weight chooses from" in done.err
+    assert "--formats is what --bits-per-weight and --milliseconds-per-token choose from" in done.err
     done = run("plan", SOURCE, *DATA)
     assert (done.code, done.out) == (2, "")
-    assert "--bits-per-weight alone. Leave them out, or give that." in done.err
+    assert "--bits-per-weight and --milliseconds-per-token alone. Leave them out," in done.err
+
+
+def test_milliseconds_per_token(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated, by group, in the nanoseconds of a table that is here for another GPU."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    linears = read_structure(Checkpoint.open(SOURCE)).linears.values()
+    times = {"int4": 3.125, "int8": 5.5}
+    entries = {
+        Key(as_computed(scheme(name), k), torch.bfloat16, n, k, 1): Entry(us, "dequantize")
+        for n, k in {linear.shape for linear in linears}
+        for name, us in times.items()
+    }
+    save(TileTable(Gpu("Far Away 9000", (9, 0), 1, 1), {}, entries), ROWS)
+    asked = ("--milliseconds-per-token", 0.125, "--gpu", "far_away_9000", "--formats", "int4,int8", *DATA)
+    done = run("plan", SOURCE, *asked)
+    assert done.code == 0
+    assert re.search(
+        r"\nallocated: 0\.12\d of 0\.125 milliseconds per token on far_away_9000, \d\.\d+ bits per weight, "
+        r"expected KL divergence 0\.\d+ nats per token\n",
+        done.out,
+    )
+    assert re.search(r"\nallocated +count stored as +nanoseconds +KL\n", done.out)
+    assert re.search(r"self_attn\.k_proj, q_proj, v_proj +\d int4 \w+ +\d+ \d\.\de-\d\d\n", done.out)
+    found = json.loads(run("plan", SOURCE, *asked, "--json").out)["allocation"]
+    assert found["cost"] == sum(
+        1e3 * times[group["scheme"].split()[0]] * len(group["linears"]) for group in found["groups"]
+    )
+    assert found["cost"] <= found["budget"] == 125_000 and found["counts"] == "nanoseconds"
+    done = run("plan", SOURCE, "--milliseconds-per-token", 1, "--gpu", "../other")
+    assert (done.code, done.out) == (2, "")
+    assert "no table of measured times for a GPU '../other'; there are far_away_9000, nvidia_h200." in (
+        done.err.replace("\n", " ")
+    )

@@ -48,7 +48,8 @@ def stored_tables(gpu: Gpu, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...
 
 
 def named_tables(name: str, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...]:
-    """The tables of a GPU that need not be here, by its name or that of the file, the user's first.
+    """The tables of a GPU that need not be here, by its name or that of the file, the user's first, whatever
+    `QUANTKIT_TILES` says.
 
     `UsageError` with the names there are if there is none. A table that is damaged is a `KernelError`.
     """

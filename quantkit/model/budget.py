@@ -1,0 +1,171 @@
+"""What an allocation may spend, and what linears cost of it: bytes, or measured time of decoding."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import UsageError
+from quantkit.kernels.problem import gpu_of
+from quantkit.kernels.table import ROWS
+from quantkit.kernels.tiles.store import named_tables, table_name
+from quantkit.kernels.tiles.table import time_of
+from quantkit.model.experts import GATE_UP
+from quantkit.model.structure import Linear
+from quantkit.packing.schemes import Scheme
+
+#: What a linear costs in a scheme, in whole numbers of what a limit counts; None where that is not known.
+Price = Callable[[Linear, Scheme], int | None]
+
+
+@dataclass(frozen=True)
+class Limit(ABC):
+    """How much may be spent on all linears that are allocated together: `amount` of the kind's unit."""
+
+    amount: float
+
+    #: The option that asks for it, without its dashes.
+    key: ClassVar[str]
+    #: What prices are whole numbers of.
+    counts: ClassVar[str]
+    example: ClassVar[str]
+    #: How prices come to be that are not known.
+    remedy: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.amount < math.inf:
+            raise UsageError(f"{self.amount} {self.unit} are no budget; use a number such as {self.example}.")
+
+    @property
+    @abstractmethod
+    def unit(self) -> str:
+        """The unit of `amount`, in words."""
+
+    @property
+    def option(self) -> str:
+        """Of the command line."""
+        return f"--{self.key.replace('_', '-')}"
+
+    @abstractmethod
+    def in_one(self, weights: int) -> float:
+        """How many of what is counted are one of the unit, for so many weights."""
+
+    @abstractmethod
+    def price(self, checkpoint: Checkpoint) -> Price:
+        """What linears of a checkpoint cost. `UsageError` where nothing is known of that."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {self.key: self.amount}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> "Limit":
+        """What `to_dict` wrote; `KeyError` or `TypeError` for anything else."""
+        if MillisecondsPerToken.key in data:
+            return MillisecondsPerToken(data[MillisecondsPerToken.key], data["gpu"])
+        return BitsPerWeight(data[BitsPerWeight.key])
+
+
+@dataclass(frozen=True)
+class BitsPerWeight(Limit):
+    """Stored bits, all parts of the linears included."""
+
+    key: ClassVar[str] = "bits_per_weight"
+    counts: ClassVar[str] = "bytes"
+    example: ClassVar[str] = "4.5"
+    unit = "bits per weight"
+
+    def in_one(self, weights: int) -> float:
+        return weights / 8
+
+    def price(self, checkpoint: Checkpoint) -> Price:
+        return stored_bytes
+
+
+@dataclass(frozen=True)
+class MillisecondsPerToken(Limit):
+    """Time of the products of one token with the linears, one launch after the other, as tile tables have it.
+
+    `gpu` is the name of a GPU, as `NVIDIA H200` or `nvidia_h200`.
+    """
+
+    gpu: str
+
+    key: ClassVar[str] = "milliseconds_per_token"
+    counts: ClassVar[str] = "nanoseconds"
+    example: ClassVar[str] = "2.5"
+    remedy: ClassVar[str] = (
+        "On that GPU `quantkit tune` measures them: for a packed checkpoint that has them or, with scales of "
+        "the format's own dtype, by --shapes and --formats."
+    )
+
+    @property
+    def unit(self) -> str:
+        return f"milliseconds per token on {self.gpu}"
+
+    @classmethod
+    def here(cls, amount: float) -> "MillisecondsPerToken":
+        """On the GPU of this machine; `UsageError` without one."""
+        gpu = gpu_of(torch.device("cuda"))
+        if gpu is None:
+            raise UsageError(
+                "there is no GPU here to decode on. Name the one that --milliseconds-per-token is for with "
+                "--gpu, such as --gpu nvidia_h200."
+            )
+        return cls(amount, table_name(gpu.name))
+
+    def in_one(self, weights: int) -> float:
+        return 1e6
+
+    def price(self, checkpoint: Checkpoint) -> Price:
+        tables = [stored.table for stored in named_tables(self.gpu, ROWS)]
+
+        def price(linear: Linear, scheme: Scheme) -> int | None:
+            # What a GPU computes in: models of other dtypes are loaded as bfloat16.
+            stored = checkpoint.tensors[f"{linear.stored[0]}.weight"].torch_dtype
+            dtype = torch.float16 if stored == torch.float16 else torch.bfloat16
+            us = time_of(tables, scheme, *linear.shape, dtype)
+            return None if us is None else round(1e3 * us) * launches(checkpoint, linear)
+
+        return price
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "gpu": self.gpu}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a user asks for: a limit, and formats to choose from (None for the menu; `calibrate/menu.py`)."""
+
+    limit: Limit
+    formats: tuple[str, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {**self.limit.to_dict(), "formats": None if self.formats is None else list(self.formats)}
+
+
+def stored_bytes(linear: Linear, scheme: Scheme) -> int:
+    """Bytes of a linear in a scheme, all parts of all its matrices; other containers need no more."""
+    parts = scheme.storage_shapes(linear.shape).values()
+    return len(linear.stored) * sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
+
+
+def launches(checkpoint: Checkpoint, linear: Linear) -> int:
+    """How often one token is multiplied with a matrix of a linear: once, or with those of the experts that it
+    chooses.
+    """
+    if linear.kind != "experts":
+        return 1
+    chosen = checkpoint.config.get("num_experts_per_tok")
+    if not isinstance(chosen, int):
+        raise UsageError(
+            f"{checkpoint.directory / 'config.json'}: 'num_experts_per_tok' is {chosen!r}; how many experts "
+            f"a token chooses says what they take. Decide on them with a rule, such as --rule "
+            f"'{linear.module.rpartition('.')[0]}.*=int4'."
+        )
+    return chosen * (2 if linear.module.endswith(f".{GATE_UP}") else 1)

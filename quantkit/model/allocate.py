@@ -119,8 +119,8 @@ class Allocated:
 def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...], ...]:
     """The groups that an allocation decides on, in the order of the model: linears that share a format.
 
-    Those are what engines fuse (q, k and v; gate and up), and gate and up, or down, of all experts of a
-    layer. Linears for which `recipe` has a rule, and lm_head, are left out.
+    Those are what engines fuse (q, k and v; gate and up) and the experts of a layer. Linears for which
+    `recipe` has a rule, and lm_head, are left out.
     """
     free = {
         name: linear
@@ -130,6 +130,9 @@ def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...],
     first: dict[str, str] = {}
     for members in fused_sets(free):
         first |= dict.fromkeys(members, next(iter(members)))
+    for name, linear in free.items():
+        if linear.kind == "experts":
+            first[name] = name.rpartition(".")[0]
     found: dict[str, list[Linear]] = {}
     for name, linear in free.items():
         found.setdefault(first.get(name, name), []).append(linear)

@@ -110,7 +110,7 @@ def test_times_are_kept_to_the_nanosecond(
         assert found.cost <= found.allowed == round(amount * 1e6)
         assert found.cost == round(1e3 * microseconds(times, structure, found))
         divergences.append(found.divergence)
-    assert divergences == sorted(set(divergences), reverse=True)
+    assert divergences == sorted(divergences, reverse=True) and divergences[0] > divergences[-1]
     assert Allocation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert found.to_dict()["asked"] == {"milliseconds_per_token": amount, "gpu": "Test GPU 3000"}
 
@@ -156,11 +156,11 @@ def test_a_run_within_a_time_and_what_is_resumed(
 ) -> None:
     source, out = write(tmp_path, "qwen3_moe", num_hidden_layers=2), tmp_path / "out"
     store_times(source)
-    budget = Budget(MillisecondsPerToken(1.5, "test_gpu_3000"), FORMATS)
+    budget = Budget(MillisecondsPerToken(2.0, "test_gpu_3000"), FORMATS)
     first = quantize(source, out, budget=budget, calibration=data(text))
-    assert first.plan.allocation is not None and first.plan.allocation.cost <= 1_500_000
+    assert first.plan.allocation is not None and first.plan.allocation.cost <= 2_000_000
     run = json.loads((out / "quantkit_manifest.json").read_text())["run"]["allocation"]
-    assert run["budget"] == {"milliseconds_per_token": 1.5, "gpu": "test_gpu_3000", "formats": list(FORMATS)}
+    assert run["budget"] == {"milliseconds_per_token": 2.0, "gpu": "test_gpu_3000", "formats": list(FORMATS)}
     again = quantize(source, out, budget=budget, calibration=data(text), resume=True)
     assert again.plan.allocation == first.plan.allocation
 

@@ -29,25 +29,49 @@ def decode(
 ):  # fmt: skip
     """The values of all planes, DTYPE [..., planes], in units of their scale.
 
-    By the PTX of an expression, or without one by looking codes up in `lut` [2**bits]; `FIELDS` then holds
-    for each plane and part a tile, the position in its lanes, the first bit in the code, and the mask.
+    By the PTX of an expression, or without one by what `FIELDS` has of each plane: `expressions.Plane`. `lut`
+    [2**bits] is where that says values are looked up.
     """
     if ASM is None:
+        lanes = ()
+        for tile in tl.static_range(len(tiles)):
+            lanes = lanes + (tiles[tile].to(tl.uint32),)
         values = ()
         for plane in tl.static_range(PLANES):
-            values = values + (_look_up(tiles, lut, FIELDS, len(FIELDS) // (4 * PLANES), plane).to(DTYPE),)
+            values = values + (_value(lanes, lut, FIELDS, plane, DTYPE),)
         return _planes_last(values, PLANES)
     else:
         return _planes_last(_expression(tiles, ASM, CONSTRAINTS, PLANES), PLANES).to(DTYPE, bitcast=True)
 
 
 @triton.jit
-def _look_up(tiles, lut, FIELDS: tl.constexpr, PARTS: tl.constexpr, PLANE: tl.constexpr):
-    code = tl.zeros(tiles[0].shape, tl.int32)
-    for part in tl.static_range(PLANE * PARTS, (PLANE + 1) * PARTS):
-        lane = tiles[FIELDS[4 * part]].to(tl.int32) >> FIELDS[4 * part + 1]
-        code |= (lane & FIELDS[4 * part + 3]) << FIELDS[4 * part + 2]
-    return tl.load(lut + code)
+def _value(lanes, lut, FIELDS: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.constexpr):
+    bits = _moved(lanes, FIELDS, PLANE, 0)
+    for move in tl.static_range(1, len(FIELDS[PLANE].moves)):
+        bits |= _moved(lanes, FIELDS, PLANE, move)
+    if FIELDS[PLANE].looked_up:
+        return tl.load(lut + bits).to(DTYPE)
+    else:
+        value = (bits | FIELDS[PLANE].base).to(tl.float32, bitcast=True) * FIELDS[PLANE].factor
+        # Triton takes -0 for 0, whose sum with -0 is 0.
+        if FIELDS[PLANE].addend != 0.0:
+            value += FIELDS[PLANE].addend
+        if DTYPE.is_bf16():
+            # It is a bfloat16, whose bits are the upper half; not every GPU has an instruction that rounds.
+            return (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+        else:
+            return value.to(DTYPE)
+
+
+@triton.jit
+def _moved(lanes, FIELDS: tl.constexpr, PLANE: tl.constexpr, MOVE: tl.constexpr):
+    move: tl.constexpr = FIELDS[PLANE].moves[MOVE]
+    lane = lanes[move.register]
+    if move.right > 0:
+        lane = lane >> move.right
+    elif move.right < 0:
+        lane = lane << -move.right
+    return lane & move.mask
 
 
 @triton.jit

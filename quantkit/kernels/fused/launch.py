@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.fused.expressions import expression, field_numbers
+from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
+from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.problem import gpu_of
 from quantkit.packing.schemes import Scheme
 
@@ -106,7 +107,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "HAS_FACTOR": scheme.global_scale or carried,
         "ASM": None if found is None else found.asm,
         "CONSTRAINTS": None if found is None else found.constraints,
-        "FIELDS": field_numbers(scheme.format),
+        "FIELDS": () if found else portable(scheme.format, bare=carried),
         "PLANES": shape.planes,
         "DTYPE": getattr(tl, name),
     }
@@ -154,6 +155,11 @@ def unrolled(tile: SkinnyTile, shape: Geometry) -> int:
     return min(range(tile.unroll, tile.unroll // 2, -1), key=lambda part: -steps % part)
 
 
+def skinny_columns(m: int, features: frozenset[str]) -> int:
+    """Rows of x in a product of `fused-skinny`, of m there are: NVIDIA's tensor cores take 8, others 16."""
+    return next(size for size in (8 if "ptx" in features else 16, 16, 32) if size >= m)
+
+
 def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """y [m, n] for m up to 32."""
     from quantkit.kernels.fused.skinny import skinny as kernel
@@ -176,7 +182,7 @@ def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset(
         W=tile.warps,
         NG=tile.columns // shape.dot,
         R=tile.row_tiles,
-        BM=8 if m <= 8 else 16 if m <= 16 else 32,
+        BM=skinny_columns(m, features),
         AHEAD=tile.ahead,
         UNROLL=unrolled(tile, shape),
         num_warps=tile.warps,
@@ -235,7 +241,7 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         CHAINS=tile.chains,
         SPLIT=tile.split if rest else 1,
         SOME_WHOLE=tile.at_once > 0,
-        WAIT="ptx" in features and tile.chains == 1,
+        WAIT=tile.chains == 1 and not features.isdisjoint({"ptx", "wgmma"}),
         STAGES=tile.stages,
         RASTER=RASTER,
         HALF=half_unit(op.n, k, op.scheme) if tile.half_sums else None,

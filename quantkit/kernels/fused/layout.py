@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.errors import FormatError
-from quantkit.kernels.fused.expressions import expression, placement, planes, registers
+from quantkit.kernels.fused.expressions import BFLOAT16, arithmetic, bias_factor, placement, planes, registers
 from quantkit.packing.formats import FloatFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -116,15 +116,16 @@ def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
 
 
 def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
-    """The factor of the bare unpack expression, if scales can carry it; else 1.
+    """The factor that bare unpack expressions lack, if scales can carry it; else 1.
 
     They can where their products with the format's values are exact: a bfloat16 has eight digits.
     """
     if dtype == torch.float16 or not isinstance(scheme.format, FloatFormat):
         return 1.0
     digits = scheme.format.mantissa_bits + 1 + scheme.scale_type.digits
-    bare = expression(scheme.format, "bfloat16", bare=True)
-    return 1.0 if bare is None or digits > 8 else bare.factor
+    if digits > 8 or arithmetic(scheme.format, BFLOAT16) is None:
+        return 1.0
+    return bias_factor(scheme.format, BFLOAT16)
 
 
 def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.kernels.fused import launch
-from quantkit.kernels.fused.expressions import expression
+from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch import Operands
 from quantkit.kernels.fused.layout import ROWS, build, geometry
+from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.fused.tilings import (
     LONG_ROWS,
     SKINNY,
@@ -64,22 +65,23 @@ def _skinny_supports(problem: Problem) -> str | None:
     return _unmultipliable(problem)
 
 
-#: Without PTX, values are looked up, and take more shared memory than a program may have on some GPUs.
-_LOOKED_UP = "without PTX its values are looked up and pass through shared memory"
+def _looked_up(problem: Problem) -> bool:
+    """Whether the values of a format are looked up in memory rather than computed."""
+    if "ptx" in problem.features:
+        return expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None
+    return portable(problem.scheme.format)[0].looked_up
 
 
 def _skinny_pays(problem: Problem) -> str | None:
-    if "ptx" not in problem.features:
-        return _LOOKED_UP
+    if "ptx" not in problem.features and _looked_up(problem):
+        return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
     limit = 16 if has_few_rows(problem.n, processors(problem)) and problem.k <= LONG_ROWS else 8
     return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
 
 
 def _tiled_pays(problem: Problem) -> str | None:
     shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
-    if "ptx" not in problem.features:
-        return _LOOKED_UP
-    if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:
+    if _looked_up(problem):
         return f"it would look up every value of {problem.scheme.format.name} once for each tile of x"
     if shape.span > 128:
         limit = 128

@@ -7,7 +7,7 @@ multiprocessors, and within their shared memory.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quantkit.kernels.fused.launch import HOPPER_PROCESSORS, SkinnyTile, Tile, skinny_steps
+from quantkit.kernels.fused.launch import HOPPER_PROCESSORS, SkinnyTile, Tile, skinny_columns, skinny_steps
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
 
@@ -79,41 +79,48 @@ def tiled_tile(
         columns = 16 if m <= 16 else 32 if m <= 32 else 64
         tile, most = Tile(4 if few else 8, columns, stages=4), 2 * multiprocessors
     elif "wgmma" in features and shape.span <= 128:
-        return _two_chains(shape, m, shared, multiprocessors)
+        return _two_chains(shape, m, shared, multiprocessors, features)
     elif shape.span > 128 and not few:
         tile, most = Tile(8, 128, warps=8), 0
     else:
         tile, most = Tile(4, 128), multiprocessors
-    tile = _in_memory(tile, shape, shared)
+    tile = _in_memory(tile, shape, shared, features)
     split = (replace(tile, split=parts) for parts in (4, 2, 1) if shape.steps % parts == 0)
     return next(one for one in split if one.split == 1 or programs(one, shape, m) <= most)
 
 
-def _two_chains(shape: Geometry, m: int, shared: int, multiprocessors: int) -> Tile:
+def _two_chains(shape: Geometry, m: int, shared: int, multiprocessors: int, features: frozenset[str]) -> Tile:
     """The largest of two tiles, and the fewest parts of the columns, that give most processors a program."""
-    tiles = [_in_memory(Tile(warps, 128, 1, warps, 3, chains=2), shape, shared) for warps in (8, 4)]
+    tiles = [Tile(warps, 128, 1, warps, 3, chains=2) for warps in (8, 4)]
+    tiles = [_in_memory(tile, shape, shared, features) for tile in tiles]
     parts = [parts for parts in (1, 2, 4) if shape.steps % parts == 0]
     found = [replace(tile, split=split) for split in parts for tile in tiles]
     busy = (tile for tile in found if 4 * programs(tile, shape, m) >= 3 * multiprocessors)
     return next(busy, found[-1])
 
 
-def _in_memory(tile: Tile, shape: Geometry, shared: int) -> Tile:
-    """`tile` with fewer stages, and then rows of x, until it fits."""
-    while shared_memory(tile, shape) > shared and tile.stages > 2:
+def _in_memory(tile: Tile, shape: Geometry, shared: int, features: frozenset[str]) -> Tile:
+    """`tile` with fewer stages, and then rows of x, until it fits; of 4 row tiles where those do not help."""
+    if shared_memory(replace(tile, stages=2, m=16), shape, features) > shared:
+        tile = replace(tile, row_tiles=4)
+    while shared_memory(tile, shape, features) > shared and tile.stages > 2:
         tile = replace(tile, stages=tile.stages - 1)
-    while shared_memory(tile, shape) > shared and tile.m > 16:
+    while shared_memory(tile, shape, features) > shared and tile.m > 16:
         tile = replace(tile, m=tile.m // 2)
     return tile
 
 
-def shared_memory(tile: Tile, shape: Geometry) -> int:
-    """Bytes of shared memory that a program of `fused-tiled` takes at most: its operands, in every stage."""
+def shared_memory(tile: Tile, shape: Geometry, features: frozenset[str] = GPU_FEATURES) -> int:
+    """Bytes of shared memory that a program of `fused-tiled` takes at most: its operands, in every stage.
+
+    Fragments are in the order of NVIDIA's tensor cores. For others the weights of a step may pass through
+    shared memory once they are decoded, while the last stage is in registers.
+    """
     columns = max(shape.span, 128)
     weights = tile.rows * columns
     scales = weights // shape.group * 4 * (2 if shape.group < columns else 1)
     stage = 2 * columns * tile.m + weights * shape.bits // 8 + scales + 1024
-    return stage * tile.stages
+    return stage * tile.stages if "ptx" in features else stage * (tile.stages - 1) + 2 * weights
 
 
 def programs(tile: Tile, shape: Geometry, m: int) -> int:
@@ -160,7 +167,7 @@ def _skinny_loses(problem: Problem, tile: SkinnyTile) -> str | None:
     codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.ahead else 1)
     if codes > CODE_REGISTERS:
         return f"codes in flight would take {codes} registers"
-    columns_of_x = 8 if problem.m <= 8 else 16 if problem.m <= 16 else 32
+    columns_of_x = skinny_columns(problem.m, problem.features)
     sums = tile.columns // shape.dot * tile.row_tiles * ROWS * columns_of_x // 32
     if sums > SUM_REGISTERS:
         return f"sums would take {sums} registers"
@@ -185,7 +192,7 @@ def _tiled_why_not(problem: Problem, tile: Tile) -> str | None:
 
 def _tiled_loses(problem: Problem, tile: Tile) -> str | None:
     shape, m, split = _shape(problem), problem.m, tile.split > 1
-    sums, shared = tile.rows * tile.m // (32 * tile.warps), shared_memory(tile, shape)
+    sums, shared = tile.rows * tile.m // (32 * tile.warps), shared_memory(tile, shape, problem.features)
     tiles, at_once = programs(tile, shape, m) // tile.split, tile.at_once * processors(problem)
     reasons = (
         (tile.m > max(16, 2 * m) or 4 * tile.m < min(m, 256), f"{tile.m} rows do not suit {m} rows of x"),
@@ -213,7 +220,8 @@ SKINNY = Tiling(
 
 def _tiled_rule(problem: Problem) -> Tile:
     tile = tiled_tile(_shape(problem), problem.m, _shared(problem), processors(problem), problem.features)
-    fast = problem.gpu is not None and problem.gpu.capability in HALF_RATE
+    # AMD has a 12.0 too.
+    fast = "ptx" in problem.features and problem.gpu is not None and problem.gpu.capability in HALF_RATE
     return replace(tile, half_sums=problem.half_sums and fast)
 
 

@@ -17,7 +17,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quantkit.kernels.fused.dense import dequantize
-from quantkit.kernels.fused.launch import DENSE_WARPS, HOLD, RASTER, constants, half_unit, unrolled
+from quantkit.kernels.fused.launch import (
+    DENSE_WARPS,
+    HOLD,
+    RASTER,
+    constants,
+    half_unit,
+    skinny_columns,
+    unrolled,
+)
 from quantkit.kernels.fused.layout import ROWS, geometry
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
@@ -50,6 +58,7 @@ class Source(NamedTuple):
 def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     """The kernel as `launch.py` starts it, in the tile of the rules."""
     amd = case.capability == 942
+    features = frozenset(() if amd else ("ptx", "wgmma") if case.capability == 90 else ("ptx",))
     shape, known = geometry(N, K, row, dtype), constants(N, K, row, dtype, not amd)
     if case.kernel == "dense":
         spans = max(128 // shape.span, 1)
@@ -58,17 +67,16 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     if case.kernel == "skinny":
         tile = skinny_tile(shape, case.m)
         known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
-        known |= {"BM": 8 if case.m <= 8 else 16, "AHEAD": tile.ahead}
+        known |= {"BM": skinny_columns(case.m, features), "AHEAD": tile.ahead}
         known |= {"UNROLL": unrolled(tile, shape), "PDL": 90 <= case.capability < 942}
         return Source(skinny, known, tile.warps, 1, None)
-    features = frozenset({"wgmma"} if case.capability == 90 else ())
     tile = tiled_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED), features=features)
     half = half_unit(N, K, row) if case.kernel == "halves" else None
     known |= {"RT": tile.row_tiles, "BM": tile.m, "CHAINS": tile.chains, "SPLIT": tile.split}
     known |= {"SOME_WHOLE": tile.at_once > 0}
     known |= {"WAIT": not amd and tile.chains == 1, "HOLD": HOLD if tile.chains > 1 else None}
     known |= {"STAGES": tile.stages, "RASTER": RASTER, "HALF": half, "PDL": 90 <= case.capability < 942}
-    return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape))
+    return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape, features))
 
 
 def build(case: Case) -> tuple[Any, Source]:
@@ -117,13 +125,36 @@ def facts(case: Case) -> dict[str, Any]:
         "stores": count(r"st\.shared"),
         "sums": sorted(set(re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.(\w+)\.f16\.f16", assembly))),
         "halves": count(r"wgmma.mma_async\S*\.f16\.f16\.f16"),
+        # Whether the table of values is more than a parameter.
+        "looks_up": built.asm["ttir"].count("%lut") > 1,
         "shared": built.metadata.shared,
         "limit": SHARED.get(case.capability, HOPPER_SHARED),
         "bound": found.bound,
     }
-    if case.capability != 942:
-        about |= machine_code(built.asm["cubin"], found)
-    return about
+    return about | (
+        amd_code(assembly, found) if case.capability == 942 else machine_code(built.asm["cubin"], found)
+    )
+
+
+def per_weight(instructions: int, lanes: int, found: Source) -> float:
+    """Of a kernel without loops over the columns: the instructions of a program of 16 rows, per weight."""
+    return instructions * found.warps * lanes / (ROWS * found.constants.get("R", 1) * K)
+
+
+def amd_code(assembly: str, found: Source) -> dict[str, Any]:
+    """What LLVM made of it, for warps of 64."""
+    lines = re.findall(r"^\t((?:[vs]|ds|global|buffer|scratch)_\w+)", assembly, re.MULTILINE)
+
+    def count(*kinds: str) -> int:
+        return sum(line.startswith(kinds) for line in lines)
+
+    return {
+        "spills": count("scratch"),
+        "global_loads": count("global_load", "buffer_load"),
+        "shared_writes": count("ds_write"),
+        "shared_reads": count("ds_read"),
+        "per_weight": per_weight(len(lines), 64, found),
+    }
 
 
 def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
@@ -141,7 +172,6 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
     # "LDGSTS.E.BYPASS.128" copies 16 bytes to shared memory, one without a width 4.
     copies = [line.split()[0].split(".") for line in lines if line.startswith("LDGSTS")]
     widths = [16 if "128" in copy else 8 if "64" in copy else 4 for copy in copies]
-    weights = ROWS * found.constants.get("R", 1) * K
     return {
         # Registers that went to memory or back.
         "spills": sum(line.startswith(("STL", "LDL")) for line in lines),
@@ -152,8 +182,7 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
         ),
         "wide_copies": sum(width for width in widths if width == 16) / sum(widths) if widths else None,
         "wide_loads": sum(re.match(r"LDG\.\S*128", line) is not None for line in lines),
-        # Of a kernel without loops over the columns: those of a program of 16 rows, per weight.
-        "per_weight": len(lines) * found.warps * 32 / weights,
+        "per_weight": per_weight(len(lines), 32, found),
     }
 
 

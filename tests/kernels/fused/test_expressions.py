@@ -1,15 +1,28 @@
-"""Every unpack expression, emulated instruction by instruction, on every code in every lane."""
+"""Every unpack expression on every code in every lane: its PTX emulated, and its twin in Triton."""
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from quantkit.kernels.fused.expressions import LANES, expression, planes, registers
+from quantkit.kernels.fused.expressions import (
+    Plane,
+    bias_factor,
+    planes,
+    portable,
+    registers,
+)
+from quantkit.kernels.fused.ptx import LANES, expression
 from quantkit.packing.formats import FORMATS, CodebookFormat, FloatFormat, IntFormat, NumberFormat
 from quantkit.packing.words import parts
 
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+decode: Any = pytest.importorskip("quantkit.kernels.fused.blocks").decode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORD = np.uint64(0xFFFFFFFF)
 
 
@@ -96,35 +109,101 @@ def in_registers(codes: np.ndarray, fmt: NumberFormat) -> list[np.ndarray]:
     return [lanes[:, 0, i] | lanes[:, 1, i] << np.uint64(16) for i in range(registers(bits))]
 
 
+@triton.jit
+def decoded(
+    words, lut, out, LANES: tl.constexpr, REGISTERS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, LANES)
+    tiles = ()
+    for register in tl.static_range(REGISTERS):
+        # Triton knows no starred tuples.
+        tiles = tiles + (tl.load(words + register * LANES + at),)  # noqa: RUF005
+    q = tl.reshape(decode(tiles, lut, None, None, FIELDS, PLANES, DTYPE), (LANES, PLANES))
+    tl.store(out + at[:, None] * PLANES + tl.arange(0, PLANES)[None, :], q)
+
+
+def in_triton(found: tuple[Plane, ...], fmt: NumberFormat, codes: np.ndarray, dtype: str) -> torch.Tensor:
+    """What Triton makes without PTX of codes [n, 2 lanes, planes], in their shape."""
+    lanes = 1 << (2 * len(codes) - 1).bit_length()
+    words = torch.zeros(registers(fmt.bits), lanes, dtype=torch.int16)
+    for word, both in zip(words, in_registers(codes, fmt), strict=True):
+        halves = torch.from_numpy(both.astype(np.uint32)[:, None].view(np.uint16).view(np.int16))
+        word[: 2 * len(codes)] = halves.flatten()
+    out = torch.empty(lanes, codes.shape[2], dtype=getattr(torch, dtype), device=DEVICE)
+    lut = torch.tensor(fmt.values, device=DEVICE).nan_to_num(0.0)
+    decoded[(1,)](words.to(DEVICE), lut, out, lanes, len(words), found, codes.shape[2], getattr(tl, dtype))
+    return out[: 2 * len(codes)].view(codes.shape).cpu()
+
+
+def every_code(fmt: NumberFormat) -> np.ndarray:
+    """Codes [n, 2 lanes, planes]: every one comes up in every lane and plane; what is beside it is random."""
+    width, count = planes(fmt.bits), len(fmt.values)
+    ordered = np.arange(count).repeat(4)[:, None, None].repeat(2, 1).repeat(width, 2)
+    return np.random.default_rng(0).permuted(ordered, axis=0)
+
+
+NAMES = [name for name, fmt in FORMATS.items() if fmt.numbers]
+
+
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("dtype", LANES)
-@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.numbers])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_expression_gives_the_value_of_every_code_in_every_lane(name: str, dtype: str, bare: bool) -> None:
     fmt = FORMATS[name]
+    lane, ptx = LANES[dtype]
     found = expression(fmt, dtype, bare=bare)
     assert found is not None
-    assert found.factor == 1.0 or (bare and isinstance(fmt, FloatFormat) and "fma" not in found.asm)
-    width, count = planes(fmt.bits), len(fmt.values)
-    generator = np.random.default_rng(0)
-    # Every code comes up in every lane and plane; what is beside it is random.
-    codes = generator.permuted(
-        np.arange(count).repeat(4)[:, None, None].repeat(2, 1).repeat(width, 2), axis=0
-    )
-    outputs = run(found.asm, in_registers(codes, fmt), width, LANES[dtype].ptx)
+    bare_floats = bare and isinstance(fmt, FloatFormat)
+    assert not bare_floats or "fma" not in found.asm
+    factor = bias_factor(fmt, lane) if bare_floats else 1.0
+    codes = every_code(fmt)
+    outputs = run(found.asm, in_registers(codes, fmt), planes(fmt.bits), ptx)
     values = torch.tensor(fmt.values, dtype=torch.float32).to(getattr(torch, dtype)).double().numpy()
     for plane, output in enumerate(outputs):
-        for lane, got in enumerate(floats(output, LANES[dtype].ptx)):
-            want = values[codes[:, lane, plane]]
-            numbers = np.isfinite(np.asarray(fmt.values)[codes[:, lane, plane]])
-            assert (got[numbers] * found.factor == want[numbers]).all()
+        for at, got in enumerate(floats(output, ptx)):
+            want = values[codes[:, at, plane]]
+            numbers = np.isfinite(np.asarray(fmt.values)[codes[:, at, plane]])
+            assert (got[numbers] * factor == want[numbers]).all()
+
+
+@pytest.mark.parametrize("dtype", [*LANES, "float32"])
+@pytest.mark.parametrize("name", NAMES)
+def test_without_ptx_arithmetic_gives_the_same_bits(name: str, dtype: str) -> None:
+    fmt, codes = FORMATS[name], every_code(FORMATS[name])
+    number = torch.tensor(fmt.values).isfinite()[codes]
+    found = portable(fmt)
+    assert found[0].looked_up == (name == "nf4")
+    # The interpreter cuts bfloat16 off instead of rounding.
+    if not found[0].looked_up or dtype != "bfloat16":
+        got = in_triton(found, fmt, codes, dtype)
+        integers = {2: torch.int16, 4: torch.int32}[got.itemsize]
+        want = torch.tensor(fmt.values).to(got.dtype)[codes]
+        assert torch.equal(got.view(integers)[number], want.view(integers)[number])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", [name for name in NAMES if isinstance(FORMATS[name], FloatFormat)])
+def test_without_ptx_bare_floats_have_the_same_bits(name: str, dtype: str) -> None:
+    fmt, codes = FORMATS[name], every_code(FORMATS[name])
+    assert isinstance(fmt, FloatFormat)
+    found, expected = portable(fmt, bare=True), expression(fmt, "bfloat16", bare=True)
+    assert expected is not None
+    outputs = run(expected.asm, in_registers(codes, fmt), planes(fmt.bits), "bf16x2")
+    want = np.stack([np.stack(floats(output, "bf16x2"), axis=1) for output in outputs], axis=2)
+    got = in_triton(found, fmt, codes, dtype).double()
+    assert np.array_equal(got.numpy(), want, equal_nan=True)
+    assert np.array_equal(np.signbit(got.numpy()), np.signbit(want))
 
 
 def test_formats_without_an_expression_have_none() -> None:
     assert expression(FORMATS["int4"], "float32") is None
     assert expression(CodebookFormat("uneven", 2, (-1.0, 0.0, 0.25, 1.0)), "bfloat16") is None
+    # Evenly spaced, but not all of them bfloat16.
+    assert portable(CodebookFormat("far", 2, (1000.0, 1001.0, 1002.0, 1003.0)))[0].looked_up
     # A spacing that is no power of two, and floats whose range or mantissa 16 bits do not have.
     assert expression(CodebookFormat("thirds", 2, (-3.0, 0.0, 3.0, 6.0)), "bfloat16") is None
     wide = FloatFormat("e6m1", 8, exponent_bits=6, mantissa_bits=1, bias=31)
     assert expression(wide, "float16") is None
-    assert expression(wide, "bfloat16") is not None
+    assert expression(wide, "bfloat16") is not None and not portable(wide)[0].looked_up
     assert expression(IntFormat("other", 4), "bfloat16") == expression(FORMATS["int4"], "bfloat16")

@@ -13,7 +13,7 @@ from quantkit.kernels.fused import launch, rows
 from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
 from quantkit.kernels.fused.layout import build, geometry, pack_codes
 from quantkit.kernels.fused.tilings import shared_memory, skinny_tile, tiled_tile
-from quantkit.kernels.problem import Problem, device_features
+from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
 from quantkit.kernels.table import choose, explain, row_named, warn_unfused
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -22,7 +22,9 @@ pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The interpreter knows neither PTX nor products of 16-bit floats.
-FEATURES = (device_features("cuda"), frozenset({"triton"})) if DEVICE == "cuda" else (frozenset[str](),)
+FEATURES = (
+    [device_features("cuda"), device_features("cuda") - {"ptx"}] if DEVICE == "cuda" else [frozenset[str]()]
+)
 DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
 #: Errors against the sum of magnitudes: roundings of the output, and of weights where they take the scales.
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
@@ -184,10 +186,11 @@ def test_tiles_fit_every_weight() -> None:
                 shape = geometry(n, k, scheme(name), torch.bfloat16)
                 assert shape.spans * shape.span >= k
                 for m in (1, 8, 9, 32, 33, 64, 128, 500):
-                    for shared in (99 << 10, 163 << 10, 227 << 10):
-                        chosen = tiled_tile(shape, m, shared)
+                    for shared in (64 << 10, 99 << 10, 163 << 10, 227 << 10):
+                        features = frozenset({"triton"}) if shared == 64 << 10 else GPU_FEATURES
+                        chosen = tiled_tile(shape, m, shared, features=features)
                         assert shape.steps % chosen.split == 0
-                        assert shared_memory(chosen, shape) <= shared
+                        assert shared_memory(chosen, shape, features) <= shared
                     tile = skinny_tile(shape, m)
                     assert tile.columns % max(shape.span, 128) == 0
 
@@ -243,9 +246,17 @@ def test_why_not() -> None:
     assert "multiples of 32 columns, not of 48" in str(reason("dequantize", group_size=48))
     assert "look up every value of codebook4" in str(reason("fused-tiled", "book4", m=64))
     portable = frozenset({"triton"})
-    assert "pass through shared memory" in str(reason("fused-skinny", features=portable))
-    assert "pass through shared memory" in str(reason("fused-tiled", m=64, features=portable))
-    assert reason("dequantize", features=portable) is None
+    for name in ("int4", "int8", "ternary", "fp6", "mxfp4", "nvfp4"):
+        assert reason("fused-skinny", name, features=portable) is None
+        assert reason("fused-tiled", name, m=64, features=portable) is None
+    assert "tensor cores are busier in tiles from M=17 on" in str(
+        reason("fused-skinny", m=20, features=portable)
+    )
+    for name in ("nf4", "book4"):
+        assert "look up every value" in str(reason("fused-skinny", name, features=portable))
+        assert "look up every value" in str(reason("fused-tiled", name, m=64, features=portable))
+        assert reason("dequantize", name, features=portable) is None
+    assert reason("fused-skinny", "nf4") is None and reason("fused-tiled", "nf4", m=64) is None
     assert "sums of 2" in str(reason("fused-skinny", "binary-residual"))
     assert "faster from M=257 on" in str(reason("fused-tiled", m=300))
     assert reason("fused-skinny", k=1 << 20) is None

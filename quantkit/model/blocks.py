@@ -244,6 +244,10 @@ class Decoder:
         found = self._kept.get(stored)
         return self._checkpoint.read(stored).to(self.device) if found is None else found
 
+    def release(self, stored: str) -> None:
+        """Hold a kept tensor no longer."""
+        self._kept.pop(stored, None)
+
     def twin(self, block: Block) -> Block:
         """A second module for the same block, to be lent other weights."""
         return Block(block.name, copy.deepcopy(block.module), block.arguments)

@@ -352,6 +352,7 @@ class _Worker:
         part = todo.parts.get(name)
         if part is None:
             set_weight(block.module, f"{name}.weight", weight)
+            self.decoder.release(todo.tasks[name].source.name)
         else:
             part.of(block.module.get_parameter(part.parameter), len(weight)).copy_(weight)
 

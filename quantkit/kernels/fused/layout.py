@@ -29,6 +29,7 @@ e2m1, say, in the places where a bfloat16 has sign, exponent and mantissa are it
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +45,10 @@ ROWS = 16
 RUN = 32
 LANES = 256
 _VERIFY = "Run `quantkit verify` on the checkpoint, and download or quantize it again."
-#: Weights whose codes are reordered at a time: their int32 copies take 64 bytes each.
+#: Weights whose codes are ordered at a time: on a CPU their int32 copies take 64 bytes each.
 CHUNK_WEIGHTS = 1 << 25
+#: Spans that a program of the layout builder has.
+SPANS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -135,13 +138,14 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     Raises `FormatError` for codes and 8-bit scales that are no numbers.
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
-    step = max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
-    codes = torch.cat(
-        [
-            pack_codes(_checked(weight.codes(start, start + step), weight), weight.scheme.format, shape)
-            for start in range(0, weight.shape[0], step)
-        ]
+    codes = torch.empty(
+        shape.row_tiles, shape.spans, shape.tiles, LANES, dtype=torch.int16, device=weight.device
     )
+    place = place_codes if codes.is_cuda else place_codes_by_torch
+    step = max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
+    for start in range(0, weight.shape[0], step):
+        rows = _checked(weight.codes(start, start + step), weight)
+        place(codes, start // ROWS, rows, weight.scheme.format, shape)
     scale = weight.row_scale()
     if scale.itemsize == 1:
         if bool(scale.float().isnan().any()):
@@ -190,8 +194,48 @@ def _checked(codes: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
     return codes
 
 
-def pack_codes(codes: torch.Tensor, number_format: NumberFormat, shape: Geometry) -> torch.Tensor:
-    """Codes (uint8 [rows, K]) of a format as int16 [rows / 16, spans, tiles, 256], padded with code 0."""
+def place_codes(
+    words: torch.Tensor, first: int, codes: torch.Tensor, number_format: NumberFormat, shape: Geometry
+) -> None:
+    """Write codes, uint8 [rows, K], into row tiles `first` and on of `words`, int16 [.., spans, tiles, 256].
+
+    What is beyond the rows and columns has code 0.
+    """
+    from quantkit.kernels.fused.order import order_codes
+
+    rows, columns = codes.shape
+    order_codes[(-(-rows // ROWS), -(-shape.spans // SPANS_AT_ONCE))](
+        codes.contiguous(),
+        words,
+        first,
+        rows,
+        columns,
+        shape.spans,
+        **order_constants(number_format, shape),
+    )
+
+
+@lru_cache(maxsize=256)
+def order_constants(number_format: NumberFormat, shape: Geometry) -> dict[str, Any]:
+    """What the layout builder knows at compile time."""
+    fields = (
+        (plane, field.register, field.at, field.first, field.mask)
+        for plane, in_plane in enumerate(placement(number_format))
+        for field in in_plane
+    )
+    return {
+        "TILES": shape.tiles,
+        "PLANES": shape.planes,
+        "FIELDS": tuple(number for numbers in fields for number in numbers),
+        "HALVES": shape.group == RUN // 2,
+        "C": SPANS_AT_ONCE,
+    }
+
+
+def place_codes_by_torch(
+    words: torch.Tensor, first: int, codes: torch.Tensor, number_format: NumberFormat, shape: Geometry
+) -> None:
+    """The same by operations of torch, in int32."""
     rows, columns = codes.shape
     padded = F.pad(codes, (0, shape.spans * shape.span - columns, 0, -rows % ROWS))
     halves = shape.group == RUN // 2
@@ -200,12 +244,12 @@ def pack_codes(codes: torch.Tensor, number_format: NumberFormat, shape: Geometry
     # rows 16 | row // 8, r | span | run, p0, t, e1, e0
     axes = axes if halves else axes.transpose(5, 6)
     by_plane = axes.permute(4, 5, 0, 3, 2, 6, 7, 1, 8).reshape(shape.planes, -1, shape.spans, LANES).int()
-    words = by_plane.new_zeros(by_plane.shape[1], shape.spans, shape.tiles, LANES)
+    wide = by_plane.new_zeros(by_plane.shape[1], shape.spans, shape.tiles, LANES)
     for plane, fields in zip(by_plane, placement(number_format), strict=True):
         for field in fields:
-            words[:, :, field.register] |= ((plane >> field.first) & field.mask) << field.at
+            wide[:, :, field.register] |= ((plane >> field.first) & field.mask) << field.at
     # The low 16 bits; a conversion of what does not fit is not defined.
-    return words.view(torch.int16)[..., ::2].contiguous()
+    words[first : first + len(wide)] = wide.view(torch.int16)[..., ::2]
 
 
 def _by_lane(per_group: torch.Tensor, in_block: int) -> torch.Tensor:

@@ -26,7 +26,8 @@ from quantkit.kernels.fused.launch import (
     skinny_columns,
     unrolled,
 )
-from quantkit.kernels.fused.layout import ROWS, geometry
+from quantkit.kernels.fused.layout import ROWS, geometry, order_constants
+from quantkit.kernels.fused.order import order_codes
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
 from quantkit.kernels.fused.tilings import HOPPER_SHARED, shared_memory, skinny_tile, tiled_tile
@@ -39,7 +40,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Case(NamedTuple):
-    """A kernel (skinny, tiled, halves for tiles with sums in float16, dense) for a preset, a GPU and M."""
+    """A kernel (skinny, tiled, dense, order, or halves for tiles with sums in float16), preset, GPU and M."""
 
     kernel: str
     name: str
@@ -63,6 +64,8 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     if case.kernel == "dense":
         spans = max(128 // shape.span, 1)
         return Source(dequantize, dict(known, C=spans, W=DENSE_WARPS), DENSE_WARPS, 3, None)
+    if case.kernel == "order":
+        return Source(order_codes, order_constants(row.format, shape), 4, 3, None)
     known = dict(known, HAS_BIAS=True)
     if case.kernel == "skinny":
         tile = skinny_tile(shape, case.m)
@@ -85,15 +88,16 @@ def build(case: Case) -> tuple[Any, Source]:
     dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
     row = scheme(case.name)
     found = source(case, row, dtype)
-    on_weights = found.constants["ON_WEIGHTS"]
+    on_weights = found.constants.get("ON_WEIGHTS", False)
     lane = "*fp16" if case.kernel == "halves" else "*bf16"
     types = {
-        "codes": "*i16",
+        "codes": "*u8" if case.kernel == "order" else "*i16",
+        "words": "*i16",
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not on_weights else "*bf16",
         "zero": "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
         **dict.fromkeys(("x", "bias", "y", "out"), lane),
-        **dict.fromkeys(("M", "first", "N", "FULL"), "i32"),
+        **dict.fromkeys(("M", "first", "N", "K", "SPANS", "FULL"), "i32"),
         **dict.fromkeys(found.constants, "constexpr"),
     }
     names = found.function.arg_names

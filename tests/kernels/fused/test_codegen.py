@@ -161,6 +161,11 @@ def test_other_targets_compile() -> None:
         assert found["shared"] <= found["limit"], case
 
 
+def test_the_layout_builder_compiles() -> None:
+    for case, found in compiled([("order", "int5", 80, 1), ("order", "fp4", AMD, 1)]).items():
+        assert found["spills"] == 0, case
+
+
 def test_kernels_without_ptx_compute_values_in_the_memory_there_is() -> None:
     cases: list[Case] = [("skinny", "int4", AMD, 1), ("skinny", "mxfp4", AMD, 1), ("dense", "nf4", AMD, 1)]
     # Steps of 256 columns take the most shared memory.

@@ -11,7 +11,7 @@ import torch
 from quantkit.errors import FormatError
 from quantkit.kernels.fused import launch, rows
 from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
-from quantkit.kernels.fused.layout import build, geometry, pack_codes
+from quantkit.kernels.fused.layout import build, geometry, place_codes, place_codes_by_torch
 from quantkit.kernels.fused.tilings import shared_memory, skinny_tile, tiled_tile
 from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
 from quantkit.kernels.table import choose, explain, row_named, warn_unfused
@@ -154,13 +154,18 @@ def test_what_is_no_number_stays_in_its_row(make_packed: Callable[..., PackedTen
 @pytest.mark.parametrize("group_size", [16, 64])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_codes_are_where_the_layout_says(bits: int, group_size: int) -> None:
-    """The slow twin of `pack_codes`: one code at a time, from the module's description."""
+    """The slow twin of both builders: one code at a time, from the module's description."""
     name = "binary" if bits == 1 else f"int{bits}"
     n, k = 20, 300
     shape = geometry(n, k, scheme(name, group_size=group_size), torch.bfloat16)
     codes = torch.randint(0, 2**bits, (n, k), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    packed = pack_codes(codes, scheme(name).format, shape)
-    assert packed.shape == (2, shape.spans, shape.tiles, 256)
+    packed, by_torch = (torch.full((3, shape.spans, shape.tiles, 256), -1, dtype=torch.int16) for _ in "ab")
+    place_codes_by_torch(by_torch, 1, codes, scheme(name).format, shape)
+    packed = packed.to(DEVICE)
+    place_codes(packed, 1, codes.to(DEVICE), scheme(name).format, shape)
+    assert torch.equal(packed.cpu(), by_torch)
+    assert (by_torch[0] == -1).all()
+    packed = by_torch[1:]
     found = torch.zeros(n, k, dtype=torch.int64)
     for row in range(n):
         for column in range(k):
@@ -177,6 +182,19 @@ def test_codes_are_where_the_layout_says(bits: int, group_size: int) -> None:
                 tile += shape.planes // per_lane
                 first += width
     assert torch.equal(found, codes.long())
+
+
+@pytest.mark.parametrize("name", ["fp4", "fp6", "mxfp4", "nvfp4", "book4"])
+def test_both_builders_agree(name: str) -> None:
+    row = scheme(name)
+    shape = geometry(40, 333, row, torch.bfloat16)
+    codes = torch.randint(0, 2**row.format.bits, (40, 333), dtype=torch.uint8)
+    found = [
+        torch.zeros(3, shape.spans, shape.tiles, 256, dtype=torch.int16, device=d) for d in ("cpu", DEVICE)
+    ]
+    place_codes_by_torch(found[0], 0, codes, row.format, shape)
+    place_codes(found[1], 0, codes.to(DEVICE), row.format, shape)
+    assert torch.equal(found[0], found[1].cpu())
 
 
 def test_tiles_fit_every_weight() -> None:

@@ -20,6 +20,9 @@ from quantkit.kernels.unpack import UNPACK_ROW
 FORCE_VARIABLE = "QUANTKIT_KERNEL"
 VERBOSE_VARIABLE = "QUANTKIT_VERBOSE"
 
+#: From so many rows of x on, what is fastest for a weight of similar size beats the rules (docs/kernels.md).
+SIMILAR_FROM = 16
+
 logger = logging.getLogger("quantkit.kernels")
 
 #: Every kernel there is, fastest first per device. Adding one is adding a row.
@@ -41,16 +44,35 @@ def forced_row() -> str:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a tile table says of a problem: of its weight, or else of one of similar size."""
+
+    key: Key
+    entry: Entry
+    exact: bool
+
+    @property
+    def weight(self) -> str:
+        """What to add where the weight is another one."""
+        return "" if self.exact else f" for {self.key.n}x{self.key.k}"
+
+
+@dataclass(frozen=True)
 class Chosen:
     """What runs a problem: the row, its tile (None for a row without), and `KernelRow.launch` with that tile.
 
-    `us` is what the row was measured to take in a tile table, None where the rules chose it.
+    `measured` is what a tile table says of the row, None where the rules chose it.
     """
 
     row: KernelRow
     tile: Any
-    us: float | None
+    measured: Measured | None
     launch: Callable[..., torch.Tensor]
+
+    @property
+    def us(self) -> float | None:
+        """Microseconds that the row was measured to take for this very weight."""
+        return self.measured.entry.us if self.measured is not None and self.measured.exact else None
 
 
 def choose(problem: Problem) -> Chosen:
@@ -77,25 +99,26 @@ def explain(problem: Problem) -> tuple[tuple[str, str | None], ...]:
     return _explain(problem, _measured(problem))
 
 
-def _explain(problem: Problem, measured: Entry | None) -> tuple[tuple[str, str | None], ...]:
+def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, str | None], ...]:
     if measured is None:
         return tuple(
             (row.name, _unsupported(row, problem) or row.pays(problem) or _unbuilt(row, problem))
             for row in ROWS
         )
-    before = [row.name for row in ROWS].index(measured.row)
+    before = [row.name for row in ROWS].index(measured.entry.row)
     return tuple(
         (row.name, _unable(row, problem) or (_slower(row, problem, measured) if index < before else None))
         for index, row in enumerate(ROWS)
     )
 
 
-def _slower(row: KernelRow, problem: Problem, measured: Entry) -> str:
-    us = measured.others.get(row.name)
+def _slower(row: KernelRow, problem: Problem, measured: Measured) -> str:
+    entry, where = measured.entry, f"on this GPU{measured.weight}"
+    us = entry.others.get(row.name)
     if us is not None:
-        return f"measured slower on this GPU: {us:.1f} us against {measured.us:.1f} us"
+        return f"measured slower {where}: {us:.1f} us against {entry.us:.1f} us"
     reason = row.pays(problem) or "not measured"
-    return f"{reason}; on this GPU {measured.row} was measured: {measured.us:.1f} us"
+    return f"{reason}; {where} {entry.row} was measured: {entry.us:.1f} us"
 
 
 @lru_cache(maxsize=64)
@@ -110,14 +133,25 @@ def forget_tile_tables() -> None:
     _choose.cache_clear()
 
 
-def _measured(problem: Problem) -> Entry | None:
+def _measured(problem: Problem) -> Measured | None:
     """What a tile table says of `problem`, if the row that it names can run it."""
     if problem.gpu is None:
         return None
-    key = Key.of(problem)
-    found = (stored.table.entries.get(key) for stored in tile_tables(problem.gpu))
-    entry = next((entry for entry in found if entry is not None), None)
-    return None if entry is None or _unable(row_named(entry.row), problem) is not None else entry
+    key, tables = Key.of(problem), [stored.table for stored in tile_tables(problem.gpu)]
+    entry = next((table.entries[key] for table in tables if key in table.entries), None)
+    if entry is not None:
+        return Measured(key, entry, True) if _runs(entry, problem) else None
+    if problem.m < SIMILAR_FROM:
+        return None
+    kin = (Measured(like, table.entries[like], False) for table in tables for like in table.similar(key))
+    return next((one for one in kin if _runs(one.entry, problem)), None)
+
+
+def _runs(entry: Entry, problem: Problem) -> bool:
+    row = row_named(entry.row)
+    if _unable(row, problem) is not None:
+        return False
+    return row.tiling is None or row.tiling.why_not(problem, entry.tile) is None
 
 
 @lru_cache(maxsize=8192)
@@ -135,7 +169,7 @@ def _choose(problem: Problem, forced: str) -> Chosen:
     return _first(problem, measured)
 
 
-def _first(problem: Problem, measured: Entry | None) -> Chosen:
+def _first(problem: Problem, measured: Measured | None) -> Chosen:
     verdicts = _explain(problem, measured)
     for row, (_, reason) in zip(ROWS, verdicts, strict=True):
         if reason is None:
@@ -144,12 +178,14 @@ def _first(problem: Problem, measured: Entry | None) -> Chosen:
     raise KernelError(f"no kernel runs {problem}:\n{reasons}")
 
 
-def _chosen(row: KernelRow, problem: Problem, measured: Entry | None) -> Chosen:
-    if measured is not None and measured.row == row.name:
-        tile, us = measured.tile, measured.us
+def _chosen(row: KernelRow, problem: Problem, measured: Measured | None) -> Chosen:
+    if measured is not None and measured.entry.row != row.name:
+        measured = None
+    if measured is not None:
+        tile = measured.entry.tile
     else:
-        tile, us = None if row.tiling is None else row.tiling.rule(problem), None
-    return Chosen(row, tile, us, row.launch if tile is None else partial(row.launch, tile=tile))
+        tile = None if row.tiling is None else row.tiling.rule(problem)
+    return Chosen(row, tile, measured, row.launch if tile is None else partial(row.launch, tile=tile))
 
 
 def _unable(row: KernelRow, problem: Problem) -> str | None:
@@ -186,8 +222,13 @@ def log_choice(problem: Problem, chosen: Chosen) -> None:
     if os.environ.get(VERBOSE_VARIABLE) == "1":
         key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m))
         tile = "" if chosen.tile is None else f" {tile_text(chosen.tile)}"
-        measured = "" if chosen.us is None else f", measured {chosen.us:.1f} us"
-        _log_once(problem, chosen.row, key, tile + sums_text(problem, chosen.tile) + measured)
+        _log_once(problem, chosen.row, key, tile + sums_text(problem, chosen.tile) + _how(chosen))
+
+
+def _how(chosen: Chosen) -> str:
+    if chosen.us is not None:
+        return f", measured {chosen.us:.1f} us"
+    return "" if chosen.measured is None else f", measured{chosen.measured.weight}"
 
 
 def sums_text(problem: Problem, tile: Any) -> str:

@@ -90,6 +90,31 @@ def test_an_entry_for_what_cannot_run_is_not_used(ask: Ask, store_table: Store) 
     assert choose(replace(ask(m=8), layout="fragments")).us == 5.0
 
 
+def test_from_16_rows_on_weights_of_similar_size_say_what_is_fastest(ask: Ask, store_table: Store) -> None:
+    near, far, split = Tile(4, 16), Tile(4, 32), Tile(4, 16, split=8)
+    store_table(
+        {
+            ask(m=16, n=4096, k=4096): Entry(9.0, "fused-tiled", near, {"fused-skinny": 12.34}),
+            ask(m=16, n=4096, k=2560): Entry(7.0, "fused-tiled", far),
+            ask(m=8, n=4096, k=4096): Entry(5.0, "fused-skinny", TILE),
+            ask(m=64, n=4096, k=4096): Entry(20.0, "fused-tiled", split),
+        }
+    )
+    like = ask(m=16, n=5120, k=3840)
+    chosen = choose(like)
+    assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-tiled", near, None)
+    assert dict(explain(like))["fused-skinny"] == (
+        "measured slower on this GPU for 4096x4096: 12.3 us against 9.0 us"
+    )
+    assert str(choice_of(like).tile).endswith(" (measured for 4096x4096)")
+    for other in (ask(m=16, n=6400, k=4096), ask("int8", 16, 5120, 3840), ask(m=32, n=5120, k=3840)):
+        assert choose(other).measured is None
+    assert choose(ask(m=8, n=5120, k=3840)).measured is None, "few rows of x"
+    # 30 steps of 128 columns are not divided by 8.
+    assert choose(ask(m=64, n=5120, k=3840)).measured is None
+    assert choose(ask(m=64, n=5120, k=4096)).tile == split
+
+
 def test_a_damaged_table_stops_before_anything_runs(ask: Ask, store_table: Store) -> None:
     path = store_table({})
     path.write_bytes(path.read_bytes()[:-5])

@@ -45,3 +45,11 @@ class EnvironmentProblem(QuantkitError):
     """An optional package is missing or a version is outside the supported range."""
 
     exit_code = 7
+
+
+class OtherRankFailed(QuantkitError):
+    """Another process of the same run has failed, and says why; this one has nothing to add."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -9,6 +9,7 @@ F. With the drift D = (F - X)^T X / T, the weights that bring W F closest from X
 """
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -18,6 +19,8 @@ from quantkit.errors import FormatError
 TILE = {"cpu": 256, "cuda": 2048}
 #: Columns of H factored at a time.
 CHOLESKY_COLUMNS = 4096
+#: Pieces of inputs are summed in so many runs, which is how many ranks can share them.
+RUNS = 8
 #: Added to the diagonal of H, in parts of its mean; a factorization that fails tries the next.
 DAMPINGS = (0.01, 0.04, 0.16, 0.64)
 #: How far weights move to make good for the drift. All the way fits the calibration data too closely.
@@ -58,6 +61,65 @@ class Moments:
         """The moments of inputs divided by `factors` ([K])."""
         outer = factors[:, None] * factors[None, :]
         return Moments(self.second / outer, self.tokens, None if self.drift is None else self.drift / outer)
+
+
+def run_of(piece: int, count: int) -> int:
+    """Which run a piece of inputs is in, the pieces being numbered from 0 and `count` in all."""
+    return piece * min(RUNS, count) // count
+
+
+@dataclass(frozen=True, eq=False)
+class PartialSum:
+    """X^T X [K, K] and, where it was asked for, (F - X)^T X [K, K], float32, over `tokens` of inputs.
+
+    They are some pieces of one run, or all of the runs from `first` to `last`.
+    """
+
+    first: int
+    last: int
+    tokens: int
+    second: torch.Tensor
+    drift: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, run: int, inputs: torch.Tensor, exact: torch.Tensor | None) -> "PartialSum":
+        """Of a piece in this run, inputs [T, K] and, for drift, the original's."""
+        return cls(run, run, len(inputs), gram(inputs), None if exact is None else drift(exact, inputs))
+
+    def plus(self, following: "PartialSum") -> "PartialSum":
+        """With what comes after these; the memory of these is used."""
+        shift = self.drift
+        if shift is not None:
+            assert following.drift is not None
+            shift = shift.add_(following.drift)
+        tokens, second = self.tokens + following.tokens, self.second.add_(following.second)
+        return PartialSum(self.first, following.last, tokens, second, shift)
+
+
+class RunSum:
+    """The moments of pieces of inputs that come in order: each run summed by itself, then run by run.
+
+    So whole runs can be summed apart, and adding their `parts` in order gives the same bits as all pieces at
+    once, which takes the memory of two sums.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[PartialSum] = []
+
+    def add(self, part: PartialSum) -> None:
+        """Add what comes next."""
+        if self.parts and self.parts[-1].last == part.first:
+            self.parts.append(self.parts.pop().plus(part))
+            return
+        if len(self.parts) == 2 and self.parts[0].first == 0:
+            self.parts = [self.parts[0].plus(self.parts[1])]
+        self.parts.append(part)
+
+    def moments(self) -> Moments:
+        """Those of all that was added, at least one piece; nothing can be added any more."""
+        total = reduce(PartialSum.plus, self.parts)
+        tokens, shift = total.tokens, total.drift
+        return Moments(total.second.div_(tokens), tokens, None if shift is None else shift.div_(tokens))
 
 
 def gram(inputs: torch.Tensor) -> torch.Tensor:

@@ -83,10 +83,11 @@ class _LabelColumn(ProgressColumn):
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Report]:
+def progress(what: str, shown: bool = True) -> Iterator[Report]:
     """A progress line on stderr while the block runs: part done, time left, memory, what is at work.
 
-    The block gets `report(done, total, label)`. Nothing is drawn where stderr is not a terminal.
+    The block gets `report(done, total, label)`. Nothing is drawn where stderr is not a terminal, or it is not
+    to be `shown`.
     """
     columns = (
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
@@ -96,7 +97,7 @@ def progress(what: str) -> Iterator[Report]:
         _MemoryColumn(),
         _LabelColumn(),
     )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not (shown and err.is_terminal)) as bar:
         task = bar.add_task(what, total=None, label="")
 
         def report(done: int, total: int, label: str) -> None:

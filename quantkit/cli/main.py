@@ -20,7 +20,7 @@ from quantkit.cli.plan import plan
 from quantkit.cli.quantize import quantize
 from quantkit.cli.tune import tune
 from quantkit.cli.verify import verify
-from quantkit.errors import QuantkitError
+from quantkit.errors import OtherRankFailed, QuantkitError
 
 app = typer.Typer(
     help="Quantize language models to packed low-bit checkpoints, run them, and measure what it cost.",
@@ -69,6 +69,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
+    except OtherRankFailed as error:
+        # The other rank prints what was wrong.
+        sys.exit(error.exit_code)
     except QuantkitError as error:
         fail(str(error))
         sys.exit(error.exit_code)

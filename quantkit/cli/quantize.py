@@ -42,9 +42,7 @@ def quantize(
     """
     from quantkit.cli.plan import plan_dict, print_plan
     from quantkit.model import quantize as quantizing
-
-    budget, data, shard_bytes = asked.to_budget(), asked.to_calibration(), asked.shard_bytes
-    chosen = asked.to_recipe(budget)
+    from quantkit.model.ranks import joined
 
     def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
         for warning in checkpoint.warnings:
@@ -53,25 +51,31 @@ def quantize(
             print_plan(plan, every_layer=asked.every_layer)
 
     try:
-        with progress("quantizing") as report:
-            result = quantizing.quantize(
-                source,
-                out_directory,
-                recipe=chosen,
-                device=asked.device,
-                resume=resume,
-                overwrite=overwrite,
-                max_shard_bytes=shard_bytes,
-                allow_auto_map=asked.allow_auto_map,
-                calibration=data,
-                budget=budget,
-                progress=report,
-                measuring=lambda done, total, label: report(done, total, f"sensitivity, {label}"),
-                on_plan=show,
-            )
+        with joined() as ranks:
+            budget = asked.to_budget()
+            chosen = asked.to_recipe(budget)
+            with progress("quantizing", shown=ranks.first) as report:
+                result = quantizing.quantize(
+                    source,
+                    out_directory,
+                    recipe=chosen,
+                    device=asked.device,
+                    resume=resume,
+                    overwrite=overwrite,
+                    max_shard_bytes=asked.shard_bytes,
+                    allow_auto_map=asked.allow_auto_map,
+                    calibration=asked.to_calibration(),
+                    budget=budget,
+                    progress=report,
+                    measuring=lambda done, total, label: report(done, total, f"sensitivity, {label}"),
+                    on_plan=show,
+                    ranks=ranks,
+                )
     except (KeyboardInterrupt, SystemExit):
         err.print("interrupted; finished files are kept. Continue with the same command and --resume.")
         raise
+    if not ranks.first:
+        return
     if asked.json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
         return

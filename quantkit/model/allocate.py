@@ -115,6 +115,17 @@ class Allocated:
     allocation: Allocation
     notes: tuple[str, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        recipe, allocation = self.recipe.to_dict(), self.allocation.to_dict()
+        return {"recipe": recipe, "allocation": allocation, "notes": list(self.notes)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Allocated":
+        """What `to_dict` made."""
+        allocation = Allocation.from_dict(data["allocation"])
+        return cls(Recipe.from_dict(data["recipe"]), allocation, tuple(data["notes"]))
+
 
 def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...], ...]:
     """The groups that an allocation decides on, in the order of the model: linears that share a format.

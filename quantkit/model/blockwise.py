@@ -11,33 +11,38 @@ time; blocks that were finished since are run again with their stored weights, w
 
 Arithmetic on a CPU is in float32, in workers of one thread each whose results are put together in one order:
 what is stored depends neither on their number nor on where a run was interrupted.
+
+Several ranks (`model/ranks.py`) each run the passes of their share of the samples and quantize their share of
+the linears. Moments are summed as in one process, and all ranks see the same quantized weights, so that the
+number of ranks changes nothing either.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from quantkit.calibrate.calibrated import stored_nearest
-from quantkit.calibrate.moments import Moments
+from quantkit.calibrate.moments import Moments, run_of
 from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.samples import Samples, micro_batch
 from quantkit.calibrate.scaling import Consumer, candidates, output_error
-from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
-from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.model.block_tasks import BlockTasks
 from quantkit.model.blocks import Block, Decoder, Forwards, Home, set_weight, stages_of
 from quantkit.model.folding import Factors, Fold, fold_into, shared_rows
 from quantkit.model.plan import Task
+from quantkit.model.ranks import Ranks, Record
 from quantkit.model.routed import Routed, coverage, quantize_experts
-from quantkit.model.solver import PartialMoments, Quantized, ReadInputs, Solver, merged, packed_of
+from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_sum, packed_of
+from quantkit.model.work_files import WorkFile, WorkFiles
 from quantkit.packing.schemes import Scheme
 
 #: Samples that go through a block at a time at most, by device, and their tokens.
@@ -77,10 +82,11 @@ def quantize_blocks(
     checkpoint: Checkpoint,
     blocks: Sequence[BlockTasks],
     decoder: Decoder,
-    output: OutputDirectory,
+    output: WorkFiles,
     samples: Samples,
     workers: ThreadPoolExecutor,
     lanes: int,
+    ranks: Ranks,
     report: Report,
 ) -> None:
     """Fill the work files of all `blocks` that are not done; `lanes` is the number of `workers`."""
@@ -92,18 +98,26 @@ def quantize_blocks(
         return
     count, length = samples.tokens.shape
     size = micro_batch(count, max(1, min(BATCH[decoder.device.type], BATCH_TOKENS // length)))
-    batches = list(torch.split(samples.tokens, size))
+    batches = torch.split(samples.tokens, size)
+    runs_of_all = [run_of(at, len(batches)) for at in range(len(batches))]
+    share = [at for at, run in enumerate(runs_of_all) if run in ranks.share(runs_of_all[-1] + 1)]
+    runs = tuple(runs_of_all[at] for at in share)
+    mine = [batches[at] for at in share]
     methods = [task.method for block in blocks for task in block.tasks.values()]
     corrects = any(method is not None and method.corrects for method in methods)
     stored = next((i for i in reversed(range(done)) if output.is_done(blocks[i].hidden_filename)), None)
-    home = _home(decoder, samples, 2 if corrects else 1, any(block.experts for block in blocks))
+    # With experts all ranks have what those of all samples are called with.
+    experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
+    held = (2 * len(mine) * samples.tokens[:size].numel() + experts) * (2 if corrects else 1)
+    home = _home(decoder, held, ranks)
+    # Also of a rank without samples, for the blocks.
+    hidden, modules = decoder.embed(mine if mine and stored is None else batches[:1], home)
     if stored is None:
-        hidden, modules = decoder.embed(batches, home)
-        states = States(hidden, [home.hold(one) for one in hidden] if corrects else None)
+        hidden = hidden[: len(mine)]
+        states = States(runs, home, hidden, [home.hold(one) for one in hidden] if corrects else None)
     else:
-        _, modules = decoder.embed(batches[:1], home)
-        states = States.read(output, blocks[stored].hidden_filename, size, home)
-    worker = _Worker(decoder, Solver(decoder.read, decoder.device, workers, lanes))
+        states = States.read(output, blocks[stored].hidden_filename, share, runs, size, home)
+    worker = _Worker(decoder, Solver(decoder.read, decoder.device, workers, lanes, ranks))
     for i in range(0 if stored is None else stored + 1, done):
         states = worker.replay(modules[i], blocks[i], states, output)
     kept = None if stored is None else blocks[stored].hidden_filename
@@ -111,63 +125,85 @@ def quantize_blocks(
     for i in range(done, len(blocks)):
         block = blocks[i]
         if block.is_head:
-            worker.quantize_head(block, batches, states, output, report)
+            worker.quantize_head(block, mine, states, output, report)
         elif not block.tasks:
             states = worker.replay(modules[i], block, states, output)
         else:
             states = worker.quantize(modules[i], block, states, output, report)
-            if time.monotonic() - stored_at >= HIDDEN_SECONDS and block is not blocks[-1]:
-                states.write(output, block.hidden_filename)
+            late = time.monotonic() - stored_at >= HIDDEN_SECONDS
+            if any(ranks.meet(late)) and block is not blocks[-1]:
+                states.write(output, block.hidden_filename, len(batches), ranks)
                 if kept is not None:
                     output.discard(kept)
                 kept, stored_at = block.hidden_filename, time.monotonic()
 
 
-def _home(decoder: Decoder, samples: Samples, models: int, experts: bool) -> Home:
-    """Where the hidden states stay between blocks. Those before and after a block are there at a time, and
-    what experts are called with.
-    """
-    copies = models * (3 if experts else 2)
-    needed = copies * samples.tokens.numel() * decoder.hidden_size * decoder.dtype.itemsize
-    fits = needed <= min(HIDDEN_BYTES, HIDDEN_MEMORY * free_memory(decoder.device))
+def _home(decoder: Decoder, tokens: int, ranks: Ranks) -> Home:
+    """Where hidden states stay between blocks, the same on all ranks, if so many are there at a time."""
+    needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
+    fits = needed <= min(HIDDEN_BYTES, HIDDEN_MEMORY * free_memory(decoder.device, ranks))
     on_host = decoder.device.type == "cpu"
-    return Home(decoder.device) if on_host or fits else Home(torch.device("cpu"), locked=True)
+    return (
+        Home(decoder.device) if on_host or all(ranks.meet(fits)) else Home(torch.device("cpu"), locked=True)
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """Hidden states [B, T, d] of all micro-batches; those of the original where a method asks for drift."""
+    """Hidden states [B, T, d], at `home`, of this rank's micro-batches, and the `runs` that these are in.
 
+    And those of the original where a method asks for drift.
+    """
+
+    runs: tuple[int, ...]
+    home: Home
     hidden: list[torch.Tensor]
     exact: list[torch.Tensor] | None
 
-    def write(self, output: OutputDirectory, filename: str) -> None:
-        """Store them as a work file."""
+    def after(self, hidden: list[torch.Tensor], exact: list[torch.Tensor] | None) -> "States":
+        """Those after a block."""
+        return replace(self, hidden=hidden, exact=exact)
+
+    def write(self, output: WorkFiles, filename: str, count: int, ranks: Ranks) -> None:
+        """Store those of all ranks, `count` micro-batches, as a work file."""
         named = {"hidden": self.hidden, **({} if self.exact is None else {"exact": self.exact})}
         dtypes = {torch.float32: "F32", torch.bfloat16: "BF16"}
+        # A rank without samples is not the first, and writes nothing.
+        first = self.hidden[0] if self.hidden else torch.empty(1, 0)
         specs = [
-            TensorSpec(name, dtypes[of[0].dtype], (len(of) * len(of[0]), *of[0].shape[1:]))
-            for name, of in named.items()
+            TensorSpec(name, dtypes[first.dtype], (count * len(first), *first.shape[1:])) for name in named
         ]
         with output.shard(filename, specs, {"format": "pt"}) as file:
             for name, of in named.items():
-                for at, tensor in enumerate(of):
+                for at, record in enumerate(
+                    ranks.each([Record({name: one}) for one in of], self.home.device)
+                ):
+                    tensor = record.tensors[name]
                     file.write(name, tensor, offset=at * tensor.numel())
 
     @classmethod
-    def read(cls, output: OutputDirectory, filename: str, size: int, home: Home) -> "States":
-        """Those of a work file, in micro-batches of `size`."""
+    def read(
+        cls,
+        output: WorkFiles,
+        filename: str,
+        share: Sequence[int],
+        runs: tuple[int, ...],
+        size: int,
+        home: Home,
+    ) -> "States":
+        """A share of those of a work file, which are micro-batches of `size`."""
         files = Checkpoint.of_files([output.path / filename])
         found = {
-            name: [home.hold(part) for part in torch.split(files.read(name), size)] for name in files.tensors
+            name: [home.hold(files.read(name, at * size, (at + 1) * size)) for at in share]
+            for name in files.tensors
         }
-        return cls(found["hidden"], found.get("exact"))
+        return cls(runs, home, found["hidden"], found.get("exact"))
 
 
 class _Output:
     """The work file of a block while it is filled, and what the manifest says of its linears."""
 
-    def __init__(self, file: ShardFile, todo: BlockTasks, report: Report) -> None:
+    def __init__(self, file: WorkFile, todo: BlockTasks, report: Report) -> None:
         self._file, self._todo, self._report = file, todo, report
         self._details: dict[str, dict[str, dict[str, Any]]] = {}
 
@@ -198,7 +234,7 @@ class _Worker:
     decoder: Decoder
     solver: Solver
 
-    def replay(self, block: Block, todo: BlockTasks, states: States, output: OutputDirectory) -> States:
+    def replay(self, block: Block, todo: BlockTasks, states: States, output: WorkFiles) -> States:
         """The states after a block that is done or has nothing to do, by its stored weights."""
         given: dict[str, torch.Tensor] = {}
         if todo.tasks:
@@ -221,17 +257,17 @@ class _Worker:
             with self.decoder.loaded(twin):
                 exact = self._finished(twin, states.exact)
         with self.decoder.loaded(block, given):
-            return States(self._finished(block, states.hidden), exact)
+            return states.after(self._finished(block, states.hidden), exact)
 
     def _finished(self, block: Block, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
         with Forwards(block, hidden, (), self.decoder.device, suspend=False) as forwards:
             return list(self.solver.workers.map(forwards.finish, range(len(hidden))))
 
     def quantize(
-        self, block: Block, todo: BlockTasks, states: States, output: OutputDirectory, report: Report
+        self, block: Block, todo: BlockTasks, states: States, output: WorkFiles, report: Report
     ) -> States:
         """Quantize one block into its work file; the states after it."""
-        device, count = self.decoder.device, len(states.hidden)
+        device, ranks = self.decoder.device, self.solver.ranks
         with ExitStack() as stack:
             file = stack.enter_context(output.shard(todo.filename, todo.specs, {"format": "pt"}))
             finished = _Output(file, todo, report)
@@ -250,7 +286,10 @@ class _Worker:
             calibrated = todo.calibrated
             experts = [module for module in todo.experts if todo.of_experts(module)]
             linears = [name for name in calibrated if name not in todo.parts]
-            stages = stages_of(block, states.hidden[0].to(device), (*linears, *experts), alone=experts)
+            wanted = (*linears, *experts)
+            stages: list[Sequence[str]] = ranks.from_first(
+                lambda: stages_of(block, states.hidden[0].to(device), wanted, alone=experts)
+            )
             stops = [stage[0] for stage in stages]
             exact: Forwards | None = None
             if states.exact is not None and twin is not None:
@@ -262,7 +301,8 @@ class _Worker:
                 file.write(todo.changed[parameter].outputs[0].name, tensor.cpu())
             free = [name for name in todo.tasks if name not in calibrated]
             for at in range(0, len(free), FREE):
-                store(self.solver.solve({name: todo.tasks[name] for name in free[at : at + FREE]}, {}))
+                tasks = {name: todo.tasks[name] for name in free[at : at + FREE]}
+                store(self.solver.divide(tasks, lambda mine: self.solver.solve(mine, {})))
             forwards = stack.enter_context(Forwards(block, states.hidden, stops, device, suspend))
             notes: dict[str, list[str]] = {}
             tokens: dict[str, list[int]] = {}
@@ -274,8 +314,8 @@ class _Worker:
                         notes.setdefault(module, []).extend([] if note is None else [note])
                 else:
                     tasks = {name: calibrated[name] for name in stage}
-                    read = [_reading(forwards, exact, lane, tasks) for lane in range(count)]
-                    store(self.solver.solve_alike(f"{block.name}.{stage[0]}", tasks, read))
+                    share = _reading(forwards, exact, states.runs, tasks)
+                    store(self.solver.solve_alike(f"{block.name}.{stage[0]}", tasks, share))
             scaled = {name for fold in todo.folds for name in fold.consumers}
             for name, task in calibrated.items():
                 if task.method is not None and task.method.scales and name not in scaled:
@@ -283,19 +323,19 @@ class _Worker:
                     if NOT_SCALED not in notes.setdefault(task.module, []):
                         notes[task.module].append(NOT_SCALED)
             finished.close(notes, tokens)
-            lanes, run = range(count), self.solver.workers.map
+            lanes, run = range(len(states.hidden)), self.solver.workers.map
             hidden = list(run(forwards.finish, lanes))
-            return States(hidden, None if exact is None else list(run(exact.finish, lanes)))
+            return states.after(hidden, None if exact is None else list(run(exact.finish, lanes)))
 
     def quantize_head(
         self,
         todo: BlockTasks,
         batches: Sequence[torch.Tensor],
         states: States,
-        output: OutputDirectory,
+        output: WorkFiles,
         report: Report,
     ) -> None:
-        """Quantize the lm_head into its work file, by the states after the last block."""
+        """Quantize the lm_head into its work file, by the states that `batches` have after the last block."""
         inputs = self.decoder.head_inputs(batches, states.hidden)
         exact = None if states.exact is None else self.decoder.head_inputs(batches, states.exact)
         (task,) = todo.tasks.values()
@@ -309,8 +349,8 @@ class _Worker:
         self.solver.factors.clear()
         with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:
             finished = _Output(file, todo, report)
-            jobs = [partial(read, lane) for lane in range(len(inputs))]
-            finished.write(self.solver.solve_alike(todo.name, todo.tasks, jobs))
+            share = [(run, partial(read, lane)) for lane, run in enumerate(states.runs)]
+            finished.write(self.solver.solve_alike(todo.name, todo.tasks, share))
             finished.close({todo.name: [NOT_SCALED] if scales else []}, {})
 
     def _experts(
@@ -325,24 +365,30 @@ class _Worker:
         store: Callable[[Mapping[str, Quantized]], None],
     ) -> dict[str, tuple[list[int], str | None]]:
         """Quantize experts; by module, how many tokens chose each, and a note where those were too few."""
-        home = states.hidden[0].device
+        home, ranks = states.home.device, self.solver.ranks
         tasks = todo.of_experts(name).values()
         corrects = any(task.method is not None and task.method.corrects for task in tasks)
 
-        def call(lane: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-            found = tuple(one.to(home) for one in forwards.step(lane))
+        def call(lane: int) -> Record:
+            found = {str(at): one.to(home) for at, one in enumerate(forwards.step(lane))}
             original = None if exact is None else exact.step(lane)[0]
-            return found, original.to(home) if original is not None and corrects else None
+            if original is not None and corrects:
+                found["original"] = original.to(home)
+            return Record(found)
 
+        # An expert has few tokens on each rank, so all of them go to the one that quantizes it.
         calls = list(self.solver.in_order(call, range(len(states.hidden))))
+        calls = [record.tensors for record in ranks.each(calls, home)]
         full = f"{block.name}.{name}"
         routed = Routed.of(
-            [found for found, _ in calls], [original for _, original in calls if original is not None], full
+            [tuple(one for key, one in found.items() if key != "original") for found in calls],
+            [found["original"] for found in calls if "original" in found],
+            full,
         )
         del calls
         experts: Any = block.module.get_submodule(name)
         originals: Any = None if twin is None else twin.module.get_submodule(name)
-        room = int(EXPERTS_MEMORY * free_memory(self.decoder.device))
+        room = int(EXPERTS_MEMORY * free_memory(self.decoder.device, ranks))
         quantize_experts(self.solver, experts, originals, name, todo, routed, room, store)
         widths = {task.module: task.source.shape[1] for task in tasks if task.module is not None}
         return {module: coverage(routed, todo.experts[name], width) for module, width in widths.items()}
@@ -366,15 +412,17 @@ class _Worker:
             return changed
         with Forwards(block, states.hidden, stops, self.decoder.device, suspend=False) as forwards:
 
-            def one(lane: int) -> list[PartialMoments]:
-                found: list[PartialMoments] = []
+            def one(lane: int) -> list[Named]:
+                found: list[Named] = []
                 forwards.visit(
                     lane,
-                    lambda name, inputs: found.append(PartialMoments.of(f"{block.name}.{name}", inputs)),
+                    lambda name, inputs: found.append(
+                        named_sum(f"{block.name}.{name}", states.runs[lane], inputs)
+                    ),
                 )
                 return found
 
-            moments = self.solver.summed(one, range(len(states.hidden)))
+            moments = self.solver.moments_of_all(one, range(len(states.hidden)))
         for fold in todo.folds:
             scales, shared = self._scales(fold, todo, moments.pop(f"{block.name}.{fold.consumers[0]}"))
             if fold.changed in todo.changed:
@@ -418,40 +466,43 @@ class _Worker:
             return stored_nearest(weights, importance, scheme, method, parameters)
 
         tried = candidates(consumers, moments, shared)
-        errors = list(
-            self.solver.workers.map(lambda one: output_error(consumers, moments, one[shared], stored), tried)
+        mine = [tried[at] for at in self.solver.ranks.share(len(tried))]
+        found = self.solver.workers.map(
+            lambda one: output_error(consumers, moments, one[shared], stored), mine
         )
+        errors = list(chain.from_iterable(self.solver.ranks.meet(list(found))))
         return tried[errors.index(min(errors))], shared
 
     def _suspends(self, block: Block, states: States) -> bool:
         """Whether what suspended passes hold fits: hidden states twice, and twice the widest input."""
         shapes = [tuple(p.shape) for _, p in block.module.named_parameters() if p.dim() == 2]
-        hidden = states.hidden[0]
-        tokens = len(states.hidden) * hidden.shape[0] * hidden.shape[1]
+        tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in states.hidden)
         widest = max((max(shape) for shape in shapes), default=0)
         passes = 1 if states.exact is None else 2
-        needed = passes * tokens * 2 * (hidden.shape[-1] + widest) * self.decoder.dtype.itemsize
+        needed = passes * tokens * 2 * (self.decoder.hidden_size + widest) * self.decoder.dtype.itemsize
         device = self.decoder.device
-        return needed <= SUSPENDED_MEMORY[device.type] * free_memory(device)
+        return needed <= SUSPENDED_MEMORY[device.type] * free_memory(device, self.solver.ranks)
 
 
-def _reading(forwards: Forwards, exact: Forwards | None, lane: int, tasks: Mapping[str, Task]) -> ReadInputs:
-    """Runs a micro-batch to its next stage; the inputs there, and the original's where a method corrects."""
+def _reading(
+    forwards: Forwards, exact: Forwards | None, runs: Sequence[int], tasks: Mapping[str, Task]
+) -> list[tuple[int, ReadInputs]]:
+    """The run of each micro-batch, and what takes it to its next stage: inputs there, and the original's."""
     corrects = any(task.method is not None and task.method.corrects for task in tasks.values())
 
-    def read() -> tuple[torch.Tensor, torch.Tensor | None]:
+    def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = forwards.step(lane)[0]
         original = None if exact is None else exact.step(lane)[0]
         return inputs, original if corrects else None
 
-    return read
+    return [(run, partial(read, lane)) for lane, run in enumerate(runs)]
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes free on a device, what torch holds for reuse included."""
+def free_memory(device: torch.device, ranks: Ranks) -> int:
+    """Bytes free on a device for each of the ranks there, what torch holds for reuse included."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    return int(psutil.virtual_memory().available) // ranks.on_host

@@ -5,11 +5,15 @@ With calibration data `model/blockwise.py` comes before: it quantizes the blocks
 streamed.
 """
 
+import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +33,15 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.model.allocate import Allocated, Allocation, allocate_formats
 from quantkit.model.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
 from quantkit.model.blocks import Decoder
-from quantkit.model.blockwise import compute_dtype, quantize_blocks
+from quantkit.model.blockwise import Report, compute_dtype, quantize_blocks
 from quantkit.model.budget import Budget
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
+from quantkit.model.ranks import Ranks, joined
 from quantkit.model.record import Measured, ModelRecord
 from quantkit.model.stream import CHUNK_BYTES, WORKERS, row_unit, write_shard
 from quantkit.model.structure import Structure, read_structure
+from quantkit.model.work_files import Followed, WorkFiles
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, ZeroPoint
 
@@ -224,6 +230,7 @@ def quantize(
     progress: Progress | None = None,
     measuring: Progress | None = None,
     on_plan: Callable[[Checkpoint, Plan], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> QuantizeResult:
     """Quantize a checkpoint (a directory or a hub id) into the packed checkpoint directory `out`.
 
@@ -239,6 +246,9 @@ def quantize(
     `measuring(done, all, at work)` is called meanwhile, and a resumed run keeps the formats.
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
     before any tensor is written.
+
+    `ranks` are the processes that share the calibration, by default those that torchrun started with this
+    one. All of them call this alike and get the result; the first one writes `out` and makes the calls.
 
     Raises `QuantkitError` for every refusal; nothing was written then, or `resume=True` continues.
     """
@@ -263,47 +273,98 @@ def quantize(
             rules=rules,
             budget=budget,
         )
-    target = pick_device(device)
     mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
-    checkpoint = Checkpoint.open(resolve(source), allow_auto_map=allow_auto_map)
-    check_not_quantized(checkpoint)
-    structure, options = read_structure(checkpoint), calibration or CalibrationOptions()
-    allocation: dict[str, Any] = {}
-    if budget is not None:
-        found = _kept(Path(out), mode) or _allocated(
-            checkpoint, structure, recipe, budget, options, target, measuring
-        )
-        request = {"budget": budget.to_dict(), "asked": recipe.to_dict(), "calibration": vars(options)}
-        allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
-        recipe = found.recipe
-        planned = _plan_of(checkpoint, structure, found, max_shard_bytes)
-    else:
-        planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=max_shard_bytes)
-    if not planned.quantized_weights:
-        raise UsageError(
-            f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
-            "linear that can be packed. `quantkit plan` shows why each is kept."
-        )
-    calibrated = _calibrated(checkpoint, planned, options, target)
-    if calibrated is not None:
-        planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
-    run = {**_run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
-    expected = planned.output_bytes + (0 if calibrated is None else calibrated.work_bytes)
-    with OutputDirectory.open(Path(out), checkpoint.directory, mode, run, expected) as output:
-        if on_plan is not None:
-            on_plan(checkpoint, planned)
-        measured = _stream(checkpoint, planned, output, target, progress, calibrated)
-        checkpoint.check_unchanged()
-        if not output.complete:
-            _discard_work(output, calibrated)
-            output.finish(
-                planned.weight_map,
-                planned.output_bytes,
-                planned.model_config,
-                checkpoint.side_files,
-                _record(str(source), planned, recipe, measured, calibrated).to_dict(),
+    with ExitStack() as stack:
+        ranks = stack.enter_context(joined()) if ranks is None else ranks
+        target = ranks.device(pick_device(device))
+        checkpoint = Checkpoint.open(resolve(source), allow_auto_map=allow_auto_map)
+        check_not_quantized(checkpoint)
+        structure, options = read_structure(checkpoint), calibration or CalibrationOptions()
+        allocation: dict[str, Any] = {}
+        if budget is None:
+            planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=max_shard_bytes)
+        else:
+            # The first rank allocates, for all.
+            allocate = partial(_allocated, checkpoint, structure, recipe, budget, options, target, measuring)
+            known = ranks.from_first(lambda: Allocated.to_dict(_kept(Path(out), mode) or allocate()))
+            found = Allocated.from_dict(known)
+            request = {"budget": budget.to_dict(), "asked": recipe.to_dict(), "calibration": vars(options)}
+            allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
+            recipe = found.recipe
+            planned = _plan_of(checkpoint, structure, found, max_shard_bytes)
+        if not planned.quantized_weights:
+            raise UsageError(
+                f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
+                "linear that can be packed. `quantkit plan` shows why each is kept."
             )
-    return QuantizeResult(Path(out), planned, measured)
+        calibrated = _calibrated(checkpoint, planned, options, target)
+        if calibrated is not None:
+            planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
+        run = {**_run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
+        _check_alike(ranks, run, calibrated)
+        report = _reporting(_work(planned, calibrated), progress if ranks.first else None)
+        output = None
+        if ranks.first:
+            expected = planned.output_bytes + (0 if calibrated is None else calibrated.work_bytes)
+            opened = OutputDirectory.open(Path(out), checkpoint.directory, mode, run, expected)
+            output = stack.enter_context(opened)
+            if on_plan is not None:
+                on_plan(checkpoint, planned)
+        if calibrated is not None:
+            _calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
+        if output is not None:
+            _write(checkpoint, planned, output, target, report, calibrated, str(source), recipe)
+        # The others wait for the manifest.
+        ranks.meet(None)
+        measured = ModelRecord.from_manifest(read_manifest(Path(out))).measured
+        return QuantizeResult(Path(out), planned, measured)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    planned: Plan,
+    output: OutputDirectory,
+    device: torch.device,
+    report: Report,
+    calibrated: "_Calibrated | None",
+    source: str,
+    recipe: Recipe,
+) -> None:
+    """Write all of the checkpoint that is not there."""
+    if output.complete:
+        report(_work(planned, calibrated), "")
+        return
+    measured = _stream(checkpoint, planned, output, device, report, calibrated)
+    checkpoint.check_unchanged()
+    _discard_work(output, calibrated)
+    output.finish(
+        planned.weight_map,
+        planned.output_bytes,
+        planned.model_config,
+        checkpoint.side_files,
+        _record(source, planned, recipe, measured, calibrated).to_dict(),
+    )
+
+
+def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: "_Calibrated | None") -> None:
+    """`UsageError` where ranks have nothing to share, or would write different bytes."""
+    if ranks.size > 1 and calibrated is None:
+        raise UsageError(
+            f"torchrun started {ranks.size} processes, which share a calibration, but no method of the "
+            "recipe takes any data. Start quantkit without torchrun, or choose a method that does, such as "
+            "--method gptq."
+        )
+    digests = {
+        key: sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for key, value in run.items()
+    }
+    for rank, other in enumerate(ranks.meet(digests)):
+        differing = sorted(key for key in digests.keys() | other.keys() if digests.get(key) != other.get(key))
+        if differing:
+            raise UsageError(
+                f"ranks {ranks.number} and {rank} were not asked the same, or do not see the same files; "
+                f"they differ in {', '.join(differing)}. Start all ranks with one command, on one host or on "
+                "hosts that have the same files."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,18 +434,28 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _stream(
-    checkpoint: Checkpoint,
-    planned: Plan,
-    output: OutputDirectory,
-    device: torch.device,
-    progress: Progress | None,
-    calibrated: _Calibrated | None,
-) -> dict[str, Measured]:
-    """Write every shard that is not done; what was measured of each packed linear."""
-    total = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
+@contextmanager
+def _workers(lanes: int) -> Iterator[ThreadPoolExecutor]:
+    """So many workers of one thread each."""
+    threads = torch.get_num_threads()
+    workers = ThreadPoolExecutor(lanes, "quantize", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield workers
+    finally:
+        workers.shutdown(cancel_futures=True)
+        # A worker sets its own number and the one that threads to come start with.
+        torch.set_num_threads(threads)
+
+
+def _work(planned: Plan, calibrated: _Calibrated | None) -> int:
+    """Source bytes to deal with: those of what is calibrated, and then those of all tensors."""
     blocks = () if calibrated is None else calibrated.blocks
-    total += sum(task.source.nbytes for block in blocks for task in block.tasks.values())
+    shards = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
+    return shards + sum(task.source.nbytes for block in blocks for task in block.tasks.values())
+
+
+def _reporting(total: int, progress: Progress | None) -> Report:
+    """What is called with source bytes that are dealt with, of `total`, and tells `progress`."""
     done = 0
 
     def report(nbytes: int, name: str) -> None:
@@ -393,21 +464,53 @@ def _stream(
         if progress is not None:
             progress(done, total, name)
 
-    if output.complete:
-        report(total, "")
-        return ModelRecord.from_manifest(read_manifest(output.path)).measured
+    return report
+
+
+def _calibrate(
+    checkpoint: Checkpoint,
+    planned: Plan,
+    calibrated: _Calibrated,
+    output: OutputDirectory | None,
+    out: Path,
+    ranks: Ranks,
+    report: Report,
+) -> None:
+    """Fill the work files, unless all shards are done; ranks beside the first have no `output`."""
+
+    def done() -> list[str] | None:
+        assert output is not None
+        if output.complete or all(output.is_done(shard.filename) for shard in planned.shards):
+            return None
+        names = [name for block in calibrated.blocks for name in (block.filename, block.hidden_filename)]
+        return [name for name in names if output.is_done(name)]
+
+    known = ranks.from_first(done)
+    if known is None:
+        return
+    files: WorkFiles = Followed(out, known) if output is None else output
+    decoder = calibrated.decoder
+    lanes = max(1, CALIBRATION_WORKERS[decoder.device.type] // ranks.on_host)
+    with _workers(lanes) as workers:
+        blocks, samples = calibrated.blocks, calibrated.samples
+        quantize_blocks(checkpoint, blocks, decoder, files, samples, workers, lanes, ranks, report)
+
+
+def _stream(
+    checkpoint: Checkpoint,
+    planned: Plan,
+    output: OutputDirectory,
+    device: torch.device,
+    report: Report,
+    calibrated: _Calibrated | None,
+) -> dict[str, Measured]:
+    """Write every shard that is not done; what was measured of each packed linear."""
     details: dict[str, dict[str, Any]] = {}
-    threads = torch.get_num_threads()
-    lanes = WORKERS[device.type] if calibrated is None else CALIBRATION_WORKERS[device.type]
-    workers = ThreadPoolExecutor(lanes, "quantize", initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        pending = [shard for shard in planned.shards if not output.is_done(shard.filename)]
+    blocks = [block for block in (() if calibrated is None else calibrated.blocks) if block.tasks]
+    with _workers(WORKERS[device.type]) as workers:
         prepared = None
-        if calibrated is not None and pending:
-            quantize_blocks(
-                checkpoint, blocks, calibrated.decoder, output, calibrated.samples, workers, lanes, report
-            )
-            prepared = Checkpoint.of_files([output.path / block.filename for block in blocks if block.tasks])
+        if blocks and not all(output.is_done(shard.filename) for shard in planned.shards):
+            prepared = Checkpoint.of_files([output.path / block.filename for block in blocks])
         for shard in planned.shards:
             if output.is_done(shard.filename):
                 report(sum(task.source.nbytes for task in shard.tasks), shard.filename)
@@ -420,7 +523,6 @@ def _stream(
                         **{
                             module: detail
                             for block in blocks
-                            if block.tasks
                             for module, detail in output.details(block.filename)["layers"].items()
                             if module in modules
                         },
@@ -429,10 +531,6 @@ def _stream(
                 known = details.setdefault(module, {**detail, "squared": [0.0, 0.0]})
                 for i, value in enumerate(detail["squared"]):
                     known["squared"][i] += value
-    finally:
-        workers.shutdown(cancel_futures=True)
-        # A worker sets its own number and the one that threads to come start with.
-        torch.set_num_threads(threads)
     return {module: Measured.of(detail) for module, detail in details.items()}
 
 

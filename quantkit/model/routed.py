@@ -101,7 +101,9 @@ def quantize_experts(
         if todo.of_expert(name, numbers[0], leaf)
     ]
     widest = max(kind.features for kind in kinds)
-    size = max(1, min(2 * solver.lanes, free // (WORK_BYTES * widest**2)))
+    # All ranks have as many in work as the one with the least memory.
+    size = min(solver.ranks.meet(max(1, min(2 * solver.lanes, free // (WORK_BYTES * widest**2)))))
+    size *= solver.ranks.size
     for at in range(0, len(numbers), size):
         for kind in kinds:
             store(kind.solve(todo.name, numbers[at : at + size]))
@@ -128,7 +130,12 @@ class _Kind:
         self._shared: Moments | None = None
 
     def solve(self, block: str, group: Sequence[int]) -> dict[str, Quantized]:
-        """Quantize the matrices of some experts."""
+        """Quantize the matrices of some experts, each rank those of its share."""
+        mine = [group[at] for at in self._solver.ranks.share(len(group))]
+        tasks = {matrix: task for expert in group for matrix, task in self._tasks[expert].items()}
+        return self._solver.exchange(tasks, self._solve(block, mine) if mine else {})
+
+    def _solve(self, block: str, group: Sequence[int]) -> dict[str, Quantized]:
         solver = self._solver
         names = {expert: f"{block}.{next(iter(self._tasks[expert]))}" for expert in group}
         own = self._moments({names[expert]: (expert, self._routed.tokens(expert)) for expert in group})
@@ -161,11 +168,12 @@ class _Kind:
 
     def _moments(self, wanted: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, Moments]:
         """The moments of experts from tokens, by name, for those with any."""
-        jobs: list[tuple[str, ReadInputs]] = []
-        for name, (expert, tokens) in wanted.items():
-            if len(tokens):
-                jobs += [(name, partial(self._read, expert, some)) for some in torch.split(tokens, TOKENS)]
-        return self._solver.moments(jobs)
+        pieces: dict[str, list[ReadInputs]] = {
+            name: [partial(self._read, expert, some) for some in torch.split(tokens, TOKENS)]
+            for name, (expert, tokens) in wanted.items()
+            if len(tokens)
+        }
+        return self._solver.moments(pieces)
 
     @torch.no_grad()
     def _read(self, expert: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

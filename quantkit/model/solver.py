@@ -1,7 +1,7 @@
 """Quantizing linears whose inputs are known: on some workers, whose results are put together in one order."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,38 +10,27 @@ import torch
 
 from quantkit.calibrate.calibrated import CalibratedRows, Inputs, chunk_rows, quantize_calibrated_rows
 from quantkit.calibrate.methods import Method, packed_rows, quantize_rows
-from quantkit.calibrate.moments import Moments, check_finite, drift, gram
+from quantkit.calibrate.moments import Moments, PartialSum, RunSum, check_finite, run_of
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model.folding import Factors
 from quantkit.model.plan import Task
+from quantkit.model.ranks import Ranks, Record
 from quantkit.packing.tensor import PackedTensor
 
 #: Reads inputs [T, K] of a linear, and those of the original model for methods that correct for drift.
 ReadInputs = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-@dataclass(frozen=True, eq=False)
-class PartialMoments:
-    """Sums over some of the inputs of the linear `name`: X^T X, and (F - X)^T X where F is known."""
-
-    name: str
-    tokens: int
-    second: torch.Tensor
-    shift: torch.Tensor | None
-
-    @classmethod
-    def of(cls, name: str, inputs: torch.Tensor, original: torch.Tensor | None = None) -> "PartialMoments":
-        """`FormatError` if one of the inputs [T, K] is NaN or infinite."""
-        check_finite(inputs, name)
-        shift = None if original is None else drift(original, inputs)
-        return cls(name, len(inputs), gram(inputs), shift)
+#: Sums over a piece of the inputs of the linear with this name.
+Named = tuple[str, PartialSum]
 
 
 @dataclass(frozen=True, eq=False)
 class Solver:
-    """What quantizing takes; `read` gives a stored tensor on `device`, `lanes` is the number of `workers`.
+    """What quantizing takes; `read` gives a stored tensor on `device`, `lanes` is the number of `workers`,
+    and `ranks` share the work.
 
     `factors` are what weights are multiplied by first, by their stored name: those of the block in work.
     """
@@ -50,38 +39,37 @@ class Solver:
     device: torch.device
     workers: ThreadPoolExecutor
     lanes: int
+    ranks: Ranks
     factors: dict[str, Factors] = field(default_factory=dict)
 
-    def moments(self, jobs: Iterable[tuple[str, ReadInputs]]) -> dict[str, Moments]:
-        """The moments of the inputs of each linear, by name, summed in the order of `jobs`."""
+    def moments(self, pieces: Mapping[str, Sequence[ReadInputs]]) -> dict[str, Moments]:
+        """The moments of the inputs of some linears, by name, for those with any pieces of inputs."""
+        jobs = [
+            (name, run_of(at, len(reads)), read)
+            for name, reads in pieces.items()
+            for at, read in enumerate(reads)
+        ]
+        return {name: found.moments() for name, found in self._sums(_partial_sum, jobs).items()}
 
-        def one(job: tuple[str, ReadInputs]) -> list[PartialMoments]:
-            name, read = job
-            return [PartialMoments.of(name, *read())]
-
-        return self.summed(one, list(jobs))
-
-    def summed(
-        self, function: Callable[[Any], list["PartialMoments"]], items: Sequence[Any]
+    def moments_of_all(
+        self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]
     ) -> dict[str, Moments]:
-        """The moments by name of what `function` gives for the items, in their order."""
-        tokens: dict[str, int] = {}
-        seconds: dict[str, torch.Tensor] = {}
-        shifts: dict[str, torch.Tensor] = {}
+        """The moments by name of what `function` finds for the `items` of all ranks, each with its own."""
+        mine = self._sums(function, items)
+        records = [_record(name, part) for name, found in mine.items() for part in found.parts]
+        sums: dict[str, RunSum] = {}
+        for record in self.ranks.each(records, self.device):
+            name, first, last, tokens = record.facts
+            second, shift = record.tensors["second"], record.tensors.get("drift")
+            sums.setdefault(name, RunSum()).add(PartialSum(first, last, tokens, second, shift))
+        return {name: found.moments() for name, found in sums.items()}
+
+    def _sums(self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]) -> dict[str, RunSum]:
+        sums: dict[str, RunSum] = {}
         for parts in self.in_order(function, items):
-            for part in parts:
-                tokens[part.name] = tokens.get(part.name, 0) + part.tokens
-                for sums, tensor in ((seconds, part.second), (shifts, part.shift)):
-                    if tensor is not None:
-                        sums[part.name] = sums[part.name].add_(tensor) if part.name in sums else tensor
-        return {
-            name: Moments(
-                second.div_(tokens[name]),
-                tokens[name],
-                shifts[name].div_(tokens[name]) if name in shifts else None,
-            )
-            for name, second in seconds.items()
-        }
+            for name, part in parts:
+                sums.setdefault(name, RunSum()).add(part)
+        return sums
 
     def in_order(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
         """The results of `function` for all items, as many of them in memory at a time as there are lanes."""
@@ -122,14 +110,44 @@ class Solver:
         }
 
     def solve_alike(
-        self, name: str, tasks: Mapping[str, Task], read: Sequence[ReadInputs]
+        self, name: str, tasks: Mapping[str, Task], share: Sequence[tuple[int, ReadInputs]]
     ) -> "dict[str, Quantized]":
-        """Quantize linears with one input, read in pieces, whose name is for errors."""
-        moments = self.moments([(name, one) for one in read])
-        methods = [task.method for task in tasks.values() if task.method is not None]
-        inputs = self.prepare(moments, {name: methods})[name]
-        del moments
-        return self.solve(tasks, dict.fromkeys(tasks, inputs))
+        """Quantize linears with one input, whose name is for errors; `share` are this rank's pieces, with
+        their runs.
+        """
+        jobs = [(name, run, read) for run, read in share]
+        moments = self.moments_of_all(_partial_sum, jobs)
+
+        def solve(mine: Mapping[str, Task]) -> dict[str, Quantized]:
+            methods = [task.method for task in mine.values() if task.method is not None]
+            inputs = self.prepare(moments, {name: methods})[name]
+            moments.clear()
+            return self.solve(mine, dict.fromkeys(mine, inputs))
+
+        return self.divide(tasks, solve)
+
+    def divide(
+        self, tasks: Mapping[str, Task], solve: "Callable[[Mapping[str, Task]], dict[str, Quantized]]"
+    ) -> "dict[str, Quantized]":
+        """Have each rank `solve` its share of `tasks`; what all of them found."""
+        names = list(tasks)
+        mine = {names[at]: tasks[names[at]] for at in self.ranks.share(len(names))}
+        return self.exchange(tasks, solve(mine) if mine else {})
+
+    def exchange(self, tasks: Mapping[str, Task], mine: "Mapping[str, Quantized]") -> "dict[str, Quantized]":
+        """What all ranks found for `tasks`, of which this one has `mine`."""
+        records = [
+            Record(dict(one.packed.parts()), {"name": name, "detail": one.detail})
+            for name, one in mine.items()
+        ]
+        found: dict[str, Quantized] = {}
+        for record in self.ranks.each(records, self.device):
+            task = tasks[record.facts["name"]]
+            assert task.scheme is not None
+            shape = (task.source.shape[0], task.source.shape[1])
+            packed = PackedTensor.from_parts(record.tensors, task.scheme, shape)
+            found[record.facts["name"]] = Quantized(packed, record.facts["detail"])
+        return found
 
     def weight(self, name: str) -> torch.Tensor:
         """A weight as it is quantized: as stored, or with the scales of its features and rows."""
@@ -159,6 +177,22 @@ class Solver:
             )
         except FormatError as error:
             raise FormatError(f"{task.source.name!r}: {error}") from error
+
+
+def named_sum(name: str, run: int, inputs: torch.Tensor, original: torch.Tensor | None = None) -> Named:
+    """Sums over a piece of inputs [T, K] in this run; `FormatError` if one of them is NaN or infinite."""
+    check_finite(inputs, name)
+    return name, PartialSum.of(run, inputs, original)
+
+
+def _partial_sum(job: tuple[str, int, ReadInputs]) -> list[Named]:
+    name, run, read = job
+    return [named_sum(name, run, *read())]
+
+
+def _record(name: str, part: PartialSum) -> Record:
+    tensors = {"second": part.second, **({} if part.drift is None else {"drift": part.drift})}
+    return Record(tensors, [name, part.first, part.last, part.tokens])
 
 
 def _rows(

@@ -1,5 +1,7 @@
 """Second moments, their factor and the drift correction, against the definitions in float64."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,8 +9,11 @@ from quantkit.calibrate import moments
 from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.moments import (
     DAMPINGS,
+    RUNS,
     TILE,
     Moments,
+    PartialSum,
+    RunSum,
     check_finite,
     cholesky_,
     correction,
@@ -16,6 +21,7 @@ from quantkit.calibrate.moments import (
     drift,
     factorize,
     gram,
+    run_of,
 )
 from quantkit.errors import FormatError
 
@@ -57,6 +63,38 @@ def test_cholesky_in_blocks_is_that_of_the_library(columns: int, monkeypatch: py
     assert torch.allclose(found, torch.linalg.cholesky(matrix), rtol=1e-12, atol=1e-12)
     matrix[-1, -1] = -1.0
     assert not cholesky_(matrix)
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7, 8, 13, 32])
+def test_sums_of_parts_are_the_sum_of_all(pieces: int, drifts: bool) -> None:
+    x, exact = inputs(10 * pieces, 9), inputs(10 * pieces, 9, 1)
+
+    def total(edges: list[int]) -> Moments:
+        """Summed apart between the edges, and then together."""
+        found = RunSum()
+        for start, stop in itertools.pairwise(edges):
+            part = RunSum()
+            for at in range(pieces):
+                run, rows = run_of(at, pieces), slice(10 * at, 10 * at + 10)
+                if start <= run < stop:
+                    part.add(PartialSum.of(run, x[rows], exact[rows] if drifts else None))
+            for one in part.parts:
+                found.add(one)
+            assert len(found.parts) <= 2
+        return found.moments()
+
+    runs = min(pieces, RUNS)
+    whole = total([0, runs])
+    expected = x.double().T @ x.double() / len(x)
+    torch.testing.assert_close(whole.second.double(), expected, rtol=1e-5, atol=1e-5)
+    assert whole.tokens == len(x) and (whole.drift is not None) == drifts
+    for edges in ([0, 1, runs], [0, runs // 2, runs], [0, 0, runs // 3, 2 * runs // 3, runs]):
+        apart = total(edges)
+        assert torch.equal(apart.second, whole.second) and apart.tokens == whole.tokens
+        if whole.drift is not None and apart.drift is not None:
+            assert torch.equal(apart.drift, whole.drift)
+            assert torch.allclose(whole.drift, drift(exact, x) / len(x), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 64, 130])

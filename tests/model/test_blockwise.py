@@ -382,7 +382,7 @@ def test_a_pass_that_fails_leaves_no_thread(tmp_path, text, monkeypatch):
     def fail(*arguments: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(solver, "gram", fail)
+    monkeypatch.setattr(solver, "check_finite", fail)
     with pytest.raises(RuntimeError, match="planted"):
         quantize(source, tmp_path / "out", method="gptq", calibration=data(text))
     assert {thread.name for thread in threading.enumerate()} <= before | {"MainThread"}

@@ -1,0 +1,62 @@
+"""The files that a calibration fills, as those who write them and those who only follow see them."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from quantkit.checkpoint.tensors import TensorSpec
+
+
+class WorkFile(Protocol):
+    """A file that is filled; see `checkpoint.shard.ShardFile`."""
+
+    detail: dict[str, Any]
+
+    def write(self, name: str, tensor: torch.Tensor, offset: int = 0) -> None: ...
+
+
+class WorkFiles(Protocol):
+    """The files of a run; see `checkpoint.writer.OutputDirectory`."""
+
+    path: Path
+
+    def is_done(self, filename: str) -> bool: ...
+
+    def discard(self, filename: str) -> None: ...
+
+    def shard(
+        self, filename: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
+    ) -> AbstractContextManager[WorkFile]: ...
+
+
+class Followed:
+    """The files that another rank writes in `path`: those `done` can be read, and nothing is written."""
+
+    def __init__(self, path: Path, done: Collection[str]) -> None:
+        self.path = path
+        self._done = frozenset(done)
+
+    def is_done(self, filename: str) -> bool:
+        """Whether the file was there when the run began."""
+        return filename in self._done
+
+    def discard(self, filename: str) -> None:
+        """The other rank deletes it."""
+
+    @contextmanager
+    def shard(
+        self, filename: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
+    ) -> Iterator[WorkFile]:
+        """A file that nothing is written to."""
+        yield _Nowhere()
+
+
+class _Nowhere:
+    def __init__(self) -> None:
+        self.detail: dict[str, Any] = {}
+
+    def write(self, name: str, tensor: torch.Tensor, offset: int = 0) -> None:
+        pass

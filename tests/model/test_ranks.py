@@ -1,0 +1,197 @@
+"""Several ranks write what one process writes, or all of them stop."""
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.calibrate.moments import RunSum
+from quantkit.cli.main import main
+from quantkit.errors import EnvironmentProblem, FormatError
+from quantkit.model import blockwise
+from quantkit.model import ranks as sharing
+from quantkit.model.quantize import quantize
+from quantkit.model.ranks import Ranks, Record, joined
+
+from .calibrated_models import data, files_of, interrupted_at, write
+
+#: Seconds that ranks have to end.
+LIMIT = 120
+
+
+def ended(function: Callable[[int], Any], directory: Path, count: int = 2) -> list[tuple[int, str, str]]:
+    """The exit code, output and errors of processes with the environment of torchrun that call `function`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def run(rank: int) -> None:
+        values = (str(rank), str(count), str(rank), str(count), "127.0.0.1", port)
+        os.environ.update(zip(sharing.ENVIRONMENT, values, strict=True))
+        with (
+            (directory / f"{rank}.out").open("w") as out,
+            (directory / f"{rank}.err").open("w") as err,
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
+            try:
+                function(rank)
+            except Exception:
+                # What the interpreter would print.
+                traceback.print_exc()
+                sys.exit(1)
+
+    # Forked with one thread: OpenMP's threads do not survive a fork.
+    context, threads = multiprocessing.get_context("fork"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    processes = [context.Process(target=run, args=(rank,)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT)
+        process.kill()
+        process.join()
+    torch.set_num_threads(threads)
+    texts = [[(directory / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(count)]
+    codes = [-1 if process.exitcode is None else process.exitcode for process in processes]
+    return [(code, *text) for code, text in zip(codes, texts, strict=True)]
+
+
+def command(*arguments: str | Path) -> None:
+    """The command line."""
+    sys.argv = ["quantkit", "quantize", *map(str, arguments)]
+    main()
+
+
+#: Biases and scales that are folded; a head, rounding without data, code books; and experts.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptq": ("llama", {"method": "gptq", "lm_head": "int4:32"}),
+    "awq": ("qwen2", {"method": "awq"}),
+    "best": ("llama", {"method": "best", "rules": ("*.layers.1.mlp.*=int8::mse", "*.k_proj=book4::best")}),
+    "experts": ("mixtral", {"method": "best"}),
+}
+
+
+@pytest.mark.parametrize(("family", "options"), CASES.values(), ids=CASES)
+def test_ranks_write_the_bytes_of_one_process(tmp_path, text, family, options):
+    source = write(tmp_path, family, num_hidden_layers=2)
+    options = {"group_size": 32, "calibration": data(text), **options}
+    one = quantize(source, tmp_path / "one", **options)
+
+    def run(rank: int) -> None:
+        assert quantize(source, tmp_path / "two", **options).measured == one.measured
+
+    # Of three micro-batches one rank has two, so that sums are not those of two halves.
+    found = ended(run, tmp_path)
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["stored", "replayed"])
+def test_fewer_samples_than_ranks_and_a_resume_with_another_number(tmp_path, text, monkeypatch, seconds):
+    monkeypatch.setattr(blockwise, "HIDDEN_SECONDS", seconds)
+    source = write(tmp_path, "mixtral", num_hidden_layers=2)
+    options = {"method": "best", "group_size": 32, "calibration": data(text, samples=8), "lm_head": "int4:32"}
+    quantize(source, tmp_path / "one", **options)
+
+    def start(rank: int) -> None:
+        with pytest.raises(KeyboardInterrupt) if rank == 0 else pytest.raises(sharing.OtherRankFailed):
+            quantize(source, tmp_path / "out", progress=interrupted_at(22), **options)
+
+    def resume(rank: int) -> None:
+        quantize(source, tmp_path / "out", resume=True, **options)
+
+    for function, count in ((start, 2), (resume, 3)):
+        found = ended(function, tmp_path, count)
+        assert [code for code, _, _ in found] == [0] * count, found
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("rank", "fault", "codes"),
+    [(0, "error", [4, 4]), (1, "bug", [1, 1]), (1, "kill", [7, -9])],
+)
+def test_a_rank_that_fails_stops_all_and_one_says_why(tmp_path, text, monkeypatch, rank, fault, codes):
+    source, add, calls = write(tmp_path), RunSum.add, []
+
+    def planted(*arguments: Any) -> None:
+        calls.append(arguments)
+        # While it hears what the others have summed.
+        if os.environ["RANK"] == str(rank) and len(calls) == 9:
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise FormatError("planted") if fault == "error" else ZeroDivisionError("planted")
+        add(*arguments)
+
+    monkeypatch.setattr(RunSum, "add", planted)
+    options = ("--method=gptq", "--calibration-samples=12", "--calibration-length=24")
+    found = ended(lambda _: command(source, tmp_path / "out", f"--calibration={text}", *options), tmp_path)
+    assert [code for code, _, _ in found] == codes, found
+    said = [error for _, _, error in found]
+    if fault == "kill":
+        assert "rank 0 has lost another one" in said[0] and "--resume" in said[0]
+    else:
+        assert [error.lower().count("error: planted") for error in said] == [int(rank == 0), int(rank == 1)]
+        assert [error.count("Traceback") for error in said] == [0, int(fault == "bug")]
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--method=mse",), 2, "torchrun started 2 processes, which share a calibration, but no method"),
+        (("--method=gptq", "--seed=RANK"), 2, "ranks 0 and 1 .* differ in calibration"),
+    ],
+)
+def test_what_is_refused_is_said_once(tmp_path, text, options, code, message):
+    source = write(tmp_path)
+    data_options = () if "--method=mse" in options else (f"--calibration={text}", "--calibration-length=24")
+
+    def run(rank: int) -> None:
+        given = (option.replace("RANK", str(rank)) for option in options)
+        command(source, tmp_path / "out", *data_options, *given)
+
+    first, second = ended(run, tmp_path)
+    assert (first[0], second[0]) == (code, code)
+    assert re.search(message, first[2]) and second[1] == second[2] == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_process_alone_meets_nobody(monkeypatch):
+    for name in sharing.ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
+    with joined() as alone:
+        assert (alone.number, alone.size, alone.first) == (0, 1, True)
+        record = Record({"a": torch.arange(3)}, {"b": 1})
+        assert [one.facts for one in alone.each([record], torch.device("cpu"))] == [{"b": 1}]
+    assert not torch.distributed.is_initialized()
+
+
+def test_ranks_that_cannot_meet_are_told_where(monkeypatch):
+    found = dict(zip(sharing.ENVIRONMENT, ("0", "2", "0", "2", "nowhere.invalid", "x"), strict=True))
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentProblem, match=r"rank 0 cannot join the 2 .* nowhere\.invalid:x"), joined():
+        pass
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 32])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_shares_are_in_order_and_even(count, size):
+    ranks = [Ranks() for _ in range(size)]
+    for number, one in enumerate(ranks):
+        one.number, one.size = number, size
+    shares = [one.share(count) for one in ranks]
+    assert [item for share in shares for item in share] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert len(shares[0]) > 0 or count == 0

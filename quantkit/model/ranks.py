@@ -115,6 +115,10 @@ def joined() -> Iterator[Ranks]:
     if not all(found.values()) or int(found["WORLD_SIZE"]) == 1:
         yield Ranks()
         return
+    # What torch first imports while there is a group keeps it beyond its end: threads of gloo that live on
+    # then abort the process as it exits.
+    import torch.distributed.fsdp
+
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         dist.init_process_group(backend, timeout=PATIENCE)

@@ -15,6 +15,7 @@ from quantkit.calibrate.codebook import Fit
 from quantkit.calibrate.grids import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.hqq import hqq
 from quantkit.calibrate.parameters import FitTensor, TensorParameters, fit_parameters
+from quantkit.calibrate.scaling import AWQ, SMOOTHQUANT, Scaling
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.packings import PackingName
@@ -40,7 +41,7 @@ class Method:
     `grid` names how scales are chosen, and `fit` maps groups (float32 [R, g]) to their `Grid`. `fit_planes`
     maps them, and the importance of each weight or None, to the scales of additive planes, float32 [R,
     planes]; None where it has none. `fit_tensor` maps the values of a whole tensor to its one scale; None
-    where it has none. `scales` scales input features first (`calibrate/scaling.py`). `compensates` rounds
+    where it has none. `scaling` scales input features first (`calibrate/scaling.py`). `compensates` rounds
     each column with the errors of those before it in mind (`calibrate/rounding.py`), and `sweeps` rounds of
     coordinate descent follow. `refits` keeps codes and refits scales to the outputs. With drift in the
     statistics, weights are first corrected for what quantization made of the inputs.
@@ -53,7 +54,7 @@ class Method:
     fit_planes: Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor] | None = None
     fit_tensor: FitTensor | None = None
     statistics: Statistics = "none"
-    scales: bool = False
+    scaling: Scaling | None = None
     compensates: bool = False
     refits: bool = False
     sweeps: int = 0
@@ -74,8 +75,9 @@ class Method:
         rounding = "nearest" + (", scales refitted" if self.refits else "")
         if self.compensates:
             rounding = "gptq" + (f", {self.sweeps} sweeps of coordinate descent" if self.sweeps else "")
+        transforms = [*([self.scaling.name] if self.scaling else []), *["drift correction"] * self.corrects]
         return {
-            "transform": "scaling" if self.scales else "drift correction" if self.corrects else "none",
+            "transform": ", ".join(transforms) or "none",
             "statistics": self.statistics,
             "grid": self.grid + (", weighted" if self.needs_data else ""),
             "rounding": rounding,
@@ -139,8 +141,16 @@ METHODS: dict[str, Method] = {
             "mse",
             mse,
             statistics="moments",
-            scales=True,
+            scaling=AWQ,
             refits=True,
+        ),
+        Method(
+            "smoothquant",
+            "as imatrix on weights whose input features are scaled by the largest magnitudes of both",
+            "mse",
+            mse,
+            statistics="moments",
+            scaling=SMOOTHQUANT,
         ),
         Method(
             "gptq",

@@ -29,11 +29,15 @@ CORRECTION = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """H [K, K] and, where it was asked for, D [K, K], float32, means over `tokens`."""
+    """H [K, K] and, where it was asked for, D [K, K], float32, means over `tokens`.
+
+    `largest` is the largest magnitude of each input feature, float32 [K], where it was asked for.
+    """
 
     second: torch.Tensor
     tokens: int
     drift: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
 
     @property
     def importance(self) -> torch.Tensor:
@@ -41,8 +45,8 @@ class Moments:
         return self.second.diagonal()
 
     def joined(self, other: "Moments | None", weight: float) -> "Moments":
-        """These as if they were of `weight` tokens, together with those of others. Both have a drift or
-        neither.
+        """These as if they were of `weight` tokens, together with those of others, which have what these
+        have.
         """
         if other is None:
             return self
@@ -51,7 +55,11 @@ class Moments:
         if self.drift is not None:
             assert other.drift is not None
             shift = torch.lerp(other.drift, self.drift, share)
-        return Moments(torch.lerp(other.second, self.second, share), other.tokens, shift)
+        most = None
+        if self.largest is not None:
+            assert other.largest is not None
+            most = torch.maximum(other.largest, self.largest)
+        return Moments(torch.lerp(other.second, self.second, share), other.tokens, shift, most)
 
     def output_energy(self, rows: torch.Tensor) -> float:
         """The mean squared output of weights `rows` ([n, K] float32), summed over them: tr(rows H rows^T)."""
@@ -60,7 +68,9 @@ class Moments:
     def scaled(self, factors: torch.Tensor) -> "Moments":
         """The moments of inputs divided by `factors` ([K])."""
         outer = factors[:, None] * factors[None, :]
-        return Moments(self.second / outer, self.tokens, None if self.drift is None else self.drift / outer)
+        shift = None if self.drift is None else self.drift / outer
+        most = None if self.largest is None else self.largest / factors
+        return Moments(self.second / outer, self.tokens, shift, most)
 
 
 def run_of(piece: int, count: int) -> int:
@@ -72,19 +82,21 @@ def run_of(piece: int, count: int) -> int:
 class PartialSum:
     """X^T X [K, K] and, where it was asked for, (F - X)^T X [K, K], float32, over `tokens` of inputs.
 
-    They are some pieces of one run, or all of the runs from `first` to `last`.
+    And the largest magnitudes [K]. They are some pieces of one run, or all of the runs from `first` to `last`.
     """
 
     first: int
     last: int
     tokens: int
     second: torch.Tensor
+    largest: torch.Tensor
     drift: torch.Tensor | None = None
 
     @classmethod
     def of(cls, run: int, inputs: torch.Tensor, exact: torch.Tensor | None) -> "PartialSum":
         """Of a piece in this run, inputs [T, K] and, for drift, the original's."""
-        return cls(run, run, len(inputs), gram(inputs), None if exact is None else drift(exact, inputs))
+        shift = None if exact is None else drift(exact, inputs)
+        return cls(run, run, len(inputs), gram(inputs), largest(inputs), shift)
 
     def plus(self, following: "PartialSum") -> "PartialSum":
         """With what comes after these; the memory of these is used."""
@@ -93,7 +105,8 @@ class PartialSum:
             assert following.drift is not None
             shift = shift.add_(following.drift)
         tokens, second = self.tokens + following.tokens, self.second.add_(following.second)
-        return PartialSum(self.first, following.last, tokens, second, shift)
+        most = torch.maximum(self.largest, following.largest)
+        return PartialSum(self.first, following.last, tokens, second, most, shift)
 
 
 class RunSum:
@@ -119,7 +132,8 @@ class RunSum:
         """Those of all that was added, at least one piece; nothing can be added any more."""
         total = reduce(PartialSum.plus, self.parts)
         tokens, shift = total.tokens, total.drift
-        return Moments(total.second.div_(tokens), tokens, None if shift is None else shift.div_(tokens))
+        shift = None if shift is None else shift.div_(tokens)
+        return Moments(total.second.div_(tokens), tokens, shift, total.largest)
 
 
 def gram(inputs: torch.Tensor) -> torch.Tensor:
@@ -147,6 +161,11 @@ def _widened(inputs: torch.Tensor) -> torch.Tensor:
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a^T b of [T, n] and [T, m], float32."""
     return a.T @ b if a.dtype == torch.float32 else torch.mm(a.T, b, out_dtype=torch.float32)
+
+
+def largest(inputs: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each feature of inputs [T, K], float32 [K]."""
+    return torch.maximum(inputs.amax(0), -inputs.amin(0)).to(torch.float32)
 
 
 def drift(exact: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

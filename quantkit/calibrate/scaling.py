@@ -1,11 +1,14 @@
-"""Activation-aware scaling: input features that matter more are rounded finer (AWQ, arXiv 2306.00978).
+"""Scaling: input features that matter more are rounded finer.
 
 A linear computes the same if the columns of its weights are multiplied by s and its inputs divided by it,
 which the operation before it can do for free. Rounding W s moves error away from features with a large s.
+A `Scaling` says which s are tried; of several the one with the smallest error of the outputs is taken.
 
-AWQ tries s = a^r, a the magnitude of the features, and s = a^r / w^(1 - r), w that of the weights in them
-relative to their group, and runs the layer for each. With the second moments H of the inputs no layer is run:
-the error of the outputs is tr(E H E^T), E = Q(W s) / s - W.
+AWQ (arXiv 2306.00978) tries s = a^r, a the magnitude of the features, and s = a^r / w^(1 - r), w that of the
+weights in them relative to their group, and runs the layer for each. With the second moments H of the inputs
+no layer is run: the error of the outputs is tr(E H E^T), E = Q(W s) / s - W.
+
+SmoothQuant (arXiv 2211.10438) has s = max|x|^a / max|w|^(1 - a) and tries no other.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +25,8 @@ EXPONENTS = tuple(i / 10 for i in range(11))
 WEIGHT_PARTS = (0.0, 0.5, 1.0)
 #: Rows of a weight that a candidate is measured on, evenly spaced.
 SAMPLE_ROWS = 256
+#: a of SmoothQuant.
+SMOOTHING = 0.5
 #: Scales are at most this far from their geometric mean, either way.
 LARGEST = 1e4
 
@@ -42,12 +47,21 @@ class Consumer:
         return self.weight[:: -(-len(self.weight) // SAMPLE_ROWS)]
 
 
-def candidates(consumers: Sequence[Consumer], moments: Moments, shared: torch.Tensor) -> list[torch.Tensor]:
-    """Scales to try, float32 [S] each; the first is 1.
+#: (consumers, moments of their inputs, shared) -> scales to try, float32 [S] each. `shared` (int64 [K]) maps
+#: input features to the S scales: under grouped-query attention some features have one.
+Candidates = Callable[[Sequence[Consumer], Moments, torch.Tensor], list[torch.Tensor]]
 
-    `shared` (int64 [K]) maps input features to the S scales: under grouped-query attention some features have
-    one.
-    """
+
+@dataclass(frozen=True)
+class Scaling:
+    """A way to choose scales, and its name in the table of methods."""
+
+    name: str
+    candidates: Candidates
+
+
+def searched(consumers: Sequence[Consumer], moments: Moments, shared: torch.Tensor) -> list[torch.Tensor]:
+    """AWQ's scales for all exponents; the first is 1."""
     count = int(shared.max()) + 1
     activations = _mean_of(moments.importance, shared, count).sqrt().clamp_min(1e-6)
     magnitudes = torch.stack([_relative_magnitude(one) for one in consumers]).mean(0)
@@ -55,10 +69,28 @@ def candidates(consumers: Sequence[Consumer], moments: Moments, shared: torch.Te
     found = [torch.ones(count, device=shared.device)]
     for exponent in EXPONENTS:
         for part in WEIGHT_PARTS:
-            scales = activations**exponent / weights ** (part * (1 - exponent))
-            centred = scales / scales.log().mean().exp()
-            found.append(centred.clamp(1 / LARGEST, LARGEST))
+            found.append(_centred(activations**exponent / weights ** (part * (1 - exponent))))
     return found
+
+
+def smoothed(consumers: Sequence[Consumer], moments: Moments, shared: torch.Tensor) -> list[torch.Tensor]:
+    """SmoothQuant's scales. A factor that all have in common changes nothing and is left out."""
+    assert moments.largest is not None
+    count = int(shared.max()) + 1
+    weights = torch.stack([one.weight.abs().amax(0) for one in consumers]).amax(0)
+    activations, weights = (
+        torch.zeros(count, device=shared.device).scatter_reduce_(0, shared, of, "amax").clamp_min(1e-5)
+        for of in (moments.largest, weights)
+    )
+    return [_centred(activations**SMOOTHING / weights ** (1 - SMOOTHING))]
+
+
+def _centred(scales: torch.Tensor) -> torch.Tensor:
+    return (scales / scales.log().mean().exp()).clamp(1 / LARGEST, LARGEST)
+
+
+AWQ = Scaling("scaling", searched)
+SMOOTHQUANT = Scaling("smoothing", smoothed)
 
 
 def output_error(

@@ -28,6 +28,7 @@ METHODS = {
     "hqq": "half-quadratic, int formats",
     "imatrix": "searched, with data",
     "awq": "scaled, with data",
+    "smoothquant": "smoothed, with data",
     "gptq": "compensated, with data",
     "best": "the strongest, with data",
 }

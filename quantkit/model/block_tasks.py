@@ -162,16 +162,14 @@ def _no_inputs(module: str, what: str, task: Task) -> str:
 
 
 def _folds(tasks: Mapping[str, Task]) -> tuple[Fold, ...]:
-    """Where all linears that see the features are packed by methods that scale."""
+    """Where all linears that see the features are packed by methods with one scaling."""
 
-    def scales(name: str) -> bool:
-        return name in tasks and tasks[name].method is not None and tasks[name].method.scales  # type: ignore[union-attr]
+    def scaled(fold: Fold) -> bool:
+        methods = [tasks[name].method for name in fold.consumers if name in tasks]
+        scalings = {None if method is None else method.scaling for method in methods}
+        return len(methods) == len(fold.consumers) and len(scalings) == 1 and None not in scalings
 
-    return tuple(
-        fold
-        for fold in FOLDS
-        if all(map(scales, fold.consumers)) and (fold.is_norm or fold.producer in tasks)
-    )
+    return tuple(fold for fold in FOLDS if scaled(fold) and (fold.is_norm or fold.producer in tasks))
 
 
 def _needs_data(task: Task) -> bool:

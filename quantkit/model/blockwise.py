@@ -32,7 +32,7 @@ from quantkit.calibrate.calibrated import stored_nearest
 from quantkit.calibrate.moments import Moments, run_of
 from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.samples import Samples, micro_batch
-from quantkit.calibrate.scaling import Consumer, candidates, output_error
+from quantkit.calibrate.scaling import Consumer, output_error
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.block_tasks import BlockTasks
@@ -318,7 +318,7 @@ class _Worker:
                     store(self.solver.solve_alike(f"{block.name}.{stage[0]}", tasks, share))
             scaled = {name for fold in todo.folds for name in fold.consumers}
             for name, task in calibrated.items():
-                if task.method is not None and task.method.scales and name not in scaled:
+                if task.method is not None and task.method.scaling and name not in scaled:
                     assert task.module is not None
                     if NOT_SCALED not in notes.setdefault(task.module, []):
                         notes[task.module].append(NOT_SCALED)
@@ -340,7 +340,7 @@ class _Worker:
         exact = None if states.exact is None else self.decoder.head_inputs(batches, states.exact)
         (task,) = todo.tasks.values()
         assert task.method is not None
-        corrects, scales, device = task.method.corrects, task.method.scales, self.decoder.device
+        corrects, scaling, device = task.method.corrects, task.method.scaling, self.decoder.device
 
         def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             original = None if exact is None or not corrects else exact[lane].to(device)
@@ -351,7 +351,7 @@ class _Worker:
             finished = _Output(file, todo, report)
             share = [(run, partial(read, lane)) for lane, run in enumerate(states.runs)]
             finished.write(self.solver.solve_alike(todo.name, todo.tasks, share))
-            finished.close({todo.name: [NOT_SCALED] if scales else []}, {})
+            finished.close({todo.name: [NOT_SCALED] if scaling else []}, {})
 
     def _experts(
         self,
@@ -458,14 +458,14 @@ class _Worker:
         rows = columns if fold.is_norm else todo.tasks[fold.producer].source.shape[0]
         shared = shared_rows(fold, rows, columns, self.decoder.config).to(self.decoder.device)
         method = tasks[0].method
-        assert method is not None
+        assert method is not None and method.scaling is not None
 
         def stored(weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme) -> torch.Tensor:
             shape = (weights.shape[0], weights.shape[1])
             parameters = fit_parameters(lambda: iter([weights]), shape, scheme, method.fit)
             return stored_nearest(weights, importance, scheme, method, parameters)
 
-        tried = candidates(consumers, moments, shared)
+        tried = method.scaling.candidates(consumers, moments, shared)
         mine = [tried[at] for at in self.solver.ranks.share(len(tried))]
         found = self.solver.workers.map(
             lambda one: output_error(consumers, moments, one[shared], stored), mine

@@ -60,8 +60,7 @@ class Solver:
         sums: dict[str, RunSum] = {}
         for record in self.ranks.each(records, self.device):
             name, first, last, tokens = record.facts
-            second, shift = record.tensors["second"], record.tensors.get("drift")
-            sums.setdefault(name, RunSum()).add(PartialSum(first, last, tokens, second, shift))
+            sums.setdefault(name, RunSum()).add(PartialSum(first, last, tokens, **record.tensors))
         return {name: found.moments() for name, found in sums.items()}
 
     def _sums(self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]) -> dict[str, RunSum]:
@@ -191,8 +190,9 @@ def _partial_sum(job: tuple[str, int, ReadInputs]) -> list[Named]:
 
 
 def _record(name: str, part: PartialSum) -> Record:
-    tensors = {"second": part.second, **({} if part.drift is None else {"drift": part.drift})}
-    return Record(tensors, [name, part.first, part.last, part.tokens])
+    tensors = {"second": part.second, "largest": part.largest, "drift": part.drift}
+    given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    return Record(given, [name, part.first, part.last, part.tokens])
 
 
 def _rows(

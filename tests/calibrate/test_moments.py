@@ -21,6 +21,7 @@ from quantkit.calibrate.moments import (
     drift,
     factorize,
     gram,
+    largest,
     run_of,
 )
 from quantkit.errors import FormatError
@@ -92,6 +93,7 @@ def test_sums_of_parts_are_the_sum_of_all(pieces: int, drifts: bool) -> None:
     for edges in ([0, 1, runs], [0, runs // 2, runs], [0, 0, runs // 3, 2 * runs // 3, runs]):
         apart = total(edges)
         assert torch.equal(apart.second, whole.second) and apart.tokens == whole.tokens
+        assert apart.largest is not None and torch.equal(apart.largest, x.abs().amax(0))
         if whole.drift is not None and apart.drift is not None:
             assert torch.equal(apart.drift, whole.drift)
             assert torch.allclose(whole.drift, drift(exact, x) / len(x), rtol=1e-3, atol=1e-3)
@@ -167,8 +169,9 @@ def test_no_drift_corrects_nothing() -> None:
 
 def test_moments_of_scaled_inputs() -> None:
     x, factors = inputs(100, 8), torch.rand(8) + 0.5
-    moments = Moments(gram(x) / 100, 100, drift(2 * x, x) / 100).scaled(factors)
-    assert moments.drift is not None
+    moments = Moments(gram(x) / 100, 100, drift(2 * x, x) / 100, largest(x)).scaled(factors)
+    assert moments.drift is not None and moments.largest is not None
+    assert torch.allclose(moments.largest, (x / factors).abs().amax(0))
     exact = (x.double() / factors).T @ (x.double() / factors) / 100
     # An entry is a sum whose terms may cancel.
     size = (x.double() / factors).abs().T @ (x.double() / factors).abs() / 100
@@ -199,13 +202,14 @@ def test_joined_moments_are_those_of_weighed_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     x, f = (torch.randn(60, 7, generator=generator) for _ in range(2))
     own = slice(40, 60)
-    every = Moments(gram(x) / 60, 60, drift(f, x) / 60)
-    few = Moments(gram(x[own]) / 20, 20, drift(f[own], x[own]) / 20)
+    every = Moments(gram(x) / 60, 60, drift(f, x) / 60, largest(x))
+    few = Moments(gram(x[own]) / 20, 20, drift(f[own], x[own]) / 20, largest(x[own]))
     weights = torch.full((60,), 15 / 60)
     weights[own] += 1
     found = every.joined(few, 15)
     assert found.tokens == 20 and found.drift is not None
     torch.testing.assert_close(found.second, (x.T * weights) @ x / 35)
     torch.testing.assert_close(found.drift, ((f - x).T * weights) @ x / 35)
+    assert found.largest is not None and torch.equal(found.largest, x.abs().amax(0))
     assert every.joined(None, 15) is every
     assert Moments(every.second, 60).joined(Moments(few.second, 20), 15).drift is None

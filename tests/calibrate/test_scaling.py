@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quantkit.calibrate.moments import Moments, gram
-from quantkit.calibrate.scaling import EXPONENTS, WEIGHT_PARTS, Consumer, candidates, output_error
+from quantkit.calibrate.moments import Moments, gram, largest
+from quantkit.calibrate.scaling import EXPONENTS, WEIGHT_PARTS, Consumer, output_error, searched, smoothed
 from quantkit.packing.schemes import scheme
 
 
@@ -30,7 +30,7 @@ def test_candidates_start_with_one_and_are_shared() -> None:
     x = inputs(300, 24)
     shared = torch.arange(12).view(3, 4).repeat_interleave(2, 0).flatten()
     consumer = Consumer(torch.randn(30, 24), scheme("int4", group_size=10))
-    found = candidates([consumer], Moments(gram(x) / 300, 300), shared)
+    found = searched([consumer], Moments(gram(x) / 300, 300), shared)
     assert len(found) == 1 + len(WEIGHT_PARTS) * len(EXPONENTS) and torch.equal(found[0], torch.ones(12))
     for one in found:
         assert one.shape == (12,) and torch.isfinite(one).all() and (one > 0).all()
@@ -45,7 +45,33 @@ def test_candidates_start_with_one_and_are_shared() -> None:
 def test_dead_features_and_weights_leave_finite_scales() -> None:
     x, weight = inputs(50, 8), torch.randn(5, 8)
     x[:, 3], weight[:, 4] = 0, 0
-    for one in candidates(
+    for one in searched(
         [Consumer(weight, scheme("int4", group_size=4))], Moments(gram(x) / 50, 50), torch.arange(8)
     ):
         assert torch.isfinite(one).all() and (one > 0).all()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_smoothing_is_what_the_paper_says(grouped: bool) -> None:
+    """A slow twin, feature by feature; under grouped-query attention some features have one scale."""
+    x, weights = inputs(300, 24), [torch.randn(30, 24), torch.randn(7, 24)]
+    shared = torch.arange(12).view(3, 4).repeat_interleave(2, 0).flatten() if grouped else torch.arange(24)
+    consumers = [Consumer(weight, scheme("int4", group_size=12)) for weight in weights]
+    (found,) = smoothed(consumers, Moments(gram(x) / 300, 300, largest=largest(x)), shared)
+    expected = []
+    for i in range(int(shared.max()) + 1):
+        columns = (shared == i).nonzero().flatten().tolist()
+        of_inputs = max(abs(float(x[t, j])) for t in range(300) for j in columns)
+        of_weights = max(abs(float(row[j])) for weight in weights for row in weight for j in columns)
+        expected.append(of_inputs**0.5 / of_weights**0.5)
+    ratio = found / torch.tensor(expected)
+    assert torch.allclose(ratio, ratio[0].expand(len(found)), rtol=1e-5)
+    assert float(found.log().mean()) == pytest.approx(0, abs=1e-5)
+
+
+def test_smoothing_of_dead_features_and_weights_is_finite() -> None:
+    x, weight = inputs(50, 8), torch.randn(5, 8)
+    x[:, 3], weight[:, 4] = 0, 0
+    moments = Moments(gram(x) / 50, 50, largest=largest(x))
+    (found,) = smoothed([Consumer(weight, scheme("int4", group_size=4))], moments, torch.arange(8))
+    assert torch.isfinite(found).all() and (found > 0).all()

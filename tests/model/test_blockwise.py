@@ -153,8 +153,14 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "qwen3", "mistral", "phi3", "glm"])
-def test_a_scaled_model_computes_what_the_original_does(tmp_path, text, monkeypatch, family):
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, "awq") for family in ("llama", "tied", "qwen2", "qwen3", "mistral", "phi3", "glm")),
+        *((family, "smoothquant") for family in ("tied", "phi3")),
+    ],
+)
+def test_a_scaled_model_computes_what_the_original_does(tmp_path, text, monkeypatch, family, method):
     """Scales folded, nothing rounded: every weight is stored as it is to be quantized."""
     source, out = write(tmp_path, family, torch.float32), tmp_path / "out"
     scaled: dict[str, torch.Tensor] = {}
@@ -171,7 +177,7 @@ def test_a_scaled_model_computes_what_the_original_does(tmp_path, text, monkeypa
         if name.endswith("layernorm.weight"):
             tensors[name].mul_(torch.logspace(-1, 1, 64))
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    quantize(source, out, format="int3", group_size=32, method="awq", calibration=data(text))
+    quantize(source, out, format="int3", group_size=32, method=method, calibration=data(text))
     monkeypatch.undo()
     original = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -211,6 +217,16 @@ def test_scaling_lowers_the_error_of_outputs_and_says_where_it_cannot(tmp_path, 
     assert noted == {"self_attn.q_proj", "self_attn.v_proj"}
     gemma = quantize(write(tmp_path, "gemma2"), tmp_path / "gemma", method="awq", calibration=data(text))
     assert all("not scaled" in (one.note or "") for one in gemma.measured.values())
+    # Linears with one input have one scaling, or none.
+    mixed = quantize(
+        source,
+        tmp_path / "mixed",
+        method="awq",
+        calibration=data(text),
+        rules=("*.k_proj=int4::smoothquant",),
+    )
+    noted = {name.split(".", 3)[-1] for name, one in mixed.measured.items() if one.note is not None}
+    assert noted == {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
 
 
 def test_another_seed_draws_other_samples(tmp_path, text):

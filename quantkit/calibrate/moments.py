@@ -82,7 +82,8 @@ def run_of(piece: int, count: int) -> int:
 class PartialSum:
     """X^T X [K, K] and, where it was asked for, (F - X)^T X [K, K], float32, over `tokens` of inputs.
 
-    And the largest magnitudes [K]. They are some pieces of one run, or all of the runs from `first` to `last`.
+    And the largest magnitudes [K]. They are some pieces of one run, or all of the runs from `first` to
+    `last`.
     """
 
     first: int

@@ -12,7 +12,7 @@ shell-style glob over the whole name (`*` also crosses dots), so an exact name i
     keep = true
 
 A YAML file has the same keys. What no rule matches gets the recipe's default. A pattern that matches no
-linear is an error.
+linear is an error. `rotate = true` at the top has the model rotated first (`model/rotated.py`).
 """
 
 import io
@@ -109,10 +109,11 @@ class Fate:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Ordered rules and the default for what they leave."""
+    """Ordered rules and the default for what they leave; `rotate` if the model is rotated first."""
 
     default: Choice = Choice()
     rules: tuple[Rule, ...] = ()
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         for choice in (self.default, *(rule.choice for rule in self.rules)):
@@ -144,6 +145,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form, for the manifest."""
         return {
+            "rotate": self.rotate,
             "default": vars(self.default),
             "rules": [
                 {"match": rule.match, **vars(rule.choice), **({} if rule.why is None else {"why": rule.why})}
@@ -154,8 +156,8 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Any) -> "Recipe":
         """The recipe that `to_dict` wrote; `UsageError` for anything else."""
-        if not isinstance(data, dict) or data.keys() != {"default", "rules"}:
-            raise UsageError("a recipe is an object of 'default' and 'rules'.")
+        if not isinstance(data, dict) or data.keys() != {"rotate", "default", "rules"}:
+            raise UsageError("a recipe is an object of 'rotate', 'default' and 'rules'.")
         rules = data["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
             raise UsageError("the 'rules' of a recipe are a list of objects.")
@@ -169,7 +171,7 @@ class Recipe:
         default = data["default"]
         if isinstance(default, dict):
             default = {k: v for k, v in default.items() if v is not None}
-        return cls(_choice(default, Choice()), tuple(found))
+        return cls(_choice(default, Choice()), tuple(found), _flag(data["rotate"]))
 
 
 def _fate(rule: Rule | None, default: Choice, kept: str | None, dtype: torch.dtype) -> Fate:
@@ -283,8 +285,10 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
         data = parse(text)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}.") from error
-    if unknown := set(data) - {"default", "rule"}:
-        raise UsageError(f"recipe {path} has unknown keys {sorted(unknown)}; it has 'default' and 'rule'.")
+    if unknown := set(data) - {"rotate", "default", "rule"}:
+        raise UsageError(
+            f"recipe {path} has unknown keys {sorted(unknown)}; it has 'rotate', 'default' and 'rule'."
+        )
     try:
         base = _choice(data.get("default", {}), default)
         rules = data.get("rule", [])
@@ -292,9 +296,16 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
             raise UsageError(
                 "'rule' must be an array of tables: [[rule]] in TOML, items '- match: ...' in YAML."
             )
-        return Recipe(base, tuple(_rule(rule, base) for rule in rules))
+        rotate = _flag(data.get("rotate", False))
+        return Recipe(base, tuple(_rule(rule, base) for rule in rules), rotate)
     except QuantkitError as error:
         raise UsageError(f"recipe {path}: {error}") from error
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"'rotate' is {value!r}; expected true or false.")
+    return value
 
 
 def _rule(data: dict[str, Any], default: Choice) -> Rule:

@@ -69,7 +69,8 @@ class Checkpoint:
     Tensors are ordered by shard name, then by offset in the shard. `side_files` are the files that
     a copy of the checkpoint carries unchanged: tokenizer, generation config, license. `stamps` hold
     config, index and shards as they were when the checkpoint was opened. `headers_only` marks a
-    download without tensor data: everything works but `read`.
+    download without tensor data: everything works but `read`. `notes` are what a plan says of how the
+    tensors are read.
     """
 
     directory: Path
@@ -80,6 +81,7 @@ class Checkpoint:
     warnings: tuple[str, ...]
     stamps: Mapping[Path, FileStamp]
     headers_only: bool = False
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, directory: Path, *, strict: bool = False, allow_auto_map: bool = False) -> "Checkpoint":
@@ -131,8 +133,8 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of data of all tensors, each once."""
+        return sum(nbytes for *_, nbytes in {tensor.location for tensor in self.tensors.values()})
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows `[start, stop)` along the first dimension, by default all, as a new CPU tensor.

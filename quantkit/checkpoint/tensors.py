@@ -36,7 +36,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StoredTensor(TensorSpec):
-    """A tensor in a file: its bytes are `file[offset : offset + nbytes]`."""
+    """A tensor in a file: its bytes are `file[offset : offset + nbytes]`.
+
+    `whole` if its rows depend on each other, so that reading some costs as much as reading all.
+    """
 
     file: Path
     offset: int
+    whole: bool = False
+
+    @property
+    def location(self) -> tuple[Path, int, int]:
+        """Where its bytes are: two tensors may be made of the same."""
+        return self.file, self.offset, self.nbytes

@@ -50,6 +50,8 @@ def inspect(
     say(f"made from {record.source} with {made_by}")
     if record.calibration is not None:
         say(f"calibrated on {record.calibration}")
+    if record.recipe.get("rotate"):
+        say("rotated: the residual stream and the values of heads by Hadamard matrices")
     print_layers(record.layers, record.dense, every_layer=every_layer)
     say(totals(record.source_bytes, checkpoint.nbytes, record.bits_per_weight))
     print_readers(record.container, record.needs_quantkit)

@@ -135,6 +135,14 @@ Rules = Annotated[
         "* any text; repeatable, the first match wins.",
     ),
 ]
+Rotate = Annotated[
+    bool,
+    typer.Option(
+        "--rotate",
+        help="Rotate the weights by Hadamard matrices first, which spreads outliers. The model computes the "
+        "same.",
+    ),
+]
 Calibration = Annotated[
     str | None,
     typer.Option(
@@ -184,6 +192,7 @@ class Asked:
     recipe: RecipeFile = None
     lm_head: LmHead = None
     rule: Rules = None
+    rotate: Rotate = False
     bits_per_weight: BitsPerWeight = None
     milliseconds_per_token: MillisecondsPerToken = None
     gpu: GpuName = None
@@ -242,6 +251,7 @@ class Asked:
             recipe=self.recipe,
             lm_head=self.lm_head,
             rules=tuple(self.rule or ()),
+            rotate=self.rotate,
             budget=budget,
         )
 

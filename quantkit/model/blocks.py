@@ -240,7 +240,7 @@ class Decoder:
             self._kept.clear()
 
     def read(self, stored: str) -> torch.Tensor:
-        """A tensor of the checkpoint on the device, in the dtype it is stored in. It must not be changed."""
+        """A tensor of the checkpoint on the device, as that reads it. It must not be changed."""
         found = self._kept.get(stored)
         return self._checkpoint.read(stored).to(self.device) if found is None else found
 

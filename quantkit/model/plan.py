@@ -125,8 +125,8 @@ class Plan:
 
     @property
     def model_weights(self) -> int:
-        """Logical weights of the whole model; those of a tied lm_head are the embedding's."""
-        sources = {task.source.name: task.source for shard in self.shards for task in shard.tasks}
+        """Logical weights of the whole model; those of an lm_head that is or was tied are the embedding's."""
+        sources = {task.source.location: task.source for shard in self.shards for task in shard.tasks}
         return sum(source.elements for source in sources.values())
 
     def layer_records(self, measured: Mapping[str, Measured]) -> dict[str, LayerRecord]:
@@ -223,7 +223,7 @@ def make_plan(
         _not_portable(layers),
         _model_config(checkpoint, config, assignments, untied),
         checkpoint.nbytes,
-        plan_notes(structure, schemes, assignments, config.container, untied),
+        (*checkpoint.notes, *plan_notes(structure, schemes, assignments, config.container, untied)),
     )
 
 

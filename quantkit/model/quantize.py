@@ -39,6 +39,7 @@ from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.ranks import Ranks, joined
 from quantkit.model.record import Measured, ModelRecord
+from quantkit.model.rotated import rotated
 from quantkit.model.stream import CHUNK_BYTES, WORKERS, row_unit, write_shard
 from quantkit.model.structure import Structure, read_structure
 from quantkit.model.work_files import Followed, WorkFiles
@@ -77,9 +78,11 @@ def make_recipe(
     recipe: str | Path | None = None,
     lm_head: str | None = None,
     rules: tuple[str, ...] = (),
+    rotate: bool = False,
     budget: Budget | None = None,
 ) -> Recipe:
     """The recipe of these options: `rules` first, then `lm_head`, then the recipe file's, then the default.
+    It rotates the model if `rotate` or the file says so.
 
     With a `budget` formats are allocated later, to linears without a rule, and none may be given for them
     here.
@@ -132,7 +135,14 @@ def make_recipe(
     first = [parse_rule(rule, from_file.default) for rule in rules]
     if lm_head is not None:
         first.append(parse_rule(f"*lm_head={lm_head}", Choice(method=from_file.default.method)))
-    return Recipe(from_file.default, (*first, *from_file.rules))
+    return Recipe(from_file.default, (*first, *from_file.rules), rotate or from_file.rotate)
+
+
+def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> Checkpoint:
+    """The source as the recipe wants it, refused if it cannot be quantized."""
+    checkpoint = Checkpoint.open(directory, allow_auto_map=allow_auto_map)
+    check_not_quantized(checkpoint)
+    return rotated(checkpoint) if recipe.rotate else checkpoint
 
 
 def plan(
@@ -152,10 +162,9 @@ def plan(
     are then allocated, by sensitivities measured on `calibration` data where they are not in the user's
     cache; `progress(done, all, at work)` is called meanwhile.
     """
-    checkpoint = Checkpoint.open(resolve(source, headers_only=budget is None), allow_auto_map=allow_auto_map)
-    check_not_quantized(checkpoint)
-    structure = read_structure(checkpoint)
     chosen = recipe or Recipe()
+    checkpoint = _open(resolve(source, headers_only=budget is None), chosen, allow_auto_map)
+    structure = read_structure(checkpoint)
     if budget is None:
         return checkpoint, make_plan(checkpoint, structure, chosen, max_shard_bytes=max_shard_bytes)
     options = calibration or CalibrationOptions()
@@ -220,6 +229,7 @@ def quantize(
     recipe: Recipe | str | Path | None = None,
     lm_head: str | None = None,
     rules: tuple[str, ...] = (),
+    rotate: bool = False,
     device: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
@@ -237,8 +247,9 @@ def quantize(
     `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float"),
     `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits" or "radix") apply to every
     linear of the decoder; `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a
-    format) and a recipe file refine that. `device` is where the arithmetic runs; "auto" takes a GPU if there
-    is one.
+    format) and a recipe file refine that. With `rotate` the weights are rotated first, and the
+    model computes the same (`model/rotated.py`). `device` is where the arithmetic runs; "auto" takes a GPU
+    if there is one.
     `allow_auto_map` accepts a config that names remote code, which is dropped and never run. `calibration`
     says what texts methods with data are calibrated on, the text that comes with quantkit if nothing else.
     With a `budget`, of bits per weight or milliseconds per token, linears without a rule get the formats that
@@ -255,10 +266,10 @@ def quantize(
     if resume and overwrite:
         raise UsageError("resume and overwrite exclude each other: continue the run, or start it anew.")
     if isinstance(recipe, Recipe):
-        if any((format, method, group_size, zero_point, scale_dtype, packing, lm_head, rules)):
+        if any((format, method, group_size, zero_point, scale_dtype, packing, lm_head, rules, rotate)):
             raise UsageError(
                 "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
-                "scale_dtype, packing, lm_head and rules, or make the recipe with them."
+                "scale_dtype, packing, lm_head, rules and rotate, or make the recipe with them."
             )
     else:
         recipe = make_recipe(
@@ -271,14 +282,14 @@ def quantize(
             recipe=recipe,
             lm_head=lm_head,
             rules=rules,
+            rotate=rotate,
             budget=budget,
         )
     mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
     with ExitStack() as stack:
         ranks = stack.enter_context(joined()) if ranks is None else ranks
         target = ranks.device(pick_device(device))
-        checkpoint = Checkpoint.open(resolve(source), allow_auto_map=allow_auto_map)
-        check_not_quantized(checkpoint)
+        checkpoint = _open(resolve(source), recipe, allow_auto_map)
         structure, options = read_structure(checkpoint), calibration or CalibrationOptions()
         allocation: dict[str, Any] = {}
         if budget is None:

@@ -143,6 +143,8 @@ def row_unit(task: Task) -> int:
 
     A tensor that is copied may have large rows: all the weights of an expert.
     """
+    if task.source.whole:
+        return task.source.shape[0]
     return 1 if task.scheme is None else BLOCK
 
 
@@ -166,6 +168,8 @@ def _copy_rows(checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, 
     (spec,) = task.outputs
     whole = not task.source.shape
     data = checkpoint.read(task.source.name) if whole else checkpoint.read(task.source.name, start, stop)
+    # A rotated source gives more digits than are stored.
+    data = data.to(spec.torch_dtype)
     file.write(spec.name, data, offset=start * (spec.elements // max(spec.shape[0], 1) if spec.shape else 1))
 
 

@@ -93,20 +93,34 @@ def meta_model(config: Mapping[str, Any], directory: Path, *, buffers: bool = Fa
     import torch
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    fields = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
-    model_type = fields.get("model_type")
+    parsed = model_config(config, directory)
     try:
-        parsed = CONFIG_MAPPING[model_type].from_dict(fields)
         with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
             return AutoModelForCausalLM.from_config(parsed)  # type: ignore[no-any-return]
     except Exception as error:
-        raise CheckpointError(
-            f"{directory / 'config.json'}: transformers cannot build a causal language model of model_type "
-            f"{model_type!r} from it ({type(error).__name__}: {error}). Check the config, or install a "
-            "transformers that knows the architecture."
-        ) from error
+        raise _unknown_model(config, directory, error) from error
+
+
+def model_config(config: Mapping[str, Any], directory: Path) -> Any:
+    """transformers' own config of a config.json, with all that it leaves out; `CheckpointError` if it has
+    none.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    fields = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    try:
+        return CONFIG_MAPPING[fields.get("model_type")].from_dict(fields)
+    except Exception as error:
+        raise _unknown_model(config, directory, error) from error
+
+
+def _unknown_model(config: Mapping[str, Any], directory: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{directory / 'config.json'}: transformers cannot build a causal language model of model_type "
+        f"{config.get('model_type')!r} from it ({type(error).__name__}: {error}). Check the config, or "
+        "install a transformers that knows the architecture."
+    )
 
 
 def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:

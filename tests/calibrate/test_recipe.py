@@ -210,7 +210,7 @@ def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(
 
 #: TOML and the error text.
 REFUSED = [
-    ("[options]", r"unknown keys \['options'\]; it has 'default' and 'rule'"),
+    ("[options]", r"unknown keys \['options'\]; it has 'rotate', 'default' and 'rule'"),
     ("default = 3", "'default' must be a table; found int"),
     ("rule = 'x'", r"'rule' must be an array of tables"),
     ("rule = ''", r"'rule' must be an array of tables"),
@@ -567,6 +567,7 @@ def test_a_recipe_that_cannot_work_is_refused_when_it_is_made():
 
 def test_the_record_of_a_recipe_holds_all_of_it():
     assert rules("a=int8:64").to_dict() == {
+        "rotate": False,
         "default": {
             "format": "int4",
             "group_size": None,

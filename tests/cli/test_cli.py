@@ -110,6 +110,17 @@ def test_the_whole_way(run: Run, tmp_path: Path) -> None:
     assert "the checkpoint is quantized already" in done.err
 
 
+def test_a_rotated_model_says_so_and_what_its_head_costs(run: Run, tmp_path: Path) -> None:
+    done = run("quantize", SOURCE, tmp_path / "out", "--rotate")
+    assert done.code == 0
+    assert "note: rotated, and the model computes the same" in done.err
+    assert "lm_head and the embedding are stored apart" in done.err
+    assert "\nrotated: the residual stream" in run("inspect", tmp_path / "out").out
+    assert run("verify", tmp_path / "out", "--no-reload").code == 0
+    planned = json.loads(run("plan", SOURCE, "--rotate", "--json").out)
+    assert any("stored apart" in note for note in planned["notes"])
+
+
 def test_plan_promises_what_quantize_writes(run: Run, tmp_path: Path) -> None:
     options_of_both = ("-f", "fp6", "-g", "64", "--max-shard-size", "100KB", "--json")
     planned = json.loads(run("plan", SOURCE, *options_of_both).out)

@@ -82,6 +82,8 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
     if m <= 32:
         found["skinny"] = lambda: launch.skinny(op, skinny_tile(shape, m), features)
         found["skinny rows"] = lambda: launch.skinny(op, SkinnyTile(2, least, 2), features)
+    # The interpreter takes long, and how steps follow each other is the same for any M.
+    if m <= (8 if DEVICE == "cpu" else 32):
         found["skinny ahead"] = lambda: launch.skinny(op, SkinnyTile(1, least, 1, True), features)
         found["skinny loops"] = lambda: launch.skinny(op, SkinnyTile(1, least, 1, False, 2), features)
         found["skinny ahead loops"] = lambda: launch.skinny(op, SkinnyTile(1, least, 1, True, 1), features)
@@ -89,7 +91,7 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
 
 
 @each_case
-@pytest.mark.parametrize("shape", [(40, 384, 3), (16, 200, 13), (1, 32, 1), (33, 288, 18)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 384, 3), (16, 200, 13), (1, 32, 1), (17, 288, 18)], ids=str)
 def test_kernels_multiply_with_the_dequantized_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, shape: tuple[int, int, int]
 ) -> None:

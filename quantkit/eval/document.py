@@ -1,0 +1,231 @@
+"""A report as a document: sections of text, tables and figures, written as Markdown and as one HTML file.
+
+Text is plain, with `code` between backticks. The HTML needs nothing beside it, no network and no script:
+figures are drawings in the page and have its colors, so that they are readable on light, dark and paper.
+"""
+
+import html
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.errors import OutputError
+from quantkit.files import replace_file
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+    def markdown(self) -> str:
+        return _marked(self.text)
+
+    def html(self) -> str:
+        return f"<p>{_inline(self.text)}</p>"
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list of sentences."""
+
+    items: Sequence[str]
+
+    def markdown(self) -> str:
+        return "\n".join(f"- {_marked(item)}" for item in self.items)
+
+    def html(self) -> str:
+        return "<ul>" + "".join(f"<li>{_inline(item)}</li>" for item in self.items) + "</ul>"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to type to get the figures again, as it is."""
+
+    text: str
+
+    def markdown(self) -> str:
+        # A fence longer than any in the text.
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", self.text)), default=0))
+        return f"{fence}\n{self.text}\n{fence}"
+
+    def html(self) -> str:
+        return f"<pre>{html.escape(self.text)}</pre>"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under headings; the columns of `words` are aligned to the left, numbers to the right."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: frozenset[str] = frozenset()
+
+    def markdown(self) -> str:
+        rules = [":--" if heading in self.words else "--:" for heading in self.headings]
+        return "\n".join(map(_row, (self.headings, rules, *self.rows)))
+
+    def html(self) -> str:
+        head = "".join(f"<th{self._side(i)}>{_inline(cell)}</th>" for i, cell in enumerate(self.headings))
+        body = "".join(
+            "<tr>"
+            + "".join(f"<td{self._side(i)}>{_inline(cell)}</td>" for i, cell in enumerate(row))
+            + "</tr>"
+            for row in self.rows
+        )
+        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+    def _side(self, column: int) -> str:
+        return ' class="word"' if self.headings[column] in self.words else ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot: `name`.png beside the Markdown, `svg` in the HTML (see `plots.render`)."""
+
+    name: str
+    caption: str
+    png: bytes
+    svg: str
+
+    @property
+    def file(self) -> str:
+        """The name of the PNG."""
+        return f"{self.name}.png"
+
+    def markdown(self) -> str:
+        caption = _marked(self.caption)
+        return f"![{caption.translate(_NO_BRACKETS)}]({self.file})\n\n{caption}"
+
+    def html(self) -> str:
+        label = html.escape(self.caption)
+        drawing = self.svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+        return f"<figure>{drawing}<figcaption>{_inline(self.caption)}</figcaption></figure>"
+
+
+Block = Text | Bullets | Command | Table | Figure
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a heading."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Sections under a title."""
+
+    title: str
+    sections: Sequence[Section]
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """All figures, in order."""
+        return tuple(b for section in self.sections for b in section.blocks if isinstance(b, Figure))
+
+    def markdown(self) -> str:
+        """The document as GitHub's Markdown, with figures as files beside it."""
+        parts = [f"# {_marked(self.title)}"]
+        for section in self.sections:
+            parts += [f"## {_marked(section.title)}", *(block.markdown() for block in section.blocks)]
+        return "\n\n".join(parts) + "\n"
+
+    def html(self) -> str:
+        """The document as one HTML page."""
+        title = html.escape(self.title)
+        body = "".join(
+            f"<section><h2>{_inline(section.title)}</h2>{''.join(block.html() for block in section.blocks)}"
+            "</section>\n"
+            for section in self.sections
+        )
+        return (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n"
+            f"<body>\n<h1>{title}</h1>\n{body}</body>\n</html>\n"
+        )
+
+
+def write(directory: Path, stem: str, document: Document, others: Mapping[str, str]) -> tuple[Path, ...]:
+    """Write `stem`.md, `stem`.html, the figures as PNG, and the texts of `others` by file name.
+
+    Each file in `directory` is whole or as it was before. `OutputError` if one cannot be written.
+    """
+    files = {
+        f"{stem}.md": document.markdown().encode(),
+        f"{stem}.html": document.html().encode(),
+        **{name: text.encode() for name, text in others.items()},
+        **{figure.file: figure.png for figure in document.figures},
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            replace_file(directory / name, data)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write the report to {directory}: {error.strerror or error}. Make it a writable "
+            "directory with free space."
+        ) from error
+    return tuple(directory / name for name in files)
+
+
+#: Brackets would end the text that stands for an image.
+_NO_BRACKETS = str.maketrans({"[": "(", "]": ")"})
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c1e21; --paper: #ffffff; --faint: #5c636b; --line: #d5d9de;
+  --shade: #f4f5f7; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e6e9; --paper: #16181b; --faint: #9aa2ab; --line: #363b41; --shade: #1f2226; }
+}
+@media print {
+  :root { color-scheme: light; --ink: #000000; --paper: #ffffff; --faint: #444444; --line: #bbbbbb;
+    --shade: #ffffff; }
+  body { max-width: none; margin: 0; font-size: 10pt; }
+  figure, tr { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .wide { overflow: visible; }
+}
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
+p, ul { max-width: 48rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.9em; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.3rem 0.7rem; text-align: right; white-space: nowrap;
+  border-bottom: 1px solid var(--line); }
+th { vertical-align: bottom; border-bottom-width: 2px; }
+.word { text-align: left; }
+tbody tr:nth-child(even) { background: var(--shade); }
+figure { margin: 1.5rem 0; color: var(--ink); }
+figure svg { width: 100%; max-width: 46rem; height: auto; }
+figcaption { color: var(--faint); font-size: 0.9em; max-width: 46rem; }
+code, pre { font: 0.92em ui-monospace, monospace; background: var(--shade); border-radius: 3px; }
+code { padding: 0 0.25em; overflow-wrap: anywhere; }
+pre { padding: 0.7rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+"""
+
+
+def _inline(text: str) -> str:
+    """One line of text as HTML, `code` as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(_one_line(text), quote=False))
+
+
+def _marked(text: str) -> str:
+    """One line of text as Markdown, in which names from files are no HTML."""
+    # What re.split captured, the odd parts, is code: there the sign stands for itself.
+    parts = re.split("(`[^`]+`)", _one_line(text))
+    return "".join(part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(parts))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(_marked(cell).replace("|", r"\|") for cell in cells) + " |"

@@ -1,0 +1,81 @@
+"""Plots for documents: drawn once with matplotlib, an extra, as PNG and as SVG in the page's colors."""
+
+import io
+import re
+from typing import Any
+
+from quantkit.errors import EnvironmentProblem
+from quantkit.eval.document import Figure
+
+#: The color of everything that is not data; in the SVG it becomes the color of the text around it.
+INK = "#1c1e21"
+
+_STYLE = {
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": INK,
+    "grid.alpha": 0.15,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "legend.framealpha": 0.0,
+    # Ids in the file depend on nothing but the drawing, and text is drawn alike on every machine.
+    "svg.hashsalt": "quantkit",
+    "svg.fonttype": "path",
+}
+
+#: Mid-tones that stand out from white and from near-black alike.
+COLORS = ("#2f7fd1", "#d9731a", "#3b9a58", "#b0549f", "#c0504d", "#7a7f2a", "#2a9aa0", "#8a6bd1")
+
+
+def check_matplotlib() -> None:
+    """`EnvironmentProblem`, with the extra's name, where matplotlib is missing."""
+    try:
+        import matplotlib.figure
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"plots need matplotlib, which cannot be imported ({error}). Install it with "
+            "`pip install 'quantkit[plots]'`."
+        ) from error
+    assert matplotlib.figure
+
+
+def drawing(*, columns: int = 1, height: float = 4.5) -> tuple[Any, Any]:
+    """An empty matplotlib figure, 7.5 inches wide, and its axes (an array of them for several `columns`)."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure as Canvas
+
+    with rc_context(_STYLE):
+        figure = Canvas(figsize=(7.5, height), layout="constrained")
+        axes = figure.subplots(1, columns)
+    return figure, axes
+
+
+def render(figure: Any, name: str, caption: str) -> Figure:
+    """The matplotlib `figure` for a document: PNG on white, SVG in the text's color on nothing."""
+    from matplotlib import rc_context
+
+    png, svg = io.BytesIO(), io.StringIO()
+    with rc_context(_STYLE):
+        figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(svg, format="svg", transparent=True, metadata=nothing)
+    return Figure(name, caption, png.getvalue(), _embedded(svg.getvalue(), name))
+
+
+def plain(text: str) -> str:
+    """Text in which matplotlib finds no formula and no hidden legend entry."""
+    return text.replace("$", r"\$").lstrip("_")
+
+
+def _embedded(svg: str, name: str) -> str:
+    """An SVG file as an element of an HTML page: no prolog, names unlike those of its neighbours."""
+    element = svg[svg.index("<svg") :]
+    element = re.sub(
+        r' xmlns(:xlink)?="[^"]*"| version="[^"]*"|<metadata>.*?</metadata>', "", element, flags=re.S
+    )
+    element = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", element)
+    return element.replace(INK, "currentColor").strip()

@@ -6,11 +6,13 @@ nats a token, and float32 log-softmax over a large vocabulary is only good to ab
 The measures are those of llama.cpp's `perplexity --kl-divergence`. Standard errors treat a window as
 one draw (clustered standard errors, Miller 2024, arXiv 2411.00640), because the tokens of a window are
 far from independent; the excess is a paired difference, which is much tighter than two separate errors.
+The error of a quantile is that of the share of tokens below it, carried over to the values there
+(Woodruff 1952, doi:10.1080/01621459.1952.10483443).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ from quantkit.errors import FormatError
 
 # Logits converted to float64 at a time. A handful of temporaries of this size are alive at once.
 _CHUNK_ELEMENTS = 1 << 22
+
+#: Edges of the bins of `TextMetrics.kl_histogram`, nats: four to a decade.
+KL_EDGES: tuple[float, ...] = tuple(10 ** (i / 4) for i in range(-32, 9))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +49,9 @@ class TextMetrics:
     `perplexity` is exp of the mean `nll`, None where that is beyond a float64; `excess` is
     ln(perplexity / reference_perplexity), and the `_se` are standard errors clustered by window, None
     for a single window. Nats throughout; `same_top1` is a fraction of `tokens`, the predicted tokens.
+    `rms_dp` is the root of the mean squared difference of the probabilities that the two models give to
+    the tokens of the text. `kl_histogram` counts tokens by their divergence: below `KL_EDGES[0]`, between
+    each edge and the next, and from the last edge on.
     """
 
     perplexity: float | None
@@ -59,7 +67,14 @@ class TextMetrics:
     excess_se: float | None
     kl_mean_se: float | None
     kl_median: float | None
+    kl_median_se: float | None
+    kl_p95: float | None
+    kl_p95_se: float | None
+    kl_p99_se: float | None
     kl_max: float | None
+    rms_dp: float | None
+    rms_dp_se: float | None
+    kl_histogram: tuple[int, ...] | None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -124,13 +139,15 @@ def summarize(scores: TokenScores) -> TextMetrics:
     nll = float(scores.nll.mean())
     common = {"nll": nll, "perplexity": perplexity(nll), "tokens": windows * positions, "windows": windows}
     if scores.reference_nll is None or scores.kl is None or scores.same_top1 is None:
-        compared = (
-            "reference_perplexity excess kl_mean kl_p99 same_top1 reference_nll excess_se kl_mean_se "
-            "kl_median kl_max"
-        )
-        return TextMetrics(**common, **dict.fromkeys(compared.split()))  # type: ignore[arg-type]
+        compared = {field.name for field in fields(TextMetrics)} - set(common)
+        return TextMetrics(**common, **dict.fromkeys(compared))  # type: ignore[arg-type]
     reference_nll = float(scores.reference_nll.mean())
     ordered = scores.kl.flatten().sort().values
+    squares = (scores.nll.neg().exp() - scores.reference_nll.neg().exp()).square()
+    rms_dp = math.sqrt(float(squares.mean()))
+    squares_se = clustered_error(squares)
+    edges = torch.tensor(KL_EDGES, dtype=torch.float64)
+    bins = torch.bucketize(ordered, edges, right=True)
     return TextMetrics(
         **common,  # type: ignore[arg-type]
         reference_perplexity=perplexity(reference_nll),
@@ -143,7 +160,15 @@ def summarize(scores: TokenScores) -> TextMetrics:
         excess_se=clustered_error(scores.nll - scores.reference_nll),
         kl_mean_se=clustered_error(scores.kl),
         kl_median=quantile(ordered, 0.5),
+        kl_median_se=quantile_error(scores.kl, ordered, 0.5),
+        kl_p95=quantile(ordered, 0.95),
+        kl_p95_se=quantile_error(scores.kl, ordered, 0.95),
+        kl_p99_se=quantile_error(scores.kl, ordered, 0.99),
         kl_max=float(ordered[-1]),
+        rms_dp=rms_dp,
+        # The square root's slope carries the error over; at zero all differences are zero.
+        rms_dp_se=None if squares_se is None else squares_se / (2 * rms_dp) if rms_dp else 0.0,
+        kl_histogram=tuple(bins.bincount(minlength=len(KL_EDGES) + 1).tolist()),
     )
 
 
@@ -161,6 +186,18 @@ def quantile(ordered: torch.Tensor, q: float) -> float:
     below = math.floor(at)
     low, high = float(ordered[below]), float(ordered[math.ceil(at)])
     return low + (at - below) * (high - low)
+
+
+def quantile_error(values: torch.Tensor, ordered: torch.Tensor, q: float) -> float | None:
+    """Standard error of the `q` quantile of `values` ([windows, positions]), whose sorted form is `ordered`.
+
+    Half the distance of the quantiles one standard error, clustered by window, of the share of values up to
+    it below and above. None for one window.
+    """
+    share = clustered_error((values <= quantile(ordered, q)).double())
+    if share is None:
+        return None
+    return (quantile(ordered, min(1.0, q + share)) - quantile(ordered, max(0.0, q - share))) / 2
 
 
 def clustered_error(values: torch.Tensor) -> float | None:

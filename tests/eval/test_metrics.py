@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from quantkit.errors import FormatError
 from quantkit.eval import metrics
-from quantkit.eval.metrics import TokenScores, clustered_error, merge, quantile, score, summarize
+from quantkit.eval.metrics import (
+    KL_EDGES,
+    TokenScores,
+    clustered_error,
+    merge,
+    quantile,
+    quantile_error,
+    score,
+    summarize,
+)
 
 
 def log_softmax_twin(row: list[float]) -> list[float]:
@@ -149,6 +158,47 @@ def test_quantile_is_the_linear_one(values, q):
     ordered = torch.tensor(values, dtype=torch.float64).sort().values
     expected = float(torch.quantile(ordered, q))
     assert quantile(ordered, q) == pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
+def test_the_error_of_a_quantile_is_that_of_the_share_below_it():
+    values = torch.tensor([[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]], dtype=torch.float64)
+    # The median is 3.5: all of the first window is below it, nothing of the second. The share has an error
+    # of 0.5, so that the quantiles around the median are the smallest and the largest value.
+    assert quantile_error(values, values.flatten(), 0.5) == 3.5
+    assert quantile_error(values[:1], values[0], 0.5) is None
+    # Windows that agree leave no error.
+    assert quantile_error(values[:1].expand(3, 4), values[:1].expand(3, 4).flatten().sort().values, 0.5) == 0
+
+
+def test_the_error_of_a_quantile_is_how_much_it_varies():
+    """Over many draws of independent tokens, against their standard deviation."""
+    draws = torch.rand(400, 8, 50, dtype=torch.float64).square()
+    ordered = [draw.flatten().sort().values for draw in draws]
+    values = torch.tensor([quantile(values, 0.9) for values in ordered])
+    errors = torch.tensor([quantile_error(*pair, 0.9) for pair in zip(draws, ordered, strict=True)])
+    assert float(errors.mean()) == pytest.approx(float(values.std()), rel=0.15)
+
+
+def test_rms_of_the_difference_in_probability():
+    logits, targets, reference = example(7, 4, 5, 9)
+    found = summarize(score(logits, targets, reference))
+    q, p = (
+        x.double().softmax(-1).gather(-1, targets[..., None])[..., 0].tolist() for x in (logits, reference)
+    )
+    squares = [[(a - b) ** 2 for a, b in zip(*rows, strict=True)] for rows in zip(q, p, strict=True)]
+    rms = math.sqrt(math.fsum(map(math.fsum, squares)) / 20)
+    assert found.rms_dp == pytest.approx(rms, rel=1e-12)
+    error = clustered_error(torch.tensor(squares, dtype=torch.float64))
+    assert error is not None and found.rms_dp_se == pytest.approx(error / (2 * rms), rel=1e-9)
+
+
+def test_the_histogram_counts_every_token():
+    kl = torch.tensor([[0.0, 1e-9, KL_EDGES[0], 1.0, 1.1, 99.0, 100.0, 5000.0]], dtype=torch.float64)
+    nll = torch.ones_like(kl)
+    counts = summarize(TokenScores(nll, nll, kl, nll > 0)).kl_histogram
+    assert counts is not None and sum(counts) == 8 and len(counts) == len(KL_EDGES) + 1
+    bins = itertools.pairwise([0.0, *KL_EDGES, math.inf])
+    assert list(counts) == [sum(a <= v < b for v in kl[0].tolist()) for a, b in bins]
 
 
 def test_errors_are_clustered_by_window():

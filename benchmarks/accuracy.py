@@ -90,7 +90,11 @@ def main() -> None:
         for output, options in zip(outputs, rows.values(), strict=True):
             quantize(arguments.model, output, **options)
         reports = evaluate_many(
-            outputs, against=arguments.model, texts=arguments.text, max_windows=arguments.max_windows
+            outputs,
+            against=arguments.model,
+            texts=arguments.text,
+            window=1024,
+            max_windows=arguments.max_windows,
         )
     for name, report in zip(rows, reports, strict=True):
         figures = report.to_dict()

@@ -1,21 +1,27 @@
 """`quantkit eval`: perplexity, divergence from the original, tasks, and honest bits."""
 
 import json as json_module
+import shlex
+import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import progress, say
+from quantkit.cli.console import note, progress, say
 from quantkit.errors import EnvironmentProblem, OutputError, UsageError
+
+if TYPE_CHECKING:
+    from quantkit.eval.evaluate import EvalReport
 
 
 def evaluate(
-    directory: options.Model,
+    directories: options.Models,
     against: Annotated[
-        str | None, typer.Option("--against", help="The original: adds what was lost to each text.")
+        str | None, typer.Option("--against", help="The original: adds what was lost on each text and task.")
     ] = None,
     text: Annotated[
         list[Path] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to score; repeatable.")
@@ -24,96 +30,132 @@ def evaluate(
         str | None,
         typer.Option("--tasks", metavar="NAMES", help="lm-eval tasks, comma-separated (extra 'eval')."),
     ] = None,
+    task_path: Annotated[
+        Path | None, typer.Option("--task-path", metavar="DIR", help="Folder of task files of your own.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Examples per task.", min=1, show_default="all")] = None,
-    window: Annotated[int, typer.Option(help="Tokens per window of a text.", min=2)] = 1024,
+    window: Annotated[int, typer.Option(help="Tokens per window of a text.", min=2)] = 2048,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Tokens between windows' starts.", min=1, show_default="a window"),
+    ] = None,
     max_windows: Annotated[
         int | None, typer.Option(help="Windows per text.", min=1, show_default="all")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the activations: float32, bfloat16 or float16.")] = "float32",
     device: options.Device = "auto",
-    batch: Annotated[int, typer.Option(help="Windows at a time.", min=1)] = 1,
+    batch: Annotated[int, typer.Option(help="Windows, or requests of a task, at a time.", min=1)] = 1,
+    noise_floor: Annotated[
+        bool | None,
+        typer.Option(
+            "--noise-floor/--no-noise-floor",
+            help="Also run the original in another dtype: a difference as small is none.",
+            show_default="with --report",
+        ),
+    ] = None,
+    logits_space: Annotated[
+        str, typer.Option("--logits-space", metavar="SIZE", help="Disk for the original's logits at a time.")
+    ] = "8GiB",
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            "--work",
+            metavar="DIR",
+            help="Keep what is done here until all is: the same command then goes on after an interruption.",
+            show_default="that of --report",
+        ),
+    ] = None,
     verbose: options.Verbose = False,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="DIR", help="Write a report with a plot here.")
+        Path | None, typer.Option("--report", metavar="DIR", help="Write a report with plots here.")
     ] = None,
 ) -> None:
-    """Measure a model on texts and tasks.
+    """Measure models on texts and tasks, and compare them.
 
     With --against, each text is also scored by the original: the excess is the logarithm of perplexity over
     the original's, KL the divergence of the next-token distributions, both in nats per token.
     """
-    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    _check(text, names, against=against, tasks=tasks, report=report)
+    names = () if tasks is None else tuple(options.parse_list(tasks, "--tasks"))
+    _check(text, names, against=against, noise_floor=noise_floor, task_path=task_path)
+    if report is not None:
+        options.make_directory(report)
     from quantkit.cli.figures import print_reports
-    from quantkit.cli.models import log_kernels, open_model, using_transformers
-    from quantkit.eval.evaluate import evaluate as measure
+    from quantkit.cli.models import log_kernels, using_transformers
+    from quantkit.eval.evaluate import evaluate_many
+    from quantkit.eval.partial import Partial
     from quantkit.eval.report import write_report
+    from quantkit.eval.tasks import Tasks
 
     if verbose:
         log_kernels()
     # Before hours of work, not after.
     if json is not None:
         _write(json, "", "a")
-    figures: dict[str, Any] = {}
-    if text:
-        with progress("evaluating") as advance, using_transformers(directory):
-            result = measure(
-                directory,
+    if noise_floor is None:
+        noise_floor = bool(report and against and text)
+    place = work or report
+    partial = None if place is None else Partial(place)
+    try:
+        with progress("evaluating") as advance, using_transformers(", ".join(directories)):
+            results = evaluate_many(
+                directories,
                 against=against,
-                texts=text,
+                texts=text or (),
+                tasks=Tasks(names, limit, task_path, batch) if names else None,
                 window=window,
+                stride=stride,
                 max_windows=max_windows,
                 dtype=dtype,
                 device=device,
                 batch=batch,
+                noise_floor=noise_floor,
+                budget_bytes=options.parse_size(logits_space),
+                partial=partial,
                 progress=advance,
             )
-        figures = result.to_dict()
-        print_reports([result])
-        if json is not None:
-            _write_figures(json, figures)
-        if report is not None:
-            write_report(report, [result])
-            say(f"wrote {report / 'report.md'}")
-    if names:
-        from quantkit.eval.tasks import run_tasks
-
-        model, tokenizer = open_model(directory, device, dtype)
-        figures["tasks"] = run_tasks(model, tokenizer, names, limit=limit)
-        for name, values in figures["tasks"].items():
-            for metric, value in values.items():
-                say(f"{name} {metric}: {value}")
+    except (KeyboardInterrupt, SystemExit):
+        if partial is not None and partial.directory.is_dir():
+            note(f"what is done so far is in {partial.directory}; the same command goes on from there")
+        raise
+    print_reports(results)
     if json is not None:
-        _write_figures(json, figures)
+        _write(json, _figures(results), "w")
         say(f"wrote {json}")
+    if report is not None:
+        write_report(report, results, shlex.join(["quantkit", *sys.argv[1:]]))
+        say(f"wrote {report / 'report.html'}")
+    if partial is not None:
+        partial.remove()
 
 
 def _check(
     text: list[Path] | None,
-    names: list[str],
+    names: Sequence[str],
     *,
     against: str | None,
-    tasks: str | None,
-    report: Path | None,
+    noise_floor: bool | None,
+    task_path: Path | None,
 ) -> None:
     """Refuse at once what would fail, or be ignored, after the work."""
-    if tasks is not None and not names:
-        raise UsageError("--tasks names no task; name at least one, for example arc_easy.")
     if not text and not names:
         raise UsageError("nothing to evaluate: give --text FILE (repeatable), --tasks NAMES, or both.")
-    if not text and (against or report):
-        raise UsageError("--against and --report are about texts: give --text FILE as well.")
+    if noise_floor and not (text and against):
+        raise UsageError("--noise-floor is that of the original on texts: give --against and --text as well.")
+    if task_path is not None and not names:
+        raise UsageError("--task-path has task files but none is to run: name them with --tasks.")
     if names and find_spec("lm_eval") is None:
         raise EnvironmentProblem("--tasks needs lm-eval. Install it with `pip install 'quantkit[eval]'`.")
-    if report is not None:
-        options.make_directory(report)
 
 
-def _write_figures(path: Path, figures: dict[str, Any]) -> None:
-    _write(path, json_module.dumps(figures, indent=2, allow_nan=False) + "\n", "w")
+def _figures(results: Sequence["EvalReport"]) -> str:
+    """One model's figures as an object, those of several as `reports`."""
+    if len(results) == 1:
+        return results[0].to_json()
+    content = {"reports": [result.to_dict() for result in results]}
+    return json_module.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def _write(path: Path, text: str, mode: str) -> None:

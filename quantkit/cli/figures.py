@@ -1,6 +1,7 @@
-"""The table of an evaluation on a terminal: the figures that fit 80 columns, and a sentence per model."""
+"""The tables of an evaluation on a terminal: the figures that fit 80 columns, and a sentence per model."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -13,42 +14,72 @@ if TYPE_CHECKING:
 
 
 def print_reports(reports: Sequence["EvalReport"]) -> None:
-    """A table per text with a row per model, what each model lost in words, and the notes."""
+    """A table per text with a row per model, one of the tasks, what each model lost in words, and notes."""
     from quantkit.eval.report import verdict_line
 
-    for text in reports[0].texts:
-        say(f"{text}: {reports[0].texts[text].tokens} tokens", style="bold")
-        out.print(_table([(report, report.texts[text]) for report in reports]))
+    for text, metrics in reports[0].texts.items():
+        say(f"{text}: {metrics.tokens} tokens", style="bold")
+        out.print(_text_table(reports, text))
+    if any(report.tasks for report in reports):
+        out.print(_task_table(reports))
     for report in reports:
-        say(verdict_line(report))
+        if report.texts:
+            say(verdict_line(report))
     for line in dict.fromkeys(line for report in reports for line in report.notes):
         note(line)
 
 
-def _table(rows: Sequence[tuple["EvalReport", "TextMetrics"]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("model", overflow="fold")
+def _text_table(reports: Sequence["EvalReport"], text: str) -> Table:
     headings = ["bits in\nlinears", "bits in\nmodel", "size", "perplexity"]
-    compared = rows[0][0].against is not None
+    compared = reports[0].against is not None
     if compared:
         headings += ["excess", "KL mean", "same\ntop-1"]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for report, metrics in rows:
+    table = _table(["model"], headings)
+    for report in reports:
         sizes = report.sizes
-        perplexity = metrics.perplexity
-        cells = [
-            report.label,
-            "-" if sizes.linears is None else f"{sizes.linears:.3f}",
-            f"{sizes.model:.3f}",
-            size(sizes.file_bytes),
-            f"e^{metrics.nll:.5g}" if perplexity is None else f"{perplexity:.6g}",
+        linears = "-" if sizes.linears is None else f"{sizes.linears:.3f}"
+        cells = [report.label, linears, f"{sizes.model:.3f}", size(sizes.file_bytes)]
+        table.add_row(*map(printable, cells + _figures(report.texts[text], compared)))
+    floor = reports[0].noise_floor
+    if floor is not None:
+        label = f"{Path(reports[0].against or '').name} in {floor.dtype}"
+        table.add_row(*map(printable, [label, "", "", "", *_figures(floor.texts[text], compared)]))
+    return table
+
+
+def _figures(metrics: "TextMetrics", compared: bool) -> list[str]:
+    perplexity = metrics.perplexity
+    cells = [f"e^{metrics.nll:.5g}" if perplexity is None else f"{perplexity:.6g}"]
+    if compared:
+        cells += [
+            "-" if metrics.excess is None else f"{metrics.excess:+.5f}",
+            "-" if metrics.kl_mean is None else f"{metrics.kl_mean:.3g}",
+            "-" if metrics.same_top1 is None else f"{metrics.same_top1:.2%}",
         ]
-        if compared:
-            cells += [
-                "-" if metrics.excess is None else f"{metrics.excess:+.5f}",
-                "-" if metrics.kl_mean is None else f"{metrics.kl_mean:.3g}",
-                "-" if metrics.same_top1 is None else f"{metrics.same_top1:.2%}",
+    return cells
+
+
+def _task_table(reports: Sequence["EvalReport"]) -> Table:
+    """A row per task and model; change and error in points, p that of McNemar's test."""
+    table = _table(["task", "metric", "model"], ["items", "accuracy", "change", "flips", "p"])
+    for report in reports:
+        for metrics in report.tasks:
+            paired = metrics.paired
+            cells = [
+                *(metrics.task, metrics.metric, report.label),
+                *(str(metrics.items), f"{metrics.accuracy:.2%}"),
             ]
-        table.add_row(*map(printable, cells))
+            if paired is not None:
+                error = "" if paired.delta_se is None else f" ± {100 * paired.delta_se:.2f}"
+                cells += [f"{100 * paired.delta:+.2f}{error}", f"{paired.flips:.2%}", f"{paired.p_value:.2g}"]
+            table.add_row(*map(printable, cells))
+    return table
+
+
+def _table(words: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in words:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table

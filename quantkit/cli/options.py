@@ -40,6 +40,10 @@ Model = Annotated[
     str,
     typer.Argument(metavar="DIR", help="A checkpoint directory, packed or not, or a model id on the hub."),
 ]
+Models = Annotated[
+    list[str],
+    typer.Argument(metavar="DIR...", help="Checkpoint directories, packed or not, or model ids on the hub."),
+]
 PackedDirectory = Annotated[
     Path,
     typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A packed checkpoint directory."),

@@ -1,9 +1,11 @@
-"""Evaluate checkpoints: perplexity, and with a reference what every token lost to quantization."""
+"""Evaluate checkpoints: perplexity, tasks, and with a reference what every token and item lost."""
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +22,42 @@ from quantkit.eval.models import (
     resolve_device,
     versions,
 )
-from quantkit.eval.reference import DEFAULT_BUDGET_BYTES, Batch, Progress, Reference, plan_blocks
+from quantkit.eval.partial import Partial
+from quantkit.eval.reference import DEFAULT_BUDGET_BYTES, Advance, Batch, Progress, Reference, plan_blocks
 from quantkit.eval.sizes import Sizes, measure
 from quantkit.eval.subject import Settings, Subject, check_comparable
+from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_manager, task_metrics
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
+from quantkit.kernels.table import forced_row
 
 VERSION = 1
+
+#: The dtype whose difference from another counts as none.
+CONTROL_DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float16": "float32"}
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """What the reference itself loses where it runs in another dtype: a difference as small is none."""
+
+    dtype: str
+    texts: Mapping[str, TextMetrics]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "dtype": self.dtype,
+            "texts": {name: metrics.to_dict() for name, metrics in self.texts.items()},
+        }
 
 
 @dataclass(frozen=True)
 class EvalReport:
     """What an evaluation found; `to_json` is the content of eval.json.
 
-    `window` is the one used, after any cut to the model's positions; `seconds` are those of this model,
-    `reference_seconds` those spent on the reference so far, which other models may share. `notes` are
+    `window` and `stride` are those used, after any cut to the model's positions; `seconds` are those of
+    this model on the texts in this run, `reference_seconds` those spent on the reference so far, which other
+    models may share, and `reference_logits` the bytes that its logits took on disk at a time. `notes` are
     for people: anything that was not done as asked.
     """
 
@@ -44,13 +68,19 @@ class EvalReport:
     reference_sizes: Sizes | None
     dtype: str
     window: int
+    stride: int
     max_windows: int | None
+    batch: int
     device: str
     versions: Versions
     seconds: float
     reference_seconds: float | None
     notes: tuple[str, ...] = ()
     label: str = ""
+    noise_floor: NoiseFloor | None = None
+    tasks: tuple[TaskMetrics, ...] = ()
+    task_results: Mapping[str, Any] = field(default_factory=dict)
+    reference_logits: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form, free of NaN and infinities."""
@@ -68,15 +98,21 @@ class EvalReport:
                 "model": self.sizes.file_bytes,
                 "reference": None if reference is None else reference.file_bytes,
             },
+            "noise_floor": None if self.noise_floor is None else self.noise_floor.to_dict(),
+            "tasks": [metrics.to_dict() for metrics in self.tasks],
+            "task_results": dict(self.task_results),
             "dtype": self.dtype,
             "window": self.window,
+            "stride": self.stride,
             "max_windows": self.max_windows,
+            "batch": self.batch,
             "device": self.device,
             "quantkit_version": self.versions.quantkit_version,
             "torch": self.versions.torch,
             "transformers": self.versions.transformers,
             "seconds": self.seconds,
             "reference_seconds": self.reference_seconds,
+            "reference_logits_bytes": self.reference_logits,
             "notes": list(self.notes),
         }
 
@@ -89,12 +125,15 @@ def evaluate(
     model: Path | str,
     *,
     against: Path | str | None = None,
-    texts: Sequence[Path | str],
+    texts: Sequence[Path | str] = (),
+    tasks: Tasks | None = None,
     window: int = DEFAULT_WINDOW,
+    stride: int | None = None,
     max_windows: int | None = None,
     dtype: str = "float32",
     device: str = "auto",
     batch: int = 1,
+    noise_floor: bool = False,
     reference: Reference | None = None,
     progress: Progress | None = None,
 ) -> EvalReport:
@@ -103,11 +142,14 @@ def evaluate(
         [model],
         against=against,
         texts=texts,
+        tasks=tasks,
         window=window,
+        stride=stride,
         max_windows=max_windows,
         dtype=dtype,
         device=device,
         batch=batch,
+        noise_floor=noise_floor,
         reference=reference,
         progress=progress,
     )[0]
@@ -117,33 +159,47 @@ def evaluate_many(
     models: Sequence[Path | str],
     *,
     against: Path | str | None = None,
-    texts: Sequence[Path | str],
+    texts: Sequence[Path | str] = (),
+    tasks: Tasks | None = None,
     window: int = DEFAULT_WINDOW,
+    stride: int | None = None,
     max_windows: int | None = None,
     dtype: str = "float32",
     device: str = "auto",
     batch: int = 1,
+    noise_floor: bool = False,
     reference: Reference | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     cache_dir: Path | str | None = None,
+    partial: Partial | None = None,
     progress: Progress | None = None,
 ) -> tuple[EvalReport, ...]:
-    """Score checkpoints (directories or hub ids, packed or dense) on text files; a report each, in order.
+    """Score checkpoints (directories or hub ids, packed or dense) on texts and tasks; a report each.
 
-    Without `against` or `reference` there is only perplexity. `against` is the checkpoint to compare
-    with, whose logits are kept in at most `budget_bytes` of temporary files, or in `cache_dir` for the
-    next run. `reference` is one that the caller opened, of the same settings, to be reused by later
+    Without `against` or `reference` there are only perplexity and accuracy. `against` is the checkpoint to
+    compare with, whose logits are kept in at most `budget_bytes` of temporary files, or in `cache_dir` for
+    the next run. `reference` is one that the caller opened, of the same settings, to be reused by later
     calls. Only one model is in memory at a time.
 
-    Raises `UsageError` for options and texts, `CheckpointError` for checkpoints that are broken or
-    cannot be compared, `OutputError` where the reference's logits cannot be written.
+    Windows of `window` tokens start `stride` tokens apart, by default `window`. With `noise_floor` the
+    reference also runs in another dtype (`CONTROL_DTYPES`) and is compared with itself. What is done goes to
+    `partial`, from which a later call with the same arguments goes on, with the same figures.
+
+    Raises `UsageError` for options, texts and tasks, `CheckpointError` for checkpoints that are broken or
+    cannot be compared, `OutputError` where logits or partial results cannot be written.
     """
-    settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch)
+    if not texts and tasks is None:
+        raise UsageError("there is nothing to evaluate on. Give at least one text or task.")
+    settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch, stride)
+    if noise_floor and against is None and reference is None:
+        raise UsageError("the noise floor is that of a reference. Give the original to compare with.")
     if reference is not None:
         _check_reference(reference, settings, against)
-        return _evaluate(models, settings, reference, progress)
+        return _evaluate(models, settings, reference, tasks, noise_floor, partial, progress)
     if against is None:
-        return _evaluate(models, settings, None, progress)
+        return _evaluate(models, settings, None, tasks, False, partial, progress)
+    if cache_dir is None and partial is not None:
+        cache_dir = partial.logits
     with Reference(
         against,
         texts=settings.texts,
@@ -152,10 +208,11 @@ def evaluate_many(
         dtype=dtype,
         device=device,
         batch=batch,
+        stride=stride,
         budget_bytes=budget_bytes,
         cache_dir=cache_dir,
     ) as opened:
-        return _evaluate(models, settings, opened, progress)
+        return _evaluate(models, settings, opened, tasks, noise_floor, partial, progress)
 
 
 def _check_reference(reference: Reference, settings: Settings, against: Path | str | None) -> None:
@@ -172,99 +229,231 @@ def _check_reference(reference: Reference, settings: Settings, against: Path | s
 
 @dataclass
 class _Run:
-    """What has been found for one model while its blocks go by."""
+    """What has been found for one model in one dtype while its blocks go by."""
 
     subject: Subject
-    sizes: Sizes
-    scores: list[list[TokenScores]]
-    seconds: float = field(default=0.0)
+    dtype: str
+    key: str
+    blocks: Sequence[Sequence[Batch]]
+    scores: dict[Batch, TokenScores] = field(default_factory=dict)
+    seconds: float = 0.0
+    continued: int = 0
+
+    def missing(self, block: int) -> list[Batch]:
+        """The batches of a block that have no scores yet."""
+        return [batch for batch in self.blocks[block] if batch not in self.scores]
+
+    def metrics(self) -> dict[str, TextMetrics]:
+        """The figures of each text, once all batches are scored."""
+        return {
+            text.name: summarize(merge([self.scores[b] for b in sorted(self.scores) if b.text == number]))
+            for number, text in enumerate(self.subject.texts)
+        }
+
+
+def _start(
+    subject: Subject, dtype: str, settings: Settings, reference: Reference | None, partial: Partial | None
+) -> _Run:
+    """A run of `subject` that has the scores an interrupted one left in `partial`."""
+    if reference is None:
+        blocks = plan_blocks([len(text.tokens) for text in subject.texts], settings.batch, 0, 0)
+    else:
+        blocks = reference.blocks
+    identity = {
+        "reference": None if reference is None else reference.key,
+        "model": subject.checkpoint.fingerprint(),
+        "texts": [[text.digest, text.scored] for text in subject.texts],
+        "dtype": dtype,
+        "batch": settings.batch,
+        **_conditions(settings),
+    }
+    run = _Run(subject, dtype, _digest(identity), blocks)
+    if partial is not None:
+        for batch in (batch for block in blocks for batch in block):
+            shape = (batch.stop - batch.start, subject.texts[batch.text].scored)
+            scores = partial.scores(run.key, batch.name, shape)
+            if scores is not None:
+                run.scores[batch] = scores
+    run.continued = len(run.scores)
+    return run
+
+
+def _conditions(settings: Settings) -> dict[str, Any]:
+    """What figures depend on beside models, texts and options."""
+    return {
+        "device": resolve_device(settings.device),
+        "versions": asdict(versions()),
+        "kernel": forced_row(),
+    }
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _evaluate(
-    models: Sequence[Path | str], settings: Settings, reference: Reference | None, progress: Progress | None
+    models: Sequence[Path | str],
+    settings: Settings,
+    reference: Reference | None,
+    tasks: Tasks | None,
+    noise_floor: bool,
+    partial: Partial | None,
+    progress: Progress | None,
 ) -> tuple[EvalReport, ...]:
-    # Headers, tokenizers and vocabularies of all models are checked before any model runs.
-    runs = []
-    for model in models:
-        subject = Subject.open(model, settings)
-        if reference is not None:
+    # Headers, tokenizers, vocabularies and tasks are checked before any model runs.
+    subjects = [Subject.open(model, settings) for model in models]
+    sizes = [measure(subject.checkpoint) for subject in subjects]
+    if reference is not None:
+        for subject in subjects:
             check_comparable(subject, reference.subject)
-        runs.append(_Run(subject, measure(subject.checkpoint), [[] for _ in subject.texts]))
-    if reference is None:
+    manager = None if tasks is None else task_manager(tasks)
+    runs = [_start(subject, settings.dtype, settings, reference, partial) for subject in subjects]
+    control = None
+    if reference is not None and noise_floor and settings.texts:
+        other = CONTROL_DTYPES[settings.dtype]
+        control = _start(reference.subject, other, settings, reference, partial)
+    _score([*runs, *([] if control is None else [control])], settings, reference, partial, progress)
+    floor = None if control is None else NoiseFloor(control.dtype, control.metrics())
+
+    answers: list[TaskRun | None] = [None] * len(runs)
+    reference_answers = None
+    if tasks is not None:
+        if reference is not None:
+            reference_answers = _ask(reference.subject, tasks, manager, settings, partial, progress)
+        answers = [_ask(subject, tasks, manager, settings, partial, progress) for subject in subjects]
+    return tuple(
+        _report(run, size, settings, reference, floor, answer, reference_answers)
+        for run, size, answer in zip(runs, sizes, answers, strict=True)
+    )
+
+
+def _ask(
+    subject: Subject,
+    tasks: Tasks,
+    manager: Any,
+    settings: Settings,
+    partial: Partial | None,
+    progress: Progress | None,
+) -> TaskRun:
+    """The answers of `subject` to `tasks`."""
+    identity = {
+        "model": subject.checkpoint.fingerprint(),
+        "limit": tasks.limit,
+        "path": None if tasks.path is None else str(tasks.path.resolve()),
+        "batch": tasks.batch,
+        "dtype": settings.dtype,
+        "lm_eval": version("lm_eval"),
+        **_conditions(settings),
+    }
+    answers = run_tasks(
+        subject.checkpoint.directory,
+        tasks,
+        manager,
+        dtype=settings.dtype,
+        device=settings.device,
+        partial=partial,
+        key=_digest(identity),
+        progress=progress,
+    )
+    release(resolve_device(settings.device))
+    return answers
+
+
+def _score(
+    runs: Sequence[_Run],
+    settings: Settings,
+    reference: Reference | None,
+    partial: Partial | None,
+    progress: Progress | None,
+) -> None:
+    """Score what is missing in `runs`: blocks outside, models inside, so that the reference runs once."""
+    blocks = range(max(len(run.blocks) for run in runs))
+    wanted = [sorted({batch for run in runs for batch in run.missing(block)}) for block in blocks]
+    total = sum(_windows(run.missing(block)) for run in runs for block in blocks)
+    if reference is not None:
+        total += sum(map(_windows, wanted))
+    done = 0
+
+    def advance(windows: int, label: str) -> None:
+        nonlocal done
+        done += windows
+        if progress is not None:
+            progress(done, total, label)
+
+    for block in blocks:
+        if reference is not None and wanted[block]:
+            reference.prepare(block, wanted[block], advance)
         for run in runs:
-            counts = [len(text.tokens) for text in run.subject.texts]
-            (block,) = plan_blocks(counts, settings.batch, 0, 0)
-            _score_block(run, block, settings, None, progress)
-    else:
-        # Blocks outside, models inside: the reference runs once however many models there are.
-        for number, block in enumerate(reference.blocks):
-            reference.prepare(number, progress)
-            for run in runs:
-                _score_block(run, block, settings, reference, progress)
-    reference_sizes = None if reference is None else measure(reference.subject.checkpoint)
-    return tuple(_report(run, settings, reference, reference_sizes) for run in runs)
+            if run.missing(block):
+                started = time.monotonic()
+                _score_block(run, block, settings, reference, partial, advance)
+                release(resolve_device(settings.device))
+                run.seconds += time.monotonic() - started
+
+
+def _windows(batches: Sequence[Batch]) -> int:
+    return sum(batch.stop - batch.start for batch in batches)
 
 
 def _score_block(
     run: _Run,
-    block: Sequence[Batch],
+    block: int,
     settings: Settings,
     reference: Reference | None,
-    progress: Progress | None,
+    partial: Partial | None,
+    advance: Advance,
 ) -> None:
-    """Score the batches of `block` with the model of `run`, which is loaded for it, and keep the scores."""
-    started = time.monotonic()
-    _score_batches(run, block, settings, reference, progress)
-    release(resolve_device(settings.device))
-    run.seconds += time.monotonic() - started
-
-
-def _score_batches(
-    run: _Run,
-    block: Sequence[Batch],
-    settings: Settings,
-    reference: Reference | None,
-    progress: Progress | None,
-) -> None:
+    """Score the missing batches of a block with the model of `run`, which is loaded for it."""
     device = resolve_device(settings.device)
     subject = run.subject
     directory = subject.checkpoint.directory
-    model = open_model(directory, dtype_named(settings.dtype), device)
+    model = open_model(directory, dtype_named(run.dtype), device)
     for text in subject.texts:
         check_tokens(text, embedding_rows(model), directory)
-    total = sum(batch.stop - batch.start for batch in block)
-    done = 0
-    for batch in block:
+    for batch in run.missing(block):
         text = subject.texts[batch.text]
         tokens = text.tokens[batch.start : batch.stop]
         expected = None if reference is None else reference.logits(batch).to(device)
-        logits = logits_of(model, tokens, device, directory)
-        run.scores[batch.text].append(score(logits, tokens[:, 1:].to(device), expected))
-        done += len(tokens)
-        if progress is not None:
-            progress(done, total, f"{directory.name} on {text.name}")
+        logits = logits_of(model, tokens, text.scored, device, directory)
+        run.scores[batch] = score(logits, tokens[:, -text.scored :].to(device), expected)
+        if partial is not None:
+            partial.store_scores(run.key, batch.name, run.scores[batch])
+        advance(len(tokens), f"{directory.name} on {text.name}")
 
 
 def _report(
-    run: _Run, settings: Settings, reference: Reference | None, reference_sizes: Sizes | None
+    run: _Run,
+    sizes: Sizes,
+    settings: Settings,
+    reference: Reference | None,
+    noise_floor: NoiseFloor | None,
+    answers: TaskRun | None,
+    reference_answers: TaskRun | None,
 ) -> EvalReport:
     subject = run.subject
+    notes = subject.notes
+    if run.continued:
+        count = sum(map(len, run.blocks))
+        notes += (f"{run.continued} of {count} batches of windows come from a run that was interrupted",)
     return EvalReport(
         model=str(subject.checkpoint.directory),
         against=None if reference is None else str(reference.subject.checkpoint.directory),
-        texts={
-            text.name: summarize(merge(scores))
-            for text, scores in zip(subject.texts, run.scores, strict=True)
-        },
-        sizes=run.sizes,
-        reference_sizes=reference_sizes,
+        texts=run.metrics(),
+        sizes=sizes,
+        reference_sizes=None if reference is None else measure(reference.subject.checkpoint),
         dtype=settings.dtype,
         window=subject.window,
+        stride=subject.stride,
         max_windows=settings.max_windows,
+        batch=settings.batch,
         device=resolve_device(settings.device),
         versions=versions(),
         seconds=run.seconds,
         reference_seconds=None if reference is None else reference.seconds,
-        notes=subject.notes,
+        reference_logits=None if reference is None else reference.nbytes,
+        noise_floor=noise_floor,
+        tasks=() if answers is None else task_metrics(answers, reference_answers),
+        task_results={} if answers is None else answers.results,
+        notes=notes,
         label=subject.checkpoint.directory.name,
     )

@@ -77,13 +77,13 @@ def embedding_rows(model: Any) -> int:
 
 
 @torch.inference_mode()
-def logits_of(model: Any, tokens: torch.Tensor, device: str, path: Path) -> torch.Tensor:
-    """Logits [B, W - 1, V] that predict tokens 1 to W - 1 of windows (int64 [B, W]), on `device`.
+def logits_of(model: Any, tokens: torch.Tensor, scored: int, device: str, path: Path) -> torch.Tensor:
+    """Logits [B, scored, V] that predict the last `scored` tokens of windows (int64 [B, W]), on `device`.
 
     `CheckpointError` if one is not finite: NaN would spread into every figure.
     """
     output = model(input_ids=tokens.to(device), use_cache=False)
-    logits: torch.Tensor = output.logits[:, :-1]
+    logits: torch.Tensor = output.logits[:, -scored - 1 : -1]
     if not bool(torch.isfinite(logits).all()):
         raise CheckpointError(
             f"{path}: the model gives logits that are not finite in {logits.dtype}. Evaluate with dtype "

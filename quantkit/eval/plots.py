@@ -21,7 +21,6 @@ _STYLE = {
     "grid.alpha": 0.15,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "legend.framealpha": 0.0,
     # Ids in the file depend on nothing but the drawing, and text is drawn alike on every machine.
     "svg.hashsalt": "quantkit",
     "svg.fonttype": "path",
@@ -57,7 +56,15 @@ def drawing(*, columns: int = 1, height: float = 4.5) -> tuple[Any, Any]:
 def render(figure: Any, name: str, caption: str) -> Figure:
     """The matplotlib `figure` for a document: PNG on white, SVG in the text's color on nothing."""
     from matplotlib import rc_context
+    from matplotlib.legend import Legend
+    from matplotlib.text import Text
 
+    # What was added outside of the style: legends hide no dark page, and no text is black on it.
+    for legend in figure.findobj(Legend):
+        legend.set_frame_on(False)
+    for text in figure.findobj(Text):
+        if text.get_color() == "black":
+            text.set_color(INK)
     png, svg = io.BytesIO(), io.StringIO()
     with rc_context(_STYLE):
         figure.savefig(png, format="png", dpi=150, metadata={"Software": None})

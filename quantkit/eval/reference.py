@@ -32,21 +32,29 @@ from quantkit.eval.models import (
 from quantkit.eval.subject import Settings, Subject
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
 
-#: Called with windows done, windows in all, and what is running.
+#: Called with steps done, steps in all, and what is running.
 Progress = Callable[[int, int, str], None]
 
+#: Called with windows done just now, and what is running.
+Advance = Callable[[int, str], None]
+
 DEFAULT_BUDGET_BYTES = 8 << 30
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _ITEM_BYTES = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Batch:
     """Windows `start:stop` of text number `text`: what goes through a model at once."""
 
     text: int
     start: int
     stop: int
+
+    @property
+    def name(self) -> str:
+        """The stem of files about it."""
+        return f"text{self.text}-windows{self.start}-{self.stop}"
 
 
 def plan_blocks(
@@ -94,6 +102,7 @@ class Reference:
         dtype: str = "float32",
         device: str = "auto",
         batch: int = 1,
+        stride: int | None = None,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
         cache_dir: Path | str | None = None,
     ) -> None:
@@ -102,21 +111,26 @@ class Reference:
         `budget_bytes` bounds the logits on disk at a time. `OutputError` if that much is needed and
         not free.
         """
-        self.settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch)
+        self.settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch, stride)
         self.subject = Subject.open(source, self.settings)
         self.directory = self.subject.checkpoint.directory
         #: Seconds spent so far on running the reference model.
         self.seconds = 0.0
-        window_bytes = [
-            (text.tokens.shape[1] - 1) * self.subject.vocabulary * _ITEM_BYTES for text in self.subject.texts
-        ]
+        window_bytes = [text.scored * self.subject.vocabulary * _ITEM_BYTES for text in self.subject.texts]
         self.blocks = plan_blocks(
-            [len(text.tokens) for text in self.subject.texts], batch, max(window_bytes), budget_bytes
+            [len(text.tokens) for text in self.subject.texts],
+            batch,
+            max(window_bytes, default=0),
+            budget_bytes,
         )
         self._device = resolve_device(device)
         total = sum(len(t.tokens) * size for t, size in zip(self.subject.texts, window_bytes, strict=True))
-        place = Path(tempfile.gettempdir() if cache_dir is None else cache_dir) / self._key()
-        _check_space(place, min(total, budget_bytes))
+        #: Bytes of logits on disk at a time, at most.
+        self.nbytes = min(total, budget_bytes)
+        #: Names the logits: a hash of the reference's files, the tokens, dtype, batch, device and versions.
+        self.key = self._key()
+        place = Path(tempfile.gettempdir() if cache_dir is None else cache_dir) / self.key
+        _check_space(place, self.nbytes)
         self._temporary = None
         self._files = place
         if cache_dir is None:
@@ -136,21 +150,25 @@ class Reference:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def prepare(self, block: int, progress: Progress | None = None) -> None:
-        """Have the logits of block number `block` on disk; those of other blocks are deleted for it."""
-        missing = [batch for batch in self.blocks[block] if not self._is_stored(batch)]
+    def prepare(self, block: int, wanted: Sequence[Batch], advance: Advance) -> None:
+        """Have the logits of the batches `wanted` of block number `block` on disk.
+
+        Those of other blocks are deleted for it.
+        """
+        missing = [batch for batch in wanted if not self._is_stored(batch)]
+        advance(sum(b.stop - b.start for b in wanted) - sum(b.stop - b.start for b in missing), "reference")
         if not missing:
             return
         started = time.monotonic()
         for other in {*self.blocks} - {self.blocks[block]}:
             for batch in other:
                 self._file(batch).unlink(missing_ok=True)
-        self._run(missing, progress)
+        self._run(missing, advance)
         release(self._device)
         self.seconds += time.monotonic() - started
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Logits of a prepared batch, float32 [windows, window - 1, vocabulary], on the CPU."""
+        """Logits of a prepared batch, float32 [windows, scored, vocabulary], on the CPU."""
         if not self._is_stored(batch):
             raise CheckpointError(
                 f"reference logits {self._file(batch)} are missing or cut short. Leave the cache alone "
@@ -159,20 +177,16 @@ class Reference:
         data = np.fromfile(self._file(batch), dtype=np.float32)
         return torch.from_numpy(data).view(self._shape(batch))
 
-    def _run(self, batches: Sequence[Batch], progress: Progress | None) -> None:
+    def _run(self, batches: Sequence[Batch], advance: Advance) -> None:
         self.subject.checkpoint.check_unchanged()
         model = open_model(self.directory, dtype_named(self.settings.dtype), self._device)
         for text in self.subject.texts:
             check_tokens(text, embedding_rows(model), self.directory)
-        total = sum(batch.stop - batch.start for batch in batches)
-        done = 0
         for batch in batches:
             text = self.subject.texts[batch.text]
             tokens = text.tokens[batch.start : batch.stop]
-            self._store(batch, logits_of(model, tokens, self._device, self.directory))
-            done += len(tokens)
-            if progress is not None:
-                progress(done, total, f"reference on {text.name}")
+            self._store(batch, logits_of(model, tokens, text.scored, self._device, self.directory))
+            advance(len(tokens), f"reference on {text.name}")
 
     def _store(self, batch: Batch, logits: torch.Tensor) -> None:
         if tuple(logits.shape) != self._shape(batch):
@@ -194,11 +208,10 @@ class Reference:
             ) from error
 
     def _shape(self, batch: Batch) -> tuple[int, int, int]:
-        positions = self.subject.texts[batch.text].tokens.shape[1] - 1
-        return batch.stop - batch.start, positions, self.subject.vocabulary
+        return batch.stop - batch.start, self.subject.texts[batch.text].scored, self.subject.vocabulary
 
     def _file(self, batch: Batch) -> Path:
-        return self._files / f"text{batch.text}-windows{batch.start}-{batch.stop}.f32"
+        return self._files / f"{batch.name}.f32"
 
     def _is_stored(self, batch: Batch) -> bool:
         path = self._file(batch)
@@ -209,7 +222,7 @@ class Reference:
         identity = {
             "version": _CACHE_VERSION,
             "fingerprint": self.subject.checkpoint.fingerprint(),
-            "texts": [text.digest for text in self.subject.texts],
+            "texts": [[text.digest, text.scored] for text in self.subject.texts],
             "dtype": self.settings.dtype,
             "batch": self.settings.batch,
             "device": self._device,

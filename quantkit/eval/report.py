@@ -1,26 +1,30 @@
-"""Reports for people: a table, a verdict per row, and loss against bits per weight."""
+"""Reports for people: tables, a verdict per model, and loss against bits per weight."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from quantkit.errors import OutputError, UsageError
+from quantkit.checkpoint.durable import hash_file
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.eval import plots
+from quantkit.eval.document import Bullets, Command, Document, Figure, Section, Table, Text, write
 from quantkit.eval.evaluate import EvalReport
-from quantkit.eval.metrics import TextMetrics
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from quantkit.eval.metrics import KL_EDGES, TextMetrics
 
 VERSION = 1
-MARKDOWN_NAME = "report.md"
-JSON_NAME = "report.json"
-PLOT_NAME = "kl.png"
+
+#: The name of the report's files, less the ending.
+STEM = "report"
 
 #: A divergence of zero has no place on a logarithmic axis; it is drawn here, in nats.
 PLOT_FLOOR = 1e-7
+
+#: Below this, in nats, the axis of the excess is linear.
+_LINEAR_EXCESS = 0.001
 
 
 @dataclass(frozen=True)
@@ -42,24 +46,6 @@ VERDICTS: tuple[Verdict, ...] = (
     Verdict("degraded", 0.5, 0.5, "clearly worse; use it only where nothing larger fits"),
     Verdict("unusable", math.inf, math.inf, "another model, in effect; do not use it"),
 )
-
-_HEADINGS = (
-    "model",
-    "format",
-    "method",
-    "bits/weight linears",
-    "bits/weight model",
-    "size",
-    "text",
-    "perplexity",
-    "excess",
-    "KL mean",
-    "KL p99",
-    "same top-1",
-)
-
-#: Columns of words, aligned to the left.
-_TEXT_HEADINGS = {"model", "format", "method", "text", "verdict"}
 
 
 def verdict(report: EvalReport) -> Verdict | None:
@@ -87,159 +73,366 @@ def verdict_line(report: EvalReport) -> str:
     )
 
 
-def table(reports: Sequence[EvalReport]) -> "Table":
-    """The rows of `reports`, one per model and text, for a terminal."""
-    from rich.table import Table
-    from rich.text import Text
+def write_report(
+    directory: Path | str, reports: Sequence[EvalReport], command: str | None = None
+) -> tuple[Path, ...]:
+    """Write report.md, report.html, report.json and, with matplotlib, the plots; returns the files.
 
-    out = Table(title="Evaluation", caption="excess and KL in nats per token")
-    for heading in (*_HEADINGS, "verdict"):
-        out.add_column(heading, justify="left" if heading in _TEXT_HEADINGS else "right", overflow="fold")
-    for report in reports:
-        found = verdict(report)
-        for row in _rows(report):
-            # Text, not str: a directory name may hold what rich takes for markup.
-            out.add_row(*(Text(cell) for cell in (*row, "-" if found is None else found.word)))
-    return out
-
-
-def write_report(directory: Path | str, reports: Sequence[EvalReport]) -> tuple[Path, ...]:
-    """Write report.md, report.json and, with matplotlib and a compared report, kl.png; returns the files.
-
-    `UsageError` without reports, `OutputError` if a file cannot be written.
+    `command` is what was typed. The hashes of the models' files are in report.json. `UsageError` without
+    reports, `OutputError` if a file cannot be written.
     """
     if not reports:
         raise UsageError("there is nothing to report. Evaluate at least one model.")
-    directory = Path(directory)
-    content = {"version": VERSION, "reports": [report.to_dict() for report in reports]}
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        missing = plot(directory / PLOT_NAME, reports)
-        files = {
-            MARKDOWN_NAME: markdown(reports, missing),
-            JSON_NAME: json.dumps(content, indent=2, allow_nan=False) + "\n",
-        }
-        for name, text in files.items():
-            (directory / name).write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise OutputError(
-            f"cannot write the report to {directory}: {error.strerror or error}. Make it a writable "
-            "directory with free space."
-        ) from error
-    return tuple(directory / name for name in (*files, *([PLOT_NAME] if missing is None else [])))
+    content = {
+        "version": VERSION,
+        "command": command,
+        "reports": [report.to_dict() for report in reports],
+        "sha256": {str(model): hashes(model) for model in _models(reports)},
+    }
+    return write(
+        Path(directory),
+        STEM,
+        document(reports, command),
+        {f"{STEM}.json": json.dumps(content, indent=2, allow_nan=False) + "\n"},
+    )
 
 
-def markdown(reports: Sequence[EvalReport], missing_plot: str | None = None) -> str:
-    """report.md; `missing_plot` is why it has no plot, None if it has."""
-    lines = ["# Evaluation", "", *(f"- {_escaped(verdict_line(report))}" for report in reports), ""]
-    lines += [_line(_HEADINGS), _line(["---"] * len(_HEADINGS))]
-    lines += [_line(row) for report in reports for row in _rows(report)]
-    lines += [
-        "",
-        f"![KL mean against bits per weight]({PLOT_NAME})" if missing_plot is None else missing_plot,
+def hashes(directory: Path) -> dict[str, str]:
+    """Hex SHA-256 of the files of a model that its figures depend on: configuration and weights."""
+    return {path.name: hash_file(path) for path in Checkpoint.open(directory).stamps}
+
+
+def document(reports: Sequence[EvalReport], command: str | None = None) -> Document:
+    """The report: what was lost in words, tables, plots, and how it was measured."""
+    texts = list(reports[0].texts)
+    drawn, missing = _figures(reports)
+    words = [verdict_line(report) for report in reports if report.texts]
+    sections = [
+        *([Section("In words", [Bullets(words)])] if words else []),
+        Section("Models", [_model_table(reports)]),
+        *(Section(f"Text: {name}", [_text_table(reports, name)]) for name in texts),
     ]
-    lines += ["", "## What the figures are", "", _EXPLANATION, "", "## Verdicts", ""]
-    lines += [_line(["verdict", "KL mean up to", "excess up to", "meaning"]), _line(["---"] * 4)]
-    lines += [_line([v.word, _limit(v.kl_mean), _limit(v.excess), v.meaning]) for v in VERDICTS]
-    lines += ["", "## How it was measured", ""]
-    for report in reports:
-        against = "no reference" if report.against is None else f"against `{report.against}`"
-        count = ", ".join(f"{name} {m.tokens} tokens" for name, m in report.texts.items())
-        lines.append(
-            _escaped(
-                f"- {report.label}: `{report.model}` {against}; {count}; windows of {report.window}; "
-                f"{report.dtype} on {report.device}; quantkit {report.versions.quantkit_version}, torch "
-                f"{report.versions.torch}, transformers {report.versions.transformers}; "
-                f"{report.seconds:.1f} s."
-            )
-        )
-        lines += [f"    - {_escaped(note)}" for note in report.notes]
-    return "\n".join(lines) + "\n"
+    if any(report.tasks for report in reports):
+        sections.append(Section("Tasks", [_task_table(reports), Text(_TASK_EXPLANATION)]))
+    sections.append(Section("Plots", [*drawn, *([] if missing is None else [Text(missing)])]))
+    if texts:
+        sections.append(Section("What the figures are", [Text(_EXPLANATION), _verdict_table()]))
+    sections.append(Section("How it was measured", _provenance(reports, command)))
+    return Document("Evaluation", sections)
 
 
 _EXPLANATION = (
-    "Perplexity is exp of the mean negative log likelihood of the predicted tokens. Excess is the logarithm "
-    "of the perplexity over the reference's. KL is the divergence of the next-token distribution from the "
-    "reference's, p99 its 99th percentile over tokens. Both are in nats; ± is one standard error with a "
-    "window as one draw. Same top-1 is how often both models find the same token the most likely. Texts are "
-    "tokenized as one stream without a BOS token and cut into windows that do not overlap; the first token "
-    "of a window is not scored. Bits per weight count all stored bytes: words, padding, scales, zero-points "
-    "and shapes."
+    "Perplexity is exp of the mean negative log likelihood of the predicted tokens. Excess is the "
+    "logarithm of the perplexity over the reference's. KL is the divergence of the next-token "
+    "distribution from the reference's, over tokens: mean, median, 95th and 99th percentile, and the "
+    "largest. Both are in nats. RMS Δp is the root mean square of the difference in probability of the "
+    "text's tokens. ± is one standard error with a window as one draw, paired with the reference. Same "
+    "top-1 is how often both models find the same token the most likely. The noise floor is the reference "
+    "against itself in another dtype: a difference as small is none. Texts are tokenized as one stream "
+    "without a BOS token and cut into windows that start a stride apart; the last stride tokens of a "
+    "window are scored, never its first. Bits per weight count all stored bytes: words, padding, scales, "
+    "zero-points and shapes."
+)
+
+_TASK_EXPLANATION = (
+    "Each model answers the same items. The change is that of accuracy in points, ± one paired standard "
+    "error. Gained are items that only the model gets right, lost those that only the reference does, and "
+    "in brackets the part of all items that flipped either way. p is that of McNemar's exact test: how "
+    "likely flips split as unevenly by chance."
 )
 
 
-def plot(path: Path, reports: Sequence[EvalReport]) -> str | None:
-    """Draw KL mean (logarithmic) against bits per weight; the reason, for the report, if it cannot."""
-    points = [
-        (name, report, metrics.kl_mean)
-        for report in reports
-        for name, metrics in report.texts.items()
-        if metrics.kl_mean is not None
-    ]
-    if not points:
-        return "There is no plot: no model was compared with a reference."
+def _models(reports: Sequence[EvalReport]) -> list[Path]:
+    """The directories of all models, the references last."""
+    found = [report.model for report in reports]
+    found += [report.against for report in reports if report.against is not None]
+    return [Path(model) for model in dict.fromkeys(found)]
+
+
+def _model_table(reports: Sequence[EvalReport]) -> Table:
+    headings = ("model", "verdict", "format", "method", "bits/weight linears", "bits/weight model", "size")
+    rows = []
+    for report in reports:
+        found, sizes = verdict(report), report.sizes
+        rows.append(
+            (
+                report.label,
+                "-" if found is None else found.word,
+                sizes.format,
+                sizes.method or "-",
+                _number(sizes.linears, ".3f"),
+                _number(sizes.model, ".3f"),
+                _size(sizes.file_bytes),
+            )
+        )
+    return Table(headings, rows, frozenset(headings[:4]))
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A figure of a text: its heading, how it is written, and whether it takes a reference to have it."""
+
+    heading: str
+    cell: Callable[[TextMetrics], str]
+    compared: bool = True
+
+
+_COLUMNS = (
+    _Column(
+        "perplexity",
+        lambda m: f"e^{m.nll:.6g}" if m.perplexity is None else f"{m.perplexity:.6g}",
+        compared=False,
+    ),
+    _Column("excess", lambda m: _number(m.excess, "+.5f") + _error(m.excess_se)),
+    _Column("KL mean", lambda m: _number(m.kl_mean, ".3g") + _error(m.kl_mean_se)),
+    _Column("KL median", lambda m: _number(m.kl_median, ".3g") + _error(m.kl_median_se)),
+    _Column("KL p95", lambda m: _number(m.kl_p95, ".3g") + _error(m.kl_p95_se)),
+    _Column("KL p99", lambda m: _number(m.kl_p99, ".3g") + _error(m.kl_p99_se)),
+    _Column("KL max", lambda m: _number(m.kl_max, ".3g")),
+    _Column("same top-1", lambda m: _percent(m.same_top1)),
+    _Column("RMS Δp", lambda m: _percent(m.rms_dp)),
+)
+
+
+def _text_table(reports: Sequence[EvalReport], text: str) -> Table:
+    """A row per model, and rows that say what is no difference: the reference and its noise floor."""
+    first = reports[0]
+    columns = [column for column in _COLUMNS if first.against is not None or not column.compared]
+    rows = [(r.label, *(column.cell(r.texts[text]) for column in columns)) for r in reports]
+    if first.noise_floor is not None:
+        floor = first.noise_floor.texts[text]
+        rows.append((_floor_label(first), *(column.cell(floor) for column in columns)))
+    reference = first.texts[text].reference_perplexity
+    if reference is not None:
+        rows.append((_reference_label(first), f"{reference:.6g}", *["-"] * (len(columns) - 1)))
+    return Table(("model", *(column.heading for column in columns)), rows, frozenset({"model"}))
+
+
+def _task_table(reports: Sequence[EvalReport]) -> Table:
+    headings = ("task", "metric", "model", "items", "accuracy", "reference", "change", "gained, lost", "p")
+    rows: list[tuple[str, ...]] = []
+    for report in reports:
+        for metrics in report.tasks:
+            paired = metrics.paired
+            row = (
+                metrics.task,
+                metrics.metric,
+                report.label,
+                str(metrics.items),
+                _percent(metrics.accuracy) + _error_points(metrics.accuracy_se),
+            )
+            if paired is None:
+                rows.append((*row, "-", "-", "-", "-"))
+                continue
+            rows.append(
+                (
+                    *row,
+                    _percent(paired.reference),
+                    f"{100 * paired.delta:+.2f}" + _error_points(paired.delta_se),
+                    f"{paired.gained}, {paired.lost} ({_percent(paired.flips)})",
+                    f"{paired.p_value:.2g}",
+                )
+            )
+    return Table(headings, sorted(rows, key=lambda cells: (cells[0], cells[1])), frozenset(headings[:3]))
+
+
+def _verdict_table() -> Table:
+    return Table(
+        ("verdict", "KL mean up to", "excess up to", "meaning"),
+        [(v.word, _limit(v.kl_mean), _limit(v.excess), v.meaning) for v in VERDICTS],
+        frozenset({"verdict", "meaning"}),
+    )
+
+
+def _provenance(reports: Sequence[EvalReport], command: str | None) -> list[Command | Bullets]:
+    lines = []
+    for report in reports:
+        against = "no reference" if report.against is None else f"against `{report.against}`"
+        count = "".join(f"; {name} {m.tokens} tokens" for name, m in report.texts.items())
+        windows = f"; windows of {report.window}, {report.stride} apart" if report.texts else ""
+        lines.append(
+            f"{report.label}: `{report.model}` {against}{count}{windows}; {report.batch} at a time; "
+            f"{report.dtype} on {report.device}; quantkit {report.versions.quantkit_version}, torch "
+            f"{report.versions.torch}, transformers {report.versions.transformers}; {report.seconds:.1f} s."
+        )
+    size = reports[0].reference_logits
+    if size:
+        lines.append(
+            f"The reference's logits, all of them in float32, took {_size(size)} on disk at a time and "
+            f"{reports[0].reference_seconds:.1f} s."
+        )
+    lines += dict.fromkeys(note for report in reports for note in report.notes)
+    return [*([] if command is None else [Command(command)]), Bullets(lines)]
+
+
+def _figures(reports: Sequence[EvalReport]) -> tuple[list[Figure], str | None]:
+    """The plots of what there is, and why there are none."""
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "There is no plot: matplotlib is missing. Install it with `pip install 'quantkit[plots]'`."
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name in dict.fromkeys(text for text, _, _ in points):
-        own = sorted((_bits(report), max(kl, PLOT_FLOOR)) for text, report, kl in points if text == name)
-        axes.plot([x for x, _ in own], [y for _, y in own], marker="o", label=_plain(name))
+        plots.check_matplotlib()
+    except EnvironmentProblem as error:
+        return [], f"There are no plots: {error}"
+    compared = [report for report in reports if report.against is not None and report.texts]
+    drawn = [_excess_plot(compared), _kl_plot(compared), _histogram(compared)] if compared else []
+    if any(report.tasks for report in reports):
+        drawn.append(_task_plot(reports))
+    return drawn, None if drawn else "There are no plots: no model was compared with a reference."
+
+
+def _excess_plot(reports: Sequence[EvalReport]) -> Figure:
+    figure, axes = plots.drawing()
+    axes.set_yscale("symlog", linthresh=_LINEAR_EXCESS)
+    _against_bits(
+        axes,
+        reports,
+        {name: [(m.excess, m.excess_se) for m in _text(reports, name)] for name in reports[0].texts},
+    )
+    axes.axhline(0.0, color=plots.INK, linewidth=1)
+    axes.set(xlabel="bits per weight of the packed linears", ylabel="excess, nats per token")
+    return plots.render(
+        figure,
+        "excess",
+        "Perplexity excess against bits per weight, ± one standard error. The line is the reference; the "
+        f"axis is linear up to {_LINEAR_EXCESS:g}.",
+    )
+
+
+def _kl_plot(reports: Sequence[EvalReport]) -> Figure:
+    figure, axes = plots.drawing()
+    axes.set_yscale("log")
+    _against_bits(
+        axes,
+        reports,
+        {
+            name: [(max(m.kl_mean or 0.0, PLOT_FLOOR), m.kl_mean_se) for m in _text(reports, name)]
+            for name in reports[0].texts
+        },
+    )
+    floor = reports[0].noise_floor
+    caption = "KL mean against bits per weight, ± one standard error."
+    if floor is not None:
+        worst = max(metrics.kl_mean or 0.0 for metrics in floor.texts.values())
+        axes.axhline(max(worst, PLOT_FLOOR), color=plots.INK, linewidth=1, linestyle="--")
+        caption += f" The dashed line is the noise floor: the reference in {floor.dtype}."
+    axes.set(xlabel="bits per weight of the packed linears", ylabel="KL mean, nats per token")
+    return plots.render(figure, "kl", caption)
+
+
+def _text(reports: Sequence[EvalReport], name: str) -> list[TextMetrics]:
+    return [report.texts[name] for report in reports]
+
+
+def _against_bits(
+    axes: Any, reports: Sequence[EvalReport], lines: Mapping[str, Sequence[tuple[float | None, float | None]]]
+) -> None:
+    """A line per text through the models by their bits, each with its name at its highest point."""
     highest: dict[tuple[str, float], float] = {}
-    for _, report, kl in points:
-        key = (report.label, _bits(report))
-        highest[key] = max(highest.get(key, PLOT_FLOOR), kl)
+    for number, (name, values) in enumerate(lines.items()):
+        points = sorted(
+            (_bits(report), value, error or 0.0, report.label)
+            for report, (value, error) in zip(reports, values, strict=True)
+            if value is not None
+        )
+        axes.errorbar(
+            [x for x, *_ in points],
+            [y for _, y, *_ in points],
+            yerr=[error for _, _, error, _ in points],
+            color=plots.COLORS[number % len(plots.COLORS)],
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+            capsize=3,
+            label=plots.plain(name),
+        )
+        for x, y, _, label in points:
+            highest[label, x] = max(y, highest.get((label, x), y))
     for (label, x), y in highest.items():
-        axes.annotate(_plain(label), (x, y), textcoords="offset points", xytext=(4, 6), fontsize="small")
-    axes.set(yscale="log", xlabel="bits per weight of the packed linears", ylabel="KL mean, nats per token")
-    axes.margins(0.1)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    return None
+        axes.annotate(plots.plain(label), (x, y), textcoords="offset points", xytext=(5, 6), fontsize="small")
+    axes.margins(x=0.12, y=0.12)
+    axes.figure.legend(loc="outside upper center", ncols=4)
 
 
-def _plain(text: str) -> str:
-    """Text in which matplotlib finds no formula and no hidden legend entry."""
-    return text.replace("$", r"\$").lstrip("_")
+def _histogram(reports: Sequence[EvalReport]) -> Figure:
+    figure, axes = plots.drawing()
+    rows = [(report.label, list(report.texts.values()), "-") for report in reports]
+    floor = reports[0].noise_floor
+    if floor is not None:
+        rows.append((_floor_label(reports[0]), list(floor.texts.values()), "--"))
+    # The outer bins have no outer edge; they are drawn as wide as their neighbours.
+    edges = [KL_EDGES[0] ** 2 / KL_EDGES[1], *KL_EDGES, KL_EDGES[-1] ** 2 / KL_EDGES[-2]]
+    for number, (label, texts, style) in enumerate(rows):
+        counts = [sum(bins) for bins in zip(*(m.kl_histogram or () for m in texts), strict=True)]
+        parts = [100 * count / sum(counts) for count in counts]
+        color = plots.INK if style == "--" else plots.COLORS[number % len(plots.COLORS)]
+        axes.stairs(parts, edges, color=color, linestyle=style, linewidth=1.4, label=plots.plain(label))
+    axes.set_xscale("log")
+    axes.set(xlabel="KL of a token, nats", ylabel="tokens, %")
+    figure.legend(loc="outside upper center", ncols=3)
+    return plots.render(
+        figure,
+        "kl-histogram",
+        "How the divergence spreads over the tokens of all texts, four bins to a decade; the first and the "
+        "last bin also hold what lies beyond them.",
+    )
+
+
+def _task_plot(reports: Sequence[EvalReport]) -> Figure:
+    names = list(dict.fromkeys((m.task, m.metric) for report in reports for m in report.tasks))
+    figure, axes = plots.drawing(height=1.5 + 0.3 * len(names) * (1 + len(reports)))
+    pitch = 1 / (1 + len(reports))
+    for number, report in enumerate(reports):
+        found = {(m.task, m.metric): m for m in report.tasks}
+        errors = [m.accuracy_se if m.paired is None else m.paired.delta_se for m in found.values()]
+        axes.errorbar(
+            [100 * m.accuracy for m in found.values()],
+            [names.index(name) + pitch * (number + 1) for name in found],
+            xerr=[100 * (error or 0.0) for error in errors],
+            color=plots.COLORS[number % len(plots.COLORS)],
+            marker="o",
+            markersize=4,
+            linestyle="none",
+            capsize=3,
+            label=plots.plain(report.label),
+        )
+    references = {(m.task, m.metric): m.paired.reference for m in reports[0].tasks if m.paired is not None}
+    for name, value in references.items():
+        at = names.index(name)
+        axes.plot([100 * value] * 2, [at + pitch / 2, at + 1 - pitch / 2], color=plots.INK, linewidth=1)
+    axes.set_yticks(
+        [i + 0.5 for i in range(len(names))], [plots.plain(f"{task} {metric}") for task, metric in names]
+    )
+    axes.set(ylim=(len(names), 0), xlabel="accuracy, %")
+    figure.legend(loc="outside upper center", ncols=min(4, len(reports)))
+    what = "the paired one of the change from the reference, the line" if references else "of the accuracy"
+    return plots.render(figure, "tasks", f"Accuracy, ± one standard error: {what}.")
 
 
 def _bits(report: EvalReport) -> float:
     return report.sizes.model if report.sizes.linears is None else report.sizes.linears
 
 
-def _rows(report: EvalReport) -> list[tuple[str, ...]]:
-    sizes = report.sizes
-    head = (
-        report.label,
-        sizes.format,
-        sizes.method or "-",
-        _number(sizes.linears, ".3f"),
-        _number(sizes.model, ".3f"),
-        _size(sizes.file_bytes),
-    )
-    return [(*head, name, *_cells(metrics)) for name, metrics in report.texts.items()]
+def _floor_label(report: EvalReport) -> str:
+    assert report.noise_floor is not None
+    return f"noise floor: {_reference_label(report)} in {report.noise_floor.dtype}"
 
 
-def _cells(metrics: TextMetrics) -> tuple[str, ...]:
-    perplexity = f"e^{metrics.nll:.6g}" if metrics.perplexity is None else _number(metrics.perplexity, ".6g")
-    return (
-        perplexity,
-        _number(metrics.excess, "+.5f") + _error(metrics.excess_se),
-        _number(metrics.kl_mean, ".3g") + _error(metrics.kl_mean_se),
-        _number(metrics.kl_p99, ".3g"),
-        "-" if metrics.same_top1 is None else f"{100 * metrics.same_top1:.2f} %",
-    )
+def _reference_label(report: EvalReport) -> str:
+    return Path(report.against or "").name
 
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
 def _error(value: float | None) -> str:
     return "" if value is None else f" ± {value:.1g}"
+
+
+def _error_points(value: float | None) -> str:
+    return "" if value is None else f" ± {100 * value:.2f}"
 
 
 def _power(nats: float) -> str:
@@ -258,11 +451,3 @@ def _size(count: int) -> str:
             break
         value, unit = value / 1000, larger
     return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
-
-
-def _escaped(text: str) -> str:
-    return " ".join(text.splitlines()).replace("<", "&lt;")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(_escaped(cell).replace("|", r"\|") for cell in cells) + " |"

@@ -29,6 +29,7 @@ class Settings:
     dtype: str = "float32"
     device: str = "auto"
     batch: int = 1
+    stride: int | None = None
 
     def __post_init__(self) -> None:
         dtype_named(self.dtype)
@@ -45,6 +46,7 @@ class Subject:
     tokenizer_size: int
     texts: tuple[TextWindows, ...]
     window: int
+    stride: int
     notes: tuple[str, ...]
 
     @classmethod
@@ -58,15 +60,25 @@ class Subject:
         tokenizer = open_tokenizer(directory)
         vocabulary, limit = language_limits(directory)
         window, note = usable_window(settings.window, limit)
+        # A stride that was no more than the window asked for is none than the window there is.
+        stride = window if settings.stride is None else settings.stride
+        if window < stride <= settings.window:
+            stride = window
         texts = tuple(
-            cut(name, tokenize(tokenizer, read_text(path)), window, settings.max_windows)
+            cut(name, tokenize(tokenizer, read_text(path)), window, settings.max_windows, stride)
             for name, path in zip(text_names(settings.texts), settings.texts, strict=True)
         )
         for text in texts:
             check_tokens(text, vocabulary, directory)
         notes = [note for text in texts for note in text.notes]
         return cls(
-            checkpoint, vocabulary, len(tokenizer), texts, window, tuple(([note] if note else []) + notes)
+            checkpoint,
+            vocabulary,
+            len(tokenizer),
+            texts,
+            window,
+            stride,
+            tuple(([note] if note else []) + notes),
         )
 
 

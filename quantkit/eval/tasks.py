@@ -1,51 +1,232 @@
-"""Benchmark tasks through lm-evaluation-harness, the optional extra `eval`."""
+"""Benchmark tasks through lm-evaluation-harness, the optional extra `eval`, item by item.
 
-from collections.abc import Sequence
+lm-eval reads the tasks, asks the model and judges each item. What quantizing changed is then compared on the
+same items: `quantkit.eval.paired`.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial as bind
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
+from quantkit.eval.paired import Paired, accuracy_error, compare
+from quantkit.eval.partial import Partial
+from quantkit.eval.reference import Progress
+
+#: What makes a directory a model's, from which no task is read.
+_MODEL_FILE = "config.json"
+
+#: lm-eval's own, so that examples before a question are those of its command line.
+_FEWSHOT_SEED = 1234
 
 
-def run_tasks(
-    model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None = None, *, batch: int = 1
-) -> dict[str, Any]:
-    """Run the lm-eval tasks of those names on a loaded model; JSON-able results by task.
+@dataclass(frozen=True)
+class Tasks:
+    """Which tasks to run: their names, and at most `limit` items of each; `path` is a folder of task files.
 
-    `limit` is the number of examples per task, by default all. Only tasks that come with lm-eval are
-    known: a task file is code, and quantkit runs none found beside a model. Data sets are downloaded
-    from the Hugging Face hub unless they are cached.
-
-    `EnvironmentProblem` if lm-eval is not installed, `UsageError` for an unknown task or no task.
+    `batch` is the number of requests at a time. A task file is code: its templates and functions run with the
+    rights of the user. Only those of `path` and those that come with lm-eval are read, never a model's.
     """
-    if not tasks:
-        raise UsageError("no task was named. Name at least one, for example arc_easy.")
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit is {limit}; use at least 1 example per task, or none for all.")
+
+    names: tuple[str, ...]
+    limit: int | None = None
+    path: Path | None = None
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise UsageError("no task was named. Name at least one, for example arc_easy.")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"limit is {self.limit}; use at least 1 example per task, or none for all.")
+        if self.batch < 1:
+            raise UsageError(f"batch is {self.batch}; use at least 1 request.")
+        if self.path is not None:
+            check_task_path(self.path)
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """What one model did: lm-eval's figures by task, and which items it got right by task and metric.
+
+    `documents` is a hash of the items of each task, as the model was asked them.
+    """
+
+    results: Mapping[str, Any]
+    correct: Mapping[str, Mapping[str, Sequence[bool]]]
+    documents: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class TaskMetrics:
+    """A metric of a task that is right or wrong item by item; `paired` is None without a reference."""
+
+    task: str
+    metric: str
+    items: int
+    accuracy: float
+    accuracy_se: float | None
+    paired: Paired | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return asdict(self)
+
+
+def check_task_path(path: Path) -> None:
+    """`UsageError` if `path` is no directory, or is, lies in or contains a model's directory."""
+    if not path.is_dir():
+        raise UsageError(f"task path {path} is no directory. Name a folder of task files in lm-eval's YAML.")
+    place = path.resolve()
+    models = [folder for folder in (place, *place.parents) if (folder / _MODEL_FILE).is_file()]
+    models += [Path(folder) for folder, _, files in os.walk(place) if _MODEL_FILE in files]
+    if models:
+        raise UsageError(
+            f"task path {path}: {models[0]} is the directory of a model, and task files are code. Look at "
+            "the task files that you want and copy them to a folder of their own."
+        )
+
+
+def task_manager(tasks: Tasks) -> Any:
+    """lm-eval's index of its own tasks and those of `tasks.path`.
+
+    `EnvironmentProblem` if lm-eval is not installed, `UsageError` for an unknown task.
+    """
     try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise EnvironmentProblem(
             f"tasks need lm-eval, which cannot be imported ({error}). Install it with "
             "`pip install 'quantkit[eval]'`."
         ) from error
-    manager = TaskManager()
-    unknown = [task for task in tasks if not manager.match_tasks([task])]
-    if unknown:
-        raise UsageError(
-            f"lm-eval has no task {', '.join(map(repr, unknown))}. `lm-eval ls tasks` lists those it has."
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # lm-eval's own index takes seconds to read, and is not needed where the folder has all tasks.
+    for defaults in (False, True) if tasks.path is not None else (True,):
+        manager = TaskManager(
+            include_path=None if tasks.path is None else str(tasks.path), include_defaults=defaults
         )
-    found = simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch),
-        tasks=list(tasks),
-        task_manager=manager,
-        limit=limit,
-        log_samples=False,
+        unknown = [task for task in tasks.names if not manager.match_tasks([task])]
+        if not unknown:
+            return manager
+    raise UsageError(
+        f"lm-eval has no task {', '.join(map(repr, unknown))}. `lm-eval ls tasks` lists those it has; "
+        "--task-path names a folder with others."
     )
-    return {name: jsonable(result) for name, result in found["results"].items()}
+
+
+def run_tasks(
+    model: Path | str,
+    tasks: Tasks,
+    manager: Any,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    partial: Partial | None = None,
+    key: str = "",
+    progress: Progress | None = None,
+) -> TaskRun:
+    """Run `tasks` on the checkpoint `model`, task by task; `manager` is that of `task_manager`.
+
+    Tasks that are in `partial` under `key` are not run again. Data sets are downloaded from the Hugging Face
+    hub unless they are cached or files; with `HF_HUB_OFFLINE` set nothing is, and one that is missing is a
+    `UsageError`.
+    """
+    lm: Any = None
+    run = TaskRun({}, {}, {})
+    for name in tasks.names:
+        found = None if partial is None else partial.json(key, f"task-{_slug(name)}")
+        if found is None:
+            if lm is None:
+                from quantkit.eval.harness import QuantkitLM
+
+                lm = QuantkitLM(str(model), device=device, dtype=dtype, batch_size=tasks.batch)
+            if progress is not None:
+                lm.report = bind(_labeled, progress, f"{Path(model).name} on {name}")
+            found = _run_task(lm, name, tasks, manager)
+            if partial is not None:
+                partial.store_json(key, f"task-{_slug(name)}", found)
+        run = TaskRun(*({**had, **found[part]} for part, had in vars(run).items()))
+    return run
+
+
+def _labeled(progress: Progress, label: str, done: int, total: int) -> None:
+    progress(done, total, label)
+
+
+def _run_task(lm: Any, name: str, tasks: Tasks, manager: Any) -> dict[str, Any]:
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from lm_eval import evaluate
+
+    try:
+        # What lm_eval.simple_evaluate does, less seconds of looking at the machine and at git.
+        loaded = manager.load([name])
+        for task in loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        found = evaluate(lm, loaded, limit=tasks.limit, bootstrap_iters=0)
+    except (OSError, DatasetNotFoundError, OfflineModeIsEnabled) as error:
+        raise UsageError(
+            f"task {name}: its data cannot be read ({error}). Files are looked for from the directory that "
+            "the command runs in; data sets of the hub need a network, or the cache and HF_HUB_OFFLINE=1."
+        ) from error
+    correct: dict[str, dict[str, list[bool]]] = {}
+    documents = {}
+    for task, samples in found["samples"].items():
+        digest = hashlib.sha256()
+        values: dict[str, list[Any]] = {}
+        for sample in sorted(samples, key=lambda sample: (str(sample["filter"]), sample["doc_id"])):
+            digest.update("".join(sample[f"{what}_hash"] for what in ("doc", "prompt", "target")).encode())
+            suffix = "" if sample["filter"] == "none" else f",{sample['filter']}"
+            for metric in sample["metrics"]:
+                values.setdefault(f"{metric}{suffix}", []).append(jsonable(sample[metric]))
+        correct[task] = {
+            metric: list(map(bool, items))
+            for metric, items in values.items()
+            if all(isinstance(item, (bool, int, float)) and item in (0, 1) for item in items)
+        }
+        documents[task] = digest.hexdigest()
+    results = {task: jsonable(result) for task, result in found["results"].items()}
+    return {"results": results, "correct": correct, "documents": documents}
+
+
+def task_metrics(run: TaskRun, reference: TaskRun | None) -> tuple[TaskMetrics, ...]:
+    """The figures of `run`, compared with `reference` item by item.
+
+    `CheckpointError` if the two were not asked the same items.
+    """
+    metrics = []
+    for task, by_metric in run.correct.items():
+        if reference is not None and reference.documents.get(task) != run.documents[task]:
+            raise CheckpointError(
+                f"task {task}: the model and its reference were not asked the same items. Its files changed "
+                "in between; delete the partial results and start again."
+            )
+        for metric, correct in by_metric.items():
+            theirs = None if reference is None else reference.correct[task].get(metric)
+            metrics.append(
+                TaskMetrics(
+                    task=task,
+                    metric=metric,
+                    items=len(correct),
+                    accuracy=sum(correct) / len(correct),
+                    accuracy_se=accuracy_error(correct),
+                    paired=None if theirs is None else compare(correct, theirs),
+                )
+            )
+    return tuple(metrics)
+
+
+def _slug(name: str) -> str:
+    """A file name for a task, whatever its name holds."""
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def jsonable(value: Any) -> Any:

@@ -1,9 +1,12 @@
 """Texts to score on: read strictly, tokenized as one stream, cut into windows.
 
 The protocol is GPTQ's (arXiv 2210.17323): the whole text is one stream of tokens, no token is added to
-it (no BOS, not even for tokenizers that add one by default), windows do not overlap, the tokens after
-the last whole window are not used. Position 0 of a window has no context and is not scored, so a window
-of W tokens scores W - 1.
+it (no BOS, not even for tokenizers that add one by default), windows of 2048 tokens do not overlap, the
+tokens after the last whole window are not used. Position 0 of a window has no context and is not scored,
+so a window of W tokens scores W - 1.
+
+A window may start less than its length after the one before. Of each window the last `stride` tokens are
+then scored, and every one of them has at least window - stride tokens of context.
 """
 
 from collections import Counter
@@ -16,15 +19,19 @@ import torch
 from quantkit.calibrate.samples import token_digest
 from quantkit.errors import CheckpointError, UsageError
 
-DEFAULT_WINDOW = 1024
+DEFAULT_WINDOW = 2048
 
 
 @dataclass(frozen=True, eq=False)
 class TextWindows:
-    """A text as windows of tokens: int64 [windows, window], and what the reader should know of it."""
+    """A text as windows of tokens: int64 [windows, window], and what the reader should know of it.
+
+    The last `scored` tokens of each window are scored.
+    """
 
     name: str
     tokens: torch.Tensor
+    scored: int
     notes: tuple[str, ...] = ()
 
     @property
@@ -36,10 +43,8 @@ class TextWindows:
 def text_names(paths: Sequence[Path]) -> tuple[str, ...]:
     """A distinct name per text for reports: the file name, the whole path where that is not distinct.
 
-    `UsageError` if there is no text or one is given twice.
+    `UsageError` if one is given twice.
     """
-    if not paths:
-        raise UsageError("no text to score on was given. Give at least one UTF-8 text file.")
     for path, count in Counter(paths).items():
         if count > 1:
             raise UsageError(f"text {path} is given {count} times. Give each text once.")
@@ -56,23 +61,27 @@ def usable_window(window: int, limit: int | None) -> tuple[int, str | None]:
     return limit, f"window {window} was cut to {limit}, the positions that the model has"
 
 
-def cut(name: str, tokens: torch.Tensor, window: int, max_windows: int | None = None) -> TextWindows:
+def cut(
+    name: str, tokens: torch.Tensor, window: int, max_windows: int | None = None, stride: int | None = None
+) -> TextWindows:
     """The first `max_windows` (default all) windows of `window` tokens of a stream (int64 [n]).
 
-    A stream shorter than one window becomes one short window; `UsageError` below two tokens.
+    One starts `stride` tokens (default `window`) after the other. A stream shorter than one window becomes
+    one short window; `UsageError` below two tokens.
     """
+    stride = window if stride is None else stride
     if max_windows is not None and max_windows < 1:
         raise UsageError(f"max_windows is {max_windows}; use at least 1, or none for the whole text.")
+    if not 1 <= stride <= window:
+        raise UsageError(f"stride is {stride}; use 1 to {window}, the tokens of a window.")
     length = len(tokens)
     if length < 2:
         raise UsageError(f"{name}: the text has {length} tokens; scoring takes at least 2. Give more text.")
     if length < window:
         note = f"{name}: {length} tokens are less than one window of {window}; scored as one short window"
-        return TextWindows(name, tokens[None], (note,))
-    count = length // window
-    if max_windows is not None:
-        count = min(count, max_windows)
-    return TextWindows(name, tokens[: count * window].view(count, window))
+        return TextWindows(name, tokens[None], min(stride, length - 1), (note,))
+    windows = tokens.unfold(0, window, stride)[:max_windows].contiguous()
+    return TextWindows(name, windows, min(stride, window - 1))
 
 
 def check_tokens(text: TextWindows, rows: int, model: Path) -> None:

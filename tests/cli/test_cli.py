@@ -99,6 +99,8 @@ def test_the_whole_way(run: Run, tmp_path: Path) -> None:
     assert text["excess"] == pytest.approx(math.log(text["perplexity"] / text["reference_perplexity"]))
     assert 0 < text["kl_mean"] < text["kl_p99"]
     assert (report / "report.md").read_text().startswith("# Evaluation")
+    assert "quantkit eval" in (report / "report.html").read_text()
+    assert not (report / ".quantkit-eval").exists()
 
     done = run("generate", packed, "Once upon a time", "-n", 8)
     assert done.code == 0
@@ -404,8 +406,11 @@ def test_what_is_no_packed_checkpoint(run: Run, command: str) -> None:
     [
         ((), 2, "nothing to evaluate: give --text FILE"),
         (("--text", "missing.txt"), 2, "missing.txt: cannot be read"),
-        (("--tasks", ","), 2, "--tasks names no task"),
-        (("--tasks", "arc_easy", "--against", SOURCE), 2, "--against and --report are about texts"),
+        (("--tasks", ","), 2, "--tasks is empty; name at least one"),
+        (("--text", STORIES, "--noise-floor"), 2, "give --against and --text as well"),
+        (("--text", STORIES, "--task-path", "."), 2, "name them with --tasks"),
+        (("--text", STORIES, "--window", "64", "--stride", "65"), 2, "stride is 65; use 1 to 64"),
+        (("--text", STORIES, "--logits-space", "much"), 2, "size 'much' is not"),
         (("--text", STORIES, "--dtype", "int3"), 2, "unknown dtype 'int3'"),
         (("--text", STORIES, "--device", "tpu", "--max-windows", "1"), 2, "device 'tpu' is not known"),
         (("--text", STORIES, "--json", "missing/eval.json"), 5, "cannot write missing/eval.json"),

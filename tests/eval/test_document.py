@@ -44,6 +44,7 @@ def figure(name: str) -> Figure:
     drawn, axes = plots.drawing()
     axes.plot([1, 2, 3], [3, 1, 2], color=plots.COLORS[0], label="a & b")
     axes.set(xlabel=plots.plain("$x$"))
+    axes.annotate("name", (1, 3))
     axes.legend()
     return plots.render(drawn, name, f"A [plot] of {name} & more")
 
@@ -101,7 +102,10 @@ def test_markdown_has_the_same_content() -> None:
 def test_drawings_take_the_ink_of_the_page_and_are_the_same_each_time() -> None:
     first, second = figure("f"), figure("f")
     assert first == second
-    assert plots.INK not in first.svg and "#000000" not in first.svg and "currentColor" in first.svg
+    assert plots.INK not in first.svg and "#000000" not in first.svg and "#ffffff" not in first.svg
+    # Without a fill a glyph would be black.
+    fills = re.findall(r"<!-- .+? -->\s*<g([^>]*)>", first.svg)
+    assert len(fills) > 5 and all("fill: currentColor" in fill for fill in fills)
     assert plots.COLORS[0] in first.svg
     assert first.png.startswith(b"\x89PNG")
     ElementTree.fromstring(first.svg.replace("xlink:href", "href"))

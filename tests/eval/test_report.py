@@ -1,19 +1,25 @@
 """Reports: verdicts, tables, files, and what is said when there is no plot."""
 
 import builtins
+import hashlib
 import json
 import math
+import re
+from dataclasses import replace
 
 import pytest
-from rich.console import Console
+import torch
+from safetensors.torch import save_file
 
-from quantkit.errors import EnvironmentProblem, OutputError, UsageError
-from quantkit.eval.evaluate import EvalReport
-from quantkit.eval.metrics import TextMetrics
+from quantkit.errors import OutputError, UsageError
+from quantkit.eval import report as report_module
+from quantkit.eval.evaluate import EvalReport, NoiseFloor
+from quantkit.eval.metrics import KL_EDGES, TextMetrics
 from quantkit.eval.models import Versions
-from quantkit.eval.report import VERDICTS, table, verdict, verdict_line, write_report
+from quantkit.eval.paired import compare
+from quantkit.eval.report import VERDICTS, document, verdict, verdict_line, write_report
 from quantkit.eval.sizes import Sizes
-from quantkit.eval.tasks import jsonable, run_tasks
+from quantkit.eval.tasks import TaskMetrics
 
 
 def text(kl: float | None, excess: float | None = None, top1: float = 0.9) -> TextMetrics:
@@ -33,20 +39,30 @@ def text(kl: float | None, excess: float | None = None, top1: float = 0.9) -> Te
         excess_se=None,
         kl_mean_se=0.01 if compared else None,
         kl_median=kl,
+        kl_median_se=0.001 if compared else None,
+        kl_p95=5 * kl if compared else None,
+        kl_p95_se=0.02 if compared else None,
+        kl_p99_se=None,
         kl_max=kl,
+        rms_dp=0.02 if compared else None,
+        rms_dp_se=None,
+        kl_histogram=tuple(range(len(KL_EDGES) + 1)) if compared else None,
     )
 
 
 def report(label: str = "model", linears: float | None = 4.125, **texts: TextMetrics) -> EvalReport:
+    compared = all(metrics.kl_mean is not None for metrics in texts.values())
     return EvalReport(
         model=f"/models/{label}",
-        against="/models/original",
+        against="/models/original" if compared else None,
         texts=texts,
         sizes=Sizes(linears, 5.0, 14_500_000, "int4 g128 bfloat16", "mse"),
         reference_sizes=Sizes(None, 16.0, 55_000_000, "dense"),
         dtype="float32",
         window=1024,
+        stride=512,
         max_windows=1,
+        batch=2,
         device="cpu",
         versions=Versions("0.1.0", "2.13.0", "5.23.0"),
         seconds=1.5,
@@ -109,27 +125,68 @@ def test_the_change_of_perplexity_is_readable_at_every_size(excess, change):
     assert f"changes by {change}." in verdict_line(report(a=row))
 
 
-def test_write_report(tmp_path):
+@pytest.fixture
+def unhashed(monkeypatch):
+    """The models of these reports are not on any disk."""
+    monkeypatch.setattr(report_module, "hashes", lambda model: {"config.json": "0" * 64})
+
+
+def with_tasks(found: EvalReport, correct: list[bool]) -> EvalReport:
+    reference = [True, True, False, True]
+    metrics = TaskMetrics("piqa", "acc", 4, sum(correct) / 4, 0.2, compare(correct, reference))
+    floor = NoiseFloor("bfloat16", {name: text(0.0004) for name in found.texts})
+    return replace(found, tasks=(metrics,), noise_floor=floor, reference_logits=12_000_000)
+
+
+def test_write_report(tmp_path, unhashed):
     reports = [
-        report("int8", 8.03, **{"books.txt": text(0.0), "docs.txt": text(0.002)}),
-        report("binary|x", 1.125, **{"books.txt": text(5.0, top1=0.05), "docs.txt": text(4.0, top1=0.04)}),
+        with_tasks(
+            report("int8", 8.03, **{"books.txt": text(0.0), "docs.txt": text(0.002)}),
+            [True, True, False, True],
+        ),
+        with_tasks(
+            report("binary|x", 1.125, **{"books.txt": text(5.0, top1=0.05), "docs.txt": text(4.0)}),
+            [False, False, True, True],
+        ),
     ]
-    files = write_report(tmp_path / "out", reports)
-    assert [file.name for file in files] == ["report.md", "report.json", "kl.png"]
+    files = write_report(tmp_path / "out", reports, "quantkit eval int8 --report out")
+    names = ["report.md", "report.html", "report.json"]
+    plots = ["excess.png", "kl.png", "kl-histogram.png", "tasks.png"]
+    assert [file.name for file in files] == names + plots
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[3:])
     markdown = files[0].read_text(encoding="utf-8")
+    lines = markdown.splitlines()
     assert "int8: indistinguishable" in markdown and r"binary|x: unusable" in markdown
-    assert "![KL mean against bits per weight](kl.png)" in markdown
-    assert "cut to 1024" in markdown and "14.50 MB" in markdown
-    rows = [line for line in markdown.splitlines() if line.startswith(("| int8", r"| binary\|x"))]
-    assert len(rows) == 4
-    assert {line.replace(r"\|", "").count("|") for line in rows} == {13}
-    content = json.loads(files[1].read_text(), parse_constant=pytest.fail)
-    assert content["version"] == 1
+    assert "cut to 1024" in markdown and "windows of 1024, 512 apart" in markdown
+    assert "took 12.00 MB on disk at a time" in markdown
+    assert "quantkit eval int8 --report out" in lines
+    assert r"| binary\|x | unusable | int4 g128 bfloat16 | mse | 1.125 | 5.000 | 14.50 MB |" in lines
+    rows = [line for line in lines if line.startswith("| noise floor: original in bfloat16 ")]
+    assert len(rows) == 2 and "| 0.0004 ± 0.01 |" in rows[0]
+    assert len([line for line in lines if line.startswith("| original | 20 |")]) == 2
+    (task,) = (line for line in lines if line.startswith(r"| piqa | acc | binary\|x |"))
+    assert task.endswith("| 4 | 50.00 % ± 20.00 | 75.00 % | -25.00 ± 47.87 | 1, 2 (75.00 %) | 1 |")
+    page = files[1].read_text(encoding="utf-8")
+    assert page.count("<svg") == 4 and not re.search(r"https?:|<img|<script|src=", page)
+    content = json.loads(files[2].read_text(), parse_constant=pytest.fail)
+    assert content["version"] == 1 and content["command"] == "quantkit eval int8 --report out"
+    assert content["sha256"].keys() == {"/models/int8", "/models/binary|x", "/models/original"}
     assert content["reports"][1]["texts"]["books.txt"]["kl_mean"] == 5.0
-    assert files[2].read_bytes().startswith(b"\x89PNG")
+    assert content["reports"][1]["tasks"][0]["paired"]["lost"] == 2
+    assert content["reports"][1]["noise_floor"]["dtype"] == "bfloat16"
 
 
-def test_a_missing_matplotlib_is_said_in_the_report(tmp_path, monkeypatch):
+def test_the_command_and_the_hashes_are_of_the_files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    found = report_module.hashes(tmp_path)
+    assert found == {
+        name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+        for name in ("config.json", "model.safetensors")
+    }
+
+
+def test_a_missing_matplotlib_is_said_in_the_report(tmp_path, monkeypatch, unhashed):
     real = builtins.__import__
 
     def without_matplotlib(name, *args, **kwargs):
@@ -139,55 +196,26 @@ def test_a_missing_matplotlib_is_said_in_the_report(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     files = write_report(tmp_path, [report(a=text(0.1))])
-    assert [file.name for file in files] == ["report.md", "report.json"]
+    assert [file.name for file in files] == ["report.md", "report.html", "report.json"]
     assert "pip install 'quantkit[plots]'" in files[0].read_text(encoding="utf-8")
 
 
-def test_without_a_reference_there_is_no_plot(tmp_path):
-    files = write_report(tmp_path, [report(a=text(None))])
-    assert len(files) == 2 and "not compared with a reference" in files[0].read_text(encoding="utf-8")
+def test_without_a_reference_there_is_no_plot_and_no_column_for_it():
+    made = document([report(a=text(None))])
+    assert not made.figures
+    assert "not compared with a reference" in made.markdown()
+    assert "KL mean |" not in made.markdown() and "| model | perplexity |" in made.markdown()
 
 
-def test_what_cannot_be_reported_is_an_error(tmp_path):
+def test_tasks_alone_make_a_report():
+    made = document([with_tasks(report(), [True, True, True, True])])
+    assert [figure.name for figure in made.figures] == ["tasks"]
+    assert "perplexity" not in made.markdown()
+
+
+def test_what_cannot_be_reported_is_an_error(tmp_path, unhashed):
     with pytest.raises(UsageError, match="nothing to report"):
         write_report(tmp_path, [])
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot write the report"):
         write_report(tmp_path / "file", [report(a=text(0.1))])
-
-
-def test_the_table_takes_names_as_they_are():
-    console = Console(width=250, record=True, file=None, quiet=False)
-    with console.capture() as captured:
-        console.print(table([report("[bold]x[/bold]", **{"books.txt": text(5.0)}), report(a=text(None))]))
-    out = captured.get()
-    assert (
-        "[bold]x[/bold]" in out and "unusable" in out and "4.125" in out and "mse" in out and "90.00 %" in out
-    )
-
-
-def test_tasks_without_lm_eval_name_the_extra(monkeypatch):
-    real = builtins.__import__
-
-    def without_lm_eval(name, *args, **kwargs):
-        if name.split(".")[0] == "lm_eval":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_lm_eval)
-    with pytest.raises(EnvironmentProblem, match=r"pip install 'quantkit\[eval\]'"):
-        run_tasks(None, None, ["arc_easy"])
-    with pytest.raises(UsageError, match="no task"):
-        run_tasks(None, None, [])
-    with pytest.raises(UsageError, match="limit is 0"):
-        run_tasks(None, None, ["arc_easy"], limit=0)
-
-
-def test_results_become_json():
-    import numpy as np
-
-    found = jsonable(
-        {"acc": np.float64(0.5), 1: [np.int64(3), float("nan")], "f": len, "a": np.array([1, 2])}
-    )
-    assert found == {"acc": 0.5, "1": [3, None], "f": str(len), "a": [1, 2]}
-    json.dumps(found, allow_nan=False)

@@ -61,8 +61,6 @@ def test_names_are_distinct(tmp_path):
     assert text_names([a, b, c]) == (str(a), str(b), "c.txt")
     with pytest.raises(UsageError, match="given 2 times"):
         text_names([a, a])
-    with pytest.raises(UsageError, match="no text"):
-        text_names([])
 
 
 class FakeTokenizer:
@@ -89,6 +87,27 @@ def test_windows_are_consecutive_slices(length, window, most):
         whole = length // window
         assert found.tokens.shape == (whole if most is None else min(whole, most), window)
         assert found.notes == ()
+
+
+@given(
+    length=st.integers(2, 200), window=st.integers(2, 20), stride=st.integers(1, 20), most=st.integers(1, 9)
+)
+def test_windows_of_a_stride_score_each_token_once_with_the_context_it_takes(length, window, stride, most):
+    stream = torch.arange(length)
+    if stride > window:
+        with pytest.raises(UsageError, match=f"stride is {stride}; use 1 to {window}"):
+            cut("t", stream, window, most, stride)
+        return
+    found = cut("t", stream, window, most, stride)
+    scored = [token for row in found.tokens.tolist() for token in row[-found.scored :]]
+    assert len(set(scored)) == len(scored)
+    if length >= window:
+        starts = range(0, length - window + 1, stride)[:most]
+        assert found.tokens.tolist() == [list(range(start, start + window)) for start in starts]
+        context = {token - row[0] for row in found.tokens.tolist() for token in row[-found.scored :]}
+        assert min(context) >= max(1, window - stride)
+        if stride < window:
+            assert scored == list(range(window - stride, window - stride + len(scored)))
 
 
 def test_too_little_text_is_an_error():

@@ -1,0 +1,90 @@
+"""What an evaluation has found so far, in files, so that it goes on where it was interrupted.
+
+Files hold the scores of every batch of windows and the answers to every task, each written whole under a key
+of all that its figures depend on. They are deleted when the evaluation is done: they are no cache.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from quantkit.errors import OutputError
+from quantkit.eval.metrics import TokenScores
+from quantkit.files import parse_json, replace_file
+
+#: The folder of everything, which is deleted at the end, and the one in it of the reference's logits.
+_FOLDER = ".quantkit-eval"
+_LOGITS = "reference"
+_FIELDS = ("nll", "reference_nll", "kl", "same_top1")
+
+
+class Partial:
+    """Finished parts of evaluations, in a folder of their own in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / _FOLDER
+
+    @property
+    def logits(self) -> Path:
+        """Where the reference's logits go."""
+        return self.directory / _LOGITS
+
+    def scores(self, key: str, name: str, shape: tuple[int, int]) -> TokenScores | None:
+        """The scores of the batch `name`, [windows, positions] of `shape`; None if there are none."""
+        data = self._read(self.directory / key / f"{name}.safetensors")
+        if data is None:
+            return None
+        try:
+            tensors = load(data)
+        except SafetensorError:
+            return None
+        if "nll" not in tensors or any(tuple(tensor.shape) != shape for tensor in tensors.values()):
+            return None
+        return TokenScores(*(tensors.get(field) for field in _FIELDS))
+
+    def store_scores(self, key: str, name: str, scores: TokenScores) -> None:
+        """Keep the scores of the batch `name`; `OutputError` if they cannot be written."""
+        tensors: dict[str, torch.Tensor] = {
+            field: value.contiguous() for field in _FIELDS if (value := getattr(scores, field)) is not None
+        }
+        self._write(self.directory / key / f"{name}.safetensors", save(tensors))
+
+    def json(self, key: str, name: str) -> dict[str, Any] | None:
+        """The JSON object stored as `name`; None if there is none."""
+        data = self._read(self.directory / key / f"{name}.json")
+        if data is None:
+            return None
+        try:
+            return parse_json(data, name)
+        except ValueError:
+            return None
+
+    def store_json(self, key: str, name: str, value: dict[str, Any]) -> None:
+        """Keep a JSON object; `OutputError` if it cannot be written."""
+        self._write(self.directory / key / f"{name}.json", json.dumps(value).encode())
+
+    def remove(self) -> None:
+        """Delete all parts: the evaluation is done."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @staticmethod
+    def _read(path: Path) -> bytes | None:
+        try:
+            return path.read_bytes()
+        except OSError:
+            return None
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, data)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write partial results to {self.directory}: {error.strerror or error}. Free space "
+                "there or name another directory."
+            ) from error

@@ -110,6 +110,7 @@ class EvalReport:
             "quantkit_version": self.versions.quantkit_version,
             "torch": self.versions.torch,
             "transformers": self.versions.transformers,
+            "lm_eval": version("lm_eval") if self.task_results else None,
             "seconds": self.seconds,
             "reference_seconds": self.reference_seconds,
             "reference_logits_bytes": self.reference_logits,

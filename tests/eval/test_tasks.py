@@ -3,6 +3,7 @@
 import builtins
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,8 @@ def questions(tmp_path, monkeypatch) -> Path:
     for name, items in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     monkeypatch.chdir(tmp_path)
+    if find_spec("datasets") is not None:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path
 
 
@@ -88,7 +91,8 @@ def test_a_lossless_format_answers_as_lm_eval_does_on_the_dense_model(lossless, 
     name = "perplexity,none"
     found, expected = report.task_results["lambada_file"][name], own["lambada_file"][name]
     assert found == pytest.approx(expected, rel=1e-4)
-    json.dumps(report.to_dict(), allow_nan=False)
+    content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert content["lm_eval"] == lm_eval.__version__ and content["texts"] == {}
 
 
 def test_answers_are_kept_until_the_evaluation_is_done(lossless, questions, tmp_path, monkeypatch):

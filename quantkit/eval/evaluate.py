@@ -435,7 +435,10 @@ def _report(
     notes = subject.notes
     if run.continued:
         count = sum(map(len, run.blocks))
-        notes += (f"{run.continued} of {count} batches of windows come from a run that was interrupted",)
+        notes += (
+            f"{subject.checkpoint.directory.name}: {run.continued} of {count} batches of windows come from a "
+            "run that was interrupted",
+        )
     return EvalReport(
         model=str(subject.checkpoint.directory),
         against=None if reference is None else str(reference.subject.checkpoint.directory),

@@ -224,7 +224,7 @@ def test_what_is_left_of_other_settings_or_cut_short_is_not_used(stories, pertur
     again = evaluate_many([perturbed], partial=partial, **options)[0]
     assert again.notes == () and figures(again) == figures(first)
     again = evaluate_many([perturbed], partial=partial, **options)[0]
-    assert again.notes == ("2 of 2 batches of windows come from a run that was interrupted",)
+    assert again.notes == ("perturbed: 2 of 2 batches of windows come from a run that was interrupted",)
 
 
 def test_partial_results_that_cannot_be_written_are_an_error(stories, texts, tmp_path):

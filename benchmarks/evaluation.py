@@ -3,8 +3,8 @@
     python benchmarks/evaluation.py MODEL --text books.txt [--window 1024] [--max-windows 8] [--rounds 3]
 
 Both load MODEL in float32 on the CPU and score the same windows one at a time; the loop takes the loss that
-transformers computes. Each is timed `--rounds` times in turn, and the fastest counts: seconds of the processor,
-which other work on the machine disturbs less than those of the clock.
+transformers computes. Each is timed `--rounds` times in turn, and the fastest counts: seconds of the
+processor, which other work on the machine disturbs less than those of the clock.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def timed(function: Callable[[], float | None]) -> tuple[float, float | None]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--window", type=int, default=1024)

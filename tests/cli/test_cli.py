@@ -433,6 +433,41 @@ def test_eval_without_lm_eval(run: Run, packed: Path, monkeypatch: pytest.Monkey
     assert "pip install 'quantkit[eval]'" in done.err
 
 
+def test_eval_compares_models_and_goes_on_after_an_interruption(
+    run: Run, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.eval import evaluate
+
+    original, calls = evaluate.logits_of, 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    report, file = tmp_path / "report", tmp_path / "figures.json"
+    command = (
+        *("eval", packed, SOURCE, "--text", STORIES, "--window", 32, "--max-windows", 2),
+        *("--against", SOURCE, "--report", report, "--json", file, "--no-noise-floor"),
+    )
+    monkeypatch.setattr(evaluate, "logits_of", interrupted)
+    done = run(*command)
+    assert (done.code, done.out) == (130, "")
+    assert f"what is done so far is in {report / '.quantkit-eval'}; the same command goes on" in done.err
+    assert list(report.iterdir()) == [report / ".quantkit-eval"]
+
+    done = run(*command)
+    assert done.code == 0
+    assert "int4: 1 of 2 batches of windows come from a run that was interrupted" in done.err
+    assert re.search(r"\nint4 .*\nstories260K .* \+0\.00000 +0 +100\.00%\n", done.out)
+    assert calls == 5
+    figures = json.loads(file.read_text())["reports"]
+    assert [one["label"] for one in figures] == ["int4", "stories260K"]
+    assert not (report / ".quantkit-eval").exists()
+
+
 def test_eval_without_a_reference(run: Run, packed: Path) -> None:
     done = run("eval", packed, "--text", STORIES, "--window", 4096, "--max-windows", 1)
     assert done.code == 0

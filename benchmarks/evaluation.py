@@ -41,7 +41,9 @@ def timed(function: Callable[[], float | None]) -> tuple[float, float | None]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--window", type=int, default=1024)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.checkpoint.durable import hash_file, is_plain_name
+from quantkit.checkpoint.durable import hash_file, is_plain_name, write_file
 from quantkit.errors import CheckpointError
 from quantkit.files import os_error_text
 
@@ -61,6 +61,17 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if problem is not None:
         raise CheckpointError(f"{path}: {problem}. {_REWRITE}")
     return dict(manifest)
+
+
+def extend_manifest(directory: Path, values: Mapping[str, Any]) -> None:
+    """Add keys to the manifest of a finished directory, in one step; `OutputError` on failure."""
+    manifest = {**read_manifest(directory), **values}
+    write_file(directory, MANIFEST_NAME, [pretty_json(manifest)])
+
+
+def pretty_json(value: Mapping[str, Any]) -> bytes:
+    """JSON as manifests, indexes and configs are written: the same bytes for the same content."""
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _rule_broken(manifest: Any) -> str | None:

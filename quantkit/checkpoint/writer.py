@@ -18,7 +18,7 @@ from typing import Any, Self
 from quantkit.checkpoint.durable import FileRecord, is_plain_name, read_blocks, write_file, writing
 from quantkit.checkpoint.journal import JOURNAL_NAME, Entry, Journal, run_hash
 from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
-from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.checkpoint.manifest import MANIFEST_NAME, pretty_json
 from quantkit.checkpoint.occupied import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -195,17 +195,17 @@ class OutputDirectory:
         side_names = [path.name for path in side_files]
         journal = self._claim([*side_names, *index_names, MANIFEST_NAME, CONFIG_NAME])
 
-        config_bytes = _pretty_json(config)
+        config_bytes = pretty_json(config)
         records = [self._entries[name].record for name in shards]
         records += [write_file(self.path, path.name, read_blocks(path)) for path in side_files]
         for name in index_names:
             index = {"metadata": {"total_size": total_size}, "weight_map": dict(index_weight_map)}
-            records.append(write_file(self.path, name, [_pretty_json(index)]))
+            records.append(write_file(self.path, name, [pretty_json(index)]))
         digest = hashlib.sha256(config_bytes).hexdigest()
         records.append(FileRecord(CONFIG_NAME, digest, len(config_bytes)))
         files = {record.file: {"sha256": record.sha256, "size": record.size} for record in records}
         own = {"run": dict(self._run), "run_sha256": run_hash(self._run), "files": files}
-        write_file(self.path, MANIFEST_NAME, [_pretty_json({**manifest, **own})])
+        write_file(self.path, MANIFEST_NAME, [pretty_json({**manifest, **own})])
         write_file(self.path, CONFIG_NAME, [config_bytes])
         journal.remove()
         self._lock.release()
@@ -251,7 +251,3 @@ class OutputDirectory:
                     "file of the output. Rename the file."
                 )
             taken.add(name.lower())
-
-
-def _pretty_json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

@@ -3,9 +3,12 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    import torch
 
 
 def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
@@ -16,6 +19,17 @@ def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
     named = None if dtype == "auto" else dtype_named(dtype)
     with using_transformers(source):
         return load(source, device=device, dtype=named), tokenizer(source)
+
+
+def free_memory(device: "torch.device") -> int:
+    """Bytes that are free on the GPU, or on the host for a CPU."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
 
 
 def log_kernels() -> None:

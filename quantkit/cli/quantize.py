@@ -33,6 +33,13 @@ def quantize(
     asked: options.Asked,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Run the result on a fixed prompt and store its logits, with which 'verify' compares.",
+        ),
+    ] = True,
 ) -> None:
     """Quantize a checkpoint to a packed one.
 
@@ -76,6 +83,8 @@ def quantize(
         raise
     if not ranks.first:
         return
+    if check:
+        _check_result(result.directory, asked.device)
     if asked.json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
         return
@@ -106,6 +115,24 @@ def quantize(
     if (line := coverage_line(result.measured)) is not None:
         say(line)
     say(f"wrote {result.directory} ({size(result.plan.output_bytes)})")
+
+
+def _check_result(directory: Path, device: str) -> None:
+    """Run what was written and store its logits, unless it may not fit in memory: it was streamed."""
+    from quantkit.cli.models import free_memory, using_transformers
+    from quantkit.model.prompt_logits import bytes_to_run, record
+    from quantkit.model.quantize import pick_device
+
+    target = pick_device(device)
+    needed, free = bytes_to_run(directory), free_memory(target)
+    if needed > free:
+        note(
+            f"the result was not run: that takes about {size(needed)} of memory, and {size(free)} is free. "
+            "'verify' will have no logits to compare with."
+        )
+        return
+    with progress("checking"), using_transformers(str(directory)):
+        record(directory, target)
 
 
 def coverage_line(measured: "Mapping[str, Measured]") -> str | None:

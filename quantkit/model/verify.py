@@ -1,5 +1,6 @@
 """Verify a packed checkpoint: what was written is there, unchanged, complete, and runs."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,24 +12,24 @@ from quantkit.checkpoint.manifest import read_manifest, verify_files
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.model.prompt_logits import PromptLogits
 from quantkit.model.record import ModelRecord
 from quantkit.packing.names import packed_parameters
 
-#: Loads the model of argv[1] on the CPU and runs a forward; a fresh interpreter shares no state with ours.
-#: The last line on stderr is what went wrong.
+#: Runs the model of argv[1] on the CPU and prints what its logits do not agree in; a fresh interpreter shares
+#: no state with ours. The last line on stderr is what went wrong.
 _RELOAD = """
-import sys, torch, quantkit
+import json, sys
+from pathlib import Path
 from transformers import logging
+from quantkit.model.prompt_logits import compare
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 try:
-    model = quantkit.load(sys.argv[1], device="cpu")
-    with torch.inference_mode():
-        logits = model(torch.arange(1, 9)[None] % model.config.get_text_config().vocab_size).logits
+    problems = compare(Path(sys.argv[1]))
 except Exception as error:
     sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))
-if not torch.isfinite(logits).all():
-    sys.exit("the logits are not finite")
+print(json.dumps(problems))
 """
 
 
@@ -48,7 +49,8 @@ def verify(
 
     Files against the hashes of the manifest, headers and index against each other, the layers of the
     manifest against config.json and the packed tensors, and, with `reload`, loading and running the model
-    in a fresh process. Without files, headers or a manifest that can be read, the checks end there.
+    in a fresh process, whose logits of a fixed prompt have to be those stored at quantization. Without files,
+    headers or a manifest that can be read, the checks end there.
     Raises `CheckpointError` when there is no manifest to verify against.
     """
     manifest = read_manifest(directory)
@@ -70,10 +72,11 @@ def verify(
     checks.append(Check("headers", f"{len(checkpoint.tensors)} tensors", ()))
     try:
         checks.append(_check_layers(checkpoint, ModelRecord.from_manifest(manifest)))
+        stored = PromptLogits.from_manifest(manifest)
     except QuantkitError as error:
         return (*checks, Check("layers", "unreadable", (str(error),)))
     if reload:
-        checks.append(_check_reload(directory))
+        checks += _check_reload(directory, stored)
     return tuple(checks)
 
 
@@ -98,7 +101,7 @@ def _check_layers(checkpoint: Checkpoint, record: ModelRecord) -> Check:
     return Check("layers", f"{len(record.layers)} linears", tuple(problems))
 
 
-def _check_reload(directory: Path) -> Check:
+def _check_reload(directory: Path, stored: PromptLogits | None) -> list[Check]:
     # -P: with -c, Python would import modules from the working directory, which may be the checkpoint.
     done = subprocess.run(
         [sys.executable, "-P", "-c", _RELOAD, str(directory)],
@@ -108,9 +111,14 @@ def _check_reload(directory: Path) -> Check:
         check=False,
     )
     if done.returncode == 0:
-        return Check("reload", "loads and runs in a fresh process", ())
+        problems = tuple(json.loads(done.stdout.splitlines()[-1]))
+        tokens = "none stored at quantization" if stored is None else f"{len(stored.prompt)} tokens"
+        return [
+            Check("reload", "loads and runs in a fresh process", ()),
+            Check("logits", tokens, problems),
+        ]
     if done.returncode < 0:
         problem = f"the process was killed by signal {-done.returncode}; 9 often means too little memory"
     else:
         problem = (done.stderr.strip().splitlines() or ["the process ended without a message"])[-1]
-    return Check("reload", "does not load and run in a fresh process", (problem,))
+    return [Check("reload", "does not load and run in a fresh process", (problem,))]

@@ -80,7 +80,8 @@ def test_the_whole_way(run: Run, tmp_path: Path) -> None:
 
     done = run("verify", packed)
     assert (done.code, done.err) == (0, "")
-    assert [line.split()[0] for line in done.out.splitlines()] == ["ok"] * 4
+    assert [line.split()[0] for line in done.out.splitlines()] == ["ok"] * 5
+    assert done.out.endswith("ok     logits: 16 tokens\n")
 
     file, report = tmp_path / "eval.json", tmp_path / "report"
     done = run(
@@ -331,6 +332,24 @@ def test_verify_reloads_in_a_fresh_process(run: Run, damaged: Path, monkeypatch:
     assert done.code == 3
     assert "FAILED reload: does not load and run in a fresh process" in done.out
     assert "hidden size (65) is not a multiple" in done.out
+
+
+def test_verify_compares_logits(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr("quantkit.cli.models.free_memory", lambda device: 1000)
+    done = run("quantize", SOURCE, out)
+    assert done.code == 0
+    assert re.search(
+        r"note: the result was not run: that takes about [\d.]+ kB of memory, and 1.00 kB", done.err
+    )
+    assert run("verify", out).out.endswith("ok     logits: none stored at quantization\n")
+
+    monkeypatch.undo()
+    assert run("quantize", SOURCE, out, "--resume").code == 0
+    edit_json(out / MANIFEST_NAME, lambda m: m["prompt_logits"]["logits"][2].__setitem__(0, 50.0))
+    done = run("verify", out)
+    assert done.code == 3
+    assert "FAILED logits: 16 tokens\n       position 2, token " in done.out
 
 
 def _layers(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""Logits of a fixed prompt: stored in the manifest when a model was quantized, compared by `verify`.
+
+Hashes say that files are what was written. These logits say that what was written still runs to the same
+result: on another machine, with other kernels, other versions of torch and transformers. They are computed in
+float32, where kernels and devices differ by rounding only; a wrong scale or code differs by far more.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.manifest import extend_manifest, read_manifest
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.model.load import load
+from quantkit.model.record import ModelRecord
+
+KEY = "prompt_logits"
+#: Tokens of the prompt, and how many of the largest logits are stored of each position.
+PROMPT_TOKENS, TOP = 16, 8
+#: How far a logit may be off, in parts of the largest that is stored; docs/cli.md has what kernels differ by.
+TOLERANCE = 1e-3
+_AGAIN = "Download the checkpoint again, or quantize the model again."
+
+
+@dataclass(frozen=True)
+class PromptLogits:
+    """A prompt (P tokens) and, of each position, the TOP tokens with the largest logits, largest first."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    logits: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> "PromptLogits | None":
+        """What a manifest has stored, None if nothing; `CheckpointError` for what could not be compared."""
+        data = manifest.get(KEY)
+        if data is None:
+            return None
+        try:
+            prompt = tuple(data["prompt"])
+            tokens = tuple(tuple(row) for row in data["tokens"])
+            logits = tuple(tuple(row) for row in data["logits"])
+            numbers = [*prompt, *(token for row in tokens for token in row)]
+            sound = (
+                prompt
+                and all(type(number) is int and 0 <= number < 1 << 31 for number in numbers)
+                and all(type(x) is float and math.isfinite(x) for row in logits for x in row)
+                and [len(row) for row in tokens] == [len(row) for row in logits]
+                and len(tokens) == len(prompt)
+                and len({len(row) for row in tokens}) == 1
+            )
+        except (KeyError, TypeError):
+            sound = False
+        if not sound:
+            raise CheckpointError(
+                f"quantkit_manifest.json: {KEY!r} is not a prompt with tokens and finite logits of each "
+                f"position. {_AGAIN}"
+            )
+        return cls(prompt, tokens, logits)
+
+
+def bytes_to_run(directory: Path) -> int:
+    """About the memory that `record` takes: the files, dense tensors in float32, a byte per packed weight."""
+    layers = ModelRecord.from_manifest(read_manifest(directory)).layers.values()
+    weights = sum(math.prod(layer.shape) * layer.matrices for layer in layers if layer.scheme is not None)
+    return 2 * Checkpoint.open(directory).nbytes + weights
+
+
+def record(directory: Path, device: str | torch.device = "cpu") -> PromptLogits:
+    """Run the finished checkpoint in `directory` and store what it answers in its manifest.
+
+    Nothing is done where that is stored already. `CheckpointError` if the model does not load or gives logits
+    that are not finite.
+    """
+    stored = PromptLogits.from_manifest(read_manifest(directory))
+    if stored is not None:
+        return stored
+    model = load(directory, device=device, dtype=torch.float32)
+    prompt = _prompt(model)
+    logits = _logits(model, prompt, directory)
+    values, tokens = logits.topk(min(TOP, logits.shape[1]))
+    found = PromptLogits(prompt, tuple(map(tuple, tokens.tolist())), tuple(map(tuple, values.tolist())))
+    extend_manifest(directory, {KEY: asdict(found)})
+    return found
+
+
+def compare(directory: Path, device: str | torch.device = "cpu") -> list[str]:
+    """What is wrong with the logits of `directory`, which loads and runs, else `CheckpointError`.
+
+    Without stored logits, those of a prompt have to be finite and nothing else.
+    """
+    stored = PromptLogits.from_manifest(read_manifest(directory))
+    model = load(directory, device=device, dtype=torch.float32)
+    logits = _logits(model, _prompt(model) if stored is None else stored.prompt, directory)
+    return [] if stored is None else differences(stored, logits)
+
+
+def differences(stored: PromptLogits, logits: torch.Tensor) -> list[str]:
+    """Where `logits` ([P, V], float32) are not those stored.
+
+    The stored tokens have to have their logits, and no other token a larger one: so the largest are compared
+    by token and by rank.
+    """
+    tokens, expected = torch.tensor(stored.tokens), torch.tensor(stored.logits)
+    if int(tokens.max()) >= logits.shape[1]:
+        return [f"token {int(tokens.max())} has a stored logit, and the model {logits.shape[1]} tokens"]
+    allowed = TOLERANCE * float(expected.abs().max())
+    by_token = (logits.gather(1, tokens) - expected).abs()
+    by_rank = (logits.topk(expected.shape[1]).values - expected).abs()
+    worst = torch.maximum(by_token, by_rank)
+    if float(worst.max()) <= allowed:
+        return []
+    at, rank = divmod(int(worst.argmax()), worst.shape[1])
+    token, found = int(tokens[at, rank]), float(logits[at, tokens[at, rank]])
+    agree = int((logits.argmax(1) == tokens[:, 0]).sum())
+    return [
+        f"position {at}, token {token}: logit {found:.6g}, stored {expected[at, rank]:.6g}; differences up "
+        f"to {float(worst.max()):.3g}, allowed {allowed:.3g}; the likeliest token is the stored one at "
+        f"{agree} of {len(tokens)} positions"
+    ]
+
+
+def _prompt(model: Any) -> tuple[int, ...]:
+    """Tokens from all over the vocabulary: the stride is a prime."""
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROMPT_TOKENS
+    return tuple((1 + 7919 * i) % rows for i in range(min(PROMPT_TOKENS, positions)))
+
+
+@torch.inference_mode()
+def _logits(model: Any, prompt: tuple[int, ...], directory: Path) -> torch.Tensor:
+    """Logits [P, V] on the CPU, float32."""
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if max(prompt) >= rows:
+        raise CheckpointError(
+            f"{directory}: the stored prompt has token {max(prompt)}, the embedding {rows} rows. {_AGAIN}"
+        )
+    ids = torch.tensor(prompt, device=model.device)[None]
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0].float().cpu()
+    if not bool(torch.isfinite(logits).all()):
+        raise CheckpointError(f"{directory}: the logits are not finite. {_AGAIN}")
+    return logits

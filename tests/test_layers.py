@@ -16,7 +16,8 @@ ALLOWED = {
     "checkpoint": {"packing"},
     "model": {"packing", "kernels", "calibrate", "checkpoint"},
     "eval": {"packing", "kernels", "calibrate", "checkpoint", "model"},
-    "cli": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval"},
+    "bench": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval"},
+    "cli": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval", "bench"},
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
 

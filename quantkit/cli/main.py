@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.bench import bench
 from quantkit.cli.console import fail
 from quantkit.cli.demo import demo
 from quantkit.cli.doctor import doctor
@@ -36,6 +37,7 @@ app.command()(plan)
 app.command()(inspect)
 app.command()(verify)
 app.command(name="eval")(evaluate)
+app.command()(bench)
 app.command()(generate)
 app.command()(doctor)
 app.command()(tune)

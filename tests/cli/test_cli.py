@@ -39,6 +39,7 @@ COMMANDS = (
     "inspect",
     "verify",
     "eval",
+    "bench",
     "generate",
     "doctor",
     "tune",

@@ -1,0 +1,1 @@
+"""Benchmarks of whole models: time to first token, decoding, memory, and latency under load."""

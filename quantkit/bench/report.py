@@ -1,0 +1,278 @@
+"""Benchmarks for people: tables and plots of speed, memory and latency under load."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.bench.figures import Cell, Load, Machine, Percentiles, Serving, Speed, Spread, to_json
+from quantkit.eval.document import Block, Bullets, Command, Document, Figure, Section, Table, Text, write
+from quantkit.eval.plots import COLORS, drawing, plain, render
+
+#: Names of the files of a report, without their endings.
+SPEED, SERVING = "bench", "serve"
+
+SPEED_HEADINGS = (
+    *("model", "mode", "batch", "prompt", "first token, ms", "prefill, tokens/s", "token p50", "token p99"),
+    *("tokens/s", "weights read", "of the limit", "J/token"),
+)
+_MODEL_HEADINGS = ("model", "format", "files", "load", "memory before", "steady", "peak", "weights per step")
+_SERVING_HEADINGS = (
+    *("model", "requests/s", "first token p50", "p90", "p99", "per token p50", "p99"),
+    *("end to end p50", "p90", "p99", "served/s", "tokens/s"),
+)
+_WORDS = frozenset({"model", "mode", "format"})
+
+_SPEED_RULES = (
+    "Greedy decoding with transformers' own forward and static cache, which is made long enough for the "
+    "prompt and the new tokens; the host waits for every token, as one that streams text does.",
+    "First token: from the prompt on the host to its first token on the host, prefill included. Between "
+    "tokens: p50 and p99 over all tokens of all repetitions. Tokens/s: of all sequences of the batch "
+    "together, the first token not counted.",
+    "One generation does not count, then as many as are stated do; a figure is their median, and the range "
+    "in brackets the smallest and the largest.",
+    "Weights read: the stored bytes of all weights that a step multiplies by, over the median time of a "
+    "step. The limit is what the device was measured to read per second in the same process. A kernel may "
+    "read more than what is stored: on a CPU some work on layouts of their own.",
+    "Memory of a CPU is the resident memory of the process, libraries and mapped files included; of a GPU "
+    "what torch allocated there. Each model is measured in a process of its own.",
+    "Loading reads files that may be in the page cache, and includes the layouts that kernels want.",
+)
+_SERVING_RULES = (
+    "Requests arrive as a Poisson process, whether earlier ones are done or not; lengths of prompts and "
+    "answers are drawn log-uniformly from their ranges. Every rate has the same requests, only closer "
+    "together.",
+    "transformers' continuous batching answers them, greedily and without sharing prefixes. Two requests "
+    "that do not count come first.",
+    "First token and end to end count from the arrival, waiting included. Per token is the mean of a request "
+    "after its first token.",
+)
+
+
+def speed_document(found: Sequence[Speed], command: Sequence[str]) -> Document:
+    """What `bench` measured of at least one model; `command` is what was typed."""
+    blocks: list[Block] = [models_table(found), speed_table(found)]
+    figures = _speed_figures(found)
+    notes = [f"{one.label}: {note}" for one in found for note in one.notes]
+    first = found[0]
+    settings = (
+        f"{first.repeats} repetitions of {first.new_tokens} new tokens; prompts: {first.prompts}; "
+        f"activations in {', '.join(dict.fromkeys(one.dtype for one in found))}."
+    )
+    return Document(
+        "Benchmark",
+        (
+            Section("Speed and memory", (*blocks, *([Bullets(notes)] if notes else []))),
+            Section("Plots", figures),
+            Section("How it was measured", (*_how(first.machine, settings, command), Bullets(_SPEED_RULES))),
+        ),
+    )
+
+
+def serving_document(found: Sequence[Serving], command: Sequence[str]) -> Document:
+    """What `bench --serve-like` measured of at least one model; `command` is what was typed."""
+    first = found[0]
+    settings = (
+        f"{first.requests} requests per rate, seed {first.seed}; prompts of {first.prompt_tokens[0]} to "
+        f"{first.prompt_tokens[1]} tokens, answers of {first.new_tokens[0]} to {first.new_tokens[1]}; "
+        f"attention {first.attention}; activations in "
+        f"{', '.join(dict.fromkeys(one.dtype for one in found))}."
+    )
+    return Document(
+        "Latency under load",
+        (
+            Section("Latency", (serving_table(found), _serving_figure(found))),
+            Section(
+                "How it was measured", (*_how(first.machine, settings, command), Bullets(_SERVING_RULES))
+            ),
+        ),
+    )
+
+
+def write_speed(directory: Path, found: Sequence[Speed], command: Sequence[str]) -> tuple[Path, ...]:
+    """Write bench.md, bench.html, bench.json and the plots; `OutputError` if a file cannot be written."""
+    return write(directory, SPEED, speed_document(found, command), {f"{SPEED}.json": to_json(found)})
+
+
+def write_serving(directory: Path, found: Sequence[Serving], command: Sequence[str]) -> tuple[Path, ...]:
+    """Write serve.md, serve.html, serve.json and the plot; `OutputError` if a file cannot be written."""
+    return write(directory, SERVING, serving_document(found, command), {f"{SERVING}.json": to_json(found)})
+
+
+def models_table(found: Sequence[Speed]) -> Table:
+    """A row per model: format, size, loading, memory."""
+    rows = [
+        (
+            one.label,
+            one.format,
+            _size(one.file_bytes),
+            _seconds(one.load_seconds),
+            *(_size(count) for count in (one.memory.before, one.memory.steady, one.memory.peak)),
+            "-" if one.weight_bytes is None else _size(one.weight_bytes),
+        )
+        for one in found
+    ]
+    return Table(_MODEL_HEADINGS, rows, _WORDS)
+
+
+def speed_table(found: Sequence[Speed]) -> Table:
+    """A row per model, batch, prompt length and mode."""
+    rows = [
+        (one.label, *_speed_cells(cell, one.machine.read_bandwidth)) for one in found for cell in one.cells
+    ]
+    return Table(SPEED_HEADINGS, rows, _WORDS)
+
+
+def _speed_cells(cell: Cell, limit: float) -> tuple[str, ...]:
+    read = cell.read_bandwidth
+    return (
+        cell.mode,
+        str(cell.batch),
+        str(cell.prompt),
+        _spread(cell.first_token, 1e3),
+        f"{cell.prefill.median:.4g}",
+        _seconds(cell.token_p50),
+        _seconds(cell.token_p99),
+        _spread(cell.decode),
+        "-" if read is None else f"{_size(read)}/s",
+        "-" if read is None else f"{read / limit:.0%}",
+        "-" if cell.joules is None else f"{cell.joules:.3g}",
+    )
+
+
+def serving_table(found: Sequence[Serving]) -> Table:
+    """A row per model and rate."""
+    return Table(
+        _SERVING_HEADINGS,
+        [(one.label, *_load_cells(load)) for one in found for load in one.loads],
+        _WORDS,
+    )
+
+
+def _load_cells(load: Load) -> tuple[str, ...]:
+    def three(found: Percentiles) -> Iterable[str]:
+        return map(_seconds, (found.p50, found.p90, found.p99))
+
+    return (
+        f"{load.rate:g}",
+        *three(load.first_token),
+        *map(_seconds, (load.token.p50, load.token.p99)),
+        *three(load.end_to_end),
+        f"{load.served:.3g}",
+        f"{load.decode:.4g}",
+    )
+
+
+def _how(machine: Machine, settings: str, command: Sequence[str]) -> tuple[Block, ...]:
+    threads = f", {machine.threads} threads" if machine.device == "cpu" else ""
+    where = (
+        f"{machine.name} ({machine.device}{threads}), which reads {_size(machine.read_bandwidth)}/s; "
+        f"quantkit {machine.quantkit}, torch {machine.torch}, transformers {machine.transformers}."
+    )
+    return Text(where), Text(settings), Command(shlex.join(command))
+
+
+def _speed_figures(found: Sequence[Speed]) -> tuple[Figure, ...]:
+    return (_throughput_figure(found), _first_token_figure(found), _memory_figure(found))
+
+
+def _throughput_figure(found: Sequence[Speed]) -> Figure:
+    shortest = min(cell.prompt for one in found for cell in one.cells)
+    figure, axes = drawing()
+    for number, (label, cells) in enumerate(_series(found)):
+        points = [(cell.batch, cell.decode.median) for cell in cells if cell.prompt == shortest]
+        axes.plot(*zip(*points, strict=True), marker="o", color=COLORS[number % len(COLORS)], label=label)
+    axes.set(xlabel="sequences at a time", ylabel="tokens per second", xscale="log")
+    axes.set_ylim(bottom=0)
+    _plain_ticks(axes, sorted({cell.batch for one in found for cell in one.cells}))
+    _legend(figure, axes)
+    return render(figure, "throughput", f"Decoding against batch, prompts of {shortest} tokens.")
+
+
+def _first_token_figure(found: Sequence[Speed]) -> Figure:
+    smallest = min(cell.batch for one in found for cell in one.cells)
+    figure, axes = drawing()
+    for number, (label, cells) in enumerate(_series(found)):
+        points = [(cell.prompt, 1e3 * cell.first_token.median) for cell in cells if cell.batch == smallest]
+        axes.plot(*zip(*points, strict=True), marker="o", color=COLORS[number % len(COLORS)], label=label)
+    axes.set(xlabel="tokens of the prompt", ylabel="milliseconds", xscale="log")
+    axes.set_ylim(bottom=0)
+    _plain_ticks(axes, sorted({cell.prompt for one in found for cell in one.cells}))
+    _legend(figure, axes)
+    return render(figure, "first-token", f"Time to the first token, batch {smallest}.")
+
+
+def _memory_figure(found: Sequence[Speed]) -> Figure:
+    figure, axes = drawing(height=1.2 + 0.9 * len(found))
+    kinds = ("before", "steady", "peak")
+    for row, one in enumerate(found):
+        for number, kind in enumerate(kinds):
+            axes.barh(
+                row + 0.27 * (number - 1),
+                getattr(one.memory, kind) / 1e6,
+                height=0.25,
+                color=COLORS[number],
+                label=kind if row == 0 else None,
+            )
+    axes.set(xlabel="MB", yticks=range(len(found)), yticklabels=[plain(one.label) for one in found])
+    axes.invert_yaxis()
+    _legend(figure, axes)
+    return render(figure, "memory", "Memory before loading, steady after generating, and at most.")
+
+
+def _serving_figure(found: Sequence[Serving]) -> Figure:
+    figure, (left, right) = drawing(columns=2, height=4)
+    for axes, kind, title in ((left, "first_token", "first token"), (right, "end_to_end", "end to end")):
+        for number, one in enumerate(found):
+            for percent, line in (("p50", "-"), ("p99", ":")):
+                points = [(load.rate, getattr(getattr(load, kind), percent)) for load in one.loads]
+                axes.plot(
+                    *zip(*points, strict=True),
+                    line,
+                    marker="o",
+                    color=COLORS[number % len(COLORS)],
+                    label=f"{plain(one.label)} {percent}",
+                )
+        axes.set(xlabel="requests per second", ylabel="seconds", title=title, xscale="log")
+        _plain_ticks(axes, sorted({load.rate for one in found for load in one.loads}))
+        axes.set_ylim(bottom=0)
+    _legend(figure, left)
+    return render(figure, "load", "Latency against load.")
+
+
+def _series(found: Sequence[Speed]) -> Iterable[tuple[str, list[Cell]]]:
+    """The cells of each model and mode, with the name of their line."""
+    for one in found:
+        modes = dict.fromkeys(cell.mode for cell in one.cells)
+        for mode in modes:
+            label = plain(one.label) + (f", {mode}" if len(modes) > 1 else "")
+            yield label, [cell for cell in one.cells if cell.mode == mode]
+
+
+def _plain_ticks(axes: Any, values: Sequence[float]) -> None:
+    """Ticks at the measured values, written as they are: logarithmic axes would write powers."""
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.set_xticks([], minor=True)
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    """A legend above the plot, with the lines of `axes`."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4)
+
+
+def _spread(found: Spread, unit: float = 1.0) -> str:
+    return f"{unit * found.median:.3g} ({unit * found.low:.3g} to {unit * found.high:.3g})"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _size(count: float) -> str:
+    """Bytes in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"

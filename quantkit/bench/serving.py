@@ -1,0 +1,216 @@
+"""Latency under load: a trace of requests, replayed through transformers' continuous batching.
+
+Arrivals are a Poisson process, lengths are drawn log-uniformly. One seed gives the same requests at every
+rate, only closer together, so that rates compare. Requests arrive when the trace says, whether earlier ones
+are done or not.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit.bench.figures import Load, Percentiles, Serving, label_of
+from quantkit.bench.machine import machine
+from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.eval.models import dtype_named, language_limits
+from quantkit.eval.sizes import measure
+from quantkit.model.load import load
+from quantkit.model.quantize import pick_device
+
+Progress = Callable[[int, int, str], None]
+
+#: By device: requests per second, and the shortest and longest prompt and answer in tokens.
+DEFAULTS: dict[str, tuple[tuple[float, ...], tuple[int, int], tuple[int, int]]] = {
+    "cpu": ((0.5, 1.0, 2.0), (16, 256), (8, 64)),
+    "cuda": ((1.0, 4.0, 16.0), (64, 2048), (32, 512)),
+}
+#: Tokens of a page of the cache in transformers.
+_PAGE = 256
+#: Tokens of a forward on a CPU; on a GPU transformers chooses by the memory that is free.
+_CPU_BATCH_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What arrives; what is None is the default of the device. Lengths are the smallest and the largest."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    rates: tuple[float, ...] | None = None
+    requests: int = 32
+    prompt_tokens: tuple[int, int] | None = None
+    new_tokens: tuple[int, int] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.requests < 1 or any(not 0 < rate < math.inf for rate in self.rates or ()):
+            raise UsageError(
+                f"{self.requests} requests at rates {self.rates}; use at least 1, and rates above 0 per "
+                "second."
+            )
+        for what, lengths in (("prompts", self.prompt_tokens), ("answers", self.new_tokens)):
+            if lengths is not None and not 1 <= lengths[0] <= lengths[1]:
+                raise UsageError(
+                    f"{what} of {lengths[0]} to {lengths[1]} tokens; use 1 or more, smaller first."
+                )
+        if self.dtype != "auto":
+            dtype_named(self.dtype)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request: when it arrives, in seconds at one request per second, its prompt and the tokens it gets."""
+
+    arrival: float
+    prompt: tuple[int, ...]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """When a request arrived, and the moments of its tokens, in seconds of one clock."""
+
+    arrival: float
+    moments: tuple[float, ...]
+
+
+def make_trace(
+    requests: int, prompt_tokens: tuple[int, int], new_tokens: tuple[int, int], vocabulary: int, seed: int
+) -> tuple[Request, ...]:
+    """Requests at one per second on average, the first at 0, with random tokens as prompts."""
+    draw = random.Random(seed)
+
+    def length(shortest: int, longest: int) -> int:
+        return round(math.exp(draw.uniform(math.log(shortest), math.log(longest))))
+
+    made = []
+    arrival = 0.0
+    for _ in range(requests):
+        prompt = tuple(draw.randrange(vocabulary) for _ in range(length(*prompt_tokens)))
+        made.append(Request(arrival, prompt, length(*new_tokens)))
+        arrival += draw.expovariate(1.0)
+    return tuple(made)
+
+
+def summarize(rate: float, answers: Sequence[Answer]) -> Load:
+    """The latencies of `answers`, each of which has a token."""
+    first = [answer.moments[0] - answer.arrival for answer in answers]
+    whole = [answer.moments[-1] - answer.arrival for answer in answers]
+    # One token has no time between tokens; where no request has, that time is zero.
+    between = [
+        (answer.moments[-1] - answer.moments[0]) / (len(answer.moments) - 1)
+        for answer in answers
+        if len(answer.moments) > 1
+    ] or [0.0]
+    began = min(answer.arrival for answer in answers)
+    seconds = max(answer.moments[-1] for answer in answers) - began
+    tokens = sum(len(answer.moments) for answer in answers)
+    return Load(
+        rate=rate,
+        first_token=Percentiles.of(first),
+        token=Percentiles.of(between),
+        end_to_end=Percentiles.of(whole),
+        served=len(answers) / seconds,
+        decode=tokens / seconds,
+    )
+
+
+def measure_serving(source: str, traffic: Traffic, *, progress: Progress | None = None) -> Serving:
+    """Load the model of a directory or hub id in this process and replay the trace at each rate.
+
+    `UsageError` for options, `CheckpointError` for checkpoints that cannot be used, `EnvironmentProblem`
+    where continuous batching stops.
+    """
+    device = pick_device(traffic.device)
+    rates, prompt_tokens, new_tokens = DEFAULTS[device.type]
+    rates, prompt_tokens = traffic.rates or rates, traffic.prompt_tokens or prompt_tokens
+    new_tokens = traffic.new_tokens or new_tokens
+    checkpoint = Checkpoint.open(resolve(source))
+    vocabulary, positions = language_limits(checkpoint.directory)
+    if positions is not None and prompt_tokens[1] + new_tokens[1] > positions:
+        raise UsageError(
+            f"prompts of up to {prompt_tokens[1]} tokens with up to {new_tokens[1]} new ones are more than "
+            f"the {positions} positions of the model. Give smaller --prompt-range or --answer-range."
+        )
+    trace = make_trace(traffic.requests, prompt_tokens, new_tokens, vocabulary, traffic.seed)
+    dtype = None if traffic.dtype == "auto" else dtype_named(traffic.dtype)
+    model = load(checkpoint.directory, device=device, dtype=dtype)
+    loads = []
+    with _running(model, trace, device) as manager:
+        # Continuous batching may have taken another, and gives it back at the end.
+        attention = str(model.config._attn_implementation)
+        _replay(manager, trace[:2], math.inf)
+        for number, rate in enumerate(rates):
+            if progress is not None:
+                progress(number, len(rates), f"{label_of(source)}: {rate:g} requests per second")
+            loads.append(summarize(rate, _replay(manager, trace, rate)))
+    return Serving(
+        label=label_of(source),
+        model=source,
+        format=measure(checkpoint).format,
+        dtype=str(model.dtype).removeprefix("torch."),
+        attention=attention,
+        machine=machine(device),
+        loads=tuple(loads),
+        requests=traffic.requests,
+        seed=traffic.seed,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+    )
+
+
+def _running(model: Any, trace: Sequence[Request], device: torch.device) -> AbstractContextManager[Any]:
+    """A manager of continuous batching, warm, greedy, without an end token: answers have their length."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    sizes: dict[str, int] = {}
+    if device.type == "cpu":
+        # Room for all at once: by itself the cache takes most of the memory that is free.
+        pages = sum(math.ceil((len(one.prompt) + one.new_tokens) / _PAGE) for one in trace)
+        sizes = {"num_blocks": pages + 1, "max_batch_tokens": _CPU_BATCH_TOKENS}
+    # Rates have the same prompts, which no rate may find in the cache.
+    config = ContinuousBatchingConfig(allow_block_sharing=False, **sizes)
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    running: AbstractContextManager[Any] = model.continuous_batching_context_manager(
+        generation_config=greedy, continuous_batching_config=config
+    )
+    return running
+
+
+def _replay(manager: Any, trace: Sequence[Request], rate: float) -> list[Answer]:
+    """Send the requests of `trace` at `rate` per second and wait for all answers."""
+    started = time.perf_counter()
+    arrivals = {}
+    for number, request in enumerate(trace):
+        arrival = started + request.arrival / rate
+        time.sleep(max(0.0, arrival - time.perf_counter()))
+        name = f"{rate:g}-{number}"
+        arrivals[name] = arrival
+        manager.add_request(
+            list(request.prompt), name, max_new_tokens=request.new_tokens, record_timestamps=True
+        )
+    answers: list[Answer] = []
+    while len(answers) < len(trace):
+        result = manager.get_result(timeout=1.0)
+        if result is None:
+            if manager.is_running():
+                continue
+            raise EnvironmentProblem(_STOPPED.format("it ended without a message"))
+        if result.error is not None:
+            raise EnvironmentProblem(_STOPPED.format(result.error))
+        answers.append(Answer(arrivals[result.request_id], tuple(result.timestamps)))
+    return answers
+
+
+_STOPPED = (
+    "continuous batching of transformers stopped: {}. Try fewer or shorter requests, or another version of "
+    "transformers."
+)

@@ -1,0 +1,347 @@
+"""Time to first token, decoding and memory of one model.
+
+The rules, which docs/performance.md has for readers: greedy decoding with transformers' own static cache and
+forward, a host that waits for every token as a server does, a generation that does not count before those
+that do, and the median of the repetitions with the smallest and the largest.
+"""
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.bench.figures import Cell, Memory, Speed, Spread, label_of, percentile
+from quantkit.bench.machine import EnergyMeter, machine, peak_bytes, used_bytes
+from quantkit.calibrate.documents import read_text
+from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import UsageError
+from quantkit.eval.models import dtype_named, language_limits, release
+from quantkit.eval.sizes import measure
+from quantkit.model.load import load, tokenize, tokenizer
+from quantkit.model.quantize import pick_device
+
+Progress = Callable[[int, int, str], None]
+#: A decoding step: the tokens int64 [B, 1] that follow those given.
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+#: By device: sequences at a time, tokens of a prompt, and tokens that are generated.
+DEFAULTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "cpu": ((1, 4), (32, 128, 512), 32),
+    "cuda": ((1, 8, 64), (128, 1024, 4096), 128),
+}
+#: Tokens that a profile has.
+_PROFILED = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured and how; what is None is the default of the device."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    batches: tuple[int, ...] | None = None
+    prompts: tuple[int, ...] | None = None
+    new_tokens: int | None = None
+    repeats: int = 5
+    text: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (*(self.batches or ()), *(self.prompts or ()), self.repeats)
+        if min(numbers) < 1 or (self.new_tokens is not None and self.new_tokens < 2):
+            raise UsageError(
+                f"batches {self.batches}, prompts {self.prompts}, repeats {self.repeats}, new tokens "
+                f"{self.new_tokens}: all are at least 1, and new tokens 2, between which there is a time."
+            )
+        if self.dtype != "auto":
+            dtype_named(self.dtype)
+
+    def on(self, device: torch.device) -> "Grid":
+        """These settings with the defaults of `device`."""
+        batches, prompts, new_tokens = DEFAULTS[device.type]
+        return Grid(self.batches or batches, self.prompts or prompts, self.new_tokens or new_tokens)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every batch with every prompt length, and the tokens that are generated."""
+
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    new_tokens: int
+
+    def within(self, positions: int | None) -> tuple["Grid", tuple[str, ...]]:
+        """The part that a model with so many positions can run, and notes on what it cannot."""
+        if positions is None:
+            return self, ()
+        fitting = tuple(prompt for prompt in self.prompts if prompt + self.new_tokens <= positions)
+        if not fitting:
+            raise UsageError(
+                f"the model has {positions} positions, and the shortest prompt of {min(self.prompts)} with "
+                f"{self.new_tokens} new tokens takes more. Give smaller --prompts or --new-tokens."
+            )
+        notes = tuple(
+            f"prompts of {prompt} tokens were left out: with {self.new_tokens} new ones they are more than "
+            f"the {positions} positions of the model"
+            for prompt in self.prompts
+            if prompt not in fitting
+        )
+        return replace(self, prompts=fitting), notes
+
+
+def measure_speed(
+    source: str,
+    settings: Settings,
+    *,
+    profile: Path | None = None,
+    progress: Progress | None = None,
+) -> Speed:
+    """Load the model of a directory or hub id in this process and time it.
+
+    With `profile`, a trace of one generation by torch's profiler is written there. Memory is that of the
+    whole process: run it in a fresh one (`worker.py`).
+
+    `UsageError` for options, `CheckpointError` for checkpoints that cannot be used.
+    """
+    device = pick_device(settings.device)
+    checkpoint = Checkpoint.open(resolve(source))
+    directory = checkpoint.directory
+    vocabulary, positions = language_limits(directory)
+    grid, notes = settings.on(device).within(positions)
+    draw = prompts_of(settings, directory, vocabulary)
+    before = used_bytes(device)
+    started = time.perf_counter()
+    dtype = None if settings.dtype == "auto" else dtype_named(settings.dtype)
+    model = load(directory, device=device, dtype=dtype)
+    _wait(device)
+    load_seconds = time.perf_counter() - started
+    read = weight_bytes(model)
+    cells: list[Cell] = []
+    skipped: list[str] = []
+    steady = 0
+    meter = EnergyMeter(device)
+    modes = ("eager", "cuda-graph") if device.type == "cuda" else ("eager",)
+    total = len(grid.batches) * len(grid.prompts) * len(modes)
+    for number, (batch, prompt, mode) in enumerate(
+        (batch, prompt, mode) for batch in grid.batches for prompt in grid.prompts for mode in modes
+    ):
+        if progress is not None:
+            progress(number, total, f"{label_of(source)}: batch {batch}, prompt {prompt}, {mode}")
+        try:
+            cells.append(
+                _cell(model, draw(batch, prompt), mode, grid.new_tokens, settings.repeats, read, meter)
+            )
+        except torch.OutOfMemoryError:
+            skipped.append(f"batch {batch} with prompts of {prompt} tokens does not fit in the GPU's memory")
+        except _NoGraph as error:
+            skipped.append(f"no CUDA graph at batch {batch}, prompt {prompt}: {error}")
+        release(device.type)
+        steady = steady or used_bytes(device)
+    if profile is not None:
+        _write_profile(model, draw(grid.batches[0], grid.prompts[0]), profile)
+    memory = Memory(before, steady, max(steady, peak_bytes(device)))
+    sizes = measure(checkpoint)
+    return Speed(
+        label=label_of(source),
+        model=source,
+        format=sizes.format,
+        dtype=str(model.dtype).removeprefix("torch."),
+        file_bytes=sizes.file_bytes,
+        load_seconds=load_seconds,
+        weight_bytes=read,
+        memory=memory,
+        machine=machine(device),
+        cells=tuple(cells),
+        new_tokens=grid.new_tokens,
+        repeats=settings.repeats,
+        prompts=f"random tokens, seed {settings.seed}" if settings.text is None else Path(settings.text).name,
+        notes=(*notes, *dict.fromkeys(skipped)),
+    )
+
+
+def prompts_of(settings: Settings, directory: Path, vocabulary: int) -> Callable[[int, int], torch.Tensor]:
+    """`draw(batch, length)`: prompts int64 [batch, length], the same in every run.
+
+    Random tokens, or stretches of a text one after the other, which begins anew where it ends.
+    """
+    if settings.text is None:
+
+        def drawn(batch: int, length: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(settings.seed)
+            return torch.randint(vocabulary, (batch, length), generator=generator)
+
+        return drawn
+    stream = tokenize(tokenizer(directory), read_text(Path(settings.text)))
+    if not len(stream):
+        raise UsageError(f"{settings.text} has no tokens; give a longer text, or none for random tokens.")
+
+    def cut(batch: int, length: int) -> torch.Tensor:
+        return stream[torch.arange(batch * length) % len(stream)].view(batch, length)
+
+    return cut
+
+
+def weight_bytes(model: Any) -> int | None:
+    """Bytes of weights that a decoding step reads: all stored parameters, of an embedding alone none.
+
+    None for mixtures of experts, where the routing decides.
+    """
+    if any("experts" in name.split(".") for name, _ in model.named_modules()):
+        return None
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    if getattr(head, "weight", None) is not embedding:
+        del parameters[id(embedding)]
+    return sum(int(parameter.nbytes) for parameter in parameters.values())
+
+
+class _NoGraph(Exception):
+    """Why a decoding step could not be captured."""
+
+
+@torch.inference_mode()
+def _cell(
+    model: Any,
+    prompt: torch.Tensor,
+    mode: str,
+    new_tokens: int,
+    repeats: int,
+    read: int | None,
+    meter: EnergyMeter,
+) -> Cell:
+    """Time `repeats` generations, after one that does not count."""
+    from transformers import StaticCache
+
+    batch, length = prompt.shape
+    prompt = prompt.to(model.device)
+    # A step before it is captured runs three times, and needs that much room.
+    cache = StaticCache(config=model.config, max_cache_len=length + new_tokens + 3)
+    eager = eager_step(model, cache)
+    generate_timed(eager, eager, cache, prompt, min(new_tokens, 4))
+    step = eager if mode == "eager" else _graph_step(model, cache, prompt)
+    first, between, rates = [], [], []
+    joules, decoded = 0.0, 0
+    metered = meter.joules() is not None
+    for _ in range(repeats):
+        times = generate_timed(eager, step, cache, prompt, new_tokens, meter)
+        first.append(times.first)
+        between += times.between
+        rates.append(batch * len(times.between) / sum(times.between))
+        joules += times.joules
+        decoded += batch * len(times.between)
+    token = percentile(between, 50)
+    return Cell(
+        batch=batch,
+        prompt=length,
+        mode=mode,
+        first_token=Spread.of(first),
+        prefill=Spread.of([batch * length / seconds for seconds in first]),
+        token_p50=token,
+        token_p99=percentile(between, 99),
+        decode=Spread.of(rates),
+        read_bandwidth=None if read is None else read / token,
+        joules=joules / decoded if metered else None,
+    )
+
+
+def eager_step(model: Any, cache: Any) -> Step:
+    """A forward of tokens [B, T] on top of `cache`; the likeliest tokens that follow."""
+    # The logits of the last position are all that generation needs.
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, **last).logits
+        following: torch.Tensor = logits[:, -1].argmax(-1, keepdim=True)
+        return following
+
+    return step
+
+
+def _graph_step(model: Any, cache: Any, prompt: torch.Tensor) -> Step:
+    """A step of one token per sequence as one CUDA graph over `cache`, which has run before."""
+    eager = eager_step(model, cache)
+    tokens = prompt[:, -1:].clone()
+    cache.reset()
+    eager(prompt)
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                eager(tokens)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            following = eager(tokens)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise _NoGraph(str(error).partition("\n")[0]) from error
+
+    def step(given: torch.Tensor) -> torch.Tensor:
+        tokens.copy_(given)
+        graph.replay()
+        return following
+
+    return step
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds to the first token, and between each two tokens; joules of the latter."""
+
+    first: float
+    between: list[float]
+    joules: float
+
+
+def generate_timed(
+    prefill: Step,
+    step: Step,
+    cache: Any,
+    prompt: torch.Tensor,
+    new_tokens: int,
+    meter: EnergyMeter | None = None,
+) -> Times:
+    """Generate `new_tokens` from an empty `cache`; the host waits for each token, and has it then."""
+    cache.reset()
+    _wait(prompt.device)
+    moments = [time.perf_counter()]
+    tokens = prefill(prompt)
+    tokens.tolist()
+    moments.append(time.perf_counter())
+    before = None if meter is None else meter.joules()
+    for _ in range(new_tokens - 1):
+        tokens = step(tokens)
+        tokens.tolist()
+        moments.append(time.perf_counter())
+    after = None if meter is None else meter.joules()
+    between = [later - earlier for earlier, later in pairwise(moments[1:])]
+    used = after - before if after is not None and before is not None else 0.0
+    return Times(moments[1] - moments[0], between, used)
+
+
+@torch.inference_mode()
+def _write_profile(model: Any, prompt: torch.Tensor, path: Path) -> None:
+    """A trace of a prefill and some decoding steps, for chrome://tracing and Perfetto."""
+    from torch.profiler import profile
+    from transformers import StaticCache
+
+    prompt = prompt.to(model.device)
+    cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + _PROFILED)
+    step = eager_step(model, cache)
+    generate_timed(step, step, cache, prompt, _PROFILED)
+    with profile() as trace:
+        generate_timed(step, step, cache, prompt, _PROFILED)
+    trace.export_chrome_trace(str(path))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

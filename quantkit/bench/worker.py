@@ -1,0 +1,115 @@
+"""Measurements in a fresh process: memory is that of one model, and nothing is warm from another.
+
+The process gets a JSON object on stdin and prints JSON objects, a line each: progress, then a result or an
+error.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quantkit.bench.figures import Serving, Speed
+from quantkit.bench.serving import Traffic, measure_serving
+from quantkit.bench.speed import Settings, measure_speed
+from quantkit.errors import EnvironmentProblem, QuantkitError
+
+Progress = Callable[[int, int, str], None]
+
+_PROGRAM = "from quantkit.bench.worker import main; main()"
+
+
+def speed_of(
+    source: str, settings: Settings, *, profile: Path | None = None, progress: Progress | None = None
+) -> Speed:
+    """`measure_speed` in a fresh process."""
+    wanted = {"speed": asdict(settings), "profile": None if profile is None else str(profile)}
+    return Speed.from_dict(_run({"source": source, **wanted}, progress))
+
+
+def serving_of(source: str, traffic: Traffic, *, progress: Progress | None = None) -> Serving:
+    """`measure_serving` in a fresh process."""
+    return Serving.from_dict(_run({"source": source, "traffic": asdict(traffic)}, progress))
+
+
+def _run(wanted: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
+    # -P: with -c, Python would import modules from the working directory, which may be the checkpoint.
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", _PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(wanted))
+            process.stdin.close()
+            for line in process.stdout:
+                message = json.loads(line)
+                if "result" in message:
+                    result: dict[str, Any] = message["result"]
+                    return result
+                if "error" in message:
+                    raise _error(message["code"], message["error"])
+                if progress is not None:
+                    progress(*message["progress"])
+        except BaseException:
+            process.kill()
+            raise
+    raise EnvironmentProblem(
+        f"{wanted['source']}: the process that measured ended with status {process.returncode}; -9 often "
+        "means too little memory. Use smaller batches or prompts."
+    )
+
+
+def _error(code: int, text: str) -> QuantkitError:
+    kinds = {kind.exit_code: kind for kind in QuantkitError.__subclasses__()}
+    return kinds.get(code, QuantkitError)(text)
+
+
+def main() -> None:
+    """What the fresh process does."""
+    # Libraries may print: that goes to stderr, and messages have stdout for themselves.
+    messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def tell(**message: Any) -> None:
+        print(json.dumps(message), file=messages, flush=True)
+
+    def report(done: int, total: int, label: str) -> None:
+        tell(progress=(done, total, label))
+
+    try:
+        tell(result=_measured(json.load(sys.stdin), report))
+    except QuantkitError as error:
+        tell(error=str(error), code=error.exit_code)
+
+
+def _measured(wanted: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    import torch
+    from transformers.utils import logging
+
+    from quantkit.model.load import explained
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    source = wanted["source"]
+    try:
+        with explained(source):
+            if "traffic" in wanted:
+                return measure_serving(source, Traffic(**wanted["traffic"]), progress=progress).to_dict()
+            profile = wanted["profile"]
+            return measure_speed(
+                source,
+                Settings(**wanted["speed"]),
+                profile=None if profile is None else Path(profile),
+                progress=progress,
+            ).to_dict()
+    except torch.OutOfMemoryError as error:
+        raise EnvironmentProblem(
+            f"{source}: the GPU has too little memory ({error}). Use --device cpu, or a smaller model."
+        ) from error

@@ -1,0 +1,146 @@
+"""Figures: percentiles, spreads, and that JSON gives back what went in."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quantkit.bench.figures import (
+    Cell,
+    Load,
+    Machine,
+    Memory,
+    Percentiles,
+    Serving,
+    Speed,
+    Spread,
+    label_of,
+    percentile,
+    read_speed,
+    to_json,
+)
+from quantkit.bench.report import speed_table, write_serving, write_speed
+from quantkit.errors import UsageError
+
+MACHINE = Machine("cpu", "a CPU", 2, 1e10, "0.1.0", "2.13.0", "5.23.0")
+
+
+def a_cell(batch: int, prompt: int, mode: str = "eager") -> Cell:
+    first = Spread(0.1 * prompt, 0.09 * prompt, 0.2 * prompt)
+    return Cell(batch, prompt, mode, first, Spread(9, 8, 10), 0.01, 0.02, Spread(99, 98, 101), 2e9, None)
+
+
+SPEED = Speed(
+    "int4",
+    "out/int4",
+    "int4 g128 bfloat16",
+    "bfloat16",
+    1000,
+    0.5,
+    900,
+    Memory(10, 20, 30),
+    MACHINE,
+    (a_cell(1, 8), a_cell(4, 8), a_cell(1, 16), replace(a_cell(4, 16), read_bandwidth=None, joules=0.25)),
+    32,
+    5,
+    "random tokens, seed 0",
+    ("prompts of 512 tokens were left out",),
+)
+SERVING = Serving(
+    "int4",
+    "out/int4",
+    "int4 g128 bfloat16",
+    "bfloat16",
+    "sdpa",
+    MACHINE,
+    (Load(1.0, Percentiles(1, 2, 3), Percentiles(4, 5, 6), Percentiles(7, 8, 9), 0.9, 30.0),),
+    8,
+    0,
+    (16, 256),
+    (8, 64),
+)
+
+
+def test_percentile_is_a_measured_value() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert [percentile(values, percent) for percent in (1, 50, 90, 99, 99.5, 100)] == [
+        1,
+        50,
+        90,
+        99,
+        100,
+        100,
+    ]
+    assert percentile([7.0], 1) == percentile([7.0], 99) == 7
+    # The definition, looked up one by one.
+    for count in range(1, 12):
+        some = [float(value * value) for value in range(count)]
+        for percent in (1, 33, 50, 90, 99):
+            expected = min(v for v in some if sum(w <= v for w in some) >= percent / 100 * count)
+            assert percentile(some, percent) == expected
+
+
+def test_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert label_of(str(tmp_path)) == label_of(".") == tmp_path.name
+    assert label_of("org/name") == "org/name"
+
+
+def test_spread() -> None:
+    assert Spread.of([3.0, 1.0, 10.0]) == Spread(3.0, 1.0, 10.0)
+
+
+def test_json_gives_back_what_went_in(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(to_json([SPEED, replace(SPEED, weight_bytes=None)]))
+    assert read_speed(path) == (SPEED, replace(SPEED, weight_bytes=None))
+    assert Serving.from_dict(json.loads(to_json([SERVING]))["serving"][0]) == SERVING
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"version": 2, "speed": []}', "version"),
+        ('{"version": 1}', "'speed'"),
+        ('{"version": 1, "speed": [{"cells": []}]}', "'memory'"),
+        (to_json([SERVING]), "'speed'"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="is not what `quantkit bench --json` writes") as raised:
+        read_speed(path)
+    assert message in str(raised.value)
+    with pytest.raises(UsageError, match="Check the path"):
+        read_speed(tmp_path / "none.json")
+
+
+def test_table() -> None:
+    rows = speed_table([SPEED]).rows
+    assert rows[0] == (
+        *("int4", "eager", "1", "8", "800 (720 to 1.6e+03)", "9", "10 ms", "20 ms"),
+        *("99 (98 to 101)", "2 GB/s", "20%", "-"),
+    )
+    assert rows[3][-3:] == ("-", "-", "0.25")
+
+
+def test_reports(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    graph = replace(SPEED, label="fp6", cells=(*SPEED.cells, a_cell(1, 8, "cuda-graph")))
+    names = {path.name for path in write_speed(tmp_path, [SPEED, graph], ["quantkit", "bench", "a b"])}
+    names |= {path.name for path in write_serving(tmp_path, [SERVING], ["quantkit", "bench"])}
+    assert names == {
+        *("bench.md", "bench.html", "bench.json", "throughput.png", "first-token.png", "memory.png"),
+        *("serve.md", "serve.html", "serve.json", "load.png"),
+    }
+    text = (tmp_path / "bench.md").read_text()
+    assert "quantkit bench 'a b'" in text
+    assert "5 repetitions of 32 new tokens; prompts: random tokens, seed 0; activations in bfloat16." in text
+    assert "a CPU (cpu, 2 threads), which reads 10 GB/s; quantkit 0.1.0" in text
+    assert "- int4: prompts of 512 tokens were left out" in text
+    assert read_speed(tmp_path / "bench.json") == (SPEED, graph)
+    assert "8 requests per rate, seed 0; prompts of 16 to 256 tokens" in (tmp_path / "serve.md").read_text()

@@ -1,0 +1,191 @@
+"""What is timed is what transformers generates, and figures count what they say; speed is not tested."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import StaticCache
+
+import quantkit
+from quantkit.bench import machine as machine_module
+from quantkit.bench import speed
+from quantkit.bench.machine import EnergyMeter, cpu_name, used_bytes
+from quantkit.bench.speed import (
+    Grid,
+    Settings,
+    eager_step,
+    generate_timed,
+    measure_speed,
+    prompts_of,
+    weight_bytes,
+)
+from quantkit.bench.worker import speed_of
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError, UsageError
+
+from .conftest import SOURCE
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "_READ_BYTES", 1 << 20)
+
+
+def test_what_is_timed_is_greedy_generation(packed: Path) -> None:
+    model = quantkit.load(packed, device="cpu", dtype=torch.float32)
+    prompt = prompts_of(Settings(), packed, 512)(2, 9)
+    cache = StaticCache(config=model.config, max_cache_len=9 + 7)
+    eager = eager_step(model, cache)
+    seen: list[torch.Tensor] = []
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(eager(tokens))
+        return seen[-1]
+
+    with torch.inference_mode():
+        for _ in range(2):
+            seen.clear()
+            times = generate_timed(step, step, cache, prompt, 7)
+            expected = model.generate(
+                prompt, max_new_tokens=7, do_sample=False, eos_token_id=-1, pad_token_id=0
+            )
+            assert torch.equal(torch.cat(seen, 1), expected[:, 9:])
+    assert len(times.between) == 6 and min(times.first, *times.between) > 0
+
+
+def test_figures_count_what_they_say(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that advances a second per reading every figure is known."""
+    clock = iter(range(10_000))
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    found = measure_speed(
+        str(packed), Settings("cpu", batches=(1, 3), prompts=(4, 8), new_tokens=3, repeats=2), profile=None
+    )
+    assert [(cell.batch, cell.prompt, cell.mode) for cell in found.cells] == [
+        (batch, prompt, "eager") for batch in (1, 3) for prompt in (4, 8)
+    ]
+    for cell in found.cells:
+        assert cell.first_token.median == cell.token_p50 == cell.token_p99 == 1
+        assert cell.prefill.median == cell.batch * cell.prompt
+        assert cell.decode.low == cell.decode.high == cell.batch
+        assert cell.read_bandwidth == found.weight_bytes
+        assert cell.joules is None
+    assert found.memory.before <= found.memory.steady <= found.memory.peak
+    assert found.format.startswith("int4 g128")
+    assert found.machine.name == cpu_name() and found.machine.read_bandwidth > 0
+    assert (found.label, found.dtype, found.notes) == ("int4", "float32", ())
+
+
+def test_weight_bytes_are_those_of_the_file(packed: Path) -> None:
+    model = quantkit.load(packed, device="cpu")
+    stored = Checkpoint.open(packed)
+    shapes = sum(tensor.nbytes for name, tensor in stored.tensors.items() if name.endswith("_shape"))
+    # The head is tied: the embedding is read as such, once.
+    assert weight_bytes(model) == stored.nbytes - shapes
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    assert weight_bytes(model) == stored.nbytes - shapes
+    model.model.layers[0].add_module("experts", torch.nn.Identity())
+    assert weight_bytes(model) is None
+
+
+def test_prompts(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = prompts_of(Settings(seed=1), packed, 512)
+    assert torch.equal(draw(3, 20), draw(3, 20))
+    assert not torch.equal(draw(3, 20), prompts_of(Settings(seed=2), packed, 512)(3, 20))
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time")
+    tokens = prompts_of(Settings(text=str(text)), packed, 512)(2, 10)
+    stream = tokens.flatten().tolist()
+    length = next(n for n in range(1, 20) if stream[n:] == stream[:-n])
+    assert 1 < length < 10, "it begins anew"
+    monkeypatch.setattr(speed, "tokenize", lambda *_: torch.empty(0, dtype=torch.int64))
+    with pytest.raises(UsageError, match="has no tokens"):
+        prompts_of(Settings(text=str(text)), packed, 512)
+
+
+def test_grid_within_the_positions() -> None:
+    grid = Grid((1,), (16, 100, 200), 20)
+    assert grid.within(None) == (grid, ())
+    assert grid.within(220) == (grid, ())
+    cut, notes = grid.within(120)
+    assert cut.prompts == (16, 100)
+    assert notes == (
+        "prompts of 200 tokens were left out: with 20 new ones they are more than the 120 positions of the "
+        "model",
+    )
+    with pytest.raises(
+        UsageError, match="has 30 positions, and the shortest prompt of 16 with 20 new tokens"
+    ):
+        grid.within(30)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batches": (0,)}, {"prompts": (4, 0)}, {"repeats": 0}, {"new_tokens": 1}, {"dtype": "int3"}]
+)
+def test_settings_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Settings(**wrong)
+
+
+def test_a_fresh_process_gives_the_same_kind_of_figures(packed: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    trace = tmp_path / "trace.json"
+    found = speed_of(
+        str(packed),
+        Settings("cpu", batches=(1,), prompts=(4, 600), new_tokens=3, repeats=1),
+        profile=trace,
+        progress=lambda *line: told.append(line),
+    )
+    assert told == [(0, 1, "int4: batch 1, prompt 4, eager")]
+    assert len(found.cells) == 1 and found.notes[0].startswith("prompts of 600 tokens were left out")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any("quantkit" in str(event.get("name")) for event in events)
+    # Libraries are resident there, and little else.
+    assert found.memory.before < used_bytes(CPU) * 3
+
+
+def test_errors_of_a_fresh_process_are_those_of_this_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        speed_of(str(tmp_path), Settings("cpu"))
+
+
+def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import quantkit.bench.worker as worker
+    from quantkit.errors import EnvironmentProblem
+
+    monkeypatch.setattr(worker, "_PROGRAM", "import os, sys; sys.stdin.read(); os.kill(os.getpid(), 9)")
+    with pytest.raises(EnvironmentProblem, match="ended with status -9"):
+        speed_of(str(SOURCE), Settings("cpu"))
+
+
+def test_energy_comes_from_the_counter_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EnergyMeter(CPU).joules() is None
+    gpu = torch.device("cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert EnergyMeter(gpu).joules() is None, "pynvml is not installed"
+
+    class NVMLError(Exception):
+        pass
+
+    millijoules = iter([1000, 5000, 7500])
+    fake = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(millijoules),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    meter = EnergyMeter(gpu)
+    assert (meter.joules(), meter.joules()) == (5.0, 7.5)
+
+    def refuse(handle: str) -> int:
+        raise NVMLError
+
+    fake.nvmlDeviceGetTotalEnergyConsumption = refuse
+    assert EnergyMeter(gpu).joules() is None

@@ -1,0 +1,75 @@
+"""`quantkit bench`: what it prints and writes, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quantkit.bench.figures import read_speed
+
+from .conftest import SOURCE, Run
+
+pytest.importorskip("matplotlib")
+
+
+def test_bench_writes_what_it_prints(run: Run, packed: Path, tmp_path: Path) -> None:
+    file, report, trace = tmp_path / "bench.json", tmp_path / "report", tmp_path / "trace.json"
+    done = run(
+        *("bench", packed, "--against", SOURCE, "--batch", "1,2", "--prompt", "4", "--new-tokens", 2),
+        *("--repeats", 1, "--device", "cpu", "--json", file, "--report", report, "--profile", trace),
+    )
+    assert (done.code, done.err) == (0, "")
+    for line in (f"wrote {file}", f"wrote {report / 'bench.md'}", f"wrote {trace}"):
+        assert line in done.out
+    found = read_speed(file)
+    assert found == read_speed(report / "bench.json")
+    assert [one.label for one in found] == ["int4", "stories260K"]
+    assert [(cell.batch, cell.prompt) for one in found for cell in one.cells] == [(1, 4), (2, 4)] * 2
+    for cell in found[0].cells:
+        assert f"{cell.decode.median:.3g} ({cell.decode.low:.3g} to" in done.out
+    assert f"quantkit bench {packed} --against" in (report / "bench.md").read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_serve_like(run: Run, packed: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report"
+    done = run(
+        *("bench", packed, "--serve-like", "--rate", "50,100", "--requests", 2, "--prompt-range", "2-4"),
+        *("--answer-range", 3, "--device", "cpu", "--report", report),
+    )
+    assert done.code == 0, done.err
+    (found,) = json.loads((report / "serve.json").read_text())["serving"]
+    assert [load["rate"] for load in found["loads"]] == [50, 100]
+    assert (found["prompt_tokens"], found["new_tokens"]) == ([2, 4], [3, 3])
+    assert "first token p50" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rate", "1"), "--rate needs --serve-like."),
+        (("--requests", "4"), "--requests needs --serve-like."),
+        (("--serve-like", "--batch", "1"), "--batch does not go with --serve-like."),
+        (("--serve-like", "--profile", "x"), "--profile does not go with --serve-like."),
+        (("--batch", "1,a"), "--batch is '1,a'; it is numbers from 1"),
+        (("--prompt", "0"), "--prompt is '0'; it is numbers from 1"),
+        (("--serve-like", "--rate", "fast"), "--rate is 'fast'; it is requests per second"),
+        (("--serve-like", "--rate", "-1"), "rates above 0 per second"),
+        (("--serve-like", "--prompt-range", "8-4"), "prompts of 8 to 4 tokens"),
+        (("--serve-like", "--prompt-range", "8-"), "--prompt-range is '8-'; it is a number of tokens"),
+        (("--dtype", "int3"), "unknown dtype 'int3'"),
+    ],
+)
+def test_contradictions_are_refused(
+    run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    done = run("bench", packed, *arguments)
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_what_cannot_be_written_is_refused_first(run: Run, packed: Path, tmp_path: Path) -> None:
+    done = run("bench", packed, "--json", tmp_path / "none" / "bench.json")
+    assert done.code == 5
+    assert "cannot write" in done.err

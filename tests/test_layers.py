@@ -17,7 +17,8 @@ ALLOWED = {
     "model": {"packing", "kernels", "calibrate", "checkpoint"},
     "eval": {"packing", "kernels", "calibrate", "checkpoint", "model"},
     "bench": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval"},
-    "cli": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval", "bench"},
+    "publish": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval", "bench"},
+    "cli": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval", "bench", "publish"},
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
 

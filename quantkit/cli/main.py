@@ -18,6 +18,7 @@ from quantkit.cli.generate import generate
 from quantkit.cli.inspection import inspect
 from quantkit.cli.methods import methods
 from quantkit.cli.plan import plan
+from quantkit.cli.publish import push, report
 from quantkit.cli.quantize import quantize
 from quantkit.cli.tune import tune
 from quantkit.cli.verify import verify
@@ -38,6 +39,8 @@ app.command()(inspect)
 app.command()(verify)
 app.command(name="eval")(evaluate)
 app.command()(bench)
+app.command()(report)
+app.command()(push)
 app.command()(generate)
 app.command()(doctor)
 app.command()(tune)

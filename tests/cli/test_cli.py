@@ -40,6 +40,8 @@ COMMANDS = (
     "verify",
     "eval",
     "bench",
+    "report",
+    "push",
     "generate",
     "doctor",
     "tune",

@@ -1,0 +1,146 @@
+"""`quantkit report` and `quantkit push`: the model card, and the upload to the hub."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli import options
+from quantkit.cli.console import err, note, out, print_json, printable, progress, say, size
+from quantkit.errors import OutputError, UsageError
+
+_Evaluation = Annotated[
+    Path | None,
+    typer.Option("--eval", metavar="FILE", help="Figures of 'quantkit eval': report.json or eval.json."),
+]
+_Benchmark = Annotated[
+    Path | None, typer.Option("--bench", metavar="FILE", help="Figures of 'quantkit bench': bench.json.")
+]
+_BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        "--base-model", metavar="ORG/NAME", help="The original on the hub.", show_default="the source's id"
+    ),
+]
+_License = Annotated[
+    str | None, typer.Option(help="The license of the weights.", show_default="that of the source's card")
+]
+
+
+def report(
+    directory: options.PackedDirectory,
+    out_directory: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Where README.md and plots go.")
+    ] = Path("card"),
+    evaluation: _Evaluation = None,
+    benchmark: _Benchmark = None,
+    repo: Annotated[
+        str | None,
+        typer.Option(metavar="ORG/NAME", help="Where it will be on the hub.", show_default="the name of DIR"),
+    ] = None,
+    base_model: _BaseModel = None,
+    license: _License = None,
+) -> None:
+    """Write a model card: what a packed checkpoint is, what was measured of it, how to run it.
+
+    Figures come from the files of 'eval' and 'bench', with the plots of their reports. Without them the card
+    says that nothing was measured.
+    """
+    options.make_directory(out_directory)
+    for name, data in _card_files(directory, evaluation, benchmark, repo, base_model, license).items():
+        _write(out_directory / name, data)
+    say(f"wrote {out_directory / 'README.md'}")
+
+
+def push(
+    directory: options.PackedDirectory,
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="A repository on the hub, such as ORG/NAME.")],
+    card: Annotated[
+        Path | None,
+        typer.Option(
+            "--card", metavar="DIR", help="A card of 'quantkit report'.", show_default="one without figures"
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create the repository as a private one.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, created if it is not there.", show_default="main")
+    ] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    base_model: _BaseModel = None,
+    license: _License = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; upload nothing.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Upload a packed checkpoint with its card to the Hugging Face hub, in one commit.
+
+    Every file is compared with its hash first; a checkpoint that is not whole is refused.
+    """
+    from quantkit.publish import upload as uploading
+
+    if card is not None and (base_model or license):
+        raise UsageError("--card has its own base model and license; give those to 'quantkit report'.")
+    files = (
+        _card_files(directory, None, None, repo, base_model, license) if card is None else _read_card(card)
+    )
+    with progress("verifying") as advance:
+        prepared = uploading.prepare(directory, files, advance)
+    sizes = prepared.sizes
+    if dry_run:
+        if json:
+            print_json({"repo": repo, "files": sizes})
+            return
+        for name, count in sizes.items():
+            out.print(printable(f"{size(count):>10}  {name}"))
+        say(f"{len(sizes)} files, {size(sum(sizes.values()))}; nothing was uploaded")
+        return
+    if not err.is_terminal:
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
+    address = uploading.push(prepared, repo, private=private, revision=revision, message=message)
+    if json:
+        print_json({"repo": repo, "files": sizes, "commit": address})
+    else:
+        say(f"{len(sizes)} files, {size(sum(sizes.values()))}: {address}")
+
+
+def _card_files(
+    directory: Path,
+    evaluation: Path | None,
+    benchmark: Path | None,
+    repo: str | None,
+    base_model: str | None,
+    license: str | None,
+) -> dict[str, bytes]:
+    """README.md and the plots beside the files with the figures, by name."""
+    from quantkit.publish.card import CARD_NAME, make_card, plots_beside, read_measurements
+
+    measurements = read_measurements(directory, evaluation, benchmark)
+    plots = plots_beside(evaluation, benchmark)
+    card = make_card(directory, measurements, plots, repo=repo, base_model=base_model, license=license)
+    for line in card.notes:
+        note(line)
+    return {CARD_NAME: card.markdown().encode(), **{f"{plot.name}.png": plot.png for plot in plots}}
+
+
+def _read_card(card: Path) -> dict[str, bytes]:
+    from quantkit.publish.card import CARD_NAME
+
+    try:
+        found = {path.name: path.read_bytes() for path in sorted(card.glob("*.png"))}
+        return {CARD_NAME: (card / CARD_NAME).read_bytes(), **found}
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the card in {card}: {error.strerror or error}. Write one with `quantkit report`."
+        ) from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    from quantkit.files import replace_file
+
+    try:
+        replace_file(path, data)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}. Choose another place.") from error

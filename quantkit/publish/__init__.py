@@ -1,0 +1,1 @@
+"""Publishing: the model card of a packed checkpoint, and its upload to the hub."""

@@ -1,0 +1,380 @@
+"""The model card of a packed checkpoint: what it is, how it is stored, what was measured, how to run it.
+
+Figures come from the files that `eval` and `bench` write, and from nowhere else. The front matter is that of
+https://huggingface.co/docs/hub/model-cards: with `base_model` and `base_model_relation` the hub lists the
+model as a quantization of its base.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.bench.figures import Speed, read_speed
+from quantkit.bench.report import models_table, speed_table
+from quantkit.checkpoint.manifest import read_manifest
+from quantkit.errors import UsageError
+from quantkit.eval.document import Block, Bullets, Command, Document, Figure, Section, Table, Text
+from quantkit.files import os_error_text
+from quantkit.model.notes import fused_sets
+from quantkit.model.record import LayerRecord, ModelRecord
+
+CARD_NAME = "README.md"
+_HUB_ID = re.compile(r"[\w.\-]+/[\w.\-]+", re.ASCII)
+#: An image of a report: its caption, and its name, which leads nowhere else.
+_IMAGE = re.compile(r"!\[([^\]]*)\]\(([\w\-]+)\.png\)")
+#: Of the source's card, what holds for every copy of its weights.
+_CARRIED = ("license", "license_name", "license_link", "language")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What `eval` measured on one text; the fields that compare are None without a reference."""
+
+    text: str
+    tokens: int
+    perplexity: float | None
+    reference_perplexity: float | None
+    kl_mean: float | None
+    kl_mean_se: float | None
+    same_top1: float | None
+
+
+@dataclass(frozen=True)
+class TaskAccuracy:
+    """How often a task was answered right, with the standard error if there is one."""
+
+    task: str
+    metric: str
+    items: int
+    accuracy: float
+    accuracy_se: float | None
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was measured of a model, and how: nothing at all, if so."""
+
+    accuracy: tuple[Accuracy, ...] = ()
+    tasks: tuple[TaskAccuracy, ...] = ()
+    accuracy_how: str = ""
+    speed: tuple[Speed, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot of what `part`, `eval` or `bench`, measured: its name without ending, caption and PNG."""
+
+    part: str
+    name: str
+    caption: str
+    png: bytes
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card: its front matter, its text, and what the user should know of what is missing."""
+
+    front_matter: Mapping[str, Any]
+    document: Document
+    notes: tuple[str, ...] = field(default=())
+
+    def markdown(self) -> str:
+        """README.md."""
+        import yaml
+
+        front = yaml.safe_dump(dict(self.front_matter), sort_keys=False, allow_unicode=True)
+        return f"---\n{front}---\n\n{self.document.markdown()}"
+
+
+def read_measurements(directory: Path, evaluation: Path | None, benchmark: Path | None) -> Measurements:
+    """What the files of `eval` and `bench` have of the model in `directory`.
+
+    `UsageError` for other files, and for files that are about other models only.
+    """
+    found = Measurements() if evaluation is None else _evaluated(directory, evaluation)
+    speed: tuple[Speed, ...] = ()
+    if benchmark is not None:
+        speed = read_speed(benchmark)
+        own = [one for one in speed if _is_model(directory, one.model)]
+        if not own:
+            raise _other_model(directory, benchmark, [one.model for one in speed])
+        # The original, which has no packed format, stays beside it.
+        speed = (own[0], *(one for one in speed if one.format == "dense" and one is not own[0]))
+    return replace(found, speed=speed)
+
+
+def plots_beside(evaluation: Path | None, benchmark: Path | None) -> tuple[Plot, ...]:
+    """The plots of the reports that `eval` and `bench` wrote beside their figures, as they show them."""
+    found = []
+    for part, path in (("eval", evaluation), ("bench", benchmark)):
+        text = path.with_suffix(".md") if path is not None else None
+        if text is None or not text.is_file():
+            continue
+        for caption, name in _IMAGE.findall(text.read_text(encoding="utf-8")):
+            if (text.parent / f"{name}.png").is_file():
+                found.append(
+                    Plot(part, f"{part}-{name}", caption, (text.parent / f"{name}.png").read_bytes())
+                )
+    return tuple(found)
+
+
+def make_card(
+    directory: Path,
+    measurements: Measurements,
+    plots: Sequence[Plot] = (),
+    *,
+    repo: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+) -> Card:
+    """The card of the packed checkpoint in `directory`, which will be `repo` on the hub.
+
+    `base_model` (a hub id) is by default the source, if that was a hub id; `license` what the card of the
+    source says.
+    """
+    record = ModelRecord.from_manifest(read_manifest(directory))
+    base = base_model or (record.source if _came_from_hub(record.source) else None)
+    source = source_metadata(base or record.source)
+    carried = {key: source[key] for key in _CARRIED if source.get(key)}
+    if license is not None:
+        carried = {"license": license, **{k: v for k, v in carried.items() if not k.startswith("license")}}
+    notes = []
+    if base is None:
+        notes.append(
+            f"the card names no base model: {record.source} is no hub id. With --base-model ORG/NAME the hub "
+            "lists the model as a quantization of it."
+        )
+    if "license" not in carried:
+        notes.append("the card names no license: the source's card has none or is not here. Give --license.")
+    front: dict[str, Any] = {}
+    if base is not None:
+        front = {"base_model": base, "base_model_relation": "quantized"}
+    front |= {"library_name": "transformers", "pipeline_tag": "text-generation", **carried}
+    front["tags"] = [
+        "quantkit",
+        *([record.container] if not record.needs_quantkit else []),
+        *_formats(record),
+    ]
+    name = repo or directory.resolve().name
+    sections = (
+        Section("What it is", tuple(_introduction(record, base))),
+        Section("How it is stored", tuple(_storage(record))),
+        Section("Accuracy", (*_accuracy_blocks(measurements), *_images(plots, "eval"))),
+        Section("Speed and memory", (*_speed_blocks(measurements), *_images(plots, "bench"))),
+        Section("How to run it", tuple(_running(record, name))),
+    )
+    return Card(front, Document(name, sections), tuple(notes))
+
+
+def source_metadata(source: str) -> dict[str, Any]:
+    """The front matter of the card of a directory or a hub id; empty where there is none to read."""
+    import yaml
+    from huggingface_hub import hf_hub_download, metadata_load
+
+    try:
+        path = Path(source) / CARD_NAME
+        if not Path(source).is_dir() and _HUB_ID.fullmatch(source):
+            path = Path(hf_hub_download(source, CARD_NAME))
+        return metadata_load(path) or {} if path.is_file() else {}
+    # A card is for people: one that is missing, not reachable or not YAML only leaves fields out.
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+
+
+def _came_from_hub(source: str) -> bool:
+    """Whether the hub's cache has the source: a directory of another place may look like a hub id."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(source).is_dir() or not _HUB_ID.fullmatch(source):
+        return False
+    return isinstance(try_to_load_from_cache(source, "config.json"), str)
+
+
+def _is_model(directory: Path, model: str) -> bool:
+    return Path(model).resolve() == directory.resolve() or Path(model).name == directory.resolve().name
+
+
+def _other_model(directory: Path, path: Path, models: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"{path} is about {', '.join(models) or 'no model'}, not {directory}. Give the file that was "
+        "measured of it."
+    )
+
+
+def _evaluated(directory: Path, path: Path) -> Measurements:
+    """The figures of report.json or of eval.json for the model in `directory`, and how they were taken."""
+    try:
+        data = json.loads(path.read_bytes())
+        reports = data.get("reports", [data])
+        models = [report["model"] for report in reports]
+        own = next((one for one in reports if _is_model(directory, one["model"])), None)
+        if own is None:
+            raise _other_model(directory, path, models)
+        names = ("tokens", "perplexity", "reference_perplexity", "kl_mean", "kl_mean_se", "same_top1")
+        rows = tuple(
+            Accuracy(text, **{name: _number(metrics[name]) for name in names})
+            for text, metrics in own["texts"].items()
+        )
+        numbers = ("items", "accuracy", "accuracy_se")
+        tasks = tuple(
+            TaskAccuracy(one["task"], one["metric"], **{name: _number(one[name]) for name in numbers})
+            for one in own["tasks"]
+        )
+        how = (
+            f"Windows of {own['window']} tokens, activations in {own['dtype']} on {own['device']}; quantkit "
+            f"{own['quantkit_version']}, torch {own['torch']}, transformers {own['transformers']}."
+        )
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {os_error_text(error)}. Check the path.") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} is not what `quantkit eval` writes ({type(error).__name__}: {error}). Give its "
+            "report.json or the file of --json."
+        ) from error
+    return Measurements(rows, tasks, how)
+
+
+def _number(value: Any) -> Any:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise TypeError(f"{value!r} is no number")
+    return value
+
+
+def _formats(record: ModelRecord) -> list[str]:
+    return list(dict.fromkeys(layer.scheme.split()[0] for layer in record.layers.values() if layer.scheme))
+
+
+def _introduction(record: ModelRecord, base: str | None) -> Iterator[Block]:
+    packed = [layer for layer in record.layers.values() if layer.scheme is not None]
+    of = f"`{base}`" if base is not None else "A language model"
+    yield Text(
+        f"{of}, quantized with quantkit {record.versions.get('quantkit', '')} to "
+        f"{', '.join(_formats(record))}: {sum(layer.matrices for layer in packed)} matrices in "
+        f"{len(packed)} linears."
+    )
+    if record.calibration is not None:
+        yield Text(f"Calibrated on {record.calibration}.")
+
+
+def _storage(record: ModelRecord) -> Iterator[Block]:
+    kinds: dict[tuple[str, str], list[LayerRecord]] = {}
+    for layer in record.layers.values():
+        kinds.setdefault((layer.scheme or "dense", layer.method or "-"), []).append(layer)
+    rows = [
+        (*kind, str(len(layers)), _shown(_mean_bits(layers), ".3f"))
+        for kind, layers in sorted(kinds.items(), key=lambda item: -len(item[1]))
+    ]
+    yield Table(("format", "method", "linears", "bits per weight"), rows, frozenset({"format", "method"}))
+    linears, model = record.bits_per_weight["linears"], record.bits_per_weight["model"]
+    packed = "" if linears is None else f"{linears:.3f} bits per weight in packed linears, "
+    yield Text(
+        f"{packed}{model:.3f} in the whole model. Every stored bit counts: words, padding, scales and "
+        "zero-points. `quantkit_manifest.json` has the recipe, the error of each layer and the hash of "
+        "each file."
+    )
+
+
+def _mean_bits(layers: Sequence[LayerRecord]) -> float | None:
+    """Bits per weight of all weights together; None for dense ones."""
+    weights = [layer.matrices * math.prod(layer.shape) for layer in layers]
+    bits = [layer.bits_per_weight for layer in layers if layer.bits_per_weight is not None]
+    if not bits:
+        return None
+    return sum(b * n for b, n in zip(bits, weights, strict=True)) / sum(weights)
+
+
+def _accuracy_blocks(measurements: Measurements) -> Iterator[Block]:
+    if not (measurements.accuracy or measurements.tasks):
+        yield Text("Nothing was measured.")
+        return
+    if measurements.accuracy:
+        yield _texts_table(measurements.accuracy)
+    if measurements.tasks:
+        yield _tasks_table(measurements.tasks)
+    yield Text(measurements.accuracy_how)
+
+
+def _tasks_table(tasks: Sequence[TaskAccuracy]) -> Table:
+    rows = [
+        (one.task, one.metric, str(one.items), f"{100 * one.accuracy:.2f} %" + _error(one.accuracy_se, 100))
+        for one in tasks
+    ]
+    return Table(("task", "metric", "items", "right"), rows, frozenset({"task", "metric"}))
+
+
+def _texts_table(texts: Sequence[Accuracy]) -> Table:
+    rows = [
+        (
+            one.text,
+            str(one.tokens),
+            _shown(one.perplexity, ".6g"),
+            _shown(one.reference_perplexity, ".6g"),
+            _shown(one.kl_mean, ".3g") + _error(one.kl_mean_se),
+            "-" if one.same_top1 is None else f"{100 * one.same_top1:.2f} %",
+        )
+        for one in texts
+    ]
+    headings = ("text", "tokens", "perplexity", "the original's", "KL mean, nats", "same top-1")
+    return Table(headings, rows, frozenset({"text"}))
+
+
+def _error(value: float | None, unit: float = 1.0) -> str:
+    return "" if value is None else f" ± {unit * value:.1g}"
+
+
+def _images(plots: Sequence[Plot], part: str) -> Iterator[Block]:
+    return (Figure(plot.name, plot.caption, plot.png, "") for plot in plots if plot.part == part)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _speed_blocks(measurements: Measurements) -> Iterator[Block]:
+    if not measurements.speed:
+        yield Text("Nothing was measured.")
+        return
+    yield models_table(measurements.speed)
+    yield speed_table(measurements.speed)
+    first = measurements.speed[0]
+    yield Text(
+        f"{first.machine.name} ({first.machine.device}), quantkit {first.machine.quantkit}, torch "
+        f"{first.machine.torch}, transformers {first.machine.transformers}; medians of {first.repeats} "
+        "repetitions with the smallest and the largest."
+    )
+
+
+def _running(record: ModelRecord, name: str) -> Iterator[Block]:
+    yield Command(
+        "import quantkit  # pip install quantkit\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
+        'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"
+    )
+    if record.needs_quantkit:
+        yield Text(f"Only quantkit reads this checkpoint: {record.needs_quantkit[0]}.")
+        return
+    split = [
+        members
+        for members in fused_sets({name: layer.scheme for name, layer in record.layers.items()})
+        if len(set(members.values())) > 1
+    ]
+    if split:
+        yield Text(
+            "It is a compressed-tensors checkpoint, but vLLM and SGLang cannot load it: they fuse linears "
+            f"that differ here, such as {' and '.join(split[0])}."
+        )
+        return
+    yield Bullets(
+        [
+            "With quantkit the weights stay packed. Without it transformers loads the checkpoint too, and "
+            "makes the weights dense when it runs.",
+            f"It is a compressed-tensors checkpoint: `vllm serve {name}`, as far as vLLM has its formats.",
+        ]
+    )

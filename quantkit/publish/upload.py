@@ -1,0 +1,124 @@
+"""Upload a verified checkpoint with its card to the hub, in one commit."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
+from quantkit.model.verify import verify
+from quantkit.publish.card import CARD_NAME
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Files to upload by their name in the repository: paths, or the bytes of what was made for it."""
+
+    files: Mapping[str, Path | bytes]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in self.files.items()
+        }
+
+
+def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | None = None) -> Upload:
+    """What to upload: the files of the manifest, the manifest, and the `card` with its plots by name.
+
+    Every file is compared with its hash first. `CheckpointError` if a check of `verify` fails, and where
+    there is no manifest.
+    """
+    checks = verify(directory, reload=False, progress=progress)
+    problems = [problem for check in checks for problem in check.problems]
+    if problems:
+        raise CheckpointError(
+            f"{directory} is not uploaded: {problems[0]} ({len(problems)} problems). `quantkit verify` "
+            "shows all; quantize the model again."
+        )
+    names = [*read_manifest(directory)["files"], MANIFEST_NAME]
+    files: dict[str, Path | bytes] = {name: directory / name for name in sorted(names)}
+    if taken := files.keys() & card.keys() - {CARD_NAME}:
+        raise UsageError(
+            f"{sorted(taken)[0]} is a file of the card and of the checkpoint. Rename it in the card."
+        )
+    return Upload({**files, **card})
+
+
+def push(
+    upload: Upload,
+    repo: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+) -> str:
+    """Create the repository if it is not there, and commit all files at once; the address of the commit.
+
+    `revision` is a branch, created where it is not there. `UsageError` for a repository that may not be
+    written, `EnvironmentProblem` without a token or a network.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    operations = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
+    api = HfApi()
+    with _explained(repo):
+        created = api.create_repo(repo, private=private or None, exist_ok=True)
+        if revision is not None:
+            api.create_branch(created.repo_id, branch=revision, exist_ok=True)
+        done = api.create_commit(
+            created.repo_id,
+            operations,
+            commit_message=message or "Upload a model quantized with quantkit",
+            revision=revision,
+        )
+    return str(done.commit_url)
+
+
+#: By the name of the exception class or of one of its bases: the error to raise, what happened, the remedy.
+_EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
+    "HFValidationError": (UsageError, "this is no repository id", "Give one such as org/name."),
+    "OfflineModeIsEnabled": (EnvironmentProblem, "HF_HUB_OFFLINE is set", "Unset it."),
+    "LocalTokenNotFoundError": (EnvironmentProblem, "there is no token", "Log in with `hf auth login`."),
+    "HTTPError": (
+        EnvironmentProblem,
+        "the hub cannot be reached",
+        "Check the network, HF_ENDPOINT and the proxy settings; the same command starts again.",
+    ),
+}
+#: By the status of an answer.
+_STATUS: dict[int, tuple[type[QuantkitError], str, str]] = {
+    401: (EnvironmentProblem, "the hub does not know the token", "Log in with `hf auth login`."),
+    403: (UsageError, "the token may not write there", "Use a token with write access to it."),
+    404: (UsageError, "the hub has no such place for this token", "Check the name and the token."),
+}
+
+
+@contextmanager
+def _explained(repo: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a `QuantkitError` about `repo`; bugs pass."""
+    try:
+        yield
+    except Exception as error:
+        explanation = _explanation(error)
+        if explanation is None:
+            raise
+        kind, problem, remedy = explanation
+        detail = str(error).strip().partition("\n")[0]
+        raise kind(f"{repo}: {problem} ({detail}). Nothing was committed. {remedy}") from error
+
+
+def _explanation(error: Exception) -> tuple[type[QuantkitError], str, str] | None:
+    response: Any = getattr(error, "response", None)
+    if response is not None and response.status_code in _STATUS:
+        return _STATUS[response.status_code]
+    if response is not None:
+        return EnvironmentProblem, "the hub answered with an error", "Try again later."
+    names = [base.__name__ for base in type(error).__mro__]
+    return next((_EXPLANATIONS[name] for name in names if name in _EXPLANATIONS), None)

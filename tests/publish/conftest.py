@@ -1,0 +1,141 @@
+"""A packed model to publish, and a hub that takes uploads."""
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quantkit
+
+SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
+TOKEN = "hf_standin"
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """stories260K in int4, groups of 32, on which no test may write."""
+    directory = tmp_path_factory.mktemp("publish") / "tiny-int4"
+    quantkit.quantize(SOURCE, directory, format="int4", group_size=32, rules=("*down_proj=keep",))
+    return directory
+
+
+@dataclass
+class HubState:
+    """What a stand-in hub has: files by branch, and what was asked of it."""
+
+    endpoint: str = ""
+    #: The status of every answer from the request on whose path ends so.
+    refuses: dict[str, int] = field(default_factory=dict)
+    private: dict[str, bool] = field(default_factory=dict)
+    branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    stored: dict[str, bytes] = field(default_factory=dict)
+    commits: list[str] = field(default_factory=list)
+
+
+class UploadHub(BaseHTTPRequestHandler):
+    """Takes uploads the way the hub does: create, preupload, LFS batch and PUT, commit."""
+
+    def __init__(self, state: HubState, *rest: Any) -> None:
+        self.state = state
+        super().__init__(*rest)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = self.path.partition("?")[0]
+        state = self.state
+        for ending, status in state.refuses.items():
+            if path.endswith(ending):
+                return self.answer({"error": "refused"}, status)
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.answer({"error": "no token"}, 401)
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            repo = f"{asked.get('organization', 'me')}/{asked['name']}"
+            if repo in state.private:
+                return self.answer({"url": f"{state.endpoint}/{repo}"}, 409)
+            state.private[repo] = bool(asked.get("private")) or asked.get("visibility") == "private"
+            state.branches["main"] = {}
+            return self.answer({"url": f"{state.endpoint}/{repo}"})
+        if path == "/api/validate-yaml":
+            return self.answer({"errors": [], "warnings": []})
+        part, _, rest = path.partition("/api/models/")[2].removeprefix("me/tiny/").partition("/")
+        if part == "branch":
+            state.branches.setdefault(rest, {})
+            return self.answer({})
+        if part == "preupload":
+            files = [
+                {
+                    "path": one["path"],
+                    "uploadMode": "lfs" if one["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for one in json.loads(body)["files"]
+            ]
+            return self.answer({"files": files})
+        if path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                {**one, "actions": {"upload": {"href": f"{state.endpoint}/lfs/{one['oid']}"}}}
+                for one in json.loads(body)["objects"]
+            ]
+            return self.answer({"transfer": "basic", "objects": objects})
+        if part == "commit":
+            self.commit(rest, body)
+            address = f"{state.endpoint}/me/tiny/commit/{'1' * 40}"
+            return self.answer({"success": True, "commitUrl": address, "commitOid": "1" * 40})
+        return self.answer({"error": f"unknown {path}"}, 404)
+
+    def commit(self, branch: str, body: bytes) -> None:
+        for line in body.splitlines():
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "header":
+                self.state.commits.append(value["summary"])
+            elif entry["key"] == "file":
+                self.state.branches[branch][value["path"]] = base64.b64decode(value["content"])
+            else:
+                self.state.branches[branch][value["path"]] = self.state.stored[value["oid"]]
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        oid = self.path.rpartition("/")[2]
+        assert hashlib.sha256(body).hexdigest() == oid
+        self.state.stored[oid] = body
+        self.answer({})
+
+    def answer(self, content: dict[str, Any], status: int = 200) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def upload_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubState]:
+    """A hub that takes uploads with `TOKEN`; huggingface_hub talks to it alone."""
+    from huggingface_hub import constants, hf_api
+
+    state = HubState()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(UploadHub, state))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    state.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "ENDPOINT", state.endpoint)
+    monkeypatch.setattr(hf_api.constants, "ENDPOINT", state.endpoint)
+    # Files would go to a service of their own; the LFS protocol is all that is stood in for.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    yield state
+    server.shutdown()
+    server.server_close()

@@ -1,0 +1,170 @@
+"""Model cards: nothing in them that was not measured or read, and front matter as the hub reads it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+import quantkit
+from quantkit.bench.figures import Cell, Machine, Memory, Speed, Spread, to_json
+from quantkit.errors import UsageError
+from quantkit.publish import card as card_module
+from quantkit.publish.card import Measurements, make_card, plots_beside, read_measurements, source_metadata
+
+from .conftest import SOURCE
+
+MACHINE = Machine("cpu", "a CPU", 2, 1e10, "0.1.0", "2.13.0", "5.23.0")
+CELL = Cell(1, 8, "eager", Spread(1, 1, 1), Spread(8, 8, 8), 0.01, 0.02, Spread(77, 76, 78), None, None)
+
+
+def speed_of(model: Path | str, format: str = "int4") -> Speed:
+    name = Path(model).name
+    memory = Memory(10, 20, 30)
+    return Speed(
+        name, str(model), format, "bfloat16", 9, 1.0, None, memory, MACHINE, (CELL,), 8, 5, "random", ()
+    )
+
+
+@pytest.fixture
+def evaluation(packed: Path, tmp_path: Path) -> Path:
+    """What `eval --json` writes of `packed`."""
+    found = quantkit.evaluate(
+        packed, against=SOURCE, texts=[SOURCE.parent / "stories.txt"], window=64, max_windows=2, device="cpu"
+    )
+    path = tmp_path / "eval.json"
+    path.write_text(found.to_json())
+    return path
+
+
+def test_a_card_without_measurements_says_so(packed: Path) -> None:
+    card = make_card(packed, Measurements())
+    parsed = ModelCard(card.markdown())
+    assert parsed.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["quantkit", "compressed-tensors", "int4"],
+    }
+    assert parsed.text.count("Nothing was measured.") == 2
+    assert "# tiny-int4\n" in parsed.text
+    assert "| int4 g32 bfloat16 | mse | 30 | 4.522 |\n| dense | - | 6 | - |" in parsed.text
+    assert "4.522 bits per weight in packed linears, 13.875 in the whole model." in parsed.text
+    assert 'from_pretrained("tiny-int4")' in parsed.text
+    assert [note.partition(":")[0] for note in card.notes] == [
+        "the card names no base model",
+        "the card names no license",
+    ]
+
+
+def test_front_matter(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def metadata(source: str) -> dict[str, Any]:
+        asked.append(source)
+        return {
+            "license": "mit",
+            "license_name": "x",
+            "language": ["en"],
+            "tags": ["other"],
+            "datasets": ["y"],
+        }
+
+    monkeypatch.setattr(card_module, "source_metadata", metadata)
+    card = make_card(packed, Measurements(), base_model="org/base", repo="me/tiny")
+    front = yaml.safe_load(card.markdown().split("---\n")[1])
+    assert asked == ["org/base"]
+    assert front["base_model"] == "org/base" and front["base_model_relation"] == "quantized"
+    assert (front["license"], front["license_name"], front["language"]) == ("mit", "x", ["en"])
+    assert front["tags"] == ["quantkit", "compressed-tensors", "int4"] and "datasets" not in front
+    assert card.notes == ()
+    assert "`org/base`, quantized with quantkit" in card.markdown()
+    assert "`vllm serve me/tiny`" in card.markdown()
+    other = make_card(packed, Measurements(), base_model="org/base", license="apache-2.0")
+    assert other.front_matter["license"] == "apache-2.0" and "license_name" not in other.front_matter
+
+
+def test_metadata_of_a_local_source(tmp_path: Path) -> None:
+    assert source_metadata(str(tmp_path)) == {}
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    assert source_metadata(str(tmp_path)) == {"license": "mit"}
+    (tmp_path / "README.md").write_text("---\n- [\n---\n")
+    assert source_metadata(str(tmp_path)) == {}
+
+
+def test_what_looks_like_a_hub_id_is_one_only_if_the_cache_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, name: None)
+    assert not card_module._came_from_hub("examples/stories260K-of-another-place")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, name: "/cache/config.json")
+    assert card_module._came_from_hub("org/name")
+    assert not card_module._came_from_hub(str(SOURCE))
+
+
+def test_figures_are_those_of_the_files(packed: Path, evaluation: Path, tmp_path: Path) -> None:
+    bench = tmp_path / "bench.json"
+    dense = speed_of(SOURCE, "dense")
+    bench.write_text(to_json([speed_of("other/fp6"), dense, speed_of(packed)]))
+    found = read_measurements(packed, evaluation, bench)
+    assert [one.label for one in found.speed] == ["tiny-int4", "stories260K"]
+    (text,) = json.loads(evaluation.read_text())["texts"].values()
+    assert (found.accuracy[0].perplexity, found.accuracy[0].kl_mean) == (text["perplexity"], text["kl_mean"])
+    shown = make_card(packed, found).markdown()
+    assert f"| stories.txt | 126 | {text['perplexity']:.6g} | {text['reference_perplexity']:.6g} |" in shown
+    assert "77 (76 to 78)" in shown and "other" not in shown
+    assert "Nothing was measured." not in shown
+    data = json.loads(evaluation.read_text())
+    task = {"task": "piqa", "metric": "acc", "items": 200, "accuracy": 0.615, "accuracy_se": 0.0345}
+    evaluation.write_text(json.dumps({**data, "tasks": [task]}))
+    again = read_measurements(packed, evaluation, None)
+    assert "| piqa | acc | 200 | 61.50 % ± 3 |" in make_card(packed, again).markdown()
+    evaluation.write_text(json.dumps(data))
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"version": 1, "reports": [json.loads(evaluation.read_text())]}))
+    assert read_measurements(packed, report, None).accuracy == found.accuracy
+
+
+def test_files_about_other_models_are_refused(packed: Path, evaluation: Path, tmp_path: Path) -> None:
+    bench = tmp_path / "bench.json"
+    bench.write_text(to_json([speed_of("other/fp6")]))
+    with pytest.raises(UsageError, match=r"bench\.json is about other/fp6, not .*tiny-int4"):
+        read_measurements(packed, None, bench)
+    edited = {**json.loads(evaluation.read_text()), "model": "other/fp6"}
+    evaluation.write_text(json.dumps(edited))
+    with pytest.raises(UsageError, match=r"eval\.json is about other/fp6, not .*tiny-int4"):
+        read_measurements(packed, evaluation, None)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"reports": 3}', '{"model": "a/tiny-int4"}'])
+def test_other_files_are_refused(packed: Path, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "eval.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="is not what `quantkit eval` writes"):
+        read_measurements(packed, path, None)
+
+
+def test_plots_are_those_of_the_report(packed: Path, tmp_path: Path) -> None:
+    for name in ("memory", "unrelated"):
+        (tmp_path / f"{name}.png").write_bytes(name.encode())
+    (tmp_path / "bench.md").write_text("![Memory.](memory.png)\n![x](../up.png)\n![gone](gone.png)\n")
+    plots = plots_beside(tmp_path / "eval.json", tmp_path / "bench.json")
+    assert [(plot.name, plot.caption, plot.png) for plot in plots] == [("bench-memory", "Memory.", b"memory")]
+    assert "![Memory.](bench-memory.png)" in make_card(packed, Measurements(), plots).markdown()
+
+
+def test_how_to_run_what_others_cannot(packed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = tmp_path / "fp6"
+    quantkit.quantize(SOURCE, own, format="fp6")
+    card = make_card(own, Measurements())
+    assert "Only quantkit reads this checkpoint: " in card.markdown() and "vllm" not in card.markdown()
+    assert card.front_matter["tags"] == ["quantkit", "fp6-e2m3"]
+    split = tmp_path / "split"
+    quantkit.quantize(SOURCE, split, format="int4", group_size=32, rules=("*q_proj=int8", "*down_proj=keep"))
+    assert "vLLM and SGLang cannot load it" in make_card(split, Measurements()).markdown()
+
+
+def test_the_original_is_not_measured_as_the_model(packed: Path, tmp_path: Path) -> None:
+    bench = tmp_path / "bench.json"
+    bench.write_text(to_json([replace(speed_of(packed), format="dense")]))
+    assert len(read_measurements(packed, None, bench).speed) == 1

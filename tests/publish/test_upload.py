@@ -1,0 +1,103 @@
+"""Uploads against a stand-in hub: what arrives is what was verified, and what fails says why."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
+from quantkit.publish.card import Measurements, make_card
+from quantkit.publish.upload import Upload, prepare, push
+
+from .conftest import HubState
+
+
+@pytest.fixture
+def upload(packed: Path) -> Upload:
+    card = make_card(packed, Measurements(), repo="me/tiny").markdown().encode()
+    return prepare(packed, {"README.md": card, "bench-memory.png": b"png"})
+
+
+def test_what_arrives_is_what_was_verified(packed: Path, upload: Upload, upload_hub: HubState) -> None:
+    address = push(upload, "me/tiny", private=True)
+    assert address == f"{upload_hub.endpoint}/me/tiny/commit/{'1' * 40}"
+    assert upload_hub.private == {"me/tiny": True}
+    assert upload_hub.commits == ["Upload a model quantized with quantkit"]
+    files = upload_hub.branches["main"]
+    names = {*read_manifest(packed)["files"], MANIFEST_NAME}
+    assert set(files) == names | {"README.md", "bench-memory.png"}
+    for name in names:
+        assert files[name] == (packed / name).read_bytes()
+    assert files["README.md"].startswith(b"---\n")
+    assert upload.sizes == {name: len(data) for name, data in files.items()}
+
+
+def test_a_branch_of_a_repository_that_is_there(upload: Upload, upload_hub: HubState) -> None:
+    push(upload, "me/tiny")
+    push(upload, "me/tiny", revision="group-32", message="Smaller groups")
+    assert upload_hub.branches["group-32"] == upload_hub.branches["main"]
+    assert upload_hub.commits[1] == "Smaller groups"
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "kind", "message"),
+    [
+        ("/create", 403, UsageError, "the token may not write there"),
+        ("/create", 401, EnvironmentProblem, "the hub does not know the token"),
+        ("/preupload/main", 404, UsageError, "the hub has no such place for this token"),
+        ("/commit/main", 403, UsageError, "the token may not write there"),
+        ("/commit/main", 400, EnvironmentProblem, "the hub answered with an error"),
+    ],
+)
+def test_refusals(
+    upload: Upload, upload_hub: HubState, ending: str, status: int, kind: type[QuantkitError], message: str
+) -> None:
+    upload_hub.refuses[ending] = status
+    with pytest.raises(kind, match=rf"me/tiny: {message} \(.*\)\. Nothing was committed\."):
+        push(upload, "me/tiny")
+    assert upload_hub.commits == []
+
+
+def test_no_token(upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
+    with pytest.raises(EnvironmentProblem, match="Log in with `hf auth login`"):
+        push(upload, "me/tiny")
+
+
+def test_unreachable(upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(EnvironmentProblem, match="the hub cannot be reached"):
+        push(upload, "me/tiny")
+
+
+def test_offline(upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True, raising=False)
+    with pytest.raises(EnvironmentProblem, match="HF_HUB_OFFLINE is set"):
+        push(upload, "me/tiny")
+
+
+def test_no_repository_id(upload: Upload, upload_hub: HubState) -> None:
+    with pytest.raises(UsageError, match="this is no repository id"):
+        push(upload, "a/b/c")
+
+
+def test_damaged_checkpoints_are_refused(packed: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(packed, tmp_path / "damaged"))
+    data = bytearray((damaged / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (damaged / "model.safetensors").write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=r"is not uploaded: .* the manifest says .* `quantkit verify` shows"
+    ):
+        prepare(damaged, {})
+    (damaged / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match="not a finished quantkit checkpoint"):
+        prepare(damaged, {})
+
+
+def test_a_card_does_not_replace_files_of_the_checkpoint(packed: Path) -> None:
+    with pytest.raises(UsageError, match=r"config\.json is a file of the card and of the checkpoint"):
+        prepare(packed, {"config.json": b""})

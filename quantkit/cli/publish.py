@@ -41,10 +41,11 @@ def report(
     base_model: _BaseModel = None,
     license: _License = None,
 ) -> None:
-    """Write a model card: what a packed checkpoint is, what was measured of it, how to run it.
+    """Write a model card with the measured figures.
 
-    Figures come from the files of 'eval' and 'bench', with the plots of their reports. Without them the card
-    says that nothing was measured.
+    It says what a packed checkpoint is, how it is stored, what was measured, and how to run it. Figures come
+    from the files of 'eval' and 'bench', with the plots of their reports. Without them the card says that
+    nothing was measured.
     """
     options.make_directory(out_directory)
     for name, data in _card_files(directory, evaluation, benchmark, repo, base_model, license).items():
@@ -73,9 +74,10 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; upload nothing.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Upload a packed checkpoint with its card to the Hugging Face hub, in one commit.
+    """Upload a packed checkpoint to the hub.
 
-    Every file is compared with its hash first; a checkpoint that is not whole is refused.
+    It goes there with its card, in one commit. Every file is compared with its hash first; a checkpoint that
+    is not whole is refused.
     """
     from quantkit.publish import upload as uploading
 

@@ -16,7 +16,7 @@ import torch
 from quantkit.errors import FormatError
 
 #: Columns of H computed at a time, by device: H is symmetric, and tiles below the diagonal are those above.
-TILE = {"cpu": 256, "cuda": 2048}
+TILE = {"cpu": 128, "cuda": 2048}
 #: Columns of H factored at a time.
 CHOLESKY_COLUMNS = 4096
 #: Pieces of inputs are summed in so many runs, which is how many ranks can share them.
@@ -265,7 +265,8 @@ def correction(moments: Moments, damping: float, strength: float = CORRECTION) -
 
 def check_finite(inputs: torch.Tensor, name: str) -> None:
     """`FormatError` naming the linear if an input is NaN or infinite."""
-    if not bool(torch.isfinite(inputs).all()):
+    # A sum is ten times as fast, and only where it is not finite does it matter whether it overflowed.
+    if not bool(torch.isfinite(inputs.sum())) and not bool(torch.isfinite(inputs).all()):
         nan, infinite = int(inputs.isnan().sum()), int(inputs.isinf().sum())
         raise FormatError(
             f"{name}: {nan} NaN and {infinite} infinite inputs (of {inputs.numel()}, {inputs.dtype}) during "

@@ -44,7 +44,9 @@ class Method:
     where it has none. `scaling` scales input features first (`calibrate/scaling.py`). `compensates` rounds
     each column with the errors of those before it in mind (`calibrate/rounding.py`), and `sweeps` rounds of
     coordinate descent follow. `refits` keeps codes and refits scales to the outputs. With drift in the
-    statistics, weights are first corrected for what quantization made of the inputs.
+    statistics, weights are first corrected for what quantization made of the inputs. `learns` goes on with
+    the codes of all linears of a block together (`model/learned_rounding.py`); it takes drift in the
+    statistics.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Method:
     compensates: bool = False
     refits: bool = False
     sweeps: int = 0
+    learns: bool = False
 
     @property
     def needs_data(self) -> bool:
@@ -75,6 +78,8 @@ class Method:
         rounding = "nearest" + (", scales refitted" if self.refits else "")
         if self.compensates:
             rounding = "gptq" + (f", {self.sweeps} sweeps of coordinate descent" if self.sweeps else "")
+        if self.learns:
+            rounding += ", learned by block"
         transforms = [*([self.scaling.name] if self.scaling else []), *["drift correction"] * self.corrects]
         return {
             "transform": ", ".join(transforms) or "none",
@@ -103,6 +108,11 @@ _ABILITIES: tuple[tuple[str, Callable[[Scheme], bool], Callable[[Method], bool]]
         "values that are not evenly spaced",
         lambda scheme: not isinstance(scheme.format, IntFormat),
         lambda method: method.fit is not hqq,
+    ),
+    (
+        "between steps of unequal size",
+        lambda scheme: scheme.format.even_step is None,
+        lambda method: not method.learns,
     ),
 )
 
@@ -168,6 +178,16 @@ METHODS: dict[str, Method] = {
             statistics="moments and drift",
             compensates=True,
             sweeps=3,
+        ),
+        Method(
+            "signround",
+            "as best, then the codes of a block learned from its outputs, evenly spaced formats only",
+            "mse",
+            mse,
+            statistics="moments and drift",
+            compensates=True,
+            sweeps=3,
+            learns=True,
         ),
     )
 }

@@ -31,6 +31,7 @@ METHODS = {
     "smoothquant": "smoothed, with data",
     "gptq": "compensated, with data",
     "best": "the strongest, with data",
+    "signround": "best, then learned by block, with data",
 }
 
 Source = Annotated[

@@ -112,8 +112,9 @@ def quantize(
         worst = max(outputs, key=lambda name: outputs[name])
         mean = sum(outputs.values()) / len(outputs)
         say(f"relative error of outputs: mean {mean:.2e}, worst {outputs[worst]:.2e} in {worst}")
-    if (line := coverage_line(result.measured)) is not None:
-        say(line)
+    for line in (learned_line(result.measured), coverage_line(result.measured)):
+        if line is not None:
+            say(line)
     say(f"wrote {result.directory} ({size(result.plan.output_bytes)})")
 
 
@@ -133,6 +134,16 @@ def _check_result(directory: Path, device: str) -> None:
         return
     with progress("checking"), using_transformers(str(directory)):
         record(directory, target)
+
+
+def learned_line(measured: "Mapping[str, Measured]") -> str | None:
+    """What learning the rounding of blocks made of the errors of their outputs; None without any learned."""
+    # Of each linear of a block the same.
+    errors = {one.block_error for one in measured.values() if one.block_error is not None}
+    if not errors:
+        return None
+    before, after = (sum(column) / len(errors) for column in zip(*errors, strict=True))
+    return f"relative error of the outputs of blocks: mean {after:.2e}, {before:.2e} before learned rounding"
 
 
 def coverage_line(measured: "Mapping[str, Measured]") -> str | None:

@@ -60,6 +60,13 @@ class BlockTasks:
         return {name: task for name, task in self.tasks.items() if _needs_data(task)}
 
     @property
+    def learns(self) -> tuple[str, ...]:
+        """The linears whose rounding is learned with that of the others: no matrices of experts, no head."""
+        if self.is_head:
+            return ()
+        return tuple(name for name, task in self.tasks.items() if _learns(task) and name not in self.parts)
+
+    @property
     def experts(self) -> dict[str, tuple[int, ...]]:
         """The fused experts with tasks: their module, and the numbers of its experts."""
         found: dict[str, set[int]] = {}
@@ -170,6 +177,10 @@ def _folds(tasks: Mapping[str, Task]) -> tuple[Fold, ...]:
         return len(methods) == len(fold.consumers) and len(scalings) == 1 and None not in scalings
 
     return tuple(fold for fold in FOLDS if scaled(fold) and (fold.is_norm or fold.producer in tasks))
+
+
+def _learns(task: Task) -> bool:
+    return task.method is not None and task.method.learns
 
 
 def _needs_data(task: Task) -> bool:

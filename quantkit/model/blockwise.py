@@ -18,7 +18,7 @@ number of ranks changes nothing either.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -38,6 +38,7 @@ from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.block_tasks import BlockTasks
 from quantkit.model.blocks import Block, Decoder, Forwards, Home, set_weight, stages_of
 from quantkit.model.folding import Factors, Fold, fold_into, shared_rows
+from quantkit.model.learned_rounding import learn_rounding
 from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
 from quantkit.model.routed import Routed, coverage, quantize_experts
@@ -48,6 +49,8 @@ from quantkit.packing.schemes import Scheme
 #: Samples that go through a block at a time at most, by device, and their tokens.
 BATCH = {"cpu": 4, "cuda": 8}
 BATCH_TOKENS = 8192
+#: So many where rounding is learned: a CPU's cores each see a micro-batch in every step.
+LEARNING_BATCH = {"cpu": 1, "cuda": 8}
 #: Seconds after which hidden states are stored again: what an interrupted run has at most to compute anew.
 HIDDEN_SECONDS = 30.0
 #: Passes are suspended between stages where what they hold then takes at most this part of the free memory.
@@ -67,7 +70,11 @@ NOT_SCALED = (
     "its input features are not scaled: quantkit knows no operation of this model that only feeds linears "
     "of this method and could take the scales"
 )
+#: Said of what is quantized by a method that learns the rounding of blocks, where that does not reach it.
+NOT_LEARNED = "its rounding is not learned: that is for the linears of a block, not for experts or a head"
 
+#: How many tokens chose each expert, and a note where those were too few.
+Coverage = tuple[list[int], str | None]
 #: Is called with source bytes that are dealt with and the name of the linear.
 Report = Callable[[int, str], None]
 
@@ -97,7 +104,8 @@ def quantize_blocks(
     if done == len(blocks):
         return
     count, length = samples.tokens.shape
-    size = micro_batch(count, max(1, min(BATCH[decoder.device.type], BATCH_TOKENS // length)))
+    most = LEARNING_BATCH if any(block.learns for block in blocks) else BATCH
+    size = micro_batch(count, max(1, min(most[decoder.device.type], BATCH_TOKENS // length)))
     batches = torch.split(samples.tokens, size)
     runs_of_all = [run_of(at, len(batches)) for at in range(len(batches))]
     share = [at for at, run in enumerate(runs_of_all) if run in ranks.share(runs_of_all[-1] + 1)]
@@ -117,7 +125,8 @@ def quantize_blocks(
         states = States(runs, home, hidden, [home.hold(one) for one in hidden] if corrects else None)
     else:
         states = States.read(output, blocks[stored].hidden_filename, share, runs, size, home)
-    worker = _Worker(decoder, Solver(decoder.read, decoder.device, workers, lanes, ranks))
+    solver = Solver(decoder.read, decoder.device, workers, lanes, ranks)
+    worker = _Worker(decoder, solver, samples.digest)
     for i in range(0 if stored is None else stored + 1, done):
         states = worker.replay(modules[i], blocks[i], states, output)
     kept = None if stored is None else blocks[stored].hidden_filename
@@ -219,10 +228,14 @@ class _Output:
             matrix = task.source.name.removesuffix(".weight")
             self._report(task.source.nbytes, one.line(matrix if name in self._todo.parts else task.module))
 
-    def close(self, notes: Mapping[str, Sequence[str]], tokens: Mapping[str, Sequence[int]]) -> None:
-        """Complete what the manifest says, with `notes` and the tokens of experts by module."""
+    def close(self, covered: Mapping[str, Coverage]) -> None:
+        """Complete what the manifest says, with the tokens of experts by module."""
+        notes = {module: [] if note is None else [note] for module, (_, note) in covered.items()}
+        for module, text in _not_done(self._todo):
+            if text not in notes.setdefault(module, []):
+                notes[module].append(text)
         self._file.detail["layers"] = {
-            module: merged(matrices, notes.get(module, ()), tokens.get(module))
+            module: merged(matrices, notes.get(module, ()), covered[module][0] if module in covered else None)
             for module, matrices in self._details.items()
         }
 
@@ -233,6 +246,8 @@ class _Worker:
 
     decoder: Decoder
     solver: Solver
+    #: Of what is drawn in a block.
+    seed: str
 
     def replay(self, block: Block, todo: BlockTasks, states: States, output: WorkFiles) -> States:
         """The states after a block that is done or has nothing to do, by its stored weights."""
@@ -276,10 +291,14 @@ class _Worker:
             stack.enter_context(self.decoder.kept(block))
             stack.enter_context(self.decoder.loaded(block))
 
+            # What is learned is written when all of the block is there.
+            learning: dict[str, Quantized] = {}
+
             def store(quantized: Mapping[str, Quantized]) -> None:
                 for name, one in quantized.items():
                     self._set(block, todo, name, one.packed.dequantize(self.decoder.dtype))
-                finished.write(quantized)
+                learning.update({name: quantized[name] for name in todo.learns if name in quantized})
+                finished.write({name: one for name, one in quantized.items() if name not in learning})
 
             # The original's passes first: their block takes the weights before any is replaced.
             suspend = self._suspends(block, states)
@@ -303,29 +322,53 @@ class _Worker:
             for at in range(0, len(free), FREE):
                 tasks = {name: todo.tasks[name] for name in free[at : at + FREE]}
                 store(self.solver.divide(tasks, lambda mine: self.solver.solve(mine, {})))
-            forwards = stack.enter_context(Forwards(block, states.hidden, stops, device, suspend))
-            notes: dict[str, list[str]] = {}
-            tokens: dict[str, list[int]] = {}
-            for stage in stages:
-                if stage[0] in experts:
-                    covered = self._experts(block, twin, stage[0], todo, forwards, exact, states, store)
-                    for module, (counts, note) in covered.items():
-                        tokens[module] = counts
-                        notes.setdefault(module, []).extend([] if note is None else [note])
-                else:
-                    tasks = {name: calibrated[name] for name in stage}
-                    share = _reading(forwards, exact, states.runs, tasks)
-                    store(self.solver.solve_alike(f"{block.name}.{stage[0]}", tasks, share))
-            scaled = {name for fold in todo.folds for name in fold.consumers}
-            for name, task in calibrated.items():
-                if task.method is not None and task.method.scaling and name not in scaled:
-                    assert task.module is not None
-                    if NOT_SCALED not in notes.setdefault(task.module, []):
-                        notes[task.module].append(NOT_SCALED)
-            finished.close(notes, tokens)
+            covered: dict[str, Coverage] = {}
             lanes, run = range(len(states.hidden)), self.solver.workers.map
-            hidden = list(run(forwards.finish, lanes))
-            return states.after(hidden, None if exact is None else list(run(exact.finish, lanes)))
+            hidden: list[torch.Tensor] | None = None
+            with Forwards(block, states.hidden, stops, device, suspend) as forwards:
+                for stage in stages:
+                    if stage[0] in experts:
+                        covered |= self._experts(block, twin, stage[0], todo, forwards, exact, states, store)
+                    else:
+                        tasks = {name: calibrated[name] for name in stage}
+                        share = _reading(forwards, exact, states.runs, tasks)
+                        store(self.solver.solve_alike(f"{block.name}.{stage[0]}", tasks, share))
+                if not learning:
+                    hidden = list(run(forwards.finish, lanes))
+            original = None if exact is None else list(run(exact.finish, lanes))
+            if hidden is None:
+                assert original is not None, "methods that learn take the original's states"
+                finished.write(self._learned(block, todo, learning, states.hidden, original, report))
+                hidden = self._finished(block, states.hidden)
+            finished.close(covered)
+            return states.after(hidden, original)
+
+    def _learned(
+        self,
+        block: Block,
+        todo: BlockTasks,
+        found: Mapping[str, Quantized],
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        report: Report,
+    ) -> dict[str, Quantized]:
+        """The linears `found` with their rounding learned, which the block then has."""
+        weights = {name: self.solver.weight(todo.tasks[name].source.name) for name in found}
+        learned = learn_rounding(
+            block,
+            {name: (weights[name], one.packed) for name, one in found.items()},
+            inputs,
+            targets,
+            self.solver,
+            f"{self.seed} {block.name}",
+            lambda step: report(0, f"{block.name}, {step}"),
+        )
+        errors = (learned.error_before, learned.error)
+        seen = {name: self.solver.seen.pop(todo.tasks[name].source.name) for name in found}
+        return {
+            name: one.learned(learned.packed[name], weights[name], seen[name], errors)
+            for name, one in found.items()
+        }
 
     def quantize_head(
         self,
@@ -340,7 +383,7 @@ class _Worker:
         exact = None if states.exact is None else self.decoder.head_inputs(batches, states.exact)
         (task,) = todo.tasks.values()
         assert task.method is not None
-        corrects, scaling, device = task.method.corrects, task.method.scaling, self.decoder.device
+        corrects, device = task.method.corrects, self.decoder.device
 
         def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             original = None if exact is None or not corrects else exact[lane].to(device)
@@ -351,7 +394,7 @@ class _Worker:
             finished = _Output(file, todo, report)
             share = [(run, partial(read, lane)) for lane, run in enumerate(states.runs)]
             finished.write(self.solver.solve_alike(todo.name, todo.tasks, share))
-            finished.close({todo.name: [NOT_SCALED] if scaling else []}, {})
+            finished.close({})
 
     def _experts(
         self,
@@ -363,7 +406,7 @@ class _Worker:
         exact: Forwards | None,
         states: States,
         store: Callable[[Mapping[str, Quantized]], None],
-    ) -> dict[str, tuple[list[int], str | None]]:
+    ) -> dict[str, Coverage]:
         """Quantize experts; by module, how many tokens chose each, and a note where those were too few."""
         home, ranks = states.home.device, self.solver.ranks
         tasks = todo.of_experts(name).values()
@@ -482,6 +525,17 @@ class _Worker:
         needed = passes * tokens * 2 * (self.decoder.hidden_size + widest) * self.decoder.dtype.itemsize
         device = self.decoder.device
         return needed <= SUSPENDED_MEMORY[device.type] * free_memory(device, self.solver.ranks)
+
+
+def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
+    """Modules, and what their methods do that was not done to one of their matrices."""
+    scaled = {name for fold in todo.folds for name in fold.consumers}
+    for name, task in todo.calibrated.items():
+        assert task.module is not None and task.method is not None
+        if task.method.scaling and name not in scaled:
+            yield task.module, NOT_SCALED
+        if task.method.learns and name not in todo.learns:
+            yield task.module, NOT_LEARNED
 
 
 def _reading(

@@ -146,6 +146,7 @@ class Plan:
                 None if one is None else one.damping,
                 None if one is None else one.note,
                 None if one is None else one.expert_tokens,
+                None if one is None else one.block_error,
             )
             for layer, one in zip(self.layers, found.values(), strict=True)
         }

@@ -18,7 +18,8 @@ class Measured:
     outputs on the calibration data, None without data. `damping` is what was added to the diagonal of the
     second moments, in parts of its mean, None where they were not factored. `note` says what was not done as
     the method says. `expert_tokens` is how many calibration tokens chose each expert, None for all but
-    experts with data.
+    experts with data. `block_error` is the sum of (original - output)^2 over that of original^2 of the
+    outputs of its block, before its rounding was learned and after it; None where it was not.
     """
 
     relative_error: float
@@ -26,6 +27,7 @@ class Measured:
     damping: float | None = None
     note: str | None = None
     expert_tokens: tuple[int, ...] | None = None
+    block_error: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, detail: Mapping[str, Any]) -> "Measured":
@@ -34,13 +36,14 @@ class Measured:
             key: None if pair is None else pair[0] / pair[1] if pair[1] else 0.0
             for key, pair in (("squared", detail["squared"]), ("output", detail.get("output")))
         }
-        tokens = detail.get("expert_tokens")
+        tokens, block = detail.get("expert_tokens"), detail.get("block_error")
         return cls(
             errors["squared"] or 0.0,
             errors["output"],
             detail.get("damping"),
             detail.get("note"),
             None if tokens is None else tuple(tokens),
+            None if block is None else (block[0], block[1]),
         )
 
 
@@ -65,6 +68,7 @@ class LayerRecord:
     damping: float | None = None
     note: str | None = None
     expert_tokens: tuple[int, ...] | None = None
+    block_error: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,12 @@ class ModelRecord:
         """What was measured, of the linears that were."""
         return {
             name: Measured(
-                layer.relative_error, layer.output_error, layer.damping, layer.note, layer.expert_tokens
+                layer.relative_error,
+                layer.output_error,
+                layer.damping,
+                layer.note,
+                layer.expert_tokens,
+                layer.block_error,
             )
             for name, layer in self.layers.items()
             if layer.relative_error is not None
@@ -151,6 +160,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     "damping": (int, float, type(None)),
     "note": (str, type(None)),
     "expert_tokens": (list, type(None)),
+    "block_error": (list, type(None)),
 }
 
 
@@ -170,6 +180,13 @@ def _layer(name: str, data: Any) -> LayerRecord:
                 f"quantkit_manifest.json: expert_tokens of {name!r} is {tokens!r}, not counts. {_AGAIN}"
             )
         values["expert_tokens"] = tuple(tokens)
+    errors = values.get("block_error")
+    if errors is not None:
+        if len(errors) != 2 or any(type(x) not in (int, float) or not 0 <= x <= _LARGEST for x in errors):
+            raise CheckpointError(
+                f"quantkit_manifest.json: block_error of {name!r} is {errors!r}, not two errors. {_AGAIN}"
+            )
+        values["block_error"] = (errors[0], errors[1])
     if values["scheme"] is not None and not values["scheme"].strip():
         raise CheckpointError(f"quantkit_manifest.json: the scheme of {name!r} is empty. {_AGAIN}")
     return LayerRecord(**values)

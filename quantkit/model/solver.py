@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Solver:
     and `ranks` share the work.
 
     `factors` are what weights are multiplied by first, by their stored name: those of the block in work.
+    `seen` are the moments of the inputs of its linears whose rounding will be learned, by stored name.
     """
 
     read: Callable[[str], torch.Tensor]
@@ -41,6 +42,7 @@ class Solver:
     lanes: int
     ranks: Ranks
     factors: dict[str, Factors] = field(default_factory=dict)
+    seen: dict[str, Moments] = field(default_factory=dict)
 
     def moments(self, pieces: Mapping[str, Sequence[ReadInputs]]) -> dict[str, Moments]:
         """The moments of the inputs of some linears, by name, for those with any pieces of inputs."""
@@ -116,6 +118,9 @@ class Solver:
         """
         jobs = [(name, run, read) for run, read in share]
         moments = self.moments_of_all(_partial_sum, jobs)
+
+        learning = [task for task in tasks.values() if task.method is not None and task.method.learns]
+        self.seen.update({task.source.name: replace(moments[name], drift=None) for task in learning})
 
         def solve(mine: Mapping[str, Task]) -> dict[str, Quantized]:
             methods = [task.method for task in mine.values() if task.method is not None]
@@ -245,6 +250,19 @@ class Quantized:
         assert found is not None
         return found
 
+    def learned(
+        self, packed: PackedTensor, weight: torch.Tensor, inputs: Moments, block_error: Sequence[float]
+    ) -> "Quantized":
+        """With the codes that were learned; `weight` is what was quantized, and `inputs` what it saw."""
+        errors = weight.float() - packed.dequantize()
+        detail = {
+            **self.detail,
+            "squared": [float(errors.double().square().sum()), self.detail["squared"][1]],
+            "output": [inputs.output_energy(errors), self.detail["output"][1]],
+            "block_error": list(block_error),
+        }
+        return Quantized(packed, detail)
+
     def line(self, module: str) -> str:
         """For the progress line: the relative error of the outputs, and the damping."""
         if "output" not in self.detail:
@@ -284,6 +302,8 @@ def merged(
             own.setdefault(detail["note"], []).append(name)
     texts = [text if len(matrices) == 1 else f"{_shown(names)}: {text}" for text, names in own.items()]
     found["output"] = [sum(pair) for pair in zip(*(one["output"] for one in details), strict=True)]
+    # A linear whose rounding was learned is the only matrix of its module.
+    found["block_error"] = details[0].get("block_error")
     dampings = [one["damping"] for one in details if one["damping"] is not None]
     found["damping"] = max(dampings, default=None)
     found["note"] = "; ".join([*texts, *notes]) or None

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -107,6 +108,12 @@ class NumberFormat(ABC):
     def absmax(self) -> float:
         """Largest magnitude that is there with both signs: what plain rounding maps a group's absmax to."""
         return min(self.max, -self.min)
+
+    @cached_property
+    def even_step(self) -> float | None:
+        """How far neighbouring values are apart; None if not all are equally far."""
+        steps = {b - a for a, b in pairwise(self.numbers)}
+        return steps.pop() if len(steps) == 1 else None
 
     @property
     def has_zero(self) -> bool:

@@ -22,7 +22,7 @@ from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.cli import console, demo, options
-from quantkit.cli.quantize import coverage_line
+from quantkit.cli.quantize import coverage_line, learned_line
 from quantkit.kernels.problem import Gpu
 from quantkit.kernels.table import ROWS
 from quantkit.kernels.tiles.store import save
@@ -707,6 +707,15 @@ def test_how_many_tokens_experts_have_is_said_once_per_expert() -> None:
     }
     line = coverage_line({"model.layers.0.self_attn.q_proj": plain, **experts})
     assert line == "calibration tokens per expert: 0 to 300, median 7; 1 of 6 experts without any"
+
+
+def test_errors_of_learned_blocks_count_each_block_once() -> None:
+    blocks = {"0.q_proj": (0.2, 0.1), "0.k_proj": (0.2, 0.1), "1.q_proj": (0.4, 0.4), "1.k_proj": None}
+    measured = {name: Measured(0.1, block_error=errors) for name, errors in blocks.items()}
+    assert learned_line(measured) == (
+        "relative error of the outputs of blocks: mean 2.50e-01, 3.00e-01 before learned rounding"
+    )
+    assert learned_line({"0.k_proj": Measured(0.1)}) is None
 
 
 def test_methods_with_data_take_the_bundled_text_by_default(run: Run, tmp_path: Path) -> None:

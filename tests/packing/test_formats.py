@@ -81,6 +81,12 @@ def boundary_inputs(fmt: NumberFormat) -> torch.Tensor:
     )
 
 
+def test_formats_of_even_steps_are_the_ints_ternary_and_binary() -> None:
+    steps = {name: fmt.even_step for name, fmt in FORMATS.items() if fmt.even_step is not None}
+    ints = {name: 1.0 for name, fmt in FORMATS.items() if isinstance(fmt, IntFormat)}
+    assert steps == {**ints, "ternary": 1.0, "binary": 2.0}
+
+
 @each_format
 def test_every_code_survives_decode_then_encode(fmt: NumberFormat) -> None:
     codes = number_codes(fmt)

@@ -271,5 +271,6 @@ def check_finite(inputs: torch.Tensor, name: str) -> None:
         raise FormatError(
             f"{name}: {nan} NaN and {infinite} infinite inputs (of {inputs.numel()}, {inputs.dtype}) during "
             "calibration. The weights before it are damaged, or activations overflow the dtype: run on the "
-            "CPU, which computes in float32, check the checkpoint, or take a method without data, such as mse."
+            "CPU, which computes in float32, check the checkpoint, or take a method without data, such as "
+            "mse."
         )

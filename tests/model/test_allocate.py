@@ -242,7 +242,8 @@ def test_menus_are_what_methods_can_do(method: str) -> None:
     assert {row.method for row in rows} == {method}
     assert all(row.scheme(torch.bfloat16) is not None for row in rows)
     formats = {row.format for row in rows}
-    assert formats == {row.format for row in MENU if method != "hqq" or row.format.startswith("int")}
+    evenly = method in ("hqq", "signround")
+    assert formats == {row.format for row in MENU if not evenly or row.format.startswith("int")}
 
 
 def test_menus_by_name() -> None:

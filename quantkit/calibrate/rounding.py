@@ -210,9 +210,11 @@ class _Captured:
         self._columns = like.each(torch.clone)
         # Libraries and tables are set up on first use, which cannot be captured.
         _one_by_one(like.each(lambda part: part[:2]), scheme)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._values = _one_by_one(self._columns, scheme)
+        # Graphs are of the current GPU, which need not be that of the columns.
+        with torch.cuda.device(like.targets.device):
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._values = _one_by_one(self._columns, scheme)
 
     def __call__(self, columns: Columns, scheme: Scheme) -> torch.Tensor:
         """The values of `columns`, which last until the next call."""
@@ -221,5 +223,6 @@ class _Captured:
         for ours, theirs in zip(self._columns, columns, strict=True):
             if ours is not None and theirs is not None:
                 ours.copy_(theirs)
-        self._graph.replay()
+        with torch.cuda.device(columns.targets.device):
+            self._graph.replay()
         return self._values

@@ -80,24 +80,27 @@ def run_of(piece: int, count: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PartialSum:
-    """X^T X [K, K] and, where it was asked for, (F - X)^T X [K, K], float32, over `tokens` of inputs.
+    """X^T X [K, K] over `tokens` of inputs, float32; where they were asked for, the largest magnitudes [K], and
+    (F - X)^T X [K, K].
 
-    And the largest magnitudes [K]. They are some pieces of one run, or all of the runs from `first` to
-    `last`.
+    These are some pieces of one run, or all of the runs from `first` to `last`.
     """
 
     first: int
     last: int
     tokens: int
     second: torch.Tensor
-    largest: torch.Tensor
+    largest: torch.Tensor | None = None
     drift: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, run: int, inputs: torch.Tensor, exact: torch.Tensor | None) -> "PartialSum":
-        """Of a piece in this run, inputs [T, K] and, for drift, the original's."""
+    def of(
+        cls, run: int, inputs: torch.Tensor, exact: torch.Tensor | None, *, find_largest: bool = True
+    ) -> "PartialSum":
+        """Of a piece in this run: inputs [T, K], for drift the original's, and whether to find `largest`."""
+        most = largest(inputs) if find_largest else None
         shift = None if exact is None else drift(exact, inputs)
-        return cls(run, run, len(inputs), gram(inputs), largest(inputs), shift)
+        return cls(run, run, len(inputs), gram(inputs), most, shift)
 
     def plus(self, following: "PartialSum") -> "PartialSum":
         """With what comes after these; the memory of these is used."""
@@ -106,7 +109,10 @@ class PartialSum:
             assert following.drift is not None
             shift = shift.add_(following.drift)
         tokens, second = self.tokens + following.tokens, self.second.add_(following.second)
-        most = torch.maximum(self.largest, following.largest)
+        most = self.largest
+        if most is not None:
+            assert following.largest is not None
+            most = torch.maximum(most, following.largest)
         return PartialSum(self.first, following.last, tokens, second, most, shift)
 
 

@@ -460,7 +460,7 @@ class _Worker:
                 forwards.visit(
                     lane,
                     lambda name, inputs: found.append(
-                        named_sum(f"{block.name}.{name}", states.runs[lane], inputs)
+                        named_sum(f"{block.name}.{name}", states.runs[lane], inputs, find_largest=True)
                     ),
                 )
                 return found

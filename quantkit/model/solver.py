@@ -183,10 +183,20 @@ class Solver:
             raise FormatError(f"{task.source.name!r}: {error}") from error
 
 
-def named_sum(name: str, run: int, inputs: torch.Tensor, original: torch.Tensor | None = None) -> Named:
-    """Sums over a piece of inputs [T, K] in this run; `FormatError` if one of them is NaN or infinite."""
+def named_sum(
+    name: str,
+    run: int,
+    inputs: torch.Tensor,
+    original: torch.Tensor | None = None,
+    *,
+    find_largest: bool = False,
+) -> Named:
+    """Sums over a piece of inputs [T, K] in this run; `FormatError` if one of them is NaN or infinite.
+
+    Only scalings ask for the largest magnitudes.
+    """
     check_finite(inputs, name)
-    return name, PartialSum.of(run, inputs, original)
+    return name, PartialSum.of(run, inputs, original, find_largest=find_largest)
 
 
 def _partial_sum(job: tuple[str, int, ReadInputs]) -> list[Named]:

@@ -80,8 +80,8 @@ def run_of(piece: int, count: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PartialSum:
-    """X^T X [K, K] over `tokens` of inputs, float32; where they were asked for, the largest magnitudes [K], and
-    (F - X)^T X [K, K].
+    """X^T X [K, K] over `tokens` of inputs, float32; where they were asked for, the largest magnitudes [K]
+    and (F - X)^T X [K, K].
 
     These are some pieces of one run, or all of the runs from `first` to `last`.
     """

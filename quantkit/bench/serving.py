@@ -8,7 +8,7 @@ are done or not.
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,7 @@ from quantkit.eval.models import dtype_named, language_limits
 from quantkit.eval.sizes import measure
 from quantkit.model.load import load
 from quantkit.model.quantize import pick_device
-
-Progress = Callable[[int, int, str], None]
+from quantkit.progress import Progress
 
 #: By device: requests per second, and the shortest and longest prompt and answer in tokens.
 DEFAULTS: dict[str, tuple[tuple[float, ...], tuple[int, int], tuple[int, int]]] = {

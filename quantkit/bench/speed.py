@@ -25,8 +25,8 @@ from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
 from quantkit.model.load import load, tokenize, tokenizer
 from quantkit.model.quantize import pick_device
+from quantkit.progress import Progress
 
-Progress = Callable[[int, int, str], None]
 #: A decoding step: the tokens int64 [B, 1] that follow those given.
 Step = Callable[[torch.Tensor], torch.Tensor]
 

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from quantkit.bench.figures import Serving, Speed
 from quantkit.bench.serving import Traffic, measure_serving
 from quantkit.bench.speed import Settings, measure_speed
 from quantkit.errors import EnvironmentProblem, QuantkitError
-
-Progress = Callable[[int, int, str], None]
+from quantkit.progress import Progress
 
 _PROGRAM = "from quantkit.bench.worker import main; main()"
 

@@ -2,22 +2,24 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    Progress,
     ProgressColumn,
     Task,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as Bar
 from rich.table import Column
 from rich.text import Text
+
+from quantkit.progress import Progress
 
 #: Columns where there is no terminal: lines in a pipe or a file are not broken, whatever their length.
 PIPED_WIDTH = 10_000
@@ -28,8 +30,6 @@ err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 for _console in (out, err):
     if not _console.is_terminal:
         _console.width = PIPED_WIDTH
-
-Report = Callable[[int, int, str], None]
 
 
 def printable(text: str) -> str:
@@ -83,7 +83,7 @@ class _LabelColumn(ProgressColumn):
 
 
 @contextmanager
-def progress(what: str, shown: bool = True) -> Iterator[Report]:
+def progress(what: str, shown: bool = True) -> Iterator[Progress]:
     """A progress line on stderr while the block runs: part done, time left, memory, what is at work.
 
     The block gets `report(done, total, label)`. Nothing is drawn where stderr is not a terminal, or it is not
@@ -97,7 +97,7 @@ def progress(what: str, shown: bool = True) -> Iterator[Report]:
         _MemoryColumn(),
         _LabelColumn(),
     )
-    with Progress(*columns, console=err, transient=True, disable=not (shown and err.is_terminal)) as bar:
+    with Bar(*columns, console=err, transient=True, disable=not (shown and err.is_terminal)) as bar:
         task = bar.add_task(what, total=None, label="")
 
         def report(done: int, total: int, label: str) -> None:

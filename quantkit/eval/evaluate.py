@@ -23,12 +23,13 @@ from quantkit.eval.models import (
     versions,
 )
 from quantkit.eval.partial import Partial
-from quantkit.eval.reference import DEFAULT_BUDGET_BYTES, Advance, Batch, Progress, Reference, plan_blocks
+from quantkit.eval.reference import DEFAULT_BUDGET_BYTES, Batch, Reference, plan_blocks
 from quantkit.eval.sizes import Sizes, measure
 from quantkit.eval.subject import Settings, Subject, check_comparable
 from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_manager, task_metrics
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
 from quantkit.kernels.table import forced_row
+from quantkit.progress import Advance, Progress, counting
 
 VERSION = 1
 
@@ -373,14 +374,7 @@ def _score(
     total = sum(_windows(run.missing(block)) for run in runs for block in blocks)
     if reference is not None:
         total += sum(map(_windows, wanted))
-    done = 0
-
-    def advance(windows: int, label: str) -> None:
-        nonlocal done
-        done += windows
-        if progress is not None:
-            progress(done, total, label)
-
+    advance = counting(total, progress)
     for block in blocks:
         if reference is not None and wanted[block]:
             reference.prepare(block, wanted[block], advance)

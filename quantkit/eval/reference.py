@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,12 +31,7 @@ from quantkit.eval.models import (
 )
 from quantkit.eval.subject import Settings, Subject
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
-
-#: Called with steps done, steps in all, and what is running.
-Progress = Callable[[int, int, str], None]
-
-#: Called with windows done just now, and what is running.
-Advance = Callable[[int, str], None]
+from quantkit.progress import Advance
 
 DEFAULT_BUDGET_BYTES = 8 << 30
 _CACHE_VERSION = 2

@@ -26,10 +26,11 @@ from quantkit.model.blocks import Decoder
 from quantkit.model.budget import Budget, Limit, Price, stored_bytes
 from quantkit.model.notes import fused_sets
 from quantkit.model.plan import QUANTIZABLE_DTYPES
-from quantkit.model.sensitivity import TOKENS, Losses, Report, Sensitivities, measure
+from quantkit.model.sensitivity import TOKENS, Losses, Sensitivities, measure
 from quantkit.model.sensitivity_cache import SensitivityCache, cache_key
 from quantkit.model.structure import Linear, Structure
 from quantkit.packing.schemes import Scheme
+from quantkit.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def allocate_formats(
     budget: Budget,
     device: torch.device,
     read: Callable[[int], Samples],
-    report: Report | None = None,
+    report: Progress | None = None,
 ) -> Allocated:
     """The recipe that has the rules of `recipe` first and then, with the method of its default, for every
     other linear of the decoder the format that makes the expected divergence the smallest within `budget`.
@@ -283,7 +284,7 @@ def _losses(
     recipe: Recipe,
     device: torch.device,
     read: Callable[[int], Samples],
-    report: Report | None,
+    report: Progress | None,
 ) -> tuple[Losses, tuple[str, ...]]:
     """What each scheme costs each linear: from the cache, or measured and put there; and notes."""
     # float32 whatever the model is in: what is measured are small differences.

@@ -45,6 +45,7 @@ from quantkit.model.routed import Routed, coverage, quantize_experts
 from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_sum, packed_of
 from quantkit.model.work_files import WorkFile, WorkFiles
 from quantkit.packing.schemes import Scheme
+from quantkit.progress import Advance
 
 #: Samples that go through a block at a time at most, by device, and their tokens.
 BATCH = {"cpu": 4, "cuda": 8}
@@ -75,8 +76,6 @@ NOT_LEARNED = "its rounding is not learned: that is for the linears of a block, 
 
 #: How many tokens chose each expert, and a note where those were too few.
 Coverage = tuple[list[int], str | None]
-#: Is called with source bytes that are dealt with and the name of the linear.
-Report = Callable[[int, str], None]
 
 
 def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
@@ -94,7 +93,7 @@ def quantize_blocks(
     workers: ThreadPoolExecutor,
     lanes: int,
     ranks: Ranks,
-    report: Report,
+    report: Advance,
 ) -> None:
     """Fill the work files of all `blocks` that are not done; `lanes` is the number of `workers`."""
     unfinished = (i for i, block in enumerate(blocks) if block.tasks and not output.is_done(block.filename))
@@ -212,7 +211,7 @@ class States:
 class _Output:
     """The work file of a block while it is filled, and what the manifest says of its linears."""
 
-    def __init__(self, file: WorkFile, todo: BlockTasks, report: Report) -> None:
+    def __init__(self, file: WorkFile, todo: BlockTasks, report: Advance) -> None:
         self._file, self._todo, self._report = file, todo, report
         self._details: dict[str, dict[str, dict[str, Any]]] = {}
 
@@ -279,7 +278,7 @@ class _Worker:
             return list(self.solver.workers.map(forwards.finish, range(len(hidden))))
 
     def quantize(
-        self, block: Block, todo: BlockTasks, states: States, output: WorkFiles, report: Report
+        self, block: Block, todo: BlockTasks, states: States, output: WorkFiles, report: Advance
     ) -> States:
         """Quantize one block into its work file; the states after it."""
         device, ranks = self.decoder.device, self.solver.ranks
@@ -350,7 +349,7 @@ class _Worker:
         found: Mapping[str, Quantized],
         inputs: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
-        report: Report,
+        report: Advance,
     ) -> dict[str, Quantized]:
         """The linears `found` with their rounding learned, which the block then has."""
         weights = {name: self.solver.weight(todo.tasks[name].source.name) for name in found}
@@ -376,7 +375,7 @@ class _Worker:
         batches: Sequence[torch.Tensor],
         states: States,
         output: WorkFiles,
-        report: Report,
+        report: Advance,
     ) -> None:
         """Quantize the lm_head into its work file, by the states that `batches` have after the last block."""
         inputs = self.decoder.head_inputs(batches, states.hidden)

@@ -33,7 +33,7 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.model.allocate import Allocated, Allocation, allocate_formats
 from quantkit.model.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
 from quantkit.model.blocks import Decoder
-from quantkit.model.blockwise import Report, compute_dtype, quantize_blocks
+from quantkit.model.blockwise import compute_dtype, quantize_blocks
 from quantkit.model.budget import Budget
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
@@ -45,8 +45,7 @@ from quantkit.model.structure import Structure, read_structure
 from quantkit.model.work_files import Followed, WorkFiles
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, ZeroPoint
-
-Progress = Callable[[int, int, str], None]
+from quantkit.progress import Advance, Progress, counting
 
 #: Workers with calibration data, by device: one per core, and one for a GPU, whose passes would share its
 #: memory.
@@ -313,7 +312,7 @@ def quantize(
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
         run = {**_run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
         _check_alike(ranks, run, calibrated)
-        report = _reporting(_work(planned, calibrated), progress if ranks.first else None)
+        report = counting(_work(planned, calibrated), progress if ranks.first else None)
         output = None
         if ranks.first:
             expected = planned.output_bytes + (0 if calibrated is None else calibrated.work_bytes)
@@ -336,7 +335,7 @@ def _write(
     planned: Plan,
     output: OutputDirectory,
     device: torch.device,
-    report: Report,
+    report: Advance,
     calibrated: "_Calibrated | None",
     source: str,
     recipe: Recipe,
@@ -465,19 +464,6 @@ def _work(planned: Plan, calibrated: _Calibrated | None) -> int:
     return shards + sum(task.source.nbytes for block in blocks for task in block.tasks.values())
 
 
-def _reporting(total: int, progress: Progress | None) -> Report:
-    """What is called with source bytes that are dealt with, of `total`, and tells `progress`."""
-    done = 0
-
-    def report(nbytes: int, name: str) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total, name)
-
-    return report
-
-
 def _calibrate(
     checkpoint: Checkpoint,
     planned: Plan,
@@ -485,7 +471,7 @@ def _calibrate(
     output: OutputDirectory | None,
     out: Path,
     ranks: Ranks,
-    report: Report,
+    report: Advance,
 ) -> None:
     """Fill the work files, unless all shards are done; ranks beside the first have no `output`."""
 
@@ -512,7 +498,7 @@ def _stream(
     planned: Plan,
     output: OutputDirectory,
     device: torch.device,
-    report: Report,
+    report: Advance,
     calibrated: _Calibrated | None,
 ) -> dict[str, Measured]:
     """Write every shard that is not done; what was measured of each packed linear."""

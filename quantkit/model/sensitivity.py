@@ -40,6 +40,7 @@ from quantkit.model.blocks import Block, Decoder, Home, stages_of
 from quantkit.model.experts import is_fused_experts
 from quantkit.model.fisher import ExpertCall, RoutedGradients, Seen
 from quantkit.packing.schemes import Scheme
+from quantkit.progress import Progress, counting
 
 #: Tokens to measure on, whole samples. Their hidden states before every block are in memory.
 TOKENS = 8192
@@ -53,9 +54,6 @@ CALIBRATED_ROWS = 64
 EXPERT_ROWS = 8
 #: Code books are fitted to one of so many of them.
 FITTED = 8
-
-#: Steps done, steps in all, what is at work.
-Report = Callable[[int, int, str], None]
 
 Losses = Mapping[str, tuple[float, ...]]
 
@@ -79,7 +77,7 @@ def measure(
     method: Method,
     tokens: torch.Tensor,
     lanes: int,
-    report: Report | None = None,
+    report: Progress | None = None,
 ) -> Sensitivities:
     """What each of its `schemes` costs each linear or fused parameter of experts, by its name.
 
@@ -106,18 +104,18 @@ class _Measurement:
         method: Method,
         workers: ThreadPoolExecutor,
         lanes: int,
-        report: Report | None,
+        report: Progress | None,
     ) -> None:
         self._decoder, self._method, self._workers, self._lanes = decoder, method, workers, lanes
-        self._report, self._done, self._total = report, 0, 0
-        self._mutex = threading.Lock()
+        self._report = report
 
     def run(self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor) -> Sensitivities:
         batches = list(torch.split(tokens, micro_batch(len(tokens), BATCH)))
         hidden, blocks = self._decoder.embed(batches, Home(torch.device("cpu")))
         wanted = {block.name: _Wanted.of(block, schemes) for block in blocks}
         # A pass back takes about as long as two forward, and the head as a block.
-        self._total = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in wanted.values())
+        steps = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in wanted.values())
+        self._step = counting(steps, self._report)
         before = []
         for block in blocks:
             before.append(hidden)
@@ -141,12 +139,6 @@ class _Measurement:
                     losses |= self._experts(block, module, found, wanted[block.name], tokens.numel())
                     counts[found.name] = found.counts
         return Sensitivities({name: losses[name] for name in schemes}, dict(sorted(counts.items())))
-
-    def _step(self, steps: int, label: str) -> None:
-        with self._mutex:
-            self._done += steps
-            if self._report is not None:
-                self._report(self._done, self._total, label)
 
     def _forward(self, block: Block, hidden: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

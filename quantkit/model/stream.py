@@ -6,7 +6,7 @@ so the bytes do not depend on the workers.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from itertools import chain
@@ -22,6 +22,7 @@ from quantkit.errors import FormatError
 from quantkit.model.plan import Shard, Task
 from quantkit.packing.tensor import store_zero_points
 from quantkit.packing.words import BLOCK
+from quantkit.progress import Advance
 
 #: Bytes of a source tensor that a worker holds at a time, by device.
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
@@ -36,7 +37,7 @@ def write_shard(
     file: ShardFile,
     device: torch.device,
     workers: ThreadPoolExecutor,
-    report: Callable[[int, str], None],
+    report: Advance,
     prepared: Checkpoint | None = None,
 ) -> dict[str, list[float]]:
     """Fill one shard; per module, the sums of squared error and squared weights of what is quantized here.

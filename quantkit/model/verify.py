@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from quantkit.errors import QuantkitError
 from quantkit.model.prompt_logits import PromptLogits
 from quantkit.model.record import ModelRecord
 from quantkit.packing.names import packed_parameters
+from quantkit.progress import Progress, counting
 
 #: Runs the model of argv[1] on the CPU and prints what its logits do not agree in; a fresh interpreter shares
 #: no state with ours. The last line on stderr is what went wrong.
@@ -42,9 +42,7 @@ class Check:
     problems: tuple[str, ...]
 
 
-def verify(
-    directory: Path, *, reload: bool = True, progress: Callable[[int, int, str], None] | None = None
-) -> tuple[Check, ...]:
+def verify(directory: Path, *, reload: bool = True, progress: Progress | None = None) -> tuple[Check, ...]:
     """Run every check on `directory`; a check whose `problems` are empty passed.
 
     Files against the hashes of the manifest, headers and index against each other, the layers of the
@@ -55,15 +53,8 @@ def verify(
     """
     manifest = read_manifest(directory)
     total = sum(entry["size"] for entry in manifest["files"].values())
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total, "hashing")
-
-    problems = verify_files(directory, manifest, advance)
+    advance = counting(total, progress)
+    problems = verify_files(directory, manifest, lambda nbytes: advance(nbytes, "hashing"))
     checks = [Check("files", f"{len(manifest['files'])} in the manifest", tuple(str(p) for p in problems))]
     try:
         checkpoint = Checkpoint.open(directory, strict=True)

@@ -1,6 +1,6 @@
 """Upload a verified checkpoint with its card to the hub, in one commit."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +9,8 @@ from typing import Any
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 from quantkit.model.verify import verify
+from quantkit.progress import Progress
 from quantkit.publish.card import CARD_NAME
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

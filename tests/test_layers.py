@@ -7,7 +7,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "quantkit"
 
-#: What each part may import, besides itself and errors.
+#: Modules that every part may import.
+COMMON = {"errors", "files", "progress"}
+#: What else each part may import, besides itself.
 ALLOWED = {
     "errors": set(),
     "packing": set(),
@@ -39,7 +41,7 @@ def imported_parts(source: str) -> set[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down(path: Path) -> None:
     part = path.relative_to(PACKAGE).parts[0]
-    found = imported_parts(path.read_text(encoding="utf-8")) - {part, "errors", "files", "__version__"}
+    found = imported_parts(path.read_text(encoding="utf-8")) - {part, *COMMON, "__version__"}
     assert found <= ALLOWED[part], f"{path.name} in {part} imports {sorted(found - ALLOWED[part])}"
 
 

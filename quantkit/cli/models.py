@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
@@ -19,17 +19,6 @@ def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
     named = None if dtype == "auto" else dtype_named(dtype)
     with using_transformers(source):
         return load(source, device=device, dtype=named), tokenizer(source)
-
-
-def free_memory(device: "torch.device") -> int:
-    """Bytes that are free on the GPU, or on the host for a CPU."""
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def log_kernels() -> None:

@@ -12,20 +12,12 @@ from typing import Any
 from quantkit.checkpoint.hub import resolve
 from quantkit.errors import UsageError
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
-from quantkit.eval.models import (
-    Versions,
-    dtype_named,
-    embedding_rows,
-    logits_of,
-    open_model,
-    release,
-    resolve_device,
-    versions,
-)
+from quantkit.eval.models import Versions, dtype_named, release, resolve_device, versions
 from quantkit.eval.partial import Partial
-from quantkit.eval.reference import DEFAULT_BUDGET_BYTES, Batch, Reference, plan_blocks
+from quantkit.eval.passes import open_passes
+from quantkit.eval.reference import DEFAULT_BUDGET_BYTES, Reference, plan_blocks
 from quantkit.eval.sizes import Sizes, measure
-from quantkit.eval.subject import Settings, Subject, check_comparable
+from quantkit.eval.subject import Batch, Settings, Subject, check_comparable
 from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_manager, task_metrics
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
 from quantkit.kernels.table import forced_row
@@ -240,6 +232,7 @@ class _Run:
     scores: dict[Batch, TokenScores] = field(default_factory=dict)
     seconds: float = 0.0
     continued: int = 0
+    note: str | None = None
 
     def missing(self, block: int) -> list[Batch]:
         """The batches of a block that have no scores yet."""
@@ -382,7 +375,6 @@ def _score(
             if run.missing(block):
                 started = time.monotonic()
                 _score_block(run, block, settings, reference, partial, advance)
-                release(resolve_device(settings.device))
                 run.seconds += time.monotonic() - started
 
 
@@ -401,19 +393,23 @@ def _score_block(
     """Score the missing batches of a block with the model of `run`, which is loaded for it."""
     device = resolve_device(settings.device)
     subject = run.subject
-    directory = subject.checkpoint.directory
-    model = open_model(directory, dtype_named(run.dtype), device)
-    for text in subject.texts:
-        check_tokens(text, embedding_rows(model), directory)
-    for batch in run.missing(block):
-        text = subject.texts[batch.text]
-        tokens = text.tokens[batch.start : batch.stop]
-        expected = None if reference is None else reference.logits(batch).to(device)
-        logits = logits_of(model, tokens, text.scored, device, directory)
-        run.scores[batch] = score(logits, tokens[:, -text.scored :].to(device), expected)
-        if partial is not None:
-            partial.store_scores(run.key, batch.name, run.scores[batch])
-        advance(len(tokens), f"{directory.name} on {text.name}")
+    name = subject.checkpoint.directory.name
+    passes = open_passes(subject.checkpoint, dtype_named(run.dtype), device)
+    run.note = passes.note
+    try:
+        for text in subject.texts:
+            check_tokens(text, passes.embedding_rows, subject.checkpoint.directory)
+        missing = run.missing(block)
+        windows = [subject.windows(batch) for batch in missing]
+        for batch, logits in zip(missing, passes.logits(windows), strict=True):
+            tokens, scored = subject.windows(batch)
+            expected = None if reference is None else reference.logits(batch).to(device)
+            run.scores[batch] = score(logits, tokens[:, -scored:].to(device), expected)
+            if partial is not None:
+                partial.store_scores(run.key, batch.name, run.scores[batch])
+            advance(len(tokens), f"{name} on {subject.texts[batch.text].name}")
+    finally:
+        passes.close()
 
 
 def _report(
@@ -426,7 +422,9 @@ def _report(
     reference_answers: TaskRun | None,
 ) -> EvalReport:
     subject = run.subject
-    notes = subject.notes
+    notes = subject.notes + tuple(
+        note for note in (run.note, None if reference is None else reference.note) if note is not None
+    )
     if run.continued:
         count = sum(map(len, run.blocks))
         notes += (

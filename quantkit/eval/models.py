@@ -1,4 +1,4 @@
-"""Models for evaluation: one in memory at a time, and their logits."""
+"""What evaluation knows of models before they run: limits, dtypes, versions."""
 
 import gc
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model.load import load, tokenizer
+from quantkit.model.load import tokenizer
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -24,6 +24,11 @@ def dtype_named(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; use one of {', '.join(DTYPES)}.")
     return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What `dtype_named` knows `dtype` as."""
+    return next(name for name, one in DTYPES.items() if one == dtype)
 
 
 def resolve_device(name: str) -> str:
@@ -57,39 +62,11 @@ def open_tokenizer(path: Path) -> Any:
     return tokenizer(path)
 
 
-def open_model(path: Path, dtype: torch.dtype, device: str) -> Any:
-    """The model of `path` for inference. Drop it and call `release` before opening the next one."""
-    model = load(path, device=device, dtype=dtype)
-    model.eval()
-    return model
-
-
 def release(device: str) -> None:
     """Give the memory of dropped models back: modules are reference cycles, which wait for a collection."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-
-
-def embedding_rows(model: Any) -> int:
-    """Rows of the input embedding: one more than the largest token the model takes."""
-    return int(model.get_input_embeddings().weight.shape[0])
-
-
-@torch.inference_mode()
-def logits_of(model: Any, tokens: torch.Tensor, scored: int, device: str, path: Path) -> torch.Tensor:
-    """Logits [B, scored, V] that predict the last `scored` tokens of windows (int64 [B, W]), on `device`.
-
-    `CheckpointError` if one is not finite: NaN would spread into every figure.
-    """
-    output = model(input_ids=tokens.to(device), use_cache=False)
-    logits: torch.Tensor = output.logits[:, -scored - 1 : -1]
-    if not bool(torch.isfinite(logits).all()):
-        raise CheckpointError(
-            f"{path}: the model gives logits that are not finite in {logits.dtype}. Evaluate with dtype "
-            "float32; if that does not help, the weights are damaged: run `quantkit verify`."
-        )
-    return logits
 
 
 @dataclass(frozen=True)

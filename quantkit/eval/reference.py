@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
@@ -20,36 +20,15 @@ import numpy as np
 import torch
 
 from quantkit.errors import CheckpointError, OutputError, UsageError
-from quantkit.eval.models import (
-    dtype_named,
-    embedding_rows,
-    logits_of,
-    open_model,
-    release,
-    resolve_device,
-    versions,
-)
-from quantkit.eval.subject import Settings, Subject
+from quantkit.eval.models import dtype_named, resolve_device, versions
+from quantkit.eval.passes import open_passes
+from quantkit.eval.subject import Batch, Settings, Subject
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
 from quantkit.progress import Advance
 
 DEFAULT_BUDGET_BYTES = 8 << 30
 _CACHE_VERSION = 2
 _ITEM_BYTES = 4
-
-
-@dataclass(frozen=True, order=True)
-class Batch:
-    """Windows `start:stop` of text number `text`: what goes through a model at once."""
-
-    text: int
-    start: int
-    stop: int
-
-    @property
-    def name(self) -> str:
-        """The stem of files about it."""
-        return f"text{self.text}-windows{self.start}-{self.stop}"
 
 
 def plan_blocks(
@@ -109,8 +88,9 @@ class Reference:
         self.settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch, stride)
         self.subject = Subject.open(source, self.settings)
         self.directory = self.subject.checkpoint.directory
-        #: Seconds spent so far on running the reference model.
+        #: Seconds spent so far on running the reference model, and what was unusual about it.
         self.seconds = 0.0
+        self.note: str | None = None
         window_bytes = [text.scored * self.subject.vocabulary * _ITEM_BYTES for text in self.subject.texts]
         self.blocks = plan_blocks(
             [len(text.tokens) for text in self.subject.texts],
@@ -159,7 +139,6 @@ class Reference:
             for batch in other:
                 self._file(batch).unlink(missing_ok=True)
         self._run(missing, advance)
-        release(self._device)
         self.seconds += time.monotonic() - started
 
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -174,14 +153,17 @@ class Reference:
 
     def _run(self, batches: Sequence[Batch], advance: Advance) -> None:
         self.subject.checkpoint.check_unchanged()
-        model = open_model(self.directory, dtype_named(self.settings.dtype), self._device)
-        for text in self.subject.texts:
-            check_tokens(text, embedding_rows(model), self.directory)
-        for batch in batches:
-            text = self.subject.texts[batch.text]
-            tokens = text.tokens[batch.start : batch.stop]
-            self._store(batch, logits_of(model, tokens, text.scored, self._device, self.directory))
-            advance(len(tokens), f"reference on {text.name}")
+        passes = open_passes(self.subject.checkpoint, dtype_named(self.settings.dtype), self._device)
+        self.note = passes.note
+        try:
+            for text in self.subject.texts:
+                check_tokens(text, passes.embedding_rows, self.directory)
+            windows = [self.subject.windows(batch) for batch in batches]
+            for batch, logits in zip(batches, passes.logits(windows), strict=True):
+                self._store(batch, logits)
+                advance(len(logits), f"reference on {self.subject.texts[batch.text].name}")
+        finally:
+            passes.close()
 
     def _store(self, batch: Batch, logits: torch.Tensor) -> None:
         if tuple(logits.shape) != self._shape(batch):

@@ -8,6 +8,7 @@ from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.models import dtype_named, language_limits, open_tokenizer
+from quantkit.eval.passes import Windows
 from quantkit.eval.text import (
     DEFAULT_WINDOW,
     TextWindows,
@@ -35,6 +36,20 @@ class Settings:
         dtype_named(self.dtype)
         if self.batch < 1:
             raise UsageError(f"batch is {self.batch}; use at least 1 window.")
+
+
+@dataclass(frozen=True, order=True)
+class Batch:
+    """Windows `start:stop` of text number `text`: what goes through a model at once."""
+
+    text: int
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """The stem of files about it."""
+        return f"text{self.text}-windows{self.start}-{self.stop}"
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,11 @@ class Subject:
             stride,
             tuple(([note] if note else []) + notes),
         )
+
+    def windows(self, batch: Batch) -> Windows:
+        """The tokens of a batch, and how many of the last of each window are predicted."""
+        text = self.texts[batch.text]
+        return text.tokens[batch.start : batch.stop], text.scored
 
 
 def check_comparable(model: Subject, reference: Subject) -> None:

@@ -39,6 +39,7 @@ from quantkit.model.block_tasks import BlockTasks
 from quantkit.model.blocks import Block, Decoder, Forwards, Home, set_weight, stages_of
 from quantkit.model.folding import Factors, Fold, fold_into, shared_rows
 from quantkit.model.learned_rounding import learn_rounding
+from quantkit.model.memory import free_memory
 from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
 from quantkit.model.routed import Routed, coverage, quantize_experts
@@ -149,7 +150,7 @@ def quantize_blocks(
 def _home(decoder: Decoder, tokens: int, ranks: Ranks) -> Home:
     """Where hidden states stay between blocks, the same on all ranks, if so many are there at a time."""
     needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
-    fits = needed <= min(HIDDEN_BYTES, HIDDEN_MEMORY * free_memory(decoder.device, ranks))
+    fits = needed <= min(HIDDEN_BYTES, HIDDEN_MEMORY * _free_share(decoder.device, ranks))
     on_host = decoder.device.type == "cpu"
     return (
         Home(decoder.device) if on_host or all(ranks.meet(fits)) else Home(torch.device("cpu"), locked=True)
@@ -430,7 +431,7 @@ class _Worker:
         del calls
         experts: Any = block.module.get_submodule(name)
         originals: Any = None if twin is None else twin.module.get_submodule(name)
-        room = int(EXPERTS_MEMORY * free_memory(self.decoder.device, ranks))
+        room = int(EXPERTS_MEMORY * _free_share(self.decoder.device, ranks))
         quantize_experts(self.solver, experts, originals, name, todo, routed, room, store)
         widths = {task.module: task.source.shape[1] for task in tasks if task.module is not None}
         return {module: coverage(routed, todo.experts[name], width) for module, width in widths.items()}
@@ -523,7 +524,7 @@ class _Worker:
         passes = 1 if states.exact is None else 2
         needed = passes * tokens * 2 * (self.decoder.hidden_size + widest) * self.decoder.dtype.itemsize
         device = self.decoder.device
-        return needed <= SUSPENDED_MEMORY[device.type] * free_memory(device, self.solver.ranks)
+        return needed <= SUSPENDED_MEMORY[device.type] * _free_share(device, self.solver.ranks)
 
 
 def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
@@ -551,11 +552,6 @@ def _reading(
     return [(run, partial(read, lane)) for lane, run in enumerate(runs)]
 
 
-def free_memory(device: torch.device, ranks: Ranks) -> int:
-    """Bytes free on a device for each of the ranks there, what torch holds for reuse included."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    import psutil
-
-    return int(psutil.virtual_memory().available) // ranks.on_host
+def _free_share(device: torch.device, ranks: Ranks) -> int:
+    """Bytes free on a device for each of the ranks there."""
+    return free_memory(device) // (ranks.on_host if device.type == "cpu" else 1)

@@ -44,7 +44,7 @@ def load(
     register_plugin()
     from transformers import AutoModelForCausalLM
 
-    placement: dict[str, Any] = {"device_map": device_map or {"": _pick(device)}}
+    placement: dict[str, Any] = {"device_map": device_map or {"": picked_device(device)}}
     if max_memory is not None:
         placement["max_memory"] = dict(max_memory)
     if offload_folder is not None:
@@ -95,7 +95,8 @@ def explained(source: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _pick(device: str | torch.device) -> torch.device:
+def picked_device(device: str | torch.device) -> torch.device:
+    """The torch device that "auto", a name or a device stands for; `UsageError` if it is not there."""
     if str(device) == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:

@@ -339,7 +339,7 @@ def test_verify_reloads_in_a_fresh_process(run: Run, damaged: Path, monkeypatch:
 
 def test_verify_compares_logits(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr("quantkit.cli.models.free_memory", lambda device: 1000)
+    monkeypatch.setattr("quantkit.model.memory.free_memory", lambda device: 1000)
     done = run("quantize", SOURCE, out)
     assert done.code == 0
     assert re.search(
@@ -458,23 +458,22 @@ def test_eval_without_lm_eval(run: Run, packed: Path, monkeypatch: pytest.Monkey
 def test_eval_compares_models_and_goes_on_after_an_interruption(
     run: Run, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantkit.eval import evaluate
+    from quantkit.eval import passes
 
-    original, calls = evaluate.logits_of, 0
+    calls = 0
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*_: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls == 2:
+        if calls == 4:
             raise KeyboardInterrupt
-        return original(*arguments)
 
     report, file = tmp_path / "report", tmp_path / "figures.json"
     command = (
         *("eval", packed, SOURCE, "--text", STORIES, "--window", 32, "--max-windows", 2),
         *("--against", SOURCE, "--report", report, "--json", file, "--no-noise-floor"),
     )
-    monkeypatch.setattr(evaluate, "logits_of", interrupted)
+    monkeypatch.setattr(passes, "check_finite", interrupted)
     done = run(*command)
     assert (done.code, done.out) == (130, "")
     assert f"what is done so far is in {report / '.quantkit-eval'}; the same command goes on" in done.err
@@ -484,7 +483,7 @@ def test_eval_compares_models_and_goes_on_after_an_interruption(
     assert done.code == 0
     assert "int4: 1 of 2 batches of windows come from a run that was interrupted" in done.err
     assert re.search(r"\nint4 .*\nstories260K .* \+0\.00000 +0 +100\.00%\n", done.out)
-    assert calls == 5
+    assert calls == 7
     figures = json.loads(file.read_text())["reports"]
     assert [one["label"] for one in figures] == ["int4", "stories260K"]
     assert not (report / ".quantkit-eval").exists()

@@ -13,12 +13,12 @@ from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, OutputError, UsageError
-from quantkit.eval import evaluate as evaluate_module
-from quantkit.eval import reference as reference_module
+from quantkit.eval import passes
 from quantkit.eval.evaluate import evaluate, evaluate_many
 from quantkit.eval.partial import Partial
-from quantkit.eval.reference import Batch, Reference, plan_blocks
+from quantkit.eval.reference import Reference, plan_blocks
 from quantkit.eval.sizes import measure
+from quantkit.eval.subject import Batch
 from quantkit.model.quantize import quantize
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -119,15 +119,30 @@ def test_figures_are_those_of_the_whole_logits_in_float64(stories, perturbed, te
 def counted(monkeypatch) -> list[Path]:
     """The models opened from here on, in order."""
     opened: list[Path] = []
-    original = reference_module.open_model
+    original = passes.load
 
-    def open_model(path, dtype, device):
+    def load(path, **options):
         opened.append(Path(path))
-        return original(path, dtype, device)
+        return original(path, **options)
 
-    monkeypatch.setattr(reference_module, "open_model", open_model)
-    monkeypatch.setattr(evaluate_module, "open_model", open_model)
+    monkeypatch.setattr(passes, "load", load)
     return opened
+
+
+def test_models_that_do_not_fit_run_block_by_block_to_the_same_bits(stories, perturbed, texts, monkeypatch):
+    options = {"against": stories, "texts": texts, "window": 32, "device": "cpu", "batch": 2, "stride": 20}
+    whole = evaluate(perturbed, **options, noise_floor=True)
+    monkeypatch.setattr(passes, "free_memory", lambda device: 100_000)
+    monkeypatch.setattr(passes, "load", lambda *_, **__: pytest.fail("a whole model was loaded"))
+    monkeypatch.setattr(passes, "WAITING_TOKENS", 200)
+    by_block = evaluate(perturbed, **options, noise_floor=True)
+    assert by_block.texts == whole.texts and by_block.noise_floor.texts == whole.noise_floor.texts
+    assert whole.notes == by_block.notes[:-2]
+    assert by_block.notes[-2:] == tuple(
+        f"{name} takes 0.00104 GB in float32 and 0.0001 GB are free on cpu: it ran block by block, which "
+        "reads its weights once for every 200 tokens"
+        for name in (perturbed.name, stories.name)
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -185,17 +200,15 @@ def test_an_interrupted_evaluation_goes_on_with_the_same_figures(
     options = {"against": stories, "texts": texts, "window": 32, "device": "cpu", "max_windows": 2}
     options |= {"noise_floor": True, "budget_bytes": budget_windows * 31 * 512 * 4}
     expected = evaluate(perturbed, **{name: options[name] for name in options if name != "budget_bytes"})
-    original, calls, limit = evaluate_module.logits_of, 0, after
+    calls, limit = 0, after
 
-    def counting(*arguments):
+    def counting(*_):
         nonlocal calls
         if calls == limit:
             raise Interrupted
         calls += 1
-        return original(*arguments)
 
-    monkeypatch.setattr(evaluate_module, "logits_of", counting)
-    monkeypatch.setattr(reference_module, "logits_of", counting)
+    monkeypatch.setattr(passes, "check_finite", counting)
     partial = Partial(tmp_path)
     with pytest.raises(Interrupted):
         evaluate_many([perturbed], partial=partial, **options)
@@ -362,7 +375,7 @@ def test_blocks_keep_batches_and_the_budget():
 
 def test_a_full_disk_is_told_before_the_model_runs(stories, texts, monkeypatch):
     usage = shutil.disk_usage(".")._replace(free=1000)
-    monkeypatch.setattr(reference_module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OutputError, match="where 1000 are free"):
         Reference(stories, texts=texts, window=64, device="cpu")
 

@@ -3,7 +3,7 @@
 import json as json_module
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -53,6 +53,14 @@ def evaluate(
             show_default="with --report",
         ),
     ] = None,
+    per_block: Annotated[
+        bool | None,
+        typer.Option(
+            "--per-block/--no-per-block",
+            help="Also run the original with each block of the model in turn: where is the loss?",
+            show_default="with --report",
+        ),
+    ] = None,
     logits_space: Annotated[
         str, typer.Option("--logits-space", metavar="SIZE", help="Disk for the original's logits at a time.")
     ] = "8GiB",
@@ -79,7 +87,8 @@ def evaluate(
     the original's, KL the divergence of the next-token distributions, both in nats per token.
     """
     names = () if tasks is None else tuple(options.parse_list(tasks, "--tasks"))
-    _check(text, names, against=against, noise_floor=noise_floor, task_path=task_path)
+    comparing = {"--noise-floor": noise_floor, "--per-block": per_block}
+    _check(text, names, against=against, comparing=comparing, task_path=task_path)
     if report is not None:
         options.make_directory(report)
     from quantkit.cli.figures import print_reports
@@ -94,8 +103,7 @@ def evaluate(
     # Before hours of work, not after.
     if json is not None:
         _write(json, "", "a")
-    if noise_floor is None:
-        noise_floor = bool(report and against and text)
+    by_default = bool(report and against and text)
     place = work or report
     partial = None if place is None else Partial(place)
     try:
@@ -111,7 +119,8 @@ def evaluate(
                 dtype=dtype,
                 device=device,
                 batch=batch,
-                noise_floor=noise_floor,
+                noise_floor=by_default if noise_floor is None else noise_floor,
+                per_block=by_default if per_block is None else per_block,
                 budget_bytes=options.parse_size(logits_space),
                 partial=partial,
                 progress=advance,
@@ -136,14 +145,15 @@ def _check(
     names: Sequence[str],
     *,
     against: str | None,
-    noise_floor: bool | None,
+    comparing: Mapping[str, bool | None],
     task_path: Path | None,
 ) -> None:
     """Refuse at once what would fail, or be ignored, after the work."""
     if not text and not names:
         raise UsageError("nothing to evaluate: give --text FILE (repeatable), --tasks NAMES, or both.")
-    if noise_floor and not (text and against):
-        raise UsageError("--noise-floor is that of the original on texts: give --against and --text as well.")
+    for option, wanted in comparing.items():
+        if wanted and not (text and against):
+            raise UsageError(f"{option} is of the original on texts: give --against and --text as well.")
     if task_path is not None and not names:
         raise UsageError("--task-path has task files but none is to run: name them with --tasks.")
     if names and find_spec("lm_eval") is None:

@@ -70,9 +70,7 @@ class Table:
     def html(self) -> str:
         head = "".join(f"<th{self._side(i)}>{_inline(cell)}</th>" for i, cell in enumerate(self.headings))
         body = "".join(
-            "<tr>"
-            + "".join(f"<td{self._side(i)}>{_inline(cell)}</td>" for i, cell in enumerate(row))
-            + "</tr>"
+            "<tr>" + "".join(f"<td{self._side(i)}>{_cell(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
             for row in self.rows
         )
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -183,21 +181,13 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e4e6e9; --paper: #16181b; --faint: #9aa2ab; --line: #363b41; --shade: #1f2226; }
 }
-@media print {
-  :root { color-scheme: light; --ink: #000000; --paper: #ffffff; --faint: #444444; --line: #bbbbbb;
-    --shade: #ffffff; }
-  body { max-width: none; margin: 0; font-size: 10pt; }
-  figure, tr { break-inside: avoid; }
-  h2 { break-after: avoid; }
-  .wide { overflow: visible; }
-}
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
 p, ul { max-width: 48rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.9em; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.3rem 0.7rem; text-align: right; white-space: nowrap;
+th, td { padding: 0.3rem 0.6rem; text-align: right;
   border-bottom: 1px solid var(--line); }
 th { vertical-align: bottom; border-bottom-width: 2px; }
 .word { text-align: left; }
@@ -208,12 +198,28 @@ figcaption { color: var(--faint); font-size: 0.9em; max-width: 46rem; }
 code, pre { font: 0.92em ui-monospace, monospace; background: var(--shade); border-radius: 3px; }
 code { padding: 0 0.25em; overflow-wrap: anywhere; }
 pre { padding: 0.7rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+@media print {
+  :root { color-scheme: light; --ink: #000000; --paper: #ffffff; --faint: #444444; --line: #bbbbbb;
+    --shade: #ffffff; }
+  body { max-width: none; margin: 0; padding: 0; font-size: 10pt; }
+  table { font-size: 7pt; }
+  th, td { padding: 0.2rem 0.3rem; }
+  figure svg { max-width: 14cm; }
+  figure, tr { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .wide { overflow: visible; }
+}
 """
 
 
 def _inline(text: str) -> str:
     """One line of text as HTML, `code` as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(_one_line(text), quote=False))
+
+
+def _cell(text: str) -> str:
+    """A cell as HTML; where it has to be broken, an error or a unit stays whole."""
+    return re.sub(r"(?<=±) | (?=[kMGT]?B$|%)", "&nbsp;", _inline(text))
 
 
 def _marked(text: str) -> str:

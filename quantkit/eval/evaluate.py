@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.hub import resolve
-from quantkit.errors import UsageError
+from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
 from quantkit.eval.models import Versions, dtype_named, release, resolve_device, versions
 from quantkit.eval.partial import Partial
 from quantkit.eval.passes import open_passes
+from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
 from quantkit.eval.reference import DEFAULT_BUDGET_BYTES, Reference, plan_blocks
 from quantkit.eval.sizes import Sizes, measure
 from quantkit.eval.subject import Batch, Settings, Subject, check_comparable
@@ -71,6 +72,7 @@ class EvalReport:
     notes: tuple[str, ...] = ()
     label: str = ""
     noise_floor: NoiseFloor | None = None
+    per_block: BlockLosses | None = None
     tasks: tuple[TaskMetrics, ...] = ()
     task_results: Mapping[str, Any] = field(default_factory=dict)
     reference_logits: int | None = None
@@ -92,6 +94,7 @@ class EvalReport:
                 "reference": None if reference is None else reference.file_bytes,
             },
             "noise_floor": None if self.noise_floor is None else self.noise_floor.to_dict(),
+            "per_block": None if self.per_block is None else self.per_block.to_dict(),
             "tasks": [metrics.to_dict() for metrics in self.tasks],
             "task_results": dict(self.task_results),
             "dtype": self.dtype,
@@ -128,6 +131,7 @@ def evaluate(
     device: str = "auto",
     batch: int = 1,
     noise_floor: bool = False,
+    per_block: bool = False,
     reference: Reference | None = None,
     progress: Progress | None = None,
 ) -> EvalReport:
@@ -144,6 +148,7 @@ def evaluate(
         device=device,
         batch=batch,
         noise_floor=noise_floor,
+        per_block=per_block,
         reference=reference,
         progress=progress,
     )[0]
@@ -162,6 +167,7 @@ def evaluate_many(
     device: str = "auto",
     batch: int = 1,
     noise_floor: bool = False,
+    per_block: bool = False,
     reference: Reference | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     cache_dir: Path | str | None = None,
@@ -176,7 +182,8 @@ def evaluate_many(
     calls. Only one model is in memory at a time.
 
     Windows of `window` tokens start `stride` tokens apart, by default `window`. With `noise_floor` the
-    reference also runs in another dtype (`CONTROL_DTYPES`) and is compared with itself. What is done goes to
+    reference also runs in another dtype (`CONTROL_DTYPES`) and is compared with itself. With `per_block` it
+    runs with each block of a model in turn, on a few windows of the first text. What is done goes to
     `partial`, from which a later call with the same arguments goes on, with the same figures.
 
     Raises `UsageError` for options, texts and tasks, `CheckpointError` for checkpoints that are broken or
@@ -185,13 +192,16 @@ def evaluate_many(
     if not texts and tasks is None:
         raise UsageError("there is nothing to evaluate on. Give at least one text or task.")
     settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch, stride)
-    if noise_floor and against is None and reference is None:
-        raise UsageError("the noise floor is that of a reference. Give the original to compare with.")
+    if (noise_floor or per_block) and against is None and reference is None:
+        raise UsageError(
+            "the noise floor and the losses of blocks are those against a reference. Give the original to "
+            "compare with."
+        )
     if reference is not None:
         _check_reference(reference, settings, against)
-        return _evaluate(models, settings, reference, tasks, noise_floor, partial, progress)
+        return _evaluate(models, settings, reference, tasks, noise_floor, per_block, partial, progress)
     if against is None:
-        return _evaluate(models, settings, None, tasks, False, partial, progress)
+        return _evaluate(models, settings, None, tasks, False, False, partial, progress)
     if cache_dir is None and partial is not None:
         cache_dir = partial.logits
     with Reference(
@@ -206,7 +216,7 @@ def evaluate_many(
         budget_bytes=budget_bytes,
         cache_dir=cache_dir,
     ) as opened:
-        return _evaluate(models, settings, opened, tasks, noise_floor, partial, progress)
+        return _evaluate(models, settings, opened, tasks, noise_floor, per_block, partial, progress)
 
 
 def _check_reference(reference: Reference, settings: Settings, against: Path | str | None) -> None:
@@ -232,7 +242,8 @@ class _Run:
     scores: dict[Batch, TokenScores] = field(default_factory=dict)
     seconds: float = 0.0
     continued: int = 0
-    note: str | None = None
+    per_block: BlockLosses | None = None
+    notes: list[str] = field(default_factory=list)
 
     def missing(self, block: int) -> list[Batch]:
         """The batches of a block that have no scores yet."""
@@ -292,6 +303,7 @@ def _evaluate(
     reference: Reference | None,
     tasks: Tasks | None,
     noise_floor: bool,
+    per_block: bool,
     partial: Partial | None,
     progress: Progress | None,
 ) -> tuple[EvalReport, ...]:
@@ -309,6 +321,9 @@ def _evaluate(
         control = _start(reference.subject, other, settings, reference, partial)
     _score([*runs, *([] if control is None else [control])], settings, reference, partial, progress)
     floor = None if control is None else NoiseFloor(control.dtype, control.metrics())
+    if reference is not None and per_block and settings.texts:
+        for run in runs:
+            _measure_blocks(run, reference.subject, settings, partial, progress)
 
     answers: list[TaskRun | None] = [None] * len(runs)
     reference_answers = None
@@ -320,6 +335,36 @@ def _evaluate(
         _report(run, size, settings, reference, floor, answer, reference_answers)
         for run, size, answer in zip(runs, sizes, answers, strict=True)
     )
+
+
+def _measure_blocks(
+    run: _Run, reference: Subject, settings: Settings, partial: Partial | None, progress: Progress | None
+) -> None:
+    """What each block of the model of `run` costs; a note where that cannot be told."""
+    text = reference.texts[0]
+    tokens = text.tokens[:WINDOWS]
+    key = _digest({"run": run.key, "windows": len(tokens)})
+    found = None if partial is None else partial.json(key, "blocks")
+    if found is not None:
+        run.per_block = BlockLosses(**found)
+        return
+    try:
+        run.per_block = block_losses(
+            run.subject.checkpoint,
+            reference.checkpoint,
+            tokens,
+            text.scored,
+            dtype_named(run.dtype),
+            settings.device,
+            progress,
+        )
+    except CheckpointError as error:
+        run.notes.append(f"the KL of its blocks was not measured: {error}")
+        return
+    finally:
+        release(resolve_device(settings.device))
+    if partial is not None:
+        partial.store_json(key, "blocks", run.per_block.to_dict())
 
 
 def _ask(
@@ -395,7 +440,8 @@ def _score_block(
     subject = run.subject
     name = subject.checkpoint.directory.name
     passes = open_passes(subject.checkpoint, dtype_named(run.dtype), device)
-    run.note = passes.note
+    if passes.note is not None and passes.note not in run.notes:
+        run.notes.append(passes.note)
     try:
         for text in subject.texts:
             check_tokens(text, passes.embedding_rows, subject.checkpoint.directory)
@@ -422,9 +468,9 @@ def _report(
     reference_answers: TaskRun | None,
 ) -> EvalReport:
     subject = run.subject
-    notes = subject.notes + tuple(
-        note for note in (run.note, None if reference is None else reference.note) if note is not None
-    )
+    notes = (*subject.notes, *run.notes)
+    if reference is not None and reference.note is not None:
+        notes += (reference.note,)
     if run.continued:
         count = sum(map(len, run.blocks))
         notes += (
@@ -448,6 +494,7 @@ def _report(
         reference_seconds=None if reference is None else reference.seconds,
         reference_logits=None if reference is None else reference.nbytes,
         noise_floor=noise_floor,
+        per_block=run.per_block,
         tasks=() if answers is None else task_metrics(answers, reference_answers),
         task_results={} if answers is None else answers.results,
         notes=notes,

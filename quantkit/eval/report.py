@@ -273,6 +273,8 @@ def _figures(reports: Sequence[EvalReport]) -> tuple[list[Figure], str | None]:
         return [], f"There are no plots: {error}"
     compared = [report for report in reports if report.against is not None and report.texts]
     drawn = [_excess_plot(compared), _kl_plot(compared), _histogram(compared)] if compared else []
+    if any(report.per_block for report in reports):
+        drawn.append(_block_plot(reports))
     if any(report.tasks for report in reports):
         drawn.append(_task_plot(reports))
     return drawn, None if drawn else "There are no plots: no model was compared with a reference."
@@ -349,6 +351,29 @@ def _against_bits(
         axes.annotate(plots.plain(label), (x, y), textcoords="offset points", xytext=(5, 6), fontsize="small")
     axes.margins(x=0.12, y=0.12)
     axes.figure.legend(loc="outside upper center", ncols=4)
+
+
+def _block_plot(reports: Sequence[EvalReport]) -> Figure:
+    figure, axes = plots.drawing()
+    tokens = 0
+    for number, report in enumerate(reports):
+        if report.per_block is None:
+            continue
+        tokens = report.per_block.tokens
+        losses = [max(loss, PLOT_FLOOR) for loss in report.per_block.kl_mean.values()]
+        color = plots.COLORS[number % len(plots.COLORS)]
+        axes.plot(
+            losses, color=color, marker="o", markersize=4, linewidth=1.2, label=plots.plain(report.label)
+        )
+    axes.set(yscale="log", xlabel="block", ylabel="KL mean, nats per token")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside upper center", ncols=3)
+    return plots.render(
+        figure,
+        "kl-blocks",
+        f"Where the loss is: KL mean over {tokens} tokens of the original with one block of the model in "
+        "place of its own.",
+    )
 
 
 def _histogram(reports: Sequence[EvalReport]) -> Figure:

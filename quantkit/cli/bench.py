@@ -9,7 +9,8 @@ import typer
 
 from quantkit.cli import options
 from quantkit.cli.console import note, out, printable, progress, say
-from quantkit.errors import OutputError, UsageError
+from quantkit.cli.files import check_writable, make_directory, write_file
+from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.bench.serving import Traffic
@@ -97,12 +98,12 @@ def bench(
             )
     for path in (json, profile):
         if path is not None:
-            _check_writable(path)
+            check_writable(path)
     if report is not None:
         from quantkit.eval.plots import check_matplotlib
 
         check_matplotlib()
-        options.make_directory(report)
+        make_directory(report)
     sources = [directory] if against is None else [directory, against]
     if serve_like:
         from quantkit.bench.serving import Traffic
@@ -155,7 +156,8 @@ def _time(
         for line in one.notes:
             note(f"{one.label}: {line}")
     if json is not None:
-        _write(json, to_json(found))
+        write_file(json, to_json(found))
+        say(f"wrote {json}")
     if report is not None:
         write_speed(report, found, ["quantkit", *sys.argv[1:]])
         say(f"wrote {report / 'bench.md'}")
@@ -174,7 +176,8 @@ def _serve(sources: list[str], traffic: "Traffic", json: Path | None, report: Pa
             found.append(serving_of(source, traffic, progress=advance))
     _print(serving_table(found))
     if json is not None:
-        _write(json, to_json(found))
+        write_file(json, to_json(found))
+        say(f"wrote {json}")
     if report is not None:
         write_serving(report, found, ["quantkit", *sys.argv[1:]])
         say(f"wrote {report / 'serve.md'}")
@@ -223,25 +226,3 @@ def _range(text: str, option: str) -> tuple[int, int]:
 
 def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0
-
-
-def _check_writable(path: Path) -> None:
-    """Before the work, not after."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    say(f"wrote {path}")
-
-
-def _unwritable(path: Path, error: OSError) -> OutputError:
-    return OutputError(
-        f"cannot write {path}: {error.strerror or error}. Choose a file in a writable directory."
-    )

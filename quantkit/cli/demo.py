@@ -7,6 +7,7 @@ import typer
 
 from quantkit.cli import options
 from quantkit.cli.console import note, progress, say
+from quantkit.cli.files import make_directory
 
 #: From lossless to unusable, so that the table shows the whole range.
 FORMATS = ("int8", "int4", "fp6", "binary")
@@ -47,7 +48,7 @@ def demo(
     recipes = {name: make_recipe(format=name, group_size=size) for name in names}
     for path in text:
         read_text(path)
-    options.make_directory(out_directory)
+    make_directory(out_directory)
     packed = []
     for name, recipe in recipes.items():
         with progress(f"quantizing to {name}") as advance:

@@ -12,7 +12,8 @@ import typer
 
 from quantkit.cli import options
 from quantkit.cli.console import note, progress, say
-from quantkit.errors import EnvironmentProblem, OutputError, UsageError
+from quantkit.cli.files import check_writable, make_directory, write_file
+from quantkit.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from quantkit.eval.evaluate import EvalReport
@@ -90,7 +91,7 @@ def evaluate(
     comparing = {"--noise-floor": noise_floor, "--per-block": per_block}
     _check(text, names, against=against, comparing=comparing, task_path=task_path)
     if report is not None:
-        options.make_directory(report)
+        make_directory(report)
     from quantkit.cli.figures import print_reports
     from quantkit.cli.models import log_kernels, using_transformers
     from quantkit.eval.evaluate import evaluate_many
@@ -102,7 +103,7 @@ def evaluate(
         log_kernels()
     # Before hours of work, not after.
     if json is not None:
-        _write(json, "", "a")
+        check_writable(json)
     by_default = bool(report and against and text)
     place = work or report
     partial = None if place is None else Partial(place)
@@ -131,7 +132,7 @@ def evaluate(
         raise
     print_reports(results)
     if json is not None:
-        _write(json, _figures(results), "w")
+        write_file(json, _figures(results))
         say(f"wrote {json}")
     if report is not None:
         write_report(report, results, shlex.join(["quantkit", *sys.argv[1:]]))
@@ -166,13 +167,3 @@ def _figures(results: Sequence["EvalReport"]) -> str:
         return results[0].to_json()
     content = {"reports": [result.to_dict() for result in results]}
     return json_module.dumps(content, indent=2, allow_nan=False) + "\n"
-
-
-def _write(path: Path, text: str, mode: str) -> None:
-    try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {path}: {error.strerror or error}. Choose a file in a writable directory."
-        ) from error

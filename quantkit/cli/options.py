@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from quantkit.errors import OutputError, UsageError
+from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.calibrate.recipe import Recipe
@@ -304,16 +304,6 @@ def with_fields(function: Callable[..., None]) -> Callable[..., None]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return command
-
-
-def make_directory(path: Path) -> None:
-    """Make a directory for results; `OutputError` if that cannot be."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"cannot create the directory {path}: {error.strerror or error}. Choose another place."
-        ) from error
 
 
 def parse_list(text: str, option: str) -> list[str]:

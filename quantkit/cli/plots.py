@@ -1,11 +1,13 @@
 """Plots as PNG files. matplotlib is an extra, imported where one is drawn."""
 
+import io
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import EnvironmentProblem, OutputError, UsageError
+from quantkit.cli.files import write_file
+from quantkit.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from quantkit.model.record import LayerRecord
@@ -36,10 +38,9 @@ def figure_class() -> Callable[..., Any]:
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure, the same bytes each time; `OutputError` if that cannot be."""
-    try:
-        figure.savefig(path, metadata={"Software": None})
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}. Choose another place.") from error
+    png = io.BytesIO()
+    figure.savefig(png, format="png", metadata={"Software": None})
+    write_file(path, png.getvalue())
 
 
 def draw_errors(path: Path, title: str, layers: Mapping[str, "LayerRecord"]) -> list[str]:

@@ -7,7 +7,8 @@ import typer
 
 from quantkit.cli import options
 from quantkit.cli.console import err, note, out, print_json, printable, progress, say, size
-from quantkit.errors import OutputError, UsageError
+from quantkit.cli.files import make_directory, write_file
+from quantkit.errors import UsageError
 
 _Evaluation = Annotated[
     Path | None,
@@ -47,9 +48,9 @@ def report(
     from the files of 'eval' and 'bench', with the plots of their reports. Without them the card says that
     nothing was measured.
     """
-    options.make_directory(out_directory)
+    make_directory(out_directory)
     for name, data in _card_files(directory, evaluation, benchmark, repo, base_model, license).items():
-        _write(out_directory / name, data)
+        write_file(out_directory / name, data)
     say(f"wrote {out_directory / 'README.md'}")
 
 
@@ -137,12 +138,3 @@ def _read_card(card: Path) -> dict[str, bytes]:
         raise UsageError(
             f"cannot read the card in {card}: {error.strerror or error}. Write one with `quantkit report`."
         ) from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    from quantkit.files import replace_file
-
-    try:
-        replace_file(path, data)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}. Choose another place.") from error

@@ -185,7 +185,7 @@ def test_the_noise_floor_is_the_reference_in_another_dtype(stories, perturbed, t
         assert metrics.reference_perplexity == found.texts[name].reference_perplexity
     assert found.to_dict()["noise_floor"]["texts"]["a.txt"]["tokens"] == 126
     assert evaluate(stories, against=stories, **options).noise_floor is None
-    with pytest.raises(UsageError, match="noise floor is that of a reference"):
+    with pytest.raises(UsageError, match="those against a reference"):
         evaluate(stories, noise_floor=True, **options)
 
 

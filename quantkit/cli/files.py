@@ -1,0 +1,39 @@
+"""Files that commands write beside checkpoints."""
+
+from pathlib import Path
+
+from quantkit.errors import OutputError
+from quantkit.files import replace_file
+
+
+def make_directory(path: Path) -> None:
+    """Make `path` a directory before the work, not after it; `OutputError` if that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(f"create the directory {path}", error) from error
+
+
+def check_writable(path: Path) -> None:
+    """`OutputError` before the work, not after it, if `path` cannot be written; makes it where it is not."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise _refused(f"write {path}", error) from error
+
+
+def write_file(path: Path, data: str | bytes) -> None:
+    """Write `path`, text as UTF-8; `OutputError` leaves what was there."""
+    content = data.encode() if isinstance(data, str) else data
+    try:
+        # /dev/stdout, or a pipe, is written to and not replaced.
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+        else:
+            replace_file(path, content)
+    except OSError as error:
+        raise _refused(f"write {path}", error) from error
+
+
+def _refused(what: str, error: OSError) -> OutputError:
+    return OutputError(f"cannot {what}: {error.strerror or error}. Choose a writable place.")

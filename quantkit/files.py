@@ -23,6 +23,15 @@ def os_error_text(error: OSError) -> str:
     return f"{error.strerror or error} ({code})"
 
 
+def size_text(nbytes: float) -> str:
+    """Bytes as people read them, in powers of 1000, as disks and hubs show them: `1.50 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
 def open_regular(path: Path) -> BinaryIO:
     """`path` opened for reading; `OSError` if that fails, also for what is not a regular file."""
     # Without O_NONBLOCK, opening a named pipe would wait for a writer.

@@ -2,12 +2,14 @@
 
 import shlex
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from quantkit.bench.figures import Cell, Load, Machine, Percentiles, Serving, Speed, Spread, to_json
 from quantkit.eval.document import Block, Bullets, Command, Document, Figure, Section, Table, Text, write
 from quantkit.eval.plots import COLORS, drawing, plain, render
+from quantkit.files import size_text
 
 #: Names of the files of a report, without their endings.
 SPEED, SERVING = "bench", "serve"
@@ -105,10 +107,10 @@ def models_table(found: Sequence[Speed]) -> Table:
         (
             one.label,
             one.format,
-            _size(one.file_bytes),
+            size_text(one.file_bytes),
             _seconds(one.load_seconds),
-            *(_size(count) for count in (one.memory.before, one.memory.steady, one.memory.peak)),
-            "-" if one.weight_bytes is None else _size(one.weight_bytes),
+            *(size_text(count) for count in (one.memory.before, one.memory.steady, one.memory.peak)),
+            "-" if one.weight_bytes is None else size_text(one.weight_bytes),
         )
         for one in found
     ]
@@ -134,7 +136,7 @@ def _speed_cells(cell: Cell, limit: float) -> tuple[str, ...]:
         _seconds(cell.token_p50),
         _seconds(cell.token_p99),
         _spread(cell.decode),
-        "-" if read is None else f"{_size(read)}/s",
+        "-" if read is None else f"{size_text(read)}/s",
         "-" if read is None else f"{read / limit:.0%}",
         "-" if cell.joules is None else f"{cell.joules:.3g}",
     )
@@ -166,7 +168,7 @@ def _load_cells(load: Load) -> tuple[str, ...]:
 def _how(machine: Machine, settings: str, command: Sequence[str]) -> tuple[Block, ...]:
     threads = f", {machine.threads} threads" if machine.device == "cpu" else ""
     where = (
-        f"{machine.name} ({machine.device}{threads}), which reads {_size(machine.read_bandwidth)}/s; "
+        f"{machine.name} ({machine.device}{threads}), which reads {size_text(machine.read_bandwidth)}/s; "
         f"quantkit {machine.quantkit}, torch {machine.torch}, transformers {machine.transformers}."
     )
     return Text(where), Text(settings), Command(shlex.join(command))
@@ -178,28 +180,36 @@ def _speed_figures(found: Sequence[Speed]) -> tuple[Figure, ...]:
 
 def _throughput_figure(found: Sequence[Speed]) -> Figure:
     shortest = min(cell.prompt for one in found for cell in one.cells)
-    figure, axes = drawing()
-    for number, (label, cells) in enumerate(_series(found)):
-        points = [(cell.batch, cell.decode.median) for cell in cells if cell.prompt == shortest]
-        axes.plot(*zip(*points, strict=True), marker="o", color=COLORS[number % len(COLORS)], label=label)
-    axes.set(xlabel="sequences at a time", ylabel="tokens per second", xscale="log")
-    axes.set_ylim(bottom=0)
-    _plain_ticks(axes, sorted({cell.batch for one in found for cell in one.cells}))
-    _legend(figure, axes)
-    return render(figure, "throughput", f"Decoding against batch, prompts of {shortest} tokens.")
+    lines = [
+        (label, [(cell.batch, cell.decode.median) for cell in cells if cell.prompt == shortest])
+        for label, cells in _series(found)
+    ]
+    caption = f"Decoding against batch, prompts of {shortest} tokens."
+    return _line_figure("throughput", lines, "sequences at a time", "tokens per second", caption)
 
 
 def _first_token_figure(found: Sequence[Speed]) -> Figure:
     smallest = min(cell.batch for one in found for cell in one.cells)
+    lines = [
+        (label, [(cell.prompt, 1e3 * cell.first_token.median) for cell in cells if cell.batch == smallest])
+        for label, cells in _series(found)
+    ]
+    caption = f"Time to the first token, batch {smallest}."
+    return _line_figure("first-token", lines, "tokens of the prompt", "milliseconds", caption)
+
+
+def _line_figure(
+    name: str, lines: Sequence[tuple[str, Sequence[tuple[int, float]]]], x: str, y: str, caption: str
+) -> Figure:
+    """A line for each model, by its label, over counts on a logarithmic axis."""
     figure, axes = drawing()
-    for number, (label, cells) in enumerate(_series(found)):
-        points = [(cell.prompt, 1e3 * cell.first_token.median) for cell in cells if cell.batch == smallest]
-        axes.plot(*zip(*points, strict=True), marker="o", color=COLORS[number % len(COLORS)], label=label)
-    axes.set(xlabel="tokens of the prompt", ylabel="milliseconds", xscale="log")
+    for (label, points), color in zip(lines, cycle(COLORS), strict=False):
+        axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
+    axes.set(xlabel=x, ylabel=y, xscale="log")
     axes.set_ylim(bottom=0)
-    _plain_ticks(axes, sorted({cell.prompt for one in found for cell in one.cells}))
+    _plain_ticks(axes, sorted({count for _, points in lines for count, _ in points}))
     _legend(figure, axes)
-    return render(figure, "first-token", f"Time to the first token, batch {smallest}.")
+    return render(figure, name, caption)
 
 
 def _memory_figure(found: Sequence[Speed]) -> Figure:
@@ -267,12 +277,3 @@ def _spread(found: Spread, unit: float = 1.0) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _size(count: float) -> str:
-    """Bytes in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"

@@ -84,7 +84,7 @@ class Grid:
         if not fitting:
             raise UsageError(
                 f"the model has {positions} positions, and the shortest prompt of {min(self.prompts)} with "
-                f"{self.new_tokens} new tokens takes more. Give smaller --prompts or --new-tokens."
+                f"{self.new_tokens} new tokens takes more. Give a smaller --prompt or --new-tokens."
             )
         notes = tuple(
             f"prompts of {prompt} tokens were left out: with {self.new_tokens} new ones they are more than "

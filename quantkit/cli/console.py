@@ -1,4 +1,4 @@
-"""What every command shares: where output goes, progress with time and memory, sizes as text."""
+"""What every command shares: where output goes, and progress with time and memory."""
 
 import json
 import sys
@@ -19,6 +19,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column
 from rich.text import Text
 
+from quantkit.files import size_text
 from quantkit.progress import Progress
 
 #: Columns where there is no terminal: lines in a pipe or a file are not broken, whatever their length.
@@ -72,7 +73,7 @@ class _MemoryColumn(ProgressColumn):
         self._process = psutil.Process()
 
     def render(self, task: Task) -> Text:
-        return Text(f"{size(self._process.memory_info().rss)} RAM", style="dim", no_wrap=True)
+        return Text(f"{size_text(self._process.memory_info().rss)} RAM", style="dim", no_wrap=True)
 
 
 class _LabelColumn(ProgressColumn):
@@ -104,12 +105,3 @@ def progress(what: str, shown: bool = True) -> Iterator[Progress]:
             bar.update(task, completed=done, total=total, label=label)
 
         yield report
-
-
-def size(nbytes: float) -> str:
-    """Bytes as people read them, in powers of 1000: 1.50 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from quantkit.cli.console import note, out, printable, say, size
+from quantkit.cli.console import note, out, printable, say
+from quantkit.files import size_text
 
 if TYPE_CHECKING:
     from quantkit.eval.evaluate import EvalReport
@@ -38,7 +39,7 @@ def _text_table(reports: Sequence["EvalReport"], text: str) -> Table:
     for report in reports:
         sizes = report.sizes
         linears = "-" if sizes.linears is None else f"{sizes.linears:.3f}"
-        cells = [report.label, linears, f"{sizes.model:.3f}", size(sizes.file_bytes)]
+        cells = [report.label, linears, f"{sizes.model:.3f}", size_text(sizes.file_bytes)]
         table.add_row(*map(printable, cells + _figures(report.texts[text], compared)))
     floor = reports[0].noise_floor
     if floor is not None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from quantkit.cli.console import note, out, printable, say, size
+from quantkit.cli.console import note, out, printable, say
+from quantkit.files import size_text
 
 if TYPE_CHECKING:
     from quantkit.model.allocate import Allocation, Share
@@ -137,6 +138,6 @@ def totals(source_bytes: int, output_bytes: int, bits: Mapping[str, float | None
     """Sizes before and after, and bits per weight of the packed linears and the whole model."""
     linears = "none" if bits["linears"] is None else f"{bits['linears']:.3f}"
     return (
-        f"{size(source_bytes)} -> {size(output_bytes)}; "
+        f"{size_text(source_bytes)} -> {size_text(output_bytes)}; "
         f"bits per weight: packed linears {linears}, whole model {bits['model']:.3f}"
     )

@@ -5,9 +5,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quantkit.cli import options
-from quantkit.cli.console import note, print_json, progress, say, size
+from quantkit.cli.console import note, print_json, progress, say
 from quantkit.cli.layers import print_allocation, print_layers, print_readers, totals
 from quantkit.errors import UsageError
+from quantkit.files import size_text
 
 if TYPE_CHECKING:
     from quantkit.model.plan import Plan
@@ -52,7 +53,7 @@ def plan(
     for warning in checkpoint.warnings:
         note(warning)
     print_plan(planned, every_layer=asked.every_layer)
-    say(f"peak memory beyond the libraries: about {size(quantizing.peak_bytes(planned))}")
+    say(f"peak memory beyond the libraries: about {size_text(quantizing.peak_bytes(planned))}")
 
 
 def print_plan(planned: "Plan", *, every_layer: bool) -> None:

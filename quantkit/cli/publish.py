@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import err, note, out, print_json, printable, progress, say, size
+from quantkit.cli.console import err, note, out, print_json, printable, progress, say
 from quantkit.cli.files import make_directory, write_file
 from quantkit.errors import UsageError
+from quantkit.files import size_text
 
 _Evaluation = Annotated[
     Path | None,
@@ -95,8 +96,8 @@ def push(
             print_json({"repo": repo, "files": sizes})
             return
         for name, count in sizes.items():
-            out.print(printable(f"{size(count):>10}  {name}"))
-        say(f"{len(sizes)} files, {size(sum(sizes.values()))}; nothing was uploaded")
+            out.print(printable(f"{size_text(count):>10}  {name}"))
+        say(f"{len(sizes)} files, {size_text(sum(sizes.values()))}; nothing was uploaded")
         return
     if not err.is_terminal:
         from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -106,7 +107,7 @@ def push(
     if json:
         print_json({"repo": repo, "files": sizes, "commit": address})
     else:
-        say(f"{len(sizes)} files, {size(sum(sizes.values()))}: {address}")
+        say(f"{len(sizes)} files, {size_text(sum(sizes.values()))}: {address}")
 
 
 def _card_files(

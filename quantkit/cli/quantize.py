@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import err, note, print_json, progress, say, size
+from quantkit.cli.console import err, note, print_json, progress, say
+from quantkit.files import size_text
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.source import Checkpoint
@@ -115,7 +116,7 @@ def quantize(
     for line in (learned_line(result.measured), coverage_line(result.measured)):
         if line is not None:
             say(line)
-    say(f"wrote {result.directory} ({size(result.plan.output_bytes)})")
+    say(f"wrote {result.directory} ({size_text(result.plan.output_bytes)})")
 
 
 def _check_result(directory: Path, device: str) -> None:
@@ -129,7 +130,8 @@ def _check_result(directory: Path, device: str) -> None:
     needed, free = bytes_to_run(directory), free_memory(target)
     if needed > free:
         note(
-            f"the result was not run: that takes about {size(needed)} of memory, and {size(free)} is free. "
+            f"the result was not run: that takes about {size_text(needed)} of memory, and "
+            f"{size_text(free)} is free. "
             "'verify' will have no logits to compare with."
         )
         return

@@ -14,6 +14,7 @@ from quantkit.eval import plots
 from quantkit.eval.document import Bullets, Command, Document, Figure, Section, Table, Text, write
 from quantkit.eval.evaluate import EvalReport
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
+from quantkit.files import size_text
 
 VERSION = 1
 
@@ -162,7 +163,7 @@ def _model_table(reports: Sequence[EvalReport]) -> Table:
                 sizes.method or "-",
                 _number(sizes.linears, ".3f"),
                 _number(sizes.model, ".3f"),
-                _size(sizes.file_bytes),
+                size_text(sizes.file_bytes),
             )
         )
     return Table(headings, rows, frozenset(headings[:4]))
@@ -258,7 +259,7 @@ def _provenance(reports: Sequence[EvalReport], command: str | None) -> list[Comm
     size = reports[0].reference_logits
     if size:
         lines.append(
-            f"The reference's logits, all of them in float32, took {_size(size)} on disk at a time and "
+            f"The reference's logits, all of them in float32, took {size_text(size)} on disk at a time and "
             f"{reports[0].reference_seconds:.1f} s."
         )
     lines += dict.fromkeys(note for report in reports for note in report.notes)
@@ -466,13 +467,3 @@ def _power(nats: float) -> str:
 
 def _limit(value: float) -> str:
     return "any" if math.isinf(value) else f"{value:g}"
-
-
-def _size(count: int) -> str:
-    """Bytes in powers of 1000, as disks and hubs show them."""
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"

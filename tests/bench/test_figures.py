@@ -123,7 +123,7 @@ def test_table() -> None:
     rows = speed_table([SPEED]).rows
     assert rows[0] == (
         *("int4", "eager", "1", "8", "800 (720 to 1.6e+03)", "9", "10 ms", "20 ms"),
-        *("99 (98 to 101)", "2 GB/s", "20%", "-"),
+        *("99 (98 to 101)", "2.00 GB/s", "20%", "-"),
     )
     assert rows[3][-3:] == ("-", "-", "0.25")
 
@@ -140,7 +140,7 @@ def test_reports(tmp_path: Path) -> None:
     text = (tmp_path / "bench.md").read_text()
     assert "quantkit bench 'a b'" in text
     assert "5 repetitions of 32 new tokens; prompts: random tokens, seed 0; activations in bfloat16." in text
-    assert "a CPU (cpu, 2 threads), which reads 10 GB/s; quantkit 0.1.0" in text
+    assert "a CPU (cpu, 2 threads), which reads 10.00 GB/s; quantkit 0.1.0" in text
     assert "- int4: prompts of 512 tokens were left out" in text
     assert read_speed(tmp_path / "bench.json") == (SPEED, graph)
     assert "8 requests per rate, seed 0; prompts of 16 to 256 tokens" in (tmp_path / "serve.md").read_text()

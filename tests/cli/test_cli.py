@@ -23,6 +23,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.cli import console, demo, options
 from quantkit.cli.quantize import coverage_line, learned_line
+from quantkit.files import size_text
 from quantkit.kernels.problem import Gpu
 from quantkit.kernels.table import ROWS
 from quantkit.kernels.tiles.store import save
@@ -626,7 +627,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 def test_sizes_are_shown_in_powers_of_1000() -> None:
-    shown = [console.size(n) for n in (0, 999, 1000, 1_500_000, 2e9, 3e12, 4e15)]
+    shown = [size_text(n) for n in (0, 999, 1000, 1_500_000, 2e9, 3e12, 4e15)]
     assert shown == ["0 B", "999 B", "1.00 kB", "1.50 MB", "2.00 GB", "3.00 TB", "4000.00 TB"]
 
 

@@ -379,7 +379,7 @@ def _ask(
     identity = {
         "model": subject.checkpoint.fingerprint(),
         "limit": tasks.limit,
-        "path": None if tasks.path is None else str(tasks.path.resolve()),
+        "files": tasks.stamps(),
         "batch": tasks.batch,
         "dtype": settings.dtype,
         "lm_eval": version("lm_eval"),

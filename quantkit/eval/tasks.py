@@ -50,6 +50,13 @@ class Tasks:
         if self.path is not None:
             check_task_path(self.path)
 
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Path, bytes and time of change of each file of `path`: what answers to its tasks depend on."""
+        if self.path is None:
+            return []
+        files = sorted(path for path in self.path.resolve().rglob("*") if path.is_file())
+        return [(str(path), stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
+
 
 @dataclass(frozen=True)
 class TaskRun:

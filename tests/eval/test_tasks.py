@@ -180,3 +180,16 @@ def test_results_become_json():
     )
     assert found == {"acc": 0.5, "1": [3, None], "f": str(len), "a": [1, 2]}
     json.dumps(found, allow_nan=False)
+
+
+def test_answers_belong_to_the_task_files_as_they_are(tmp_path):
+    assert Tasks(NAMES).stamps() == []
+    (tmp_path / "sub").mkdir()
+    file = tmp_path / "sub" / "a.yaml"
+    file.write_text("task: a")
+    tasks = Tasks(("a",), path=tmp_path)
+    before = tasks.stamps()
+    assert [(Path(path), size) for path, size, _ in before] == [(file.resolve(), 7)]
+    assert tasks.stamps() == before
+    file.write_text("task: a # changed")
+    assert tasks.stamps() != before

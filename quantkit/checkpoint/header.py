@@ -108,10 +108,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a small file; `CheckpointError`, which names it, for anything else."""
     try:
         with open_regular(path) as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-        if len(data) > MAX_JSON_BYTES:
-            _fail(f"the file is too large; allowed are {MAX_JSON_BYTES} bytes", _DOWNLOAD_AGAIN)
-        return parse_json(data, "the file")
+            # Asked first, because a read of as much as is allowed would take that much memory.
+            file_bytes = os.fstat(file.fileno()).st_size
+            if file_bytes > MAX_JSON_BYTES:
+                _fail(f"the file is too large; allowed are {MAX_JSON_BYTES} bytes", _DOWNLOAD_AGAIN)
+            return parse_json(file.read(file_bytes), "the file")
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except OSError as error:

@@ -191,9 +191,11 @@ def _unmatched(
         return f"rule {pattern!r} never applies: earlier rules match all it matches. Move it up or drop it."
     other = next((name for name in dense if fnmatchcase(name, pattern)), None)
     if other is not None:
-        return f"rule {pattern!r} matches no linear; {other!r} stays dense: {dense[other]}."
+        return f"rule {pattern!r} matches no linear; {other!r} stays dense: {dense[other]}. Drop the rule."
     examples = ", ".join(repr(name) for name in list(linears)[:3])
-    return f"rule {pattern!r} matches no linear of the model. Names look like {examples}."
+    return (
+        f"rule {pattern!r} matches no linear of the model. Names look like {examples}; correct the pattern."
+    )
 
 
 def parse_rule(text: str, default: Choice) -> Rule:

@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -20,6 +23,55 @@ if not torch.cuda.is_available():
 def seeded() -> None:
     """Random numbers are the same in every run, whatever ran before."""
     torch.manual_seed(0)
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended, and the exception that its exit code is from."""
+
+    code: int
+    out: str
+    err: str
+    error: BaseException | None
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Products this small take a hundred times longer where threads wait for a busy core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_thread: None
+) -> Iterator[Run]:
+    """`run("plan", path, ...)`: the `quantkit` command, with its output not on a terminal."""
+    from quantkit.cli import console
+    from quantkit.cli.main import main
+
+    monkeypatch.setattr(console.out, "width", console.PIPED_WIDTH)
+    monkeypatch.setattr(console.err, "width", console.PIPED_WIDTH)
+    monkeypatch.setenv("QUANTKIT_VERBOSE", "0")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def command(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        code = ended.value.code
+        return Done(code if isinstance(code, int) else 0, captured.out, captured.err, ended.value.__context__)
+
+    yield command
+    signal.signal(signal.SIGTERM, before)
 
 
 #: The commit of every repository of a stand-in hub.

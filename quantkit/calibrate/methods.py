@@ -281,10 +281,14 @@ def _quantize_groups(
         error = _sum_of_squares(residual if importance is None else residual * importance.sqrt())
         return _QuantizedGroups(codes, scales, None, error)
     grid = parameters.grid(len(groups), groups.device) or method.fit(groups, scheme)
-    units = groups / torch.where(grid.scale == 0, 1.0, grid.scale)
+    empty = grid.scale == 0
+    unit = torch.where(empty, 1.0, grid.scale)
+    units = groups / unit
     codes, values = quantize_units(units, grid.zero_point, scheme)
     if importance is None:
-        error = _sum_of_squares(units.sub_(values)) * grid.scale.double().square()
+        # Times a scale of 0, every code is 0, and all of the group is lost.
+        stored = values * ~empty if empty.any() else values
+        error = _sum_of_squares(units.sub_(stored)) * unit.double().square()
         return _QuantizedGroups(codes, grid.scale, grid.zero_point, error)
     return _refitted(groups, importance, grid, scheme)
 
@@ -311,8 +315,14 @@ def _refitted(groups: torch.Tensor, importance: torch.Tensor, grid: Grid, scheme
 
 
 def _sum_of_squares(residual: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
-    return norm.double().square()
+    norm: torch.Tensor = torch.linalg.vector_norm(residual, dim=-1, keepdim=True).double()
+    # One fast pass in float32, and a slow one for the rows whose squares are below its range.
+    vanished = norm[:, 0] < 1e-15
+    if vanished.any():
+        norm[vanished] = torch.linalg.vector_norm(
+            residual[vanished], dim=-1, keepdim=True, dtype=torch.float64
+        )
+    return norm.square()
 
 
 def zero_point_code_dtype(scheme: Scheme) -> torch.dtype:
@@ -322,9 +332,9 @@ def zero_point_code_dtype(scheme: Scheme) -> torch.dtype:
 
 def squared_norm(weights: torch.Tensor) -> float:
     """Sum of the squares of `weights` (float32 [n, K]); refuses them if one is not finite."""
-    # One fast pass in float32, and the slow exact one for what overflows or vanishes there.
+    # One fast pass in float32, and the slow exact one for what overflows there.
     norm = float(_sum_of_squares(weights).sum())
-    if not 1e-30 < norm < float("inf"):
+    if not norm < float("inf"):
         norm = float(torch.linalg.vector_norm(weights, dtype=torch.float64)) ** 2
     if not norm < float("inf"):
         nan, infinite = int(weights.isnan().sum()), int(weights.isinf().sum())

@@ -188,6 +188,17 @@ def test_a_group_longer_than_the_row_is_the_row():
     assert same(quantize_tensor(weight, group_size=128), quantize_tensor(weight, group_size="channel"))
 
 
+@pytest.mark.parametrize("name", ["int4", "binary"])
+@pytest.mark.parametrize("magnitude", [1e-9, 1e-42])
+def test_what_is_below_the_scale_dtype_counts_as_lost(name, magnitude):
+    weight = torch.randn(5, 32) * magnitude
+    chosen = scheme(name, group_size=16, scale_dtype=torch.float16)
+    rows = quantize_rows(weight, chosen, METHODS["rtn"])
+    expected = float(weight.double().square().sum())
+    assert rows.squared_error == pytest.approx(expected, rel=1e-5)
+    assert rows.squared_norm == pytest.approx(expected, rel=1e-5)
+
+
 def test_quantized_rows_report_the_error_that_dequantizing_shows():
     weight = gaussian(20, 172)
     chosen = scheme("int4", group_size=32, zero_point="integer")

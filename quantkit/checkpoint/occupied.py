@@ -73,9 +73,18 @@ def start_new(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
 
 
 def check_empty(path: Path) -> None:
-    """`OutputError` if `path` is a directory with anything in it: for work that comes before a run begins."""
-    if path.is_dir() and (contents := _look(path)).others:
+    """`OutputError` if anything is in the locked directory `path`."""
+    if (contents := _look(path)).others:
         raise OutputError(_occupied_text(contents))
+
+
+def check_own(path: Path) -> None:
+    """`OutputError` if the locked directory `path` holds what quantkit did not write."""
+    if foreign := _look(path).foreign:
+        raise OutputError(
+            f"cannot overwrite {path}: quantkit did not write {name_list(foreign)}. Move them elsewhere or "
+            "choose another directory."
+        )
 
 
 def start_over(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
@@ -83,12 +92,8 @@ def start_over(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start
 
     `OutputError`, and nothing removed, if other files are in it or the disk is too small.
     """
+    check_own(path)
     contents = _look(path)
-    if contents.foreign:
-        raise OutputError(
-            f"cannot overwrite {path}: quantkit did not write {name_list(contents.foreign)}. "
-            "Move them elsewhere or choose another directory."
-        )
     doomed = [*contents.others, *contents.temps]
     check_space(path, expected_bytes, _size(doomed))
     # If this is interrupted, the directory must neither pass for a checkpoint (so config.json goes

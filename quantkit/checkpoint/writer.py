@@ -23,6 +23,8 @@ from quantkit.checkpoint.occupied import (
     CONFIG_NAME,
     INDEX_NAME,
     Start,
+    check_empty,
+    check_own,
     start_again,
     start_new,
     start_over,
@@ -103,6 +105,31 @@ class OutputDirectory:
                 with suppress(OSError):
                     path.rmdir()
             raise
+
+    @staticmethod
+    def check(out: Path, source: Path, mode: Mode) -> None:
+        """`OutputError` for all that `open` refuses whatever the run: for work that comes before one.
+
+        Nothing is changed.
+        """
+        path = resolve_output(out, source)
+        created = make_directory(path)
+        try:
+            lock = DirectoryLock.acquire(path)
+            try:
+                match mode:
+                    case Mode.NEW:
+                        check_empty(path)
+                    case Mode.OVERWRITE:
+                        check_own(path)
+                    case Mode.RESUME:
+                        pass  # A journal tells which run it is of.
+            finally:
+                lock.release()
+        finally:
+            if created:
+                with suppress(OSError):
+                    path.rmdir()
 
     def __enter__(self) -> Self:
         return self

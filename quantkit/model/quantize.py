@@ -26,7 +26,6 @@ from quantkit.calibrate.samples import Samples
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.journal import read_journal
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from quantkit.checkpoint.occupied import check_empty
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import QuantkitError, UsageError
@@ -191,14 +190,13 @@ def _plan_of(checkpoint: Checkpoint, structure: Structure, found: Allocated, max
     return replace(planned, notes=(*found.notes, *planned.notes), allocation=found.allocation)
 
 
-def _kept(out: Path, mode: Mode) -> Allocated | None:
+def _kept(out: Path, source: Path, mode: Mode) -> Allocated | None:
     """The allocation of the run that wrote to `out`, which a resumed run keeps; None if there is none.
 
-    `OutputError`, before anything is measured, where a new run may not write.
+    `OutputError`, before anything is measured, where a run may not write.
     """
+    OutputDirectory.check(out, source, mode)
     if mode is not Mode.RESUME:
-        if mode is Mode.NEW:
-            check_empty(out)
         return None
     journal = read_journal(out)
     if journal is not None:
@@ -296,7 +294,8 @@ def quantize(
         else:
             # The first rank allocates, for all.
             allocate = partial(_allocated, checkpoint, structure, recipe, budget, options, target, measuring)
-            known = ranks.from_first(lambda: Allocated.to_dict(_kept(Path(out), mode) or allocate()))
+            place = Path(out), checkpoint.directory, mode
+            known = ranks.from_first(lambda: Allocated.to_dict(_kept(*place) or allocate()))
             found = Allocated.from_dict(known)
             request = {"budget": budget.to_dict(), "asked": recipe.to_dict(), "calibration": vars(options)}
             allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}

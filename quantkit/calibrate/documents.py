@@ -7,6 +7,7 @@ but `.parquet` may be compressed, as `.jsonl.gz`.
 
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 
 #: Bounds what a small compressed file may grow to.
 MAX_DECOMPRESSED_BYTES = 1 << 30
+
+#: A line is held in memory several times while it becomes tokens. `.json` files may have but one.
+MAX_LINE_BYTES = 64 << 20
 
 _GZIP_MAGIC = b"\x1f\x8b"
 #: Who speaks in "conversations", by the names of ShareGPT.
@@ -75,13 +79,19 @@ def read_text(path: Path) -> str:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines with their ends, numbered from 1; only `\\n` ends one, as JSON strings may hold the others."""
     compressed = path.suffix == ".gz"
-    left = MAX_DECOMPRESSED_BYTES
+    left = MAX_DECOMPRESSED_BYTES if compressed else sys.maxsize
+    longest = sys.maxsize if kind_of(path.name) == ".json" else MAX_LINE_BYTES
     try:
         with cast(BinaryIO, gzip.open(path)) if compressed else path.open("rb") as file:
             number = 0
-            while raw := file.readline(left + 1 if compressed else -1):
+            while raw := file.readline(min(left, longest - 1) + 1):
                 number, left = number + 1, left - len(raw)
-                if compressed and left < 0:
+                if len(raw) >= longest:
+                    raise UsageError(
+                        f"{path}: line {number} has {longest} bytes or more; expected lines of text, or a "
+                        "document a line. Break it into lines, or give a part of it."
+                    )
+                if left < 0:
                     raise UsageError(
                         f"{path}: has more than {MAX_DECOMPRESSED_BYTES} bytes when decompressed. Give a "
                         "part of it."

@@ -1,0 +1,379 @@
+"""Outputs that cannot be written, disks that fail, processes that end early: rows 57 to 68."""
+
+import errno
+import os
+import shutil
+import signal
+import stat
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quantkit
+from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.writer import OutputDirectory
+from quantkit.errors import CheckpointError, OutputError
+from quantkit.files import TEMP_PREFIX
+
+from ..conftest import Run
+from .faults import (
+    CONFIG,
+    QUICK,
+    SOURCE,
+    STORIES,
+    WEIGHTS,
+    Message,
+    check_message,
+    edit_tensors,
+    is_unfinished,
+    refused,
+    resumes,
+    snapshot,
+)
+
+SHARDS = ("--max-shard-size", "50KB")
+
+
+def command(source: Path, out: Path, *more: object) -> tuple[object, ...]:
+    """A run of several shards."""
+    return ("quantize", source, out, *QUICK, *SHARDS, *more)
+
+
+@pytest.fixture
+def whole(source: Path, tmp_path: Path) -> dict[str, str]:
+    """What an uninterrupted run writes."""
+    quantkit.quantize(source, tmp_path / "whole", method="rtn", max_shard_bytes=50_000)
+    return snapshot(tmp_path / "whole")
+
+
+def fail_in_shard(monkeypatch: pytest.MonkeyPatch, number: int, fail: Callable[[], object]) -> None:
+    """Do `fail` when the writing of this shard begins."""
+    shard = OutputDirectory.shard
+
+    def failing(self: OutputDirectory, filename: str, *rest: Any) -> Any:
+        if filename.startswith(f"model-{number:05d}"):
+            fail()
+        return shard(self, filename, *rest)
+
+    monkeypatch.setattr(OutputDirectory, "shard", failing)
+
+
+def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*arguments: object) -> None:
+        raise AssertionError("a weight was read before the output was accepted")
+
+    monkeypatch.setattr(Checkpoint, "read", read)
+
+
+@pytest.mark.fault(57)
+@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors", ".tmp-x", "folder"])
+@pytest.mark.parametrize("mode", [(), ("--resume",), ("--overwrite",)], ids=str)
+def test_an_output_with_something_in_it(
+    run: Run, source: Path, out: Path, name: str, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_weight_is_read(monkeypatch)
+    out.mkdir()
+    (out / name).mkdir() if name == "folder" else (out / name).write_bytes(b"mine")
+    said = {
+        (): ("is not empty: it holds", "an empty or new directory", "Choose an empty"),
+        ("--resume",): (
+            "it has no journal of an unfinished run",
+            "an unfinished run",
+            "choose another directory",
+        ),
+        ("--overwrite",): ("quantkit did not write", "cannot overwrite", "choose another directory"),
+    }[mode]
+    for data in ((), ("-m", "gptq", "--calibration", STORIES)):
+        done = refused(
+            run, (*command(source, out), *data, *mode), OutputError, Message(out, *said), source.parent
+        )
+        assert name in done.err
+
+
+@pytest.mark.fault(57)
+def test_a_finished_and_an_unfinished_output(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_in_shard(patch, 3, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*command(source, out)).code == 130
+    message = Message(out, "holds an unfinished run", "Continue it with --resume", "--overwrite")
+    refused(run, command(source, out), OutputError, message, source.parent)
+    assert run(*command(source, out, "--resume")).code == 0
+    message = Message(out, "already holds a finished quantkit checkpoint", "output", "--overwrite")
+    refused(run, command(source, out), OutputError, message, source.parent)
+
+
+BUDGET = ("--bits-per-weight", 4.5, "--formats", "int3,int4:32,int5,fp8", "--calibration", STORIES)
+
+
+@pytest.mark.fault(58)
+@pytest.mark.parametrize("more", [(), ("-m", "gptq"), BUDGET], ids=["plain", "calibrated", "budget"])
+def test_an_output_that_is_in_the_source_or_around_it(
+    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...]
+) -> None:
+    no_weight_is_read(monkeypatch)
+    (source.parent / "link").symlink_to(source)
+    for out, found in (
+        (source, "is the source checkpoint itself"),
+        (source.parent / "link", "is the source checkpoint itself"),
+        (source / ".." / "source", "is the source checkpoint itself"),
+        (source / "out", f"is inside the source {source}"),
+        (source.parent / "link" / "out", "is inside the source"),
+        (source.parent, "is inside the output"),
+    ):
+        message = Message("output", found, "source", "Choose an output directory elsewhere")
+        refused(run, ("quantize", source, out, *more), OutputError, message, source.parent)
+
+
+@pytest.mark.fault(58)
+def test_an_output_that_the_source_links_into(run: Run, source: Path, out: Path) -> None:
+    assert run(*command(SOURCE, out)).code == 0
+    (source / "merges.txt").symlink_to(out / "tokenizer.json")
+    message = Message(
+        source / "merges.txt",
+        "is a link to a file inside the output",
+        str(out),
+        "Choose an output directory elsewhere",
+    )
+    refused(run, command(source, out, "--overwrite"), OutputError, message, source.parent)
+
+
+@pytest.mark.fault(59)
+@pytest.mark.parametrize("more", [(), ("-m", "gptq"), BUDGET], ids=["plain", "calibrated", "budget"])
+def test_a_parent_that_is_not_there_or_a_file(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...]
+) -> None:
+    no_weight_is_read(monkeypatch)
+    message = Message(out, "does not exist", "the parent directory", f"Create it with: mkdir -p {out}")
+    refused(run, ("quantize", source, out / "deep", *more), OutputError, message, source.parent)
+    out.write_bytes(b"notes")
+    message = Message(out, "is a file", "not a directory", "Choose another name")
+    refused(run, ("quantize", source, out, *more), OutputError, message, source.parent)
+
+
+@pytest.mark.fault(59)
+@pytest.mark.parametrize("more", [(), ("-m", "gptq"), BUDGET], ids=["plain", "calibrated", "budget"])
+def test_a_parent_that_cannot_be_written(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...]
+) -> None:
+    """Simulated, since root may write everywhere."""
+    no_weight_is_read(monkeypatch)
+    mkdir = os.mkdir
+
+    def fail(path: Any, *rest: Any, **options: Any) -> None:
+        if Path(path) == out:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        mkdir(path, *rest, **options)
+
+    monkeypatch.setattr(os, "mkdir", fail)
+    message = Message(
+        out, "Read-only file system (EROFS)", "cannot create the output directory", "Make its parent writable"
+    )
+    refused(run, ("quantize", source, out, *more), OutputError, message, source.parent)
+
+
+@pytest.mark.fault(60)
+@pytest.mark.parametrize("more", [(), ("-m", "gptq")], ids=["plain", "calibrated"])
+def test_too_little_space_is_known_before_a_weight_is_read(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...]
+) -> None:
+    no_weight_is_read(monkeypatch)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1000))
+    message = Message(out, "1000 bytes free", "bytes needed", "choose an output directory on another disk")
+    refused(run, ("quantize", source, out, *more), OutputError, message, source.parent)
+
+
+@pytest.mark.fault(60, 61)
+@pytest.mark.parametrize(
+    ("call", "code", "remedy"),
+    [
+        ("pwrite", errno.ENOSPC, "Free space on that disk"),
+        ("pwrite", errno.EDQUOT, "Free space on that disk"),
+        ("pwrite", errno.EIO, "Check the disk"),
+        ("pwrite", None, "Check the disk"),
+        ("fsync", errno.EIO, "Check the disk"),
+        ("replace", errno.EIO, "Check the disk"),
+    ],
+)
+def test_a_disk_that_fails_in_the_middle(
+    run: Run,
+    source: Path,
+    out: Path,
+    whole: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    code: int | None,
+    remedy: str,
+) -> None:
+    """From the second shard on; a write that takes no bytes for no code."""
+    done_one = out / "model-00001-of-00008.safetensors"
+    real = getattr(os, call)
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if not list(out.glob("model-00001*")):
+            return real(*arguments, **options)
+        if code is None:
+            return 0
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        done = run(*command(source, out))
+    found = "short write" if code is None else f"({errno.errorcode[code]})"
+    check_message(
+        done, OutputError, Message(out, found, "cannot write", f"{remedy}, then run the same command")
+    )
+    assert "--resume: finished files are kept" in str(done.error)
+    is_unfinished(out)
+    assert len(list(out.glob("*.safetensors"))) <= 1 and done_one
+    resumes(run, command(source, out), out, whole)
+
+
+@pytest.mark.fault(63)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_that_can_go_on(
+    run: Run,
+    source: Path,
+    out: Path,
+    whole: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_in_shard(patch, 3, lambda: os.kill(os.getpid(), number))
+        done = run(*command(source, out))
+    assert done.code == 128 + number
+    assert done.err.endswith(
+        "interrupted; finished files are kept. Continue with the same command and --resume.\n"
+    )
+    is_unfinished(out)
+    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    assert len(kept) == 2
+    resumes(run, command(source, out), out, whole)
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.iterdir()}.items()
+
+
+@pytest.mark.fault(64)
+def test_a_directory_that_another_process_writes(run: Run, source: Path, out: Path) -> None:
+    out.mkdir()
+    lock = DirectoryLock.acquire(out)
+    try:
+        for mode in ((), ("--resume",), ("--overwrite",)):
+            message = Message(
+                out,
+                f"is LOCKED by process {os.getpid()} on host",
+                "Wait until it ends",
+                "choose another output",
+            )
+            refused(run, command(source, out, *mode), OutputError, message, source.parent)
+    finally:
+        lock.release()
+    assert run(*command(source, out)).code == 0
+    assert not (out / LOCK_NAME).exists()
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (("-f", "int8"), 'recipe.default.format: "int4" -> "int8"'),
+        (("-g", "32"), "recipe.default.group_size: null -> 32"),
+        (("--max-shard-size", "60KB"), "max_shard_bytes: 50000 -> 60000"),
+        (("--rule", "*.q_proj=keep"), "recipe.rules"),
+        ("source", 'source: "'),
+        ("version", 'versions.quantkit: "'),
+    ],
+    ids=["format", "group", "shards", "rules", "source", "version"],
+)
+def test_a_resume_of_another_run(
+    run: Run,
+    source: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    finished: bool,
+    change: tuple[str, ...] | str,
+    found: str,
+) -> None:
+    if not finished:
+        with monkeypatch.context() as patch:
+            fail_in_shard(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+            assert run(*command(source, out)).code == 130
+    else:
+        assert run(*command(source, out)).code == 0
+    if change == "source":
+        edit_tensors(source / WEIGHTS, lambda tensors: tensors["model.norm.weight"].add_(1))
+    elif change == "version":
+        monkeypatch.setattr(quantkit, "__version__", "99")
+    more = change if isinstance(change, tuple) else ()
+    message = Message(out, found, "(old -> new)", "start over with --overwrite")
+    refused(run, command(source, out, *more, "--resume"), OutputError, message, source.parent)
+
+
+@pytest.mark.fault(66)
+def test_stale_temporary_files_are_removed_under_the_lock(
+    run: Run, source: Path, out: Path, whole: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_in_shard(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert run(*command(source, out)).code == 130
+    stale = [out / f"{TEMP_PREFIX}{name}" for name in ("model-00003-of-00008.safetensors", CONFIG, "x")]
+    for path in stale:
+        path.write_bytes(b"half")
+    lock = DirectoryLock.acquire(out)
+    assert run(*command(source, out, "--resume")).code == OutputError.exit_code
+    assert all(path.exists() for path in stale)
+    lock.release()
+    resumes(run, command(source, out), out, whole)
+
+
+@pytest.mark.fault(67)
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_permissions_are_those_of_the_umask(run: Run, source: Path, out: Path, umask: int) -> None:
+    for path in source.iterdir():
+        path.chmod(0o600)
+    before = os.umask(umask)
+    try:
+        assert run(*command(source, out)).code == 0
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o644 & ~umask}
+    assert stat.S_IMODE(out.stat().st_mode) == 0o777 & ~umask
+
+
+@pytest.mark.fault(68)
+@pytest.mark.parametrize("name", [WEIGHTS, CONFIG])
+@pytest.mark.parametrize("change", ["touch", "truncate", "remove"])
+def test_a_source_that_changes_during_the_run(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: str
+) -> None:
+    path = source / name
+
+    def act() -> None:
+        if change == "touch":
+            os.utime(path, ns=(1, 1))
+        elif change == "truncate":
+            os.truncate(path, path.stat().st_size - 1)
+        else:
+            path.unlink()
+
+    with monkeypatch.context() as patch:
+        fail_in_shard(patch, 3, act)
+        done = run(*command(source, out))
+    if change == "remove":
+        found, expected, remedy = "No such file or directory", "read", "e"
+    else:
+        found, expected = "the file has changed since it was opened", "expected "
+        remedy = "Leave the source alone while quantkit runs, and start again"
+    check_message(done, CheckpointError, Message(path, found, expected, remedy))
+    is_unfinished(out)
+    if change == "remove":
+        return
+    message = Message(out, "source: ", "(old -> new)", "start over with --overwrite")
+    if change == "touch":
+        refused(run, command(source, out, "--resume"), OutputError, message, source.parent)

@@ -29,6 +29,7 @@ def generate(
     """
     from quantkit.cli.models import log_kernels, open_model
     from quantkit.model.generate import generate as run
+    from quantkit.model.memory import enough_memory
 
     if verbose:
         log_kernels()
@@ -37,15 +38,16 @@ def generate(
     streaming = not json and not verbose
     if streaming:
         stream(prompt)
-    result = run(
-        model,
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        on_text=stream if streaming else None,
-    )
+    with enough_memory(directory, "Use --device cpu, or a shorter prompt."):
+        result = run(
+            model,
+            tokenizer,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            on_text=stream if streaming else None,
+        )
     if json:
         print_json(
             {

@@ -3,12 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-from quantkit.errors import EnvironmentProblem
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 
 def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
@@ -33,18 +28,12 @@ def using_transformers(source: str) -> Iterator[None]:
     What transformers and torch raise for files that do not fit each other, of many kinds, becomes a
     `CheckpointError`, and a lack of GPU memory an `EnvironmentProblem`.
     """
-    import torch
     from transformers.utils import logging
 
     from quantkit.model.load import explained
+    from quantkit.model.memory import enough_memory
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        with explained(source):
-            yield
-    except torch.OutOfMemoryError as error:
-        raise EnvironmentProblem(
-            f"{source}: the GPU has too little memory ({error}). Use --device cpu, or a smaller batch or "
-            "window."
-        ) from error
+    with enough_memory(source, "Use --device cpu, or a smaller batch or window."), explained(source):
+        yield

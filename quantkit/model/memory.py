@@ -1,6 +1,31 @@
-"""Memory that is free."""
+"""Memory that is free. Where a GPU has too little: fewer rows at a time if they are independent, else an error.
+
+Nothing moves to the CPU by itself: its sums have another order, and a run writes the bytes of its device.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+
+from quantkit.errors import EnvironmentProblem
+
+T = TypeVar("T")
+
+logger = logging.getLogger("quantkit.memory")
+
+#: What to do about a run that writes.
+RUN_AGAIN = (
+    "Free memory on it and run the same command, with --resume where it has begun to write; or start over "
+    "with --device cpu."
+)
+
+_TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
+_FREE = re.compile(r"of which ([\d.]+ \w+) is free")
+_said: set[int] = set()
 
 
 def free_memory(device: torch.device) -> int:
@@ -11,3 +36,52 @@ def free_memory(device: torch.device) -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
+
+
+def in_pieces(function: Callable[[torch.Tensor], T], rows: torch.Tensor, what: str) -> list[T]:
+    """`function` of rows [n, K], or in their order of as many at a time as a GPU has memory for.
+
+    `EnvironmentProblem` about `what` where that is not even one row.
+    """
+    try:
+        return [function(rows)]
+    except torch.OutOfMemoryError as error:
+        needed = _figures(error)
+        if len(rows) == 1:
+            raise _too_little(f"{what}, even one row at a time", needed, RUN_AGAIN) from error
+    # Not in the handler: what it handles keeps the tensors of the attempt alive.
+    torch.cuda.empty_cache()
+    half = (len(rows) + 1) // 2
+    if half not in _said:
+        _said.add(half)
+        logger.warning(
+            "%s: the GPU has too little memory for %d rows at a time (%s), so %d are tried; it takes longer. "
+            "Free memory on it to avoid that.",
+            what,
+            len(rows),
+            needed,
+            half,
+        )
+    return [done for part in torch.split(rows, half) for done in in_pieces(function, part, what)]
+
+
+@contextmanager
+def enough_memory(what: str, remedy: str = RUN_AGAIN) -> Iterator[None]:
+    """What a GPU has no memory for in the block as an `EnvironmentProblem` about `what`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _too_little(what, _figures(error), remedy) from error
+
+
+def _too_little(what: str, figures: str, remedy: str) -> EnvironmentProblem:
+    return EnvironmentProblem(f"{what}: the GPU has too little memory ({figures}). {remedy}")
+
+
+def _figures(error: torch.OutOfMemoryError) -> str:
+    """`2.00 GiB needed at once, 512.00 MiB free`, as far as torch tells."""
+    text = str(error)
+    tried, free = _TRIED.search(text), _FREE.search(text)
+    if tried is None:
+        return text.partition("\n")[0] or "torch does not say how much"
+    return f"{tried[1]} needed at once" + (f", {free[1]} free" if free else "")

@@ -35,6 +35,7 @@ from quantkit.model.blocks import Decoder
 from quantkit.model.blockwise import compute_dtype, quantize_blocks
 from quantkit.model.budget import Budget
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
+from quantkit.model.memory import enough_memory
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.ranks import Ranks, joined
 from quantkit.model.record import Measured, ModelRecord
@@ -166,7 +167,8 @@ def plan(
     if budget is None:
         return checkpoint, make_plan(checkpoint, structure, chosen, max_shard_bytes=max_shard_bytes)
     options = calibration or CalibrationOptions()
-    found = _allocated(checkpoint, structure, chosen, budget, options, pick_device(device), progress)
+    with enough_memory(str(source)):
+        found = _allocated(checkpoint, structure, chosen, budget, options, pick_device(device), progress)
     return checkpoint, _plan_of(checkpoint, structure, found, max_shard_bytes)
 
 
@@ -283,7 +285,7 @@ def quantize(
             budget=budget,
         )
     mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
-    with ExitStack() as stack:
+    with enough_memory(str(source)), ExitStack() as stack:
         ranks = stack.enter_context(joined()) if ranks is None else ranks
         target = ranks.device(pick_device(device))
         checkpoint = _open(resolve(source), recipe, allow_auto_map)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model.folding import Factors
+from quantkit.model.memory import in_pieces
 from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
 from quantkit.packing.tensor import PackedTensor
@@ -98,14 +100,22 @@ class Solver:
         parameters = {name: fit.result() for name, fit in fits.items()}
         chunks = {
             name: [
-                self.workers.submit(_rows, rows, task, parameters[name], inputs.get(name))
+                self.workers.submit(
+                    in_pieces,
+                    partial(_rows, task=task, parameters=parameters[name], inputs=inputs.get(name)),
+                    rows,
+                    repr(task.source.name),
+                )
                 for rows in self._chunks(weights[name])
             ]
             for name, task in tasks.items()
         }
         return {
             name: Quantized.of(
-                [chunk.result() for chunk in chunks[name]], parameters[name], task, inputs.get(name)
+                [rows for chunk in chunks[name] for rows in chunk.result()],
+                parameters[name],
+                task,
+                inputs.get(name),
             )
             for name, task in tasks.items()
         }

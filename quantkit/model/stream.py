@@ -19,6 +19,7 @@ from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import FormatError
+from quantkit.model.memory import in_pieces
 from quantkit.model.plan import Shard, Task
 from quantkit.packing.tensor import store_zero_points
 from quantkit.packing.words import BLOCK
@@ -184,11 +185,17 @@ def _quantize_rows(
     device: torch.device,
 ) -> tuple[float, float]:
     assert task.scheme is not None and task.method is not None
-    weights = checkpoint.read(task.source.name, start, stop).to(device)
+    scheme, method = task.scheme, task.method
+    weights = checkpoint.read(task.source.name, start, stop)
+
+    def quantized(rows: torch.Tensor) -> QuantizedRows:
+        return quantize_rows(rows.to(device), scheme, method, parameters)
+
     try:
         pieces = [
-            quantize_rows(piece, task.scheme, task.method, parameters)
-            for piece in torch.split(weights, _piece_rows(weights.shape[1], device))
+            piece
+            for rows in torch.split(weights, _piece_rows(weights.shape[1], device))
+            for piece in in_pieces(quantized, rows, repr(task.source.name))
         ]
     except FormatError as error:
         raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error

@@ -88,26 +88,21 @@ def main() -> None:
 
 
 def _measured(wanted: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    import torch
     from transformers.utils import logging
 
     from quantkit.model.load import explained
+    from quantkit.model.memory import enough_memory
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     source = wanted["source"]
-    try:
-        with explained(source):
-            if "traffic" in wanted:
-                return measure_serving(source, Traffic(**wanted["traffic"]), progress=progress).to_dict()
-            profile = wanted["profile"]
-            return measure_speed(
-                source,
-                Settings(**wanted["speed"]),
-                profile=None if profile is None else Path(profile),
-                progress=progress,
-            ).to_dict()
-    except torch.OutOfMemoryError as error:
-        raise EnvironmentProblem(
-            f"{source}: the GPU has too little memory ({error}). Use --device cpu, or a smaller model."
-        ) from error
+    with enough_memory(source, "Use --device cpu, or a smaller model."), explained(source):
+        if "traffic" in wanted:
+            return measure_serving(source, Traffic(**wanted["traffic"]), progress=progress).to_dict()
+        profile = wanted["profile"]
+        return measure_speed(
+            source,
+            Settings(**wanted["speed"]),
+            profile=None if profile is None else Path(profile),
+            progress=progress,
+        ).to_dict()

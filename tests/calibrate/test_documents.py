@@ -127,6 +127,7 @@ def test_kinds_of_files(name: str, kind: str | None) -> None:
     assert kind_of(name) == kind
 
 
+@pytest.mark.fault(50)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -227,6 +227,7 @@ def test_a_zero_point_pays_where_the_weights_are_one_sided(zero_point):
     assert (error < 0.002) is (zero_point != "none")
 
 
+@pytest.mark.fault(40)
 @pytest.mark.parametrize("method", [rtn, mse])
 @pytest.mark.parametrize("name", FORMATS)
 def test_zero_groups_are_exactly_zero(method, name):
@@ -238,6 +239,7 @@ def test_zero_groups_are_exactly_zero(method, name):
         assert not values[0].any() and not values[2].any() and values[1].any()
 
 
+@pytest.mark.fault(43)
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", [1.0, -1.0, 3e38, -3e38, 1e6, 1e-30, -3.7])
@@ -258,6 +260,7 @@ def test_extreme_weights_lose_no_more_than_ordinary_ones(method, name, magnitude
     assert extreme == pytest.approx(plain, rel=0.01)
 
 
+@pytest.mark.fault(42)
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 def test_weights_below_the_range_of_the_scales_become_zero(method):
     tiny = gaussian(4, 128) * 1e-42
@@ -265,6 +268,7 @@ def test_weights_below_the_range_of_the_scales_become_zero(method):
     assert torch.isfinite(quantize_tensor(gaussian(4, 128) * 4e-40, "int4", method=method).dequantize()).all()
 
 
+@pytest.mark.fault(41)
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 def test_scales_that_overflow_float16_are_refused_and_the_default_holds_them(method):
     weight = gaussian(4, 128) * 1e6
@@ -279,6 +283,7 @@ def test_mse_does_not_refuse_what_rtn_can_store():
     assert torch.equal(quantize_tensor(weight, "binary").dequantize(torch.float16), weight)
 
 
+@pytest.mark.fault(43)
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 @pytest.mark.parametrize("name", ["int8", "int4", "fp6"])
 def test_one_huge_outlier_is_kept(method, name):
@@ -295,6 +300,7 @@ def test_one_weight_is_a_group(method, name):
     assert stored_weight.item() == pytest.approx(-0.3, rel=0.005)
 
 
+@pytest.mark.fault(44)
 @pytest.mark.parametrize("name", ["int8", "int4", "fp6"])
 def test_negative_zero_stays_a_zero(name):
     weight = torch.tensor([[-0.0, 1.0, -0.0, 0.5]])
@@ -314,6 +320,7 @@ def test_the_grid_of_a_group_does_not_depend_on_the_others(name):
     assert torch.equal(together, mse(groups, chosen).scale)
 
 
+@pytest.mark.fault(39)
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 @pytest.mark.parametrize("zero_point", ZERO_POINTS)
 def test_nan_and_infinity_are_counted_and_refused(method, zero_point):

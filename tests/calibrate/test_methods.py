@@ -43,6 +43,7 @@ def same(one: PackedTensor, other: PackedTensor) -> bool:
     )
 
 
+@pytest.mark.fault(45)
 @pytest.mark.parametrize("method", EVERY_FORMAT)
 @pytest.mark.parametrize(("name", "zero_point"), CASES)
 @pytest.mark.parametrize("shape", [(64, 256), (33, 172), (7, 129), (1, 31), (129, 1)])
@@ -98,6 +99,7 @@ def test_threads_do_not_change_a_bit(threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.fault(47)
 @pytest.mark.parametrize("method", EVERY_FORMAT)
 @pytest.mark.parametrize(("name", "zero_point"), CASES)
 def test_strides_do_not_matter(method, name, zero_point):
@@ -118,6 +120,7 @@ def test_every_part_can_be_viewed_as_bytes(shape, zero_point):
         assert tensor.stride() == torch.empty(tensor.shape).stride()
 
 
+@pytest.mark.fault(47)
 def test_a_parameter_is_read_and_left_alone():
     weight = torch.nn.Parameter(gaussian(8, 64))
     before = weight.detach().clone()
@@ -188,6 +191,7 @@ def test_a_group_longer_than_the_row_is_the_row():
     assert same(quantize_tensor(weight, group_size=128), quantize_tensor(weight, group_size="channel"))
 
 
+@pytest.mark.fault(42)
 @pytest.mark.parametrize("name", ["int4", "binary"])
 @pytest.mark.parametrize("magnitude", [1e-9, 1e-42])
 def test_what_is_below_the_scale_dtype_counts_as_lost(name, magnitude):

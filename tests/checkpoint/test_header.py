@@ -186,6 +186,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.fault(1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 15)
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_refuses_bad_file(tmp_path: Path, case: str) -> None:
     content, expected = BAD_FILES[case]
@@ -195,6 +196,7 @@ def test_refuses_bad_file(tmp_path: Path, case: str) -> None:
 BAD_NAMES = ["", "a..b", "../../etc/passwd", "a/b", "a\0b", "a b", "a\n", "x" * 513, "\ud800"]
 
 
+@pytest.mark.fault(10)
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_refuses_tensor_name(tmp_path: Path, name: str) -> None:  # 10
     text = refusal(tmp_path, file_of({name: entry()}))
@@ -206,6 +208,7 @@ def test_refuses_tensor_name(tmp_path: Path, name: str) -> None:  # 10
     text.encode()  # can be printed
 
 
+@pytest.mark.fault(11)
 @pytest.mark.parametrize("content", [b'"a":{},', b"[],"])
 def test_refuses_a_million_entries_before_parsing(tmp_path: Path, content: bytes) -> None:  # 11
     header = b'{"x":[' + content * (2_100_000 if content == b"[]," else 1_000_003) + b"]}"
@@ -213,6 +216,7 @@ def test_refuses_a_million_entries_before_parsing(tmp_path: Path, content: bytes
     assert text == "the header lists more than 1000000 tensors. Write smaller shards."
 
 
+@pytest.mark.fault(15)
 def test_huge_metadata_is_accepted(tmp_path: Path) -> None:  # 15
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(2)}, path, metadata={"note": "x" * 2**20})

@@ -33,6 +33,7 @@ def test_release_removes_the_file_and_frees_the_directory(tmp_path: Path) -> Non
     DirectoryLock.acquire(tmp_path).release()
 
 
+@pytest.mark.fault(64)
 def test_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
@@ -91,6 +92,7 @@ def test_filesystem_without_locks_is_reported(tmp_path: Path, monkeypatch: pytes
         DirectoryLock.acquire(tmp_path)
 
 
+@pytest.mark.fault(64)
 def test_only_one_of_three_processes_gets_the_lock(tmp_path: Path) -> None:
     start = time.monotonic() + 0.1
     children = []

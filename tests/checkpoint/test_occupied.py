@@ -114,12 +114,14 @@ def test_read_only_parent_is_refused(out: Path, source: Path, monkeypatch: pytes
     assert "cannot create the output directory" in text and "EROFS" in text and "writable" in text
 
 
+@pytest.mark.fault(59)
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_read_only_output_is_refused(out: Path, source: Path) -> None:
     out.mkdir(mode=0o555)
     assert "EACCES" in refusal(out, source, Mode.NEW)
 
 
+@pytest.mark.fault(60)
 def test_too_little_disk_is_refused_with_figures(
     out: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +267,7 @@ def test_journal_without_a_run_record_is_refused(out: Path, source: Path, first:
         assert "does not hold the run record" in refusal(out, source, mode)
 
 
+@pytest.mark.fault(66)
 def test_stale_temporary_files_are_removed_on_resume(out: Path, source: Path) -> None:
     drive(out, source, Mode.NEW, stop_after=1)
     (out / f"{TEMP_PREFIX}{NAMES[1]}").write_bytes(b"half")
@@ -289,6 +292,7 @@ def test_resume_refuses_foreign_weights_and_never_replaces_a_foreign_file(out: P
     assert "notes" not in read_manifest(out)["files"]
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("stop_after", [1, 3])
 def test_overwrite_removes_what_quantkit_wrote_and_keeps_foreign_files(
     out: Path, source: Path, stop_after: int

@@ -104,6 +104,7 @@ def test_bad_header_names_the_shard(sharded: Path) -> None:  # 3
     assert refusal(sharded).startswith(f"{sharded / TWO}: the file is truncated: expected ")
 
 
+@pytest.mark.fault(14)
 def test_refuses_big_endian_host(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # 14
     monkeypatch.setattr(sys, "byteorder", "big")
     expected = "this host is big-endian.*expected a little-endian host. Run quantkit on x86-64"
@@ -161,6 +162,7 @@ def hub_cache(source: Path, blobs: Path, snapshot: Path) -> None:
         (snapshot / path.name).symlink_to(os.path.relpath(blobs / str(number), snapshot))
 
 
+@pytest.mark.fault(17)
 def test_follows_links_of_its_own_hub_cache(sharded: Path, tmp_path: Path) -> None:  # 17
     write_json(sharded / "tokenizer.json", {})
     repository = tmp_path / "models--org--name"
@@ -174,6 +176,7 @@ def test_follows_links_of_its_own_hub_cache(sharded: Path, tmp_path: Path) -> No
     assert Checkpoint.open(link).nbytes == NBYTES
 
 
+@pytest.mark.fault(17)
 def test_refuses_links_of_another_hub_cache(sharded: Path, tmp_path: Path) -> None:  # 17
     snapshot = tmp_path / "models--org--name/snapshots/abc"
     hub_cache(sharded, tmp_path / "models--org--other/blobs", snapshot)
@@ -467,6 +470,7 @@ def io_error(*_: object) -> int:
     raise OSError(5, "Input/output error")
 
 
+@pytest.mark.fault(61)
 @pytest.mark.parametrize(
     ("preadv", "expected"),
     [
@@ -491,6 +495,7 @@ def touch(path: Path) -> None:
     os.utime(path, ns=(0, 0))
 
 
+@pytest.mark.fault(68)
 @pytest.mark.parametrize("change", [truncate, touch])
 @pytest.mark.parametrize("name", [ONE, CONFIG_NAME, INDEX_NAME])
 def test_notices_a_changed_file(sharded: Path, name: str, change: Callable[[Path], None]) -> None:  # 68
@@ -508,6 +513,7 @@ def test_notices_a_changed_file(sharded: Path, name: str, change: Callable[[Path
             checkpoint.read("a")
 
 
+@pytest.mark.fault(68)
 def test_notices_a_removed_file(sharded: Path) -> None:  # 68
     checkpoint = Checkpoint.open(sharded)
     (sharded / ONE).unlink()

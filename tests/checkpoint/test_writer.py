@@ -199,6 +199,7 @@ def test_single_file_needs_no_index(tmp_path: Path, source: Path) -> None:
     ]
 
 
+@pytest.mark.fault(67)
 def test_files_have_mode_0644_less_the_umask(tmp_path: Path, source: Path) -> None:
     previous = os.umask(0o027)
     try:
@@ -229,6 +230,7 @@ def test_error_of_the_block_removes_its_shard_only(
     assert contents(out) == reference
 
 
+@pytest.mark.fault(60, 61)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_every_failing_call_leaves_a_directory_that_resumes(
     tmp_path: Path, source: Path, reference: dict[str, bytes], code: int
@@ -257,6 +259,7 @@ def test_every_failing_call_leaves_a_directory_that_resumes(
     assert n > 40
 
 
+@pytest.mark.fault(62)
 def test_every_kill_point_resumes(tmp_path: Path, source: Path, reference: dict[str, bytes]) -> None:
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -280,6 +283,7 @@ def test_every_kill_point_resumes(tmp_path: Path, source: Path, reference: dict[
     assert n > 40
 
 
+@pytest.mark.fault(62)
 def test_overwrite_can_be_killed_anywhere(tmp_path: Path, source: Path, reference: dict[str, bytes]) -> None:
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -299,6 +303,7 @@ def test_overwrite_can_be_killed_anywhere(tmp_path: Path, source: Path, referenc
         assert contents(out) == reference
 
 
+@pytest.mark.fault(62)
 def test_random_kills_resume_to_identical_bytes(tmp_path: Path, source: Path) -> None:
     chooser = random.Random(2026)
     shards = shards_of(6)
@@ -324,6 +329,7 @@ def test_random_kills_resume_to_identical_bytes(tmp_path: Path, source: Path) ->
     assert kills >= 25
 
 
+@pytest.mark.fault(64)
 def test_one_of_three_writers_finishes_and_the_others_are_locked_out(
     tmp_path: Path, source: Path, reference: dict[str, bytes]
 ) -> None:
@@ -347,6 +353,7 @@ def test_partial_writes_are_continued(
     assert contents(tmp_path / "out") == reference
 
 
+@pytest.mark.fault(61)
 def test_write_that_takes_no_bytes_is_an_error(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ def test_shapes_or_a_checkpoint(run: Callable[..., Any], packed: Path) -> None:
     assert run("tune", packed, "--shapes", "64x64").code == 2
 
 
+@pytest.mark.fault(70)
 def test_without_a_gpu(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = run("tune", "--shapes", "64x64")
@@ -180,6 +181,7 @@ def test_without_a_gpu(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch)
     assert "there is no GPU to measure on: torch finds no device. Run `quantkit tune` where" in done.err
 
 
+@pytest.mark.fault(70)
 def test_without_triton(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "device_features", lambda device: frozenset())
     done = run("tune", "--shapes", "64x64")
@@ -197,6 +199,7 @@ def test_a_cache_that_cannot_be_written_is_found_before_measuring(
     assert "cannot write the tile table" in done.err and "XDG_CACHE_HOME" in done.err
 
 
+@pytest.mark.fault(71)
 def test_a_damaged_table_is_replaced(run: Callable[..., Any]) -> None:
     path = Path(str(user_path(GPU)))
     path.parent.mkdir(parents=True)
@@ -218,6 +221,7 @@ def test_entries_of_other_versions_are_dropped(
     assert len(entries()) == 1
 
 
+@pytest.mark.fault(71)
 def test_what_is_found_before_an_interrupt_is_kept(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def test_text_is_read_as_it_is(tmp_path, data, text):
     assert read_text(written(tmp_path, data)) == text
 
 
+@pytest.mark.fault(50)
 @pytest.mark.parametrize(
     ("data", "message"),
     [

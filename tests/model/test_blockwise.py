@@ -237,6 +237,7 @@ def test_another_seed_draws_other_samples(tmp_path, text):
     assert runs[0] != runs[1]
 
 
+@pytest.mark.fault(63)
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["stored", "replayed"])
 @pytest.mark.parametrize("method", ["awq", "best"])
 def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
@@ -268,6 +269,7 @@ def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
     assert (seconds == 0.0) == any("hidden" in kinds for kinds in seen)
 
 
+@pytest.mark.fault(62)
 def test_killed_and_resumed_it_is_the_same_directory(tmp_path, text, monkeypatch):
     monkeypatch.setattr(blockwise, "HIDDEN_SECONDS", 0.0)
     source, out = write(tmp_path), tmp_path / "out"

@@ -87,6 +87,7 @@ def test_a_path_that_does_not_exist(tmp_path):
         load(tmp_path / "nowhere")
 
 
+@pytest.mark.fault(70)
 @pytest.mark.parametrize("version", ["4.57.1", "5.11.0", "6.0.0.dev0"])
 def test_other_versions_of_transformers(monkeypatch, tiny, version):
     monkeypatch.setattr(versions.metadata, "version", lambda name: version)

@@ -363,6 +363,7 @@ def test_a_source_that_changes_during_the_run_is_refused(tmp_path):
         quantize(source, out, resume=True, max_shard_bytes=10_000)
 
 
+@pytest.mark.fault(68)
 def test_a_config_that_changes_after_the_last_tensor_is_refused(tmp_path):
     source, out = write(tmp_path), tmp_path / "out"
 
@@ -402,6 +403,7 @@ def test_no_worker_writes_after_a_failure(tmp_path, monkeypatch):
     assert states == [0] and running
 
 
+@pytest.mark.fault(62)
 def test_killed_at_any_moment_and_resumed_it_is_the_same_directory(tmp_path, monkeypatch):
     source, out = write(tmp_path, "qwen3_moe"), tmp_path / "out"
     options: dict[str, Any] = {

@@ -117,6 +117,7 @@ def test_fewer_samples_than_ranks_and_a_resume_with_another_number(tmp_path, tex
     assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
 
 
+@pytest.mark.fault(71)
 @pytest.mark.parametrize(
     ("rank", "fault", "codes"),
     [(0, "error", [4, 4]), (1, "bug", [1, 1]), (1, "kill", [7, -9])],

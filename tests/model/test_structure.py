@@ -227,6 +227,7 @@ def test_a_tensor_of_another_shape_than_the_config_says_is_refused(write, family
         structure(directory)
 
 
+@pytest.mark.fault(8)
 def test_a_transposed_weight_is_refused(write):
     directory = write("llama")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -242,6 +243,7 @@ def test_a_config_of_another_model_is_refused(write):
         structure(directory)
 
 
+@pytest.mark.fault(29)
 @pytest.mark.parametrize(
     "changes", [{"model_type": "no_such_model"}, {"model_type": None}, {"hidden_size": "wide"}]
 )

@@ -148,6 +148,7 @@ def test_words_of_another_width_or_dtype_are_refused(words: torch.Tensor) -> Non
         unpack(words, 4, 40)
 
 
+@pytest.mark.fault(14)
 def test_a_big_endian_machine_is_refused_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "byteorder", "big")
     spec = importlib.util.spec_from_file_location("words_elsewhere", words_module.__file__)

@@ -109,6 +109,7 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
     return damage(lambda data: _first(data).update({m: value}))
 
 
+@pytest.mark.fault(71)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -229,6 +230,7 @@ def test_no_change_of_one_value_gets_through_as_another_error(table: TileTable, 
     assert refused > 100
 
 
+@pytest.mark.fault(71)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -367,6 +369,7 @@ def test_a_table_that_is_too_large(table: TileTable, gpu: Gpu, monkeypatch: pyte
         stored_tables(gpu, ROWS)
 
 
+@pytest.mark.fault(71)
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
 def test_a_write_that_fails_leaves_the_old_table(
     table: TileTable, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, call: str

@@ -58,7 +58,8 @@ class FileStamp:
         try:
             status = path.stat() if descriptor is None else os.fstat(descriptor)
         except OSError as error:
-            _fail(path, f"it cannot be read any more ({error.strerror})", "Restore it")
+            problem = f"it cannot be read any more ({error.strerror}); expected it as it was opened"
+            _fail(path, problem, "Restore it, and start again")
         return cls(status.st_size, status.st_mtime_ns)
 
 

@@ -39,7 +39,7 @@ OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.93 GiB of which 512.00 "
     "MiB is free. Process 1 has 7.10 GiB memory in use."
 )
-GPTQ = ("-m", "gptq", "--calibration", STORIES, "--calibration-samples", 4, "--calibration-length", 32)
+GPTQ = ("-m", "gptq", "--calibration", STORIES, "--calibration-samples", 2, "--calibration-length", 16)
 FIGURES = "(2.00 GiB needed at once, 512.00 MiB free)"
 
 
@@ -278,29 +278,19 @@ def test_a_tile_table_of_another_gpu_is_left_out(cache: Path, caplog: pytest.Log
 
 
 @pytest.mark.fault(71)
-@pytest.mark.parametrize("content", [b"", b"[", b'{"a": 1}'])
-def test_a_damaged_sensitivity_cache_is_measured_anew(
-    run: Run, tmp_path: Path, cache: Path, content: bytes
-) -> None:
-    command = (
-        "plan",
-        SOURCE,
-        "--bits-per-weight",
-        4.5,
-        "--formats",
-        "int3,int4:32,int5,fp8",
-        *GPTQ[2:],
-        "--json",
-    )
+def test_a_damaged_sensitivity_cache_is_measured_anew(run: Run, cache: Path) -> None:
+    formats = ("--bits-per-weight", 5, "--formats", "int4:32,int5,fp8")
+    command = ("plan", SOURCE, *formats, *GPTQ[2:], "--json")
     first = run(*command)
     assert first.code == 0, first.err
     (file,) = cache.rglob("*.json")
     whole = file.read_bytes()
-    file.write_bytes(content)
-    again = run(*command)
-    assert again.code == 0
-    assert json.loads(again.out)["allocation"] == json.loads(first.out)["allocation"]
-    assert file.read_bytes() == whole
+    for content in (b"", whole[:-20], b'{"a": 1}'):
+        file.write_bytes(content)
+        again = run(*command)
+        assert again.code == 0
+        assert json.loads(again.out)["allocation"] == json.loads(first.out)["allocation"]
+        assert file.read_bytes() == whole
 
 
 @pytest.mark.fault(71)

@@ -55,7 +55,9 @@ def change_up(source: Path, weight: torch.Tensor) -> None:
     ("value", "found"),
     [(float("nan"), "2 NaN and 0 infinite weights"), (float("-inf"), "0 NaN and 2 infinite weights")],
 )
-@pytest.mark.parametrize("options", [("-m", "rtn"), ("-m", "mse"), ("-f", "fp8", "-g", "tensor")], ids=str)
+@pytest.mark.parametrize(
+    "options", [("-m", "rtn"), ("-m", "mse"), ("-f", "fp8", "-g", "tensor", "-m", "rtn")], ids=str
+)
 def test_weights_that_are_no_numbers(
     run: Run, source: Path, out: Path, value: float, found: str, options: tuple[str, ...]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Memory that is free. Where a GPU has too little: fewer rows at a time if they are independent, else an error.
+"""Memory that is free. Where a GPU has too little: fewer rows at a time where that works, else an error.
 
 Nothing moves to the CPU by itself: its sums have another order, and a run writes the bytes of its device.
 """

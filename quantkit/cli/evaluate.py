@@ -44,6 +44,7 @@ def evaluate(
         int | None, typer.Option(help="Windows per text.", min=1, show_default="all")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the activations: float32, bfloat16 or float16.")] = "float32",
+    kv_cache: options.KvCache = None,
     device: options.Device = "auto",
     batch: Annotated[int, typer.Option(help="Windows, or requests of a task, at a time.", min=1)] = 1,
     noise_floor: Annotated[
@@ -118,6 +119,7 @@ def evaluate(
                 stride=stride,
                 max_windows=max_windows,
                 dtype=dtype,
+                kv_cache=kv_cache,
                 device=device,
                 batch=batch,
                 noise_floor=by_default if noise_floor is None else noise_floor,

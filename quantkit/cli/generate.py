@@ -18,6 +18,7 @@ def generate(
         float, typer.Option(help="0 takes the likeliest token, more samples more freely.", min=0)
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    kv_cache: options.KvCache = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     verbose: options.Verbose = False,
@@ -46,6 +47,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,
+            kv_cache=kv_cache,
             on_text=stream if streaming else None,
         )
     if json:

@@ -37,6 +37,8 @@ METHODS = {
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a model id on the hub.")
 ]
+#: Names of the help text, as those of `FORMATS`.
+KV_FORMATS = ("int8", "int4")
 Model = Annotated[
     str,
     typer.Argument(metavar="DIR", help="A checkpoint directory, packed or not, or a model id on the hub."),
@@ -44,6 +46,12 @@ Model = Annotated[
 Models = Annotated[
     list[str],
     typer.Argument(metavar="DIR...", help="Checkpoint directories, packed or not, or model ids on the hub."),
+]
+KvCache = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache", help=f"Format of the KV cache: {', '.join(KV_FORMATS)}.", show_default="the dtype"
+    ),
 ]
 PackedDirectory = Annotated[
     Path,

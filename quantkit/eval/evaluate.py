@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class EvalReport:
     tasks: tuple[TaskMetrics, ...] = ()
     task_results: Mapping[str, Any] = field(default_factory=dict)
     reference_logits: int | None = None
+    kv_cache: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form, free of NaN and infinities."""
@@ -98,6 +99,7 @@ class EvalReport:
             "tasks": [metrics.to_dict() for metrics in self.tasks],
             "task_results": dict(self.task_results),
             "dtype": self.dtype,
+            "kv_cache": self.kv_cache,
             "window": self.window,
             "stride": self.stride,
             "max_windows": self.max_windows,
@@ -128,6 +130,7 @@ def evaluate(
     stride: int | None = None,
     max_windows: int | None = None,
     dtype: str = "float32",
+    kv_cache: str | None = None,
     device: str = "auto",
     batch: int = 1,
     noise_floor: bool = False,
@@ -145,6 +148,7 @@ def evaluate(
         stride=stride,
         max_windows=max_windows,
         dtype=dtype,
+        kv_cache=kv_cache,
         device=device,
         batch=batch,
         noise_floor=noise_floor,
@@ -164,6 +168,7 @@ def evaluate_many(
     stride: int | None = None,
     max_windows: int | None = None,
     dtype: str = "float32",
+    kv_cache: str | None = None,
     device: str = "auto",
     batch: int = 1,
     noise_floor: bool = False,
@@ -184,14 +189,18 @@ def evaluate_many(
     Windows of `window` tokens start `stride` tokens apart, by default `window`. With `noise_floor` the
     reference also runs in another dtype (`CONTROL_DTYPES`) and is compared with itself. With `per_block` it
     runs with each block of a model in turn, on a few windows of the first text. What is done goes to
-    `partial`, from which a later call with the same arguments goes on, with the same figures.
+    `partial`, from which a later call with the same arguments goes on, with the same figures. With
+    `kv_cache`, a format of `model.kv_cache.KV_SCHEMES`, tokens attend to keys and values in that format;
+    those of the reference and of single blocks do not.
 
     Raises `UsageError` for options, texts and tasks, `CheckpointError` for checkpoints that are broken or
     cannot be compared, `OutputError` where logits or partial results cannot be written.
     """
     if not texts and tasks is None:
         raise UsageError("there is nothing to evaluate on. Give at least one text or task.")
-    settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch, stride)
+    if kv_cache is not None and tasks is not None:
+        raise UsageError("a KV cache is for texts, and tasks run without. Evaluate tasks on their own.")
+    settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch, stride, kv_cache)
     if (noise_floor or per_block) and against is None and reference is None:
         raise UsageError(
             "the noise floor and the losses of blocks are those against a reference. Give the original to "
@@ -224,7 +233,7 @@ def _check_reference(reference: Reference, settings: Settings, against: Path | s
         raise UsageError(
             f"against is {against}, but the reference given is {reference.directory}. Give one of the two."
         )
-    if reference.settings != settings:
+    if reference.settings != replace(settings, kv_cache=None):
         raise UsageError(
             f"the reference was opened with {reference.settings}, the evaluation asks for {settings}. "
             "Use the same settings for both."
@@ -237,6 +246,7 @@ class _Run:
 
     subject: Subject
     dtype: str
+    kv_cache: str | None
     key: str
     blocks: Sequence[Sequence[Batch]]
     scores: dict[Batch, TokenScores] = field(default_factory=dict)
@@ -271,9 +281,10 @@ def _start(
         "texts": [[text.digest, text.scored] for text in subject.texts],
         "dtype": dtype,
         "batch": settings.batch,
+        "kv_cache": settings.kv_cache,
         **_conditions(settings),
     }
-    run = _Run(subject, dtype, _digest(identity), blocks)
+    run = _Run(subject, dtype, settings.kv_cache, _digest(identity), blocks)
     if partial is not None:
         for batch in (batch for block in blocks for batch in block):
             shape = (batch.stop - batch.start, subject.texts[batch.text].scored)
@@ -318,7 +329,8 @@ def _evaluate(
     control = None
     if reference is not None and noise_floor and settings.texts:
         other = CONTROL_DTYPES[settings.dtype]
-        control = _start(reference.subject, other, settings, reference, partial)
+        plain = replace(settings, kv_cache=None)
+        control = _start(reference.subject, other, plain, reference, partial)
     _score([*runs, *([] if control is None else [control])], settings, reference, partial, progress)
     floor = None if control is None else NoiseFloor(control.dtype, control.metrics())
     if reference is not None and per_block and settings.texts:
@@ -439,9 +451,7 @@ def _score_block(
     device = resolve_device(settings.device)
     subject = run.subject
     name = subject.checkpoint.directory.name
-    passes = open_passes(subject.checkpoint, dtype_named(run.dtype), device)
-    if passes.note is not None and passes.note not in run.notes:
-        run.notes.append(passes.note)
+    passes = open_passes(subject.checkpoint, dtype_named(run.dtype), device, run.kv_cache)
     try:
         for text in subject.texts:
             check_tokens(text, passes.embedding_rows, subject.checkpoint.directory)
@@ -454,6 +464,8 @@ def _score_block(
             if partial is not None:
                 partial.store_scores(run.key, batch.name, run.scores[batch])
             advance(len(tokens), f"{name} on {subject.texts[batch.text].name}")
+        if passes.note is not None and passes.note not in run.notes:
+            run.notes.append(passes.note)
     finally:
         passes.close()
 
@@ -484,6 +496,7 @@ def _report(
         sizes=sizes,
         reference_sizes=None if reference is None else measure(reference.subject.checkpoint),
         dtype=settings.dtype,
+        kv_cache=settings.kv_cache,
         window=subject.window,
         stride=subject.stride,
         max_windows=settings.max_windows,

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.eval.models import dtype_name, release
+from quantkit.files import size_text
 from quantkit.model.blocks import Decoder, Home
 from quantkit.model.load import load, picked_device
 from quantkit.model.memory import free_memory
@@ -61,8 +62,11 @@ class Passes(ABC):
 class _Whole(Passes):
     """All weights in memory."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device, kv_cache: str | None
+    ) -> None:
         super().__init__(directory, device)
+        self._kv_cache = kv_cache
         self._model: Any = load(directory, device=device, dtype=dtype)
         self._model.eval()
 
@@ -73,8 +77,21 @@ class _Whole(Passes):
     def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
         for tokens, scored in batches:
             with torch.inference_mode():
-                output = self._model(input_ids=tokens.to(self.device), use_cache=False)
+                cache = None if self._kv_cache is None else self._empty_cache(self._kv_cache)
+                inputs = tokens.to(self.device)
+                output = self._model(input_ids=inputs, past_key_values=cache, use_cache=cache is not None)
                 yield output.logits[:, -scored - 1 : -1]
+
+    def _empty_cache(self, format: str) -> Any:
+        from quantkit.model.kv_cache import PackedCache
+
+        cache = PackedCache(self._model.config, format)
+        if cache.dense_layers:
+            self.note = (
+                f"{self.directory.name}: {cache.dense_layers} of {len(cache.layers)} layers have a sliding "
+                "window, and a KV cache in the dtype of the model"
+            )
+        return cache
 
 
 class _BlockByBlock(Passes):
@@ -118,16 +135,26 @@ def check_finite(logits: torch.Tensor, directory: Path) -> None:
         )
 
 
-def open_passes(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Passes:
-    """`checkpoint` with activations in `dtype`, whole unless it is dense and larger than the free memory."""
+def open_passes(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str, kv_cache: str | None = None
+) -> Passes:
+    """`checkpoint` with activations in `dtype`, whole unless it is dense and larger than the free memory.
+
+    With `kv_cache`, a format of `KV_SCHEMES`, it has to be whole: else `EnvironmentProblem`.
+    """
     where = picked_device(device)
     needed = sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
     free = free_memory(where)
     if "quantization_config" in checkpoint.config or needed <= free:
-        return _Whole(checkpoint.directory, dtype, where)
+        return _Whole(checkpoint.directory, dtype, where, kv_cache)
+    if kv_cache is not None:
+        raise EnvironmentProblem(
+            f"{checkpoint.directory} takes {size_text(needed)}, {size_text(free)} are free on {device}: it "
+            "can only run block by block, which has no KV cache. Evaluate it without --kv-cache."
+        )
     note = (
-        f"{checkpoint.directory.name} takes {needed / 1e9:.3g} GB in {dtype_name(dtype)} and "
-        f"{free / 1e9:.3g} GB are free on {device}: it ran block by block, which reads its weights once for "
+        f"{checkpoint.directory.name} takes {size_text(needed)} in {dtype_name(dtype)} and "
+        f"{size_text(free)} are free on {device}: it ran block by block, which reads its weights once for "
         f"every {WAITING_TOKENS} tokens"
     )
     return _BlockByBlock(Decoder(checkpoint, where, dtype), checkpoint.directory, note)

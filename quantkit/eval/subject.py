@@ -22,7 +22,10 @@ from quantkit.model.load import tokenize
 
 @dataclass(frozen=True)
 class Settings:
-    """What has to be equal for two evaluations to compare: texts, windows, precision, device, batch."""
+    """What has to be equal for two evaluations to compare: texts, windows, precision, device, batch.
+
+    `kv_cache` is the format of the KV cache that a model's tokens attend to; a reference has none.
+    """
 
     texts: tuple[Path, ...]
     window: int = DEFAULT_WINDOW
@@ -31,9 +34,14 @@ class Settings:
     device: str = "auto"
     batch: int = 1
     stride: int | None = None
+    kv_cache: str | None = None
 
     def __post_init__(self) -> None:
         dtype_named(self.dtype)
+        if self.kv_cache is not None:
+            from quantkit.model.kv_cache import kv_scheme
+
+            kv_scheme(self.kv_cache)
         if self.batch < 1:
             raise UsageError(f"batch is {self.batch}; use at least 1 window.")
 

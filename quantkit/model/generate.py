@@ -39,11 +39,18 @@ def generate(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
+    kv_cache: str | None = None,
     on_text: Callable[[str], object] | None = None,
 ) -> Generation:
     """Continue `prompt`; `on_text` gets each piece of text as it comes. Arguments as for `stream`."""
     chunks = stream(
-        model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        kv_cache=kv_cache,
     )
     while True:
         try:
@@ -64,11 +71,13 @@ def stream(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
+    kv_cache: str | None = None,
 ) -> Generator[str, None, Generation]:
     """Yield the continuation of `prompt` piece by piece; the generator returns the `Generation`.
 
     Greedy at temperature 0, else sampled with `seed`. Ends after `max_new_tokens`, at an end-of-text token
-    of the model's generation config, or when the model has no positions left. Raises `UsageError` for a
+    of the model's generation config, or when the model has no positions left. `kv_cache` is the format of
+    the KV cache, one of `kv_cache.KV_SCHEMES`, by default the dtype of the model. Raises `UsageError` for a
     prompt without tokens or too long, or arguments out of range.
     """
     if max_new_tokens < 1 or temperature < 0:
@@ -90,9 +99,13 @@ def stream(
     ends = _end_tokens(model)
     generator = torch.Generator(device=ids.device).manual_seed(seed)
     text = _TextOf(tokenizer, ids[0].tolist())
+    cache: Any = None
+    if kv_cache is not None:
+        from quantkit.model.kv_cache import PackedCache
+
+        cache = PackedCache(model.config, kv_cache)
     started = time.perf_counter()
     prefilled: float | None = None
-    cache = None
     while True:
         output = model(input_ids=ids, past_key_values=cache, use_cache=True)
         cache = output.past_key_values

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import CheckpointError, OutputError, UsageError
+from quantkit.errors import CheckpointError, EnvironmentProblem, OutputError, UsageError
 from quantkit.eval import passes
 from quantkit.eval.evaluate import evaluate, evaluate_many
 from quantkit.eval.partial import Partial
 from quantkit.eval.reference import Reference, plan_blocks
 from quantkit.eval.sizes import measure
 from quantkit.eval.subject import Batch
+from quantkit.eval.tasks import Tasks
 from quantkit.model.quantize import quantize
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -139,7 +140,7 @@ def test_models_that_do_not_fit_run_block_by_block_to_the_same_bits(stories, per
     assert by_block.texts == whole.texts and by_block.noise_floor.texts == whole.noise_floor.texts
     assert whole.notes == by_block.notes[:-2]
     assert by_block.notes[-2:] == tuple(
-        f"{name} takes 0.00104 GB in float32 and 0.0001 GB are free on cpu: it ran block by block, which "
+        f"{name} takes 1.04 MB in float32 and 100.00 kB are free on cpu: it ran block by block, which "
         "reads its weights once for every 200 tokens"
         for name in (perturbed.name, stories.name)
     )
@@ -187,6 +188,22 @@ def test_the_noise_floor_is_the_reference_in_another_dtype(stories, perturbed, t
     assert evaluate(stories, against=stories, **options).noise_floor is None
     with pytest.raises(UsageError, match="those against a reference"):
         evaluate(stories, noise_floor=True, **options)
+
+
+def test_the_cost_of_a_quantized_kv_cache(stories, texts, monkeypatch):
+    options = {"against": stories, "texts": texts, "window": 64, "device": "cpu", "noise_floor": True}
+    plain = evaluate(stories, **options)
+    for kv_cache, least, most in (("int8", 1e-7, 1e-3), ("int4", 1e-3, 0.2)):
+        found = evaluate(stories, kv_cache=kv_cache, **options)
+        assert all(least < metrics.kl_mean < most for metrics in found.texts.values())
+        assert found.noise_floor == plain.noise_floor and found.to_dict()["kv_cache"] == kv_cache
+    with pytest.raises(UsageError, match="unknown format of a KV cache 'int2'"):
+        evaluate(stories, texts=texts, kv_cache="int2", device="cpu")
+    with pytest.raises(UsageError, match="tasks run without"):
+        evaluate(stories, texts=texts, kv_cache="int8", tasks=Tasks(("arc_easy",)))
+    monkeypatch.setattr(passes, "free_memory", lambda device: 100_000)
+    with pytest.raises(EnvironmentProblem, match=r"1.04 MB, 100.00 kB are free on cpu: it can only run"):
+        evaluate(stories, texts=texts, kv_cache="int8", device="cpu")
 
 
 class Interrupted(BaseException):

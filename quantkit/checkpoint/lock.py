@@ -72,8 +72,9 @@ class DirectoryLock:
         # A lock file that cannot be removed is harmless; the error that led here may not be.
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
-        # Explicit, because a forked child may still have the file open.
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        # Explicit, because a forked child may still have the file open. Where it fails, closing has to do.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
@@ -97,6 +98,10 @@ def _is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise OutputError(
+            f"cannot examine the lock file {path}: {os_error_text(error)}. Check the disk."
+        ) from error
 
 
 def _write_owner(fd: int, path: Path) -> None:

@@ -112,3 +112,15 @@ def test_only_one_of_three_processes_gets_the_lock(tmp_path: Path) -> None:
         children.append(child)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert sorted(statuses) == [0, 5, 5]
+
+
+def test_release_lets_go_where_unlocking_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = DirectoryLock.acquire(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fail)
+        lock.release()
+    DirectoryLock.acquire(tmp_path).release()

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from quantkit.checkpoint.header import MAX_HEADER_BYTES
 from quantkit.checkpoint.source import HEADERS_ONLY_NAME
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
+from quantkit.files import os_error_text
 
 _T = TypeVar("_T")
 _C = TypeVar("_C")
@@ -97,7 +98,13 @@ def resolve(source: str | Path, *, revision: str | None = None, headers_only: bo
     network or with HF_HUB_OFFLINE the hub's local cache is used.
     """
     path = Path(source).expanduser()
-    if str(source) and path.is_dir():
+    try:
+        found = bool(str(source)) and path.is_dir()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be examined: {os_error_text(error)}. Check the disk and the permissions."
+        ) from error
+    if found:
         if revision is not None:
             raise UsageError(
                 f"revision {revision!r} was given for the local directory {path}; expected a hub id. "

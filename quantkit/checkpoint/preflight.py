@@ -21,9 +21,13 @@ _ELSEWHERE = "Choose an output directory elsewhere."
 def resolve_output(out: Path, source: Path) -> Path:
     """The real path of `out`; `OutputError` if writing there could touch the source."""
     try:
-        real, real_source = out.resolve(), source.resolve()
+        return _resolved(out, source)
     except (OSError, RuntimeError) as error:
         raise OutputError(f"cannot follow {out} or {source}: {error}. {_ELSEWHERE}") from error
+
+
+def _resolved(out: Path, source: Path) -> Path:
+    real, real_source = out.resolve(), source.resolve()
     if _same(real, real_source):
         raise OutputError(f"output {out} is the source checkpoint itself. {_ELSEWHERE}")
     if _within(real, real_source):
@@ -40,14 +44,14 @@ def resolve_output(out: Path, source: Path) -> Path:
 
 def make_directory(out: Path) -> bool:
     """Create `out` unless it is there; whether it was created. `OutputError` if it cannot be."""
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"output {out} is a file, not a directory. Choose another name.")
-    if not out.parent.is_dir():
-        raise OutputError(
-            f"the parent directory {out.parent} of the output does not exist. "
-            f"Create it with: mkdir -p {out.parent}"
-        )
     try:
+        if out.exists() and not out.is_dir():
+            raise OutputError(f"output {out} is a file, not a directory. Choose another name.")
+        if not out.parent.is_dir():
+            raise OutputError(
+                f"the parent directory {out.parent} of the output does not exist. "
+                f"Create it with: mkdir -p {out.parent}"
+            )
         out.mkdir()
     except FileExistsError:
         return False
@@ -114,5 +118,5 @@ def _same(one: Path, other: Path) -> bool:
     # By inode, since mounts and case-insensitive filesystems give one directory several paths.
     try:
         return os.path.samestat(one.stat(), other.stat())
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return one == other

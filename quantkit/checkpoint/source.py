@@ -5,7 +5,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ import torch
 from quantkit.checkpoint.header import read_header, read_json
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, EnvironmentProblem
-from quantkit.files import open_regular, shown
+from quantkit.files import open_regular, os_error_text, shown
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -101,9 +102,14 @@ class Checkpoint:
                 "expected a little-endian host. Run quantkit on x86-64 or ARM64."
             )
         directory = directory.absolute()
+        with _examining(directory):
+            return cls._open(directory, strict, allow_auto_map)
+
+    @classmethod
+    def _open(cls, directory: Path, strict: bool, allow_auto_map: bool) -> "Checkpoint":
         entries = _entries(directory)
         config, warnings = _read_config(directory, allow_auto_map)
-        index = _read_index(directory)
+        index = _read_index(directory, entries)
         shards, shard_warnings = _find_shards(directory, entries, index)
         side_files, side_warnings = _find_side_files(entries)
         _check_case([directory / CONFIG_NAME, *shards, *side_files])
@@ -122,7 +128,7 @@ class Checkpoint:
             side_files=tuple(side_files),
             warnings=(*warnings, *shard_warnings, *side_warnings),
             stamps=stamps,
-            headers_only=(directory / HEADERS_ONLY_NAME).exists(),
+            headers_only=directory / HEADERS_ONLY_NAME in entries,
         )
 
     @classmethod
@@ -235,10 +241,10 @@ def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any],
     return config, [f"{path}: auto_map is ignored; the code that it names is not run"]
 
 
-def _read_index(directory: Path) -> dict[str, Any] | None:
+def _read_index(directory: Path, entries: Sequence[Path]) -> dict[str, Any] | None:
     """The index's JSON with a checked `weight_map`, or None where the directory has no index."""
     path = directory / INDEX_NAME
-    if not os.path.lexists(path):
+    if path not in entries:
         return None
     remedy = "Download the index again"
     _check_inside(path)
@@ -251,6 +257,16 @@ def _read_index(directory: Path) -> dict[str, Any] | None:
             problem = f"the shard of tensor {shown(name)} is {shown(shard)}; expected the name of"
             _fail(path, f"{problem} a file beside the index: [A-Za-z0-9._-]+.safetensors", remedy)
     return index
+
+
+@contextmanager
+def _examining(directory: Path) -> Iterator[None]:
+    """What the disk refuses to say of a file, and no more exact words are there for, as `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(error.filename or directory)
+        _fail(path, f"cannot be examined: {os_error_text(error)}", "Check the disk and the permissions")
 
 
 def _entries(directory: Path) -> list[Path]:

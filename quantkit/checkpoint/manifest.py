@@ -1,5 +1,10 @@
-"""The manifest of a finished directory, and whether its files are still what the manifest says."""
+"""The manifest of a finished directory, and whether its files are still what the manifest says.
 
+It holds its own hash too: `manifest_sha256` is that of the text it would have without this key. The text of a
+content is always the same, so no byte of the file can change unnoticed.
+"""
+
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -9,10 +14,13 @@ from typing import Any, Literal
 
 from quantkit.checkpoint.durable import hash_file, is_plain_name, write_file
 from quantkit.errors import CheckpointError
-from quantkit.files import os_error_text
+from quantkit.files import os_error_text, shown
 
 MANIFEST_NAME = "quantkit_manifest.json"
+OWN_HASH = "manifest_sha256"
 MAX_MANIFEST_BYTES = 64 << 20
+#: What loading would take for a part of the model.
+_OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REWRITE = "Write the checkpoint again or download it again."
 
@@ -35,6 +43,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     `files` maps plain file names to `{"sha256": hex, "size": bytes}`; every other key is what the
     writer put there. `CheckpointError` if it is missing, too large or breaks these rules.
     """
+    return _read(directory)[0]
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], bytes]:
+    """The validated manifest, and its bytes."""
     path = directory / MANIFEST_NAME
     try:
         size = path.stat().st_size
@@ -60,13 +73,18 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     problem = _rule_broken(manifest)
     if problem is not None:
         raise CheckpointError(f"{path}: {problem}. {_REWRITE}")
-    return dict(manifest)
+    return dict(manifest), data
+
+
+def manifest_bytes(content: Mapping[str, Any]) -> bytes:
+    """The file of a manifest with this content, its own hash added or brought up to date."""
+    rest = {key: value for key, value in content.items() if key != OWN_HASH}
+    return pretty_json({**rest, OWN_HASH: hashlib.sha256(pretty_json(rest)).hexdigest()})
 
 
 def extend_manifest(directory: Path, values: Mapping[str, Any]) -> None:
     """Add keys to the manifest of a finished directory, in one step; `OutputError` on failure."""
-    manifest = {**read_manifest(directory), **values}
-    write_file(directory, MANIFEST_NAME, [pretty_json(manifest)])
+    write_file(directory, MANIFEST_NAME, [manifest_bytes({**read_manifest(directory), **values})])
 
 
 def pretty_json(value: Mapping[str, Any]) -> bytes:
@@ -97,6 +115,29 @@ def _entry_rule_broken(name: str, entry: Any) -> str | None:
     return None
 
 
+def verify_manifest(directory: Path) -> list[Problem]:
+    """Whether the manifest is as it was written; `CheckpointError` as from `read_manifest`."""
+    content, data = _read(directory)
+    if data == manifest_bytes(content):
+        return []
+    found = shown(content[OWN_HASH]) if OWN_HASH in content else "none"
+    text = f"{MANIFEST_NAME} has changed since it was written: its own hash {OWN_HASH!r} is {found}"
+    return [Problem(MANIFEST_NAME, "sha256", text)]
+
+
+def unlisted_files(directory: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Names of files in `directory` that the manifest says nothing of, less hidden ones, sorted."""
+    known = {*manifest["files"], MANIFEST_NAME}
+    try:
+        return sorted(
+            path.name
+            for path in directory.iterdir()
+            if path.name not in known and not path.name.startswith(".") and path.is_file()
+        )
+    except OSError as error:
+        raise CheckpointError(f"cannot list {directory}: {os_error_text(error)}. Check the disk.") from error
+
+
 def verify_files(
     directory: Path,
     manifest: Mapping[str, Any],
@@ -111,9 +152,9 @@ def verify_files(
     """
     files: dict[str, dict[str, Any]] = manifest["files"]
     problems = [
-        Problem(path.name, "extra", f"{path.name} is not in the manifest")
-        for path in directory.glob("*.safetensors")
-        if path.name not in files
+        Problem(name, "extra", f"{name} is not in the manifest")
+        for name in unlisted_files(directory, manifest)
+        if name.endswith(_OF_WEIGHTS)
     ]
     for name, entry in files.items():
         problem = _file_problem(directory / name, entry, progress if contents else None, contents)
@@ -125,9 +166,12 @@ def verify_files(
 def _file_problem(
     path: Path, entry: Mapping[str, Any], progress: Callable[[int], None] | None, contents: bool
 ) -> Problem | None:
-    if not path.is_file():
+    try:
+        size = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        raise CheckpointError(f"cannot examine {path}: {os_error_text(error)}. Check the disk.") from error
+    if size is None:
         return Problem(path.name, "missing", f"{path.name} is missing")
-    size = path.stat().st_size
     if size != entry["size"]:
         text = f"{path.name} has {size} bytes, the manifest says {entry['size']}"
         return Problem(path.name, "size", text)

@@ -18,7 +18,7 @@ from typing import Any, Self
 from quantkit.checkpoint.durable import FileRecord, is_plain_name, read_blocks, write_file, writing
 from quantkit.checkpoint.journal import JOURNAL_NAME, Entry, Journal, run_hash
 from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
-from quantkit.checkpoint.manifest import MANIFEST_NAME, pretty_json
+from quantkit.checkpoint.manifest import MANIFEST_NAME, OWN_HASH, manifest_bytes, pretty_json
 from quantkit.checkpoint.occupied import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -37,7 +37,7 @@ from quantkit.files import TEMP_PREFIX
 
 SINGLE_FILE_NAME = "model.safetensors"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
-_MANIFEST_KEYS = frozenset({"files", "run", "run_sha256"})
+_MANIFEST_KEYS = frozenset({"files", "run", "run_sha256", OWN_HASH})
 _OWN_NAMES = frozenset({LOCK_NAME, JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME, CONFIG_NAME})
 
 
@@ -208,7 +208,7 @@ class OutputDirectory:
 
         `index_weight_map` maps tensor names to shards, `total_size` is their data in bytes. A lone
         `model.safetensors` gets no index. `side_files` are copied byte for byte. To `manifest` are
-        added `run`, `run_sha256` and `files` (name -> sha256 and size). `OutputError` if shards
+        added `run`, `run_sha256`, `files` (name -> sha256 and size) and its own hash. `OutputError` if shards
         are missing, names collide or the disk fails; `CheckpointError` if a side file cannot be
         read.
         """
@@ -232,7 +232,7 @@ class OutputDirectory:
         records.append(FileRecord(CONFIG_NAME, digest, len(config_bytes)))
         files = {record.file: {"sha256": record.sha256, "size": record.size} for record in records}
         own = {"run": dict(self._run), "run_sha256": run_hash(self._run), "files": files}
-        write_file(self.path, MANIFEST_NAME, [pretty_json({**manifest, **own})])
+        write_file(self.path, MANIFEST_NAME, [manifest_bytes({**manifest, **own})])
         write_file(self.path, CONFIG_NAME, [config_bytes])
         journal.remove()
         self._lock.release()
@@ -244,7 +244,7 @@ class OutputDirectory:
         with self._mutex:
             for name in names:
                 path = self.path / name
-                if name not in self._claimed and (path.is_symlink() or path.exists()):
+                if name not in self._claimed and _is_there(path):
                     raise OutputError(
                         f"{path} was not written by quantkit and is in the way. Move it elsewhere, "
                         "then run the same command with --resume."
@@ -278,3 +278,13 @@ class OutputDirectory:
                     "file of the output. Rename the file."
                 )
             taken.add(name.lower())
+
+
+def _is_there(path: Path) -> bool:
+    """Whether anything has this name; `OutputError` where that cannot be told."""
+    with writing(path):
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            return False
+    return True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.checkpoint.compressed_tensors import stored_formats
-from quantkit.checkpoint.manifest import read_manifest, verify_files
+from quantkit.checkpoint.manifest import read_manifest, unlisted_files, verify_files, verify_manifest
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
@@ -55,7 +55,11 @@ def verify(directory: Path, *, reload: bool = True, progress: Progress | None = 
     total = sum(entry["size"] for entry in manifest["files"].values())
     advance = counting(total, progress)
     problems = verify_files(directory, manifest, lambda nbytes: advance(nbytes, "hashing"))
-    checks = [Check("files", f"{len(manifest['files'])} in the manifest", tuple(str(p) for p in problems))]
+    problems += verify_manifest(directory)
+    detail = f"{len(manifest['files'])} in the manifest"
+    if unlisted := unlisted_files(directory, manifest):
+        detail += f"; not in it, and not compared: {', '.join(unlisted)}"
+    checks = [Check("files", detail, tuple(map(str, problems)))]
     try:
         checkpoint = Checkpoint.open(directory, strict=True)
     except QuantkitError as error:

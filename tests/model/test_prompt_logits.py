@@ -10,7 +10,13 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files
+from quantkit.checkpoint.manifest import (
+    MANIFEST_NAME,
+    OWN_HASH,
+    read_manifest,
+    verify_files,
+    verify_manifest,
+)
 from quantkit.errors import CheckpointError
 from quantkit.model.prompt_logits import (
     KEY,
@@ -39,8 +45,9 @@ def stored(packed: Path) -> PromptLogits:
     before = read_manifest(packed)
     found = record(packed)
     after = read_manifest(packed)
-    assert {key: value for key, value in after.items() if key != KEY} == before
-    assert not verify_files(packed, after)
+    same = after.keys() - {KEY, OWN_HASH}
+    assert {key: after[key] for key in same} == {key: before[key] for key in before.keys() - {OWN_HASH}}
+    assert not verify_files(packed, after) and not verify_manifest(packed)
     return found
 
 

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.header import read_json
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.memory import enough_memory, is_lack_of_memory
 from quantkit.model.structure import check_layer_counts
 from quantkit.model.versions import register_plugin, require_transformers
+
+GENERATION_CONFIG_NAME = "generation_config.json"
 
 
 def load(
@@ -49,9 +53,10 @@ def load(
         placement["max_memory"] = dict(max_memory)
     if offload_folder is not None:
         placement["offload_folder"] = str(offload_folder)
-    with explained(path):
+    with enough_memory(str(path), "Free memory on it, or use another device."), explained(path):
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,
+            generation_config=_generation_config(directory),
             dtype="auto" if dtype is None else dtype,
             trust_remote_code=False,
             use_safetensors=True,
@@ -85,14 +90,31 @@ def explained(source: str | Path) -> Iterator[None]:
 
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
+        if is_lack_of_memory(error):
+            raise
         text = " ".join(str(error).split())
         raise CheckpointError(
-            f"{source} cannot be opened or run: {type(error).__name__}: {text} Check its files, a packed "
-            "checkpoint's with `quantkit verify`."
+            f"{source} cannot be opened or run: {type(error).__name__}: {text}{_of_the_disk(error)} Check "
+            "its files, a packed checkpoint's with `quantkit verify`."
         ) from error
+
+
+def _of_the_disk(error: BaseException) -> str:
+    """What the disk said of which file, where transformers raised `error` because of that but kept it."""
+    cause = error.__cause__ or error.__context__
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno is not None):
+        cause = cause.__cause__ or cause.__context__
+    return "" if cause is None else f" ({cause})"
+
+
+def _generation_config(directory: Path) -> Any:
+    """What generation_config.json says, None without one; transformers takes one it cannot read for none."""
+    from transformers import GenerationConfig
+
+    if not (directory / GENERATION_CONFIG_NAME).is_file():
+        return None
+    return GenerationConfig.from_dict(read_json(directory / GENERATION_CONFIG_NAME))
 
 
 def picked_device(device: str | torch.device) -> torch.device:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from quantkit.errors import EnvironmentProblem
+from quantkit.files import size_text
 
 T = TypeVar("T")
 
@@ -23,6 +24,10 @@ RUN_AGAIN = (
     "with --device cpu."
 )
 
+#: The same where the host has too little.
+RUN_ON_HOST = "Free memory and run the same command, with --resume where it has begun to write."
+
+_ASKED_OF_HOST = re.compile(r"tried to allocate (\d+) bytes")
 _TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 _FREE = re.compile(r"of which ([\d.]+ \w+) is free")
 _said: set[int] = set()
@@ -67,11 +72,30 @@ def in_pieces(function: Callable[[torch.Tensor], T], rows: torch.Tensor, what: s
 
 @contextmanager
 def enough_memory(what: str, remedy: str = RUN_AGAIN) -> Iterator[None]:
-    """What a GPU has no memory for in the block as an `EnvironmentProblem` about `what`."""
+    """What a GPU or the host has no memory for in the block as an `EnvironmentProblem` about `what`.
+
+    `remedy` is for GPUs.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise _too_little(what, _figures(error), remedy) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_lack_of_memory(error):
+            raise
+        asked = _ASKED_OF_HOST.search(str(error))
+        needed = (
+            "Python does not say how much" if asked is None else f"{size_text(int(asked[1]))} needed at once"
+        )
+        raise EnvironmentProblem(
+            f"{what}: the host has too little memory ({needed}). {RUN_ON_HOST}"
+        ) from error
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory, on a GPU or on the host, for which torch has no class of its own."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def _too_little(what: str, figures: str, remedy: str) -> EnvironmentProblem:

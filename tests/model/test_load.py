@@ -315,3 +315,29 @@ def write_big(directory):
             {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": quantization}
         )
     )
+
+
+@pytest.mark.parametrize("text", ["{", '{"top_k": 7, "top_k": 8}'])
+def test_a_generation_config_that_is_not_one_is_refused(tiny, text):
+    # transformers goes on without it, and generates something else.
+    checkpoint = tiny()
+    path = checkpoint.packed / "generation_config.json"
+    path.write_text('{"do_sample": true, "top_k": 7}')
+    config = load(checkpoint.packed, device="cpu").generation_config
+    assert config.top_k == 7 and config.do_sample
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.packed).generation_config
+    assert config.to_dict() == theirs.to_dict()
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        load(checkpoint.packed, device="cpu")
+
+
+def test_a_lack_of_memory_is_not_a_damaged_file(tiny, monkeypatch):
+    checkpoint = tiny()
+
+    def exhausted(*_, **__):
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", exhausted)
+    with pytest.raises(EnvironmentProblem, match=r"the host has too little memory \(1152921\.50 TB needed"):
+        load(checkpoint.packed, device="cpu")

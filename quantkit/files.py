@@ -10,8 +10,9 @@ import reprlib
 import stat
 from collections import Counter
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 TEMP_PREFIX = ".tmp-"
 _FILE_MODE = 0o644  # the kernel takes the umask away
@@ -32,7 +33,7 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.2f} TB"
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """`path` opened for reading; `OSError` if that fails, also for what is not a regular file."""
     # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -154,7 +155,7 @@ class TempFile:
             os.close(fd)
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes | memoryview) -> None:
     """Write `path` in one step, durably; an `OSError` leaves what was there."""
     file = TempFile(path.parent, path.name)
     try:

@@ -139,8 +139,8 @@ def evaluate(
     if report is not None:
         write_report(report, results, shlex.join(["quantkit", *sys.argv[1:]]))
         say(f"wrote {report / 'report.html'}")
-    if partial is not None:
-        partial.remove()
+    if partial is not None and (left := partial.remove()) is not None:
+        note(left)
 
 
 def _check(

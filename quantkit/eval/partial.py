@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 
 from quantkit.errors import OutputError
 from quantkit.eval.metrics import TokenScores
-from quantkit.files import parse_json, replace_file
+from quantkit.files import os_error_text, parse_json, replace_file
 
 #: The folder of everything, which is deleted at the end, and the one in it of the reference's logits.
 _FOLDER = ".quantkit-eval"
@@ -68,9 +68,15 @@ class Partial:
         """Keep a JSON object; `OutputError` if it cannot be written."""
         self._write(self.directory / key / f"{name}.json", json.dumps(value).encode())
 
-    def remove(self) -> None:
-        """Delete all parts: the evaluation is done."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+    def remove(self) -> str | None:
+        """Delete all parts: the evaluation is done. What to tell the user if that cannot be."""
+        try:
+            shutil.rmtree(self.directory)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return f"{self.directory} is not deleted: {os_error_text(error)}. It is no longer of any use."
+        return None
 
     @staticmethod
     def _read(path: Path) -> bytes | None:
@@ -85,6 +91,6 @@ class Partial:
             replace_file(path, data)
         except OSError as error:
             raise OutputError(
-                f"cannot write partial results to {self.directory}: {error.strerror or error}. Free space "
-                "there or name another directory."
+                f"cannot write partial results to {path}: {os_error_text(error)}. Free space there or name "
+                "another directory."
             ) from error

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
 import torch
 
 from quantkit.errors import CheckpointError, OutputError, UsageError
@@ -24,6 +23,7 @@ from quantkit.eval.models import dtype_named, resolve_device, versions
 from quantkit.eval.passes import open_passes
 from quantkit.eval.subject import Batch, Settings, Subject
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
+from quantkit.files import open_regular, os_error_text, replace_file
 from quantkit.progress import Advance
 
 DEFAULT_BUDGET_BYTES = 8 << 30
@@ -109,7 +109,9 @@ class Reference:
         self._temporary = None
         self._files = place
         if cache_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="quantkit-reference-")
+            self._temporary = tempfile.TemporaryDirectory(
+                prefix="quantkit-reference-", ignore_cleanup_errors=True
+            )
             self._files = Path(self._temporary.name)
 
     def __enter__(self) -> "Reference":
@@ -144,12 +146,19 @@ class Reference:
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits of a prepared batch, float32 [windows, scored, vocabulary], on the CPU."""
         if not self._is_stored(batch):
+            raise CheckpointError(_cut_short(self._file(batch)))
+        data = torch.empty(self._shape(batch), dtype=torch.float32)
+        try:
+            with open_regular(self._file(batch)) as file:
+                count = file.readinto(data.view(-1).view(torch.uint8).numpy().data)
+        except OSError as error:
             raise CheckpointError(
-                f"reference logits {self._file(batch)} are missing or cut short. Leave the cache alone "
-                "while quantkit runs, and start again."
-            )
-        data = np.fromfile(self._file(batch), dtype=np.float32)
-        return torch.from_numpy(data).view(self._shape(batch))
+                f"cannot read reference logits {self._file(batch)}: {os_error_text(error)}. Check the disk, "
+                "and start again."
+            ) from error
+        if count != data.nbytes:
+            raise CheckpointError(_cut_short(self._file(batch)))
+        return data
 
     def _run(self, batches: Sequence[Batch], advance: Advance) -> None:
         self.subject.checkpoint.check_unchanged()
@@ -171,17 +180,14 @@ class Reference:
                 f"{self.directory}: the model gives logits {tuple(logits.shape)}; config.json says "
                 f"{self._shape(batch)}. Restore the files of one revision."
             )
-        final = self._file(batch)
-        partial = final.with_suffix(".part")
         try:
             self._files.mkdir(parents=True, exist_ok=True)
-            logits.float().contiguous().cpu().numpy().tofile(partial)
-            partial.replace(final)
+            data = logits.float().contiguous().cpu().view(-1).view(torch.uint8).numpy()
+            replace_file(self._file(batch), data.data)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise OutputError(
-                f"cannot write reference logits to {self._files}: {error.strerror or error}. Free space "
-                "there, use a smaller budget, or name another cache directory."
+                f"cannot write reference logits to {self._files}: {os_error_text(error)}. Free space there, "
+                "use a smaller budget, or name another cache directory."
             ) from error
 
     def _shape(self, batch: Batch) -> tuple[int, int, int]:
@@ -206,6 +212,13 @@ class Reference:
             "versions": asdict(versions()),
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _cut_short(path: Path) -> str:
+    return (
+        f"reference logits {path} are missing or cut short. Leave the cache alone while quantkit runs, and "
+        "start again."
+    )
 
 
 def _check_space(directory: Path, needed: int) -> None:

@@ -1,0 +1,258 @@
+"""What runs while calls fail or the process is killed, and what must hold afterwards."""
+
+import contextlib
+import functools
+import io
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+
+from quantkit.checkpoint.journal import JOURNAL_NAME
+from quantkit.checkpoint.lock import LOCK_NAME
+from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes
+from quantkit.cli.main import main
+from quantkit.errors import QuantkitError
+from quantkit.model import blockwise
+from quantkit.model.load import load, tokenizer
+from quantkit.model.verify import verify
+
+STORIES = Path(__file__).parents[2] / "examples" / "stories.txt"
+
+
+class Failed(Exception):
+    """A command that ended with an error and an exit code, and what it said."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def command(*arguments: object) -> str:
+    """Run `quantkit` in this process; what it said on stdout and stderr. `Failed` unless it exits with 0."""
+    said = io.StringIO()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with (
+            patch.object(sys, "argv", ["quantkit", *map(str, arguments)]),
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
+            main()
+    except SystemExit as ended:
+        if ended.code:
+            raise Failed(int(ended.code), said.getvalue()) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return said.getvalue()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory by its relative path."""
+    found = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+
+
+def passes(directory: Path) -> bool:
+    """Whether `quantkit verify` takes a directory for a finished checkpoint."""
+    try:
+        return not any(check.problems for check in verify(directory, reload=False))
+    except QuantkitError:
+        return False
+
+
+def loads(directory: Path) -> bool:
+    """Whether `quantkit.load` takes a directory for a checkpoint."""
+    try:
+        load(directory)
+    except QuantkitError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Something to interrupt in a `place`, a directory of its own."""
+
+    name: str
+    #: What it may raise beside errors of quantkit.
+    raises: ClassVar[tuple[type[Exception], ...]] = ()
+
+    def roots(self, place: Path) -> Sequence[Path]:
+        """Where calls count."""
+        return [place]
+
+    def prepare(self, place: Path) -> None:
+        """Put there what is there before."""
+
+    def run(self, place: Path) -> Any:
+        """What is interrupted."""
+        raise NotImplementedError
+
+    def rerun(self, place: Path) -> Any:
+        """What a user does then."""
+        return self.run(place)
+
+    def result(self, place: Path, made: Any) -> Any:
+        """What must be the same, however often it was interrupted; `made` is what the run returned."""
+        raise NotImplementedError
+
+    def unsound(self, place: Path, expected: Any) -> str | None:
+        """What is wrong with what is there after an interruption."""
+        return None
+
+
+@dataclass(frozen=True)
+class Quantize(Scenario):
+    """`quantkit quantize`, where `before`, if anything, is in the output already."""
+
+    source: Path
+    options: tuple[object, ...]
+    before: Path | None = None
+    mode: tuple[str, ...] = ()
+    again: str = "--resume"
+
+    def roots(self, place: Path) -> Sequence[Path]:
+        return [self.source, place]
+
+    def prepare(self, place: Path) -> None:
+        if self.before is not None:
+            shutil.copytree(self.before, place / "out")
+
+    def run(self, place: Path) -> Any:
+        return self._quantize(place, *self.mode)
+
+    def rerun(self, place: Path) -> Any:
+        return self._quantize(place, self.again)
+
+    def result(self, place: Path, made: Any) -> Any:
+        return contents(place / "out")
+
+    def unsound(self, place: Path, expected: Any) -> str | None:
+        out = place / "out"
+        if not passes(out):
+            return "load accepts what verify refuses" if loads(out) else None
+        left = {k: v for k, v in contents(out).items() if k not in (JOURNAL_NAME, LOCK_NAME)}
+        before = None if self.before is None else contents(self.before)
+        # Finished, and not yet run on a prompt.
+        manifest = json.loads(expected[MANIFEST_NAME])
+        manifest.pop("prompt_logits", None)
+        unchecked = {**expected, MANIFEST_NAME: manifest_bytes(manifest)}
+        return None if left in (expected, unchecked, before) else "verify accepts another directory"
+
+    def _quantize(self, place: Path, *mode: str) -> str:
+        # Hidden states are stored after every block.
+        with patch.object(blockwise, "HIDDEN_SECONDS", 0.0):
+            return command("quantize", self.source, place / "out", *self.options, *mode)
+
+
+@dataclass(frozen=True)
+class Evaluate(Scenario):
+    """`quantkit eval` of a packed model against its original."""
+
+    source: Path
+    packed: Path
+    report: bool = False
+
+    def roots(self, place: Path) -> Sequence[Path]:
+        return [self.source, self.packed, place]
+
+    def prepare(self, place: Path) -> None:
+        (place / "text.txt").write_bytes(STORIES.read_bytes()[:3000])
+
+    def run(self, place: Path) -> Any:
+        keep = ("--report", place / "report") if self.report else ("--work", place / "work")
+        return command(
+            *("eval", self.packed, "--against", self.source, "--text", place / "text.txt", "--window", 64),
+            *("--max-windows", 3, "--json", place / "eval.json", *keep),
+        )
+
+    def result(self, place: Path, made: Any) -> Any:
+        figures = json.loads((place / "eval.json").read_text())
+        left = sorted(str(path.relative_to(place)) for path in place.rglob("*"))
+        if ".quantkit-eval is not deleted" in (made or ""):
+            left = [name for name in left if ".quantkit-eval" not in name]
+        return {k: v for k, v in figures.items() if "seconds" not in k and k != "notes"}, left
+
+    def unsound(self, place: Path, expected: Any) -> str | None:
+        path = place / "eval.json"
+        # Made before the work, to know that it can be.
+        if not path.exists() or not path.read_bytes():
+            return None
+        try:
+            done = self.result(place, None)[0] == expected[0]
+        except ValueError:
+            return "eval.json is cut short"
+        return None if done else "eval.json has other figures"
+
+
+@dataclass(frozen=True)
+class Load(Scenario):
+    """`quantkit.load` and `tokenizer`."""
+
+    packed: Path
+
+    def roots(self, place: Path) -> Sequence[Path]:
+        return [self.packed]
+
+    def run(self, place: Path) -> Any:
+        return load(self.packed), tokenizer(self.packed)
+
+    def result(self, place: Path, made: Any) -> Any:
+        model, words = made
+        state = {
+            name: (tensor.dtype, tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+            for name, tensor in model.state_dict().items()
+        }
+        configs = model.config.to_dict(), model.generation_config.to_dict()
+        return state, configs, words("Once upon a time")["input_ids"]
+
+
+@dataclass(frozen=True)
+class Save(Scenario):
+    """`save_pretrained` of a packed model: transformers writes, with errors of its own."""
+
+    packed: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    raises = (OSError,)
+
+    def run(self, place: Path) -> Any:
+        loaded(self.packed).save_pretrained(place / "saved", **self.options)
+
+    def result(self, place: Path, made: Any) -> Any:
+        return contents(place / "saved")
+
+    def unsound(self, place: Path, expected: Any) -> str | None:
+        saved = place / "saved"
+        if not saved.is_dir() or not loads(saved) or contents(saved) == expected:
+            return None
+        return "load accepts another directory"
+
+
+@dataclass(frozen=True)
+class Verify(Scenario):
+    """`quantkit verify` without running the model."""
+
+    packed: Path
+
+    def roots(self, place: Path) -> Sequence[Path]:
+        return [self.packed]
+
+    def run(self, place: Path) -> Any:
+        return command("verify", self.packed, "--no-reload")
+
+    def result(self, place: Path, made: Any) -> Any:
+        return made.splitlines()[-3:]
+
+
+@functools.cache
+def loaded(packed: Path) -> Any:
+    """The model of a directory, loaded once."""
+    return load(packed)

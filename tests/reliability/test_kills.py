@@ -1,0 +1,204 @@
+"""Killed at any moment, or written to by several at once, a directory ends in the same bytes."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.cli import main as cli
+from quantkit.model import stream
+
+from .injection import Fault, Injection
+from .scenarios import STORIES, Failed, Quantize, contents
+from .sweep import tell
+
+SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
+#: In many shards, and with work files: most moments are between two files.
+SHARDS = ("--method", "rtn", "--no-check", "--format", "int3", "--max-shard-size", "60KB")
+GPTQ = (
+    *("--method", "gptq", "--no-check", "--max-shard-size", "150KB"),
+    *("--calibration", f"{STORIES}:4", "--calibration-length", "16"),
+)
+RUNS = {"shards": SHARDS, "gptq": GPTQ}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Children are forked, which OpenMP's threads do not survive."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Child:
+    """A process forked after all imports that does `work`, with its exit code and what it said."""
+
+    def __init__(self, work: Callable[[], object], said: Path) -> None:
+        self._said = said
+        self._process = multiprocessing.get_context("fork").Process(target=self._run, args=(work,))
+        self._process.start()
+
+    def _run(self, work: Callable[[], object]) -> None:
+        # From now on, as the command itself does it a little later.
+        signal.signal(signal.SIGTERM, cli._terminate)
+        try:
+            work()
+        except Failed as error:
+            self._said.write_text(str(error))
+            os._exit(error.code)
+        except SystemExit as ended:
+            os._exit(int(ended.code or 0))
+        except KeyboardInterrupt:
+            os._exit(130)
+        os._exit(0)
+
+    def signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self) -> int:
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def said(self) -> str:
+        return self._said.read_text() if self._said.exists() else ""
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Run":
+    return Run(request.param, tmp_path_factory.mktemp("kills"))
+
+
+class Run:
+    """One kind of run: what it ends in, and how long that takes in a child."""
+
+    def __init__(self, name: str, place: Path) -> None:
+        self.name, self.place = name, place
+        self._scenario = Quantize(name, SOURCE, RUNS[name], mode=("--resume",))
+        # Here, so that children have imported everything.
+        (place / "first").mkdir()
+        self._scenario.run(place / "first")
+        begun = time.monotonic()
+        assert self.start("whole").wait() == 0
+        self.seconds = time.monotonic() - begun
+        self.expected = contents(place / "whole/out")
+        assert contents(place / "first/out") == self.expected and len(self.expected) > 8
+
+    def start(self, name: str, n: int = 0) -> Child:
+        """A child that quantizes or continues in `name`, killed before its call number `n` if any."""
+        place = self.place / name
+        place.mkdir(exist_ok=True)
+
+        def work() -> None:
+            with Injection([place], n, Fault.KILL).active():
+                self._scenario.run(place)
+
+        return Child(work if n else lambda: self._scenario.run(place), place / "said")
+
+    def killed(self, name: str, number: int, chance: random.Random) -> int | None:
+        """The exit code of a child that got a signal at a random moment; None if it was done before."""
+        child = self.start(name)
+        time.sleep(chance.uniform(0, self.seconds))
+        child.signal(number)
+        code = child.wait()
+        return None if code == 0 else code
+
+    def check(self, name: str) -> None:
+        """Continue what was interrupted, and compare."""
+        child = self.start(name)
+        assert child.wait() == 0, child.said()
+        assert contents(self.place / name / "out") == self.expected
+        shutil.rmtree(self.place / name)
+
+    def phase(self, name: str) -> str:
+        """How far a run came."""
+        out = self.place / name / "out"
+        left = {path.name for path in out.iterdir()} if out.is_dir() else set()
+        weights = sum(name.endswith(".safetensors") and not name.startswith(".") for name in left)
+        if "config.json" in left:
+            return "complete"
+        if "quantkit_manifest.json" in left or "LICENSE" in left:
+            return "after the shards"
+        if weights:
+            return f"{weights} files of weights"
+        return "journal" if ".quantkit-journal.jsonl" in left else "nothing"
+
+
+def kill_and_resume(run: Run, count: int) -> Counter[str]:
+    """Kill `count` times, some of them a second time while resuming; how far the runs were."""
+    chance, phases = random.Random(f"{run.name} {count}"), Counter[str]()
+    while phases.total() < count:
+        name = f"kill{phases.total()}"
+        code = run.killed(name, signal.SIGKILL, chance)
+        while code == -signal.SIGKILL:
+            phases[run.phase(name)] += 1
+            code = run.killed(name, signal.SIGKILL, chance) if chance.random() < 0.3 else None
+        assert code is None
+        run.check(name)
+    return phases
+
+
+def test_a_few_kills(run: Run) -> None:
+    assert kill_and_resume(run, 3).total() == 3
+
+
+@pytest.mark.slow
+def test_many_kills(run: Run) -> None:
+    phases = kill_and_resume(run, 100)
+    tell(
+        f"{run.name}: {phases.total()} random SIGKILLs and as many resumes to the same bytes; {dict(phases)}"
+    )
+    assert len(phases) >= 4
+
+
+@pytest.mark.parametrize("few", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_kills_before_calls_that_change_the_disk(run: Run, few: bool) -> None:
+    stride = 61 if few else {"shards": 1, "gptq": 5}[run.name]
+    kills = 0
+    for n in range(1 + stride // 2, 10_000, stride):
+        code = run.start("call", n).wait()
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        kills += 1
+        run.check("call")
+    tell(f"{run.name}: {kills} SIGKILLs before calls that change the disk, resumed to the same bytes")
+    assert kills >= 2
+
+
+@pytest.mark.parametrize("count", [pytest.param(20, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_end_with_their_exit_code(run: Run, number: int, expected: int, count: int) -> None:
+    chance, ended = random.Random(number), 0
+    while ended < count:
+        code = run.killed("signal", number, chance)
+        assert code in (None, expected)
+        ended += code is not None
+        run.check("signal")
+    tell(f"{run.name}: {count} signals {number} with exit code {expected}, resumed to the same bytes")
+
+
+@pytest.mark.parametrize("writers", [2, 3])
+def test_one_of_several_writers_finishes(run: Run, monkeypatch: pytest.MonkeyPatch, writers: int) -> None:
+    # Slowed down, so that all are there at the same time.
+    write_shard = stream.write_shard
+    pause = run.seconds + 0.5
+    monkeypatch.setattr(
+        "quantkit.model.quantize.write_shard", lambda *a: (time.sleep(pause), write_shard(*a))[1]
+    )
+    children = [run.start("several") for _ in range(writers)]
+    codes = [child.wait() for child in children]
+    assert sorted(codes) == [0] + [5] * (writers - 1)
+    assert "LOCKED by process" in children[0].said()
+    assert contents(run.place / "several/out") == run.expected
+    shutil.rmtree(run.place / "several")

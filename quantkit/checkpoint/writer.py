@@ -117,13 +117,14 @@ class OutputDirectory:
         try:
             lock = DirectoryLock.acquire(path)
             try:
-                match mode:
-                    case Mode.NEW:
-                        check_empty(path)
-                    case Mode.OVERWRITE:
-                        check_own(path)
-                    case Mode.RESUME:
-                        pass  # A journal tells which run it is of.
+                with writing(path):
+                    match mode:
+                        case Mode.NEW:
+                            check_empty(path)
+                        case Mode.OVERWRITE:
+                            check_own(path)
+                        case Mode.RESUME:
+                            pass  # A journal tells which run it is of.
             finally:
                 lock.release()
         finally:

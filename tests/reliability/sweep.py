@@ -18,7 +18,7 @@ SAID = {
     Fault.DEAD: "Input/output error",
     Fault.FULL: "No space left on device",
     Fault.SHORT: "No space left on device",
-    Fault.MEMORY: "allocate",
+    Fault.MEMORY: "too little memory",
 }
 
 

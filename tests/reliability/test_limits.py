@@ -44,11 +44,16 @@ def limited(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+SLOW = [(kind, part) for kind in ("quantize", "save", "save shards") for part in (0, 0.05, 1)] + [
+    ("eval", 0.5)
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "part"),
     [
-        *((kind, part) for kind in ("quantize", "save", "save shards") for part in (0, 0.05, 0.5, 1)),
-        ("eval", 0.5),
+        *((kind, 0.5) for kind in ("quantize", "save", "save shards")),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW),
     ],
 )
 def test_files_that_cannot_grow(packed: Path, tmp_path: Path, kind: str, part: float) -> None:

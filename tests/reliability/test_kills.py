@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,24 +45,37 @@ class Child:
 
     def __init__(self, work: Callable[[], object], said: Path) -> None:
         self._said = said
+        self._ready = said.with_name("ready")
+        self._ready.unlink(missing_ok=True)
         self._process = multiprocessing.get_context("fork").Process(target=self._run, args=(work,))
         self._process.start()
 
     def _run(self, work: Callable[[], object]) -> None:
         # From now on, as the command itself does it a little later.
         signal.signal(signal.SIGTERM, cli._terminate)
+        # Shells have background jobs ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = 0
         try:
+            self._ready.touch()
             work()
         except Failed as error:
+            code = error.code
             self._said.write_text(str(error))
-            os._exit(error.code)
         except SystemExit as ended:
-            os._exit(int(ended.code or 0))
+            code = int(ended.code or 0)
         except KeyboardInterrupt:
-            os._exit(130)
-        os._exit(0)
+            code = 130
+        except BaseException:
+            code = 70
+            self._said.write_text(traceback.format_exc())
+        os._exit(code)
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, wait: float) -> None:
+        """Send a signal so many seconds after the work has begun."""
+        while not self._ready.exists():
+            time.sleep(0.001)
+        time.sleep(wait)
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
@@ -108,8 +122,7 @@ class Run:
     def killed(self, name: str, number: int, chance: random.Random) -> int | None:
         """The exit code of a child that got a signal at a random moment; None if it was done before."""
         child = self.start(name)
-        time.sleep(chance.uniform(0, self.seconds))
-        child.signal(number)
+        child.signal(number, chance.uniform(0, self.seconds))
         code = child.wait()
         return None if code == 0 else code
 
@@ -182,7 +195,8 @@ def test_signals_end_with_their_exit_code(run: Run, number: int, expected: int, 
     chance, ended = random.Random(number), 0
     while ended < count:
         code = run.killed("signal", number, chance)
-        assert code in (None, expected)
+        said = run.place / "signal/said"
+        assert code in (None, expected), said.read_text() if said.exists() else "nothing said"
         ended += code is not None
         run.check("signal")
     tell(f"{run.name}: {count} signals {number} with exit code {expected}, resumed to the same bytes")

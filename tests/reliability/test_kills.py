@@ -176,7 +176,7 @@ def test_many_kills(run: Run) -> None:
 
 @pytest.mark.parametrize("few", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kills_before_calls_that_change_the_disk(run: Run, few: bool) -> None:
-    stride = 61 if few else {"shards": 1, "gptq": 5}[run.name]
+    stride = 121 if few else {"shards": 1, "gptq": 5}[run.name]
     kills = 0
     for n in range(1 + stride // 2, 10_000, stride):
         code = run.start("call", n).wait()
@@ -186,7 +186,7 @@ def test_kills_before_calls_that_change_the_disk(run: Run, few: bool) -> None:
         kills += 1
         run.check("call")
     tell(f"{run.name}: {kills} SIGKILLs before calls that change the disk, resumed to the same bytes")
-    assert kills >= 2
+    assert kills >= 1
 
 
 @pytest.mark.parametrize("count", [pytest.param(20, marks=pytest.mark.slow), 1])

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.model.structure import check_layer_counts
 from quantkit.model.versions import register_plugin, require_transformers
 
@@ -72,22 +72,27 @@ def tokenizer(path: str | Path) -> Any:
 
 
 def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
-    """The tokens of `text` alone, int64 [n]: no BOS, no EOS, no other special token is added."""
-    # verbose=False: windows make the length warning of the tokenizer pointless.
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
+    """The tokens of `text` alone, int64 [n]: no BOS, no EOS, no other special token is added.
+
+    `CheckpointError` for a tokenizer whose files do not fit each other.
+    """
+    with explained(tokenizer.name_or_path or "the tokenizer"):
+        # verbose=False: windows make the length warning of the tokenizer pointless.
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
 
 
 @contextmanager
 def explained(source: str | Path) -> Iterator[None]:
     """What transformers raises, of many kinds, for files that do not fit each other, as `CheckpointError`."""
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (QuantkitError, torch.OutOfMemoryError, MemoryError):
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
+    except BaseException as error:
+        # tokenizers raises plain `Exception`s; panics of its Rust code have a class that none can import.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         text = " ".join(str(error).split())
         raise CheckpointError(
             f"{source} cannot be opened or run: {type(error).__name__}: {text} Check its files, a packed "

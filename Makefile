@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test codegen check
+.PHONY: demo test codegen fuzz check
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/quantkit demo examples/stories260K --text examples/stories.txt --out demo-output
@@ -14,6 +14,11 @@ test: $(VENV)/test.stamp
 # Every kernel of every format for every GPU that it is for, which takes minutes; `test` compiles a part.
 codegen: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n auto -m slow tests/kernels/fused/test_codegen.py
+
+# Hostile files of every kind, mutated; what is found is written to fuzz-findings.
+FUZZ ?= --cases 1000000 --jobs 2
+fuzz: $(VENV)/test.stamp
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .

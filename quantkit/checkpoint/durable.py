@@ -14,6 +14,7 @@ from quantkit.files import TempFile, open_regular, os_error_text, write_all
 
 # Small enough to stay in a core's cache between reading and hashing.
 BLOCK_BYTES = 1 << 20
+_NAME_BYTES = 255
 _PLAIN_NAME = re.compile(r"[^/\\\x00-\x1f]{1,255}")
 
 
@@ -28,7 +29,10 @@ class FileRecord:
 
 def is_plain_name(name: object) -> bool:
     """Whether `name` names a file directly inside a directory, and can never lead out of it."""
-    return isinstance(name, str) and name not in (".", "..") and bool(_PLAIN_NAME.fullmatch(name))
+    if not isinstance(name, str) or name in (".", "..") or not _PLAIN_NAME.fullmatch(name):
+        return False
+    # What file systems hold; asking for a longer name is an error of its own.
+    return len(name.encode(errors="replace")) <= _NAME_BYTES
 
 
 def is_inside(path: Path) -> bool:

@@ -24,7 +24,7 @@ SINGLE_NAME = "model.safetensors"
 ADAPTER_NAME = "adapter_config.json"
 HEADERS_ONLY_NAME = ".quantkit-headers-only"
 
-_SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
+_SHARD_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
 # One system call reads at most 2**31 - 4096 bytes on Linux.
 _READ_BYTES = 2**30
 

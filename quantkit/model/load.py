@@ -1,5 +1,6 @@
 """Load a packed or dense checkpoint as a transformers model that is ready for inference."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.durable import is_inside
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
@@ -39,7 +41,7 @@ def load(
             f"device={str(device)!r} and device_map={device_map!r} contradict each other; give one."
         )
     require_transformers()
-    directory = resolve(path)
+    directory = _whole(path)
     check_layer_counts(Checkpoint.open(directory))
     register_plugin()
     from transformers import AutoModelForCausalLM
@@ -68,7 +70,7 @@ def tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     with explained(path):
-        return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(_whole(path), trust_remote_code=False)
 
 
 def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
@@ -80,6 +82,18 @@ def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
         # verbose=False: windows make the length warning of the tokenizer pointless.
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64)
+
+
+def _whole(source: str | Path) -> Path:
+    """The directory of `source`; `CheckpointError` for a link out of it, which transformers would follow."""
+    directory = resolve(source)
+    for file in sorted(directory.iterdir()):
+        if not is_inside(file):
+            raise CheckpointError(
+                f"{file}: links to {os.path.realpath(file)}; expected a file inside the directory. Replace "
+                "the link by the file."
+            )
+    return directory
 
 
 @contextmanager

@@ -96,7 +96,12 @@ def resolve(source: str | Path, *, revision: str | None = None, headers_only: bo
     gated or without safetensors, `EnvironmentProblem` if the hub cannot be reached. Without a
     network or with HF_HUB_OFFLINE the hub's local cache is used.
     """
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError:
+        raise UsageError(
+            f"{str(source)!r} is in a home directory, and there is none. Set HOME, or give another path."
+        ) from None
     if str(source) and path.is_dir():
         if revision is not None:
             raise UsageError(

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -99,16 +100,21 @@ def _small_file() -> bytes:
     )
 
 
+def _deserialized(data: bytes) -> list[tuple[str, Any]]:
+    """What the library reads."""
+    try:
+        return list(safetensors.deserialize(data))
+    except safetensors.SafetensorError as error:
+        # The only header that quantkit takes and the library does not: JSON has a -0, which is 0.
+        assert "floating point `-0.0`" in str(error), error
+        return list(safetensors.deserialize(re.sub(rb"-0(?![.0-9])", b" 0", data)))
+
+
 def _check_header(case: bytes, directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(case)
     found = read_header(path)
-    try:
-        expected = dict(safetensors.deserialize(case))
-    except safetensors.SafetensorError as error:
-        # The only header that quantkit takes and the library does not: JSON has a -0, which is 0.
-        assert "floating point `-0.0`" in str(error), error
-        return
+    expected = dict(_deserialized(case))
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         other = expected[name]
@@ -173,7 +179,7 @@ def _check_checkpoint(case: bytes, directory: Path) -> None:
     check_not_quantized(checkpoint)
     checkpoint.fingerprint()
     checkpoint.check_unchanged()
-    expected = [entry for shard in checkpoint.shards for entry in safetensors.deserialize(shard.read_bytes())]
+    expected = [entry for shard in checkpoint.shards for entry in _deserialized(shard.read_bytes())]
     assert len(expected) == len(checkpoint.tensors) == len(dict(expected))
     for name, other in expected:
         tensor = checkpoint.read(name)
@@ -340,12 +346,10 @@ def _journals() -> tuple[bytes, ...]:
 
 
 def _check_journal(case: bytes, directory: Path) -> None:
-    items = unpack_directory(case)
-    write_items(directory, items)
+    write_items(directory, unpack_directory(case))
     state = read_journal(directory)
     if state is not None:
-        data = items[JOURNAL_NAME]
-        assert isinstance(data, bytes)
+        data = (directory / JOURNAL_NAME).read_bytes()
         lines = [json.loads(line) for line in data[: state.length].splitlines()]
         assert lines[0] == {"run": state.run}
         files = {line["file"]: line for line in lines[1:] if "file" in line}
@@ -387,7 +391,9 @@ _COMPARED = 1 << 12
 
 
 def _check_packed(case: bytes, directory: Path) -> None:
-    write_items(directory, unpack_directory(case))
+    # The two names are ours, so no link stands for either.
+    items = unpack_directory(case).items()
+    write_items(directory, {name: item for name, item in items if not isinstance(item, Link)})
     said = read_json(directory / "scheme.json")
     one, shape = Scheme.from_dict(said.get("scheme", {})), said.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or any(type(n) is not int for n in shape):

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test codegen faults check
+.PHONY: demo test codegen faults fuzz check
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/quantkit demo examples/stories260K --text examples/stories.txt --out demo-output
@@ -21,6 +21,11 @@ faults: $(VENV)/test.stamp
 	rm -f $(QUANTKIT_FAULTS_LOG)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow tests/reliability
 	cat $(QUANTKIT_FAULTS_LOG)
+
+# Hostile files of every kind, mutated; what is found is written to fuzz-findings.
+FUZZ ?= --cases 1000000 --jobs 2
+fuzz: $(VENV)/test.stamp
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .

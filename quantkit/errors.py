@@ -4,11 +4,31 @@ Every message names the tensor, file or option, what was found, what was expecte
 `exit_code` is what the command line returns for the error.
 """
 
+#: Characters of a message beyond which its middle is left out.
+MAX_MESSAGE = 10_000
+
 
 class QuantkitError(Exception):
-    """Base of all errors that are not bugs in quantkit."""
+    """Base of all errors that are not bugs in quantkit.
+
+    Messages quote what files say, and go to terminals and logs: what is not printable is shown as an escape,
+    and of a message of more than `MAX_MESSAGE` characters the middle is left out.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        if len(message) > MAX_MESSAGE:
+            half = MAX_MESSAGE // 2 - 50
+            left_out = len(message) - 2 * half
+            message = f"{message[:half]} ... ({left_out} characters left out) ... {message[-half:]}"
+        if not message.isprintable():
+            message = "".join(map(_shown, message))
+        super().__init__(message)
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() or character in "\n\t" else repr(character)[1:-1]
 
 
 class UsageError(QuantkitError):

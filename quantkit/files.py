@@ -6,6 +6,7 @@ All writing goes through `os.pwrite`, `os.fsync` and `os.replace`, so that tests
 import errno
 import json
 import os
+import re
 import reprlib
 import stat
 from collections import Counter
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 TEMP_PREFIX = ".tmp-"
+#: How deep JSON may be: what takes it apart recurses, and Python's own limit depends on who calls.
+MAX_DEPTH = 100
+_HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _FILE_MODE = 0o644  # the kernel takes the umask away
 
 
@@ -51,6 +55,9 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
+        if _HALF_CHARACTER.search(data):
+            # Half of a pair of escapes is no character, which others refuse and UTF-8 cannot hold.
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(f"{what} is nested too deeply; expected a few levels of JSON") from None
     except RepeatedKeyError:
@@ -60,7 +67,20 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
         raise ValueError(f"{what} is {found}; expected a JSON object") from None
     if not isinstance(value, dict):
         raise ValueError(f"{what} is {shown(value)}; expected a JSON object")
+    if _is_deep(value):
+        raise ValueError(f"{what} is nested too deeply; expected a few levels of JSON")
     return value
+
+
+def _is_deep(value: dict[str, Any]) -> bool:
+    """Whether JSON has more than `MAX_DEPTH` levels."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        nodes = [node.values() if isinstance(node, dict) else node for node in level]
+        level = [item for node in nodes for item in node if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 class RepeatedKeyError(ValueError):

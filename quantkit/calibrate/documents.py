@@ -208,8 +208,8 @@ def _chat(messages: Any) -> list[dict[str, Any]] | None:
         if isinstance(message.get("role"), str) and "content" in message:
             found.append({key: value for key, value in message.items() if value is not None})
             found[-1].setdefault("content", "")
-        elif message.get("from") in _ROLES and isinstance(message.get("value"), str):
-            found.append({"role": _ROLES[message["from"]], "content": message["value"]})
+        elif (role := _ROLES.get(str(message.get("from")))) and isinstance(message.get("value"), str):
+            found.append({"role": role, "content": message["value"]})
         else:
             return None
     return found

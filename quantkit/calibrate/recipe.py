@@ -252,6 +252,15 @@ def scale_dtype_named(name: str | None) -> torch.dtype | None:
     return None if name is None else SCALE_DTYPES[name]
 
 
+def _parse_toml(text: str) -> dict[str, Any]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MAX_DOTS:
+            raise ValueError(
+                f"line {number} has more than {_MAX_DOTS} dots; expected keys of one or two names"
+            )
+    return tomllib.loads(text)
+
+
 def _parse_yaml(text: str) -> dict[str, Any]:
     from quantkit.calibrate.strict_yaml import parse_yaml
 
@@ -260,11 +269,13 @@ def _parse_yaml(text: str) -> dict[str, Any]:
 
 #: The parser of each syntax by the suffix of a file; a `ValueError` says what is wrong.
 SYNTAXES: dict[str, Callable[[str], dict[str, Any]]] = {
-    ".toml": tomllib.loads,
+    ".toml": _parse_toml,
     ".yaml": _parse_yaml,
     ".yml": _parse_yaml,
 }
 MAX_CHARACTERS = 1 << 20  # rules for ten thousand linears
+#: tomllib takes time in the square and more of the names in a dotted key, which are on one line.
+_MAX_DOTS = 200
 
 
 def read_recipe(path: Path, default: Choice) -> Recipe:

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, OutputError
-from quantkit.files import TempFile, os_error_text, write_all
+from quantkit.files import TempFile, open_regular, os_error_text, write_all
 
 # Small enough to stay in a core's cache between reading and hashing.
 BLOCK_BYTES = 1 << 20
+_NAME_BYTES = 255
 _PLAIN_NAME = re.compile(r"[^/\\\x00-\x1f]{1,255}")
 
 
@@ -27,7 +29,31 @@ class FileRecord:
 
 def is_plain_name(name: object) -> bool:
     """Whether `name` names a file directly inside a directory, and can never lead out of it."""
-    return isinstance(name, str) and name not in (".", "..") and bool(_PLAIN_NAME.fullmatch(name))
+    if not isinstance(name, str) or name in (".", "..") or not _PLAIN_NAME.fullmatch(name):
+        return False
+    # What file systems hold; asking for a longer name is an error of its own.
+    return len(name.encode(errors="replace")) <= _NAME_BYTES
+
+
+def is_inside(path: Path) -> bool:
+    """Whether `path`, links followed, is in its directory or in the blobs of the same hub cache."""
+    root = Path(os.path.realpath(path.parent))
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    target = Path(os.path.realpath(path))
+    return any(target.is_relative_to(place) for place in allowed)
+
+
+def read_inside(path: Path, limit: int) -> bytes:
+    """The bytes of a file of a directory, at most `limit + 1` of them.
+
+    `OSError` if it cannot be read, is no regular file, or links out of the directory.
+    """
+    if not is_inside(path):
+        raise OSError(errno.ELOOP, "it links out of its directory")
+    with open_regular(path) as file:
+        return file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
 
 
 @contextmanager
@@ -72,8 +98,8 @@ def read_blocks(path: Path) -> Iterator[memoryview]:
     """The bytes of `path`, block by block in one reused buffer; `CheckpointError` on failure."""
     buffer = memoryview(bytearray(BLOCK_BYTES))
     try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
+        with open_regular(path) as file:
+            while count := os.readv(file.fileno(), [buffer]):
                 yield buffer[:count]
     except OSError as error:
         raise CheckpointError(

@@ -97,12 +97,16 @@ def resolve(source: str | Path, *, revision: str | None = None, headers_only: bo
     gated or without safetensors, `EnvironmentProblem` if the hub cannot be reached. Without a
     network or with HF_HUB_OFFLINE the hub's local cache is used.
     """
-    path = Path(source).expanduser()
     try:
+        path = Path(source).expanduser()
         found = bool(str(source)) and path.is_dir()
+    except RuntimeError:
+        raise UsageError(
+            f"{str(source)!r} is in a home directory, and there is none. Set HOME, or give another path."
+        ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{path}: cannot be examined: {os_error_text(error)}. Check the disk and the permissions."
+            f"{source}: cannot be examined: {os_error_text(error)}. Check the disk and the permissions."
         ) from error
     if found:
         if revision is not None:

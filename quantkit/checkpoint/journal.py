@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.durable import FileRecord, is_plain_name, write_file, writing
+from quantkit.checkpoint.durable import FileRecord, is_plain_name, read_inside, write_file, writing
 from quantkit.errors import OutputError
-from quantkit.files import os_error_text, sync_directory, write_all
+from quantkit.files import os_error_text, parse_json, sync_directory, write_all
 
 JOURNAL_NAME = ".quantkit-journal.jsonl"
+#: Of a longer one the rest is left out, like what is damaged.
+MAX_JOURNAL_BYTES = 1 << 30
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHOWN_DIFFERENCES = 20
 _SHOWN_CHARACTERS = 200
@@ -91,7 +93,7 @@ def read_journal(directory: Path) -> JournalState | None:
     """
     path = directory / JOURNAL_NAME
     try:
-        data = path.read_bytes()
+        data = read_inside(path, MAX_JOURNAL_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -123,8 +125,8 @@ def _whole_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
     end = 0
     for raw in data.splitlines(keepends=True):
         try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError):
+            line = parse_json(raw, "the line")
+        except ValueError:
             return
         if not raw.endswith(b"\n") or not _is_line(line, first=end == 0):
             return
@@ -132,9 +134,7 @@ def _whole_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
         yield line, end
 
 
-def _is_line(line: Any, *, first: bool) -> bool:
-    if not isinstance(line, dict):
-        return False
+def _is_line(line: Mapping[str, Any], *, first: bool) -> bool:
     if first:
         return line.keys() == {"run"}
     if line.keys() == {"claim"}:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.checkpoint.durable import hash_file, is_plain_name, write_file
+from quantkit.checkpoint.durable import hash_file, is_inside, is_plain_name, read_inside, write_file
 from quantkit.errors import CheckpointError
-from quantkit.files import os_error_text, shown
+from quantkit.files import os_error_text, parse_json, shown
 
 MANIFEST_NAME = "quantkit_manifest.json"
 OWN_HASH = "manifest_sha256"
@@ -30,7 +30,7 @@ class Problem:
     """A file of a directory that is not what the manifest says."""
 
     file: str
-    kind: Literal["missing", "size", "sha256", "extra"]
+    kind: Literal["missing", "link", "size", "sha256", "extra"]
     text: str
 
     def __str__(self) -> str:
@@ -50,13 +50,11 @@ def _read(directory: Path) -> tuple[dict[str, Any], bytes]:
     """The validated manifest, and its bytes."""
     path = directory / MANIFEST_NAME
     try:
-        size = path.stat().st_size
-        if size > MAX_MANIFEST_BYTES:
+        data = read_inside(path, MAX_MANIFEST_BYTES)
+        if len(data) > MAX_MANIFEST_BYTES:
             raise CheckpointError(
-                f"{path} has {size} bytes, more than the {MAX_MANIFEST_BYTES} that a manifest "
-                f"may have. {_REWRITE}"
+                f"{path} has more than the {MAX_MANIFEST_BYTES} bytes that a manifest may have. {_REWRITE}"
             )
-        data = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: {directory} is not a finished quantkit checkpoint. If a run was "
@@ -67,13 +65,13 @@ def _read(directory: Path) -> tuple[dict[str, Any], bytes]:
             f"cannot read {path}: {os_error_text(error)}. Make the file readable."
         ) from error
     try:
-        manifest = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        manifest = parse_json(data, "it")
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}. {_REWRITE}") from None
     problem = _rule_broken(manifest)
     if problem is not None:
         raise CheckpointError(f"{path}: {problem}. {_REWRITE}")
-    return dict(manifest), data
+    return manifest, data
 
 
 def manifest_bytes(content: Mapping[str, Any]) -> bytes:
@@ -92,9 +90,7 @@ def pretty_json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _rule_broken(manifest: Any) -> str | None:
-    if not isinstance(manifest, dict):
-        return f"expected a JSON object, found {type(manifest).__name__}"
+def _rule_broken(manifest: Mapping[str, Any]) -> str | None:
     files = manifest.get("files")
     if not isinstance(files, dict):
         return f"'files' must be an object of file names, found {type(files).__name__}"
@@ -172,6 +168,8 @@ def _file_problem(
         raise CheckpointError(f"cannot examine {path}: {os_error_text(error)}. Check the disk.") from error
     if size is None:
         return Problem(path.name, "missing", f"{path.name} is missing")
+    if not is_inside(path):
+        return Problem(path.name, "link", f"{path.name} links out of the directory")
     if size != entry["size"]:
         text = f"{path.name} has {size} bytes, the manifest says {entry['size']}"
         return Problem(path.name, "size", text)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.durable import FileRecord, hash_file
+from quantkit.checkpoint.durable import FileRecord, hash_file, is_inside
 from quantkit.checkpoint.journal import (
     JOURNAL_NAME,
     Entry,
@@ -221,7 +221,7 @@ def _refuse_other_run(path: Path, what: str, old: Mapping[str, Any], new: Mappin
 
 def _is_intact(path: Path, record: FileRecord, progress: Callable[[int], None] | None) -> bool:
     file = path / record.file
-    if not file.is_file() or file.stat().st_size != record.size:
+    if not file.is_file() or not is_inside(file) or file.stat().st_size != record.size:
         return False
     try:
         return hash_file(file, progress) == record.sha256

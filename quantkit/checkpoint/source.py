@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from quantkit.checkpoint.durable import is_inside
 from quantkit.checkpoint.header import read_header, read_json
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, EnvironmentProblem
@@ -21,9 +22,10 @@ from quantkit.files import open_regular, os_error_text, shown
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+ADAPTER_NAME = "adapter_config.json"
 HEADERS_ONLY_NAME = ".quantkit-headers-only"
 
-_SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
+_SHARD_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
 # One system call reads at most 2**31 - 4096 bytes on Linux.
 _READ_BYTES = 2**30
 
@@ -108,6 +110,7 @@ class Checkpoint:
     @classmethod
     def _open(cls, directory: Path, strict: bool, allow_auto_map: bool) -> "Checkpoint":
         entries = _entries(directory)
+        _check_no_adapter(directory, entries)
         config, warnings = _read_config(directory, allow_auto_map)
         index = _read_index(directory, entries)
         shards, shard_warnings = _find_shards(directory, entries, index)
@@ -228,6 +231,7 @@ def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any],
     path = directory / CONFIG_NAME
     _check_inside(path)
     config = read_json(path)
+    _check_no_kernels(path, config)
     if not config.get("auto_map"):
         return config, []
     if not allow_auto_map:
@@ -239,6 +243,31 @@ def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any],
         )
     del config["auto_map"]
     return config, [f"{path}: auto_map is ignored; the code that it names is not run"]
+
+
+def _check_no_kernels(path: Path, config: Mapping[str, Any]) -> None:
+    """transformers runs attention kernels of the hub, which are code, where a config names a repository."""
+    pending: list[Mapping[str, Any]] = [config]
+    while pending:
+        node = pending.pop()
+        for key, value in node.items():
+            pending += [value] if isinstance(value, dict) else []
+            names = value.values() if isinstance(value, dict) else [value]
+            if "_implementation" in key and any(isinstance(name, str) and "/" in name for name in names):
+                _fail(
+                    path,
+                    f"{key} is {shown(value)}, so the model would run code of that repository, which "
+                    "quantkit never does; expected an implementation of transformers, such as sdpa",
+                    f"Remove {key}",
+                )
+
+
+def _check_no_adapter(directory: Path, entries: Sequence[Path]) -> None:
+    """With PEFT installed, transformers loads what an adapter names in place of what is here."""
+    path = directory / ADAPTER_NAME
+    if path in entries:
+        problem = "the directory is an adapter to another model; expected a model of its own"
+        _fail(path, problem, f"Merge the adapter into its model, or remove {ADAPTER_NAME}")
 
 
 def _read_index(directory: Path, entries: Sequence[Path]) -> dict[str, Any] | None:
@@ -310,7 +339,7 @@ def _fail_without_weights(directory: Path, entries: Sequence[Path]) -> NoReturn:
 
 def _find_side_files(entries: Sequence[Path]) -> tuple[list[Path], list[str]]:
     wanted = [path for path in entries if _is_side_file(path)]
-    files = [path for path in wanted if _is_inside(path)]
+    files = [path for path in wanted if is_inside(path)]
     outside = [path for path in wanted if path not in files]
     return files, [f"{path}: ignored, because it links out of the directory" for path in outside]
 
@@ -330,18 +359,8 @@ def _check_case(files: Iterable[Path]) -> None:
             _fail(path, f"{problem}, also on macOS and Windows", "Rename one of the two")
 
 
-def _is_inside(path: Path) -> bool:
-    """Whether `path`, links followed, is in its directory or in the blobs of the same hub cache."""
-    root = Path(os.path.realpath(path.parent))
-    allowed = [root]
-    if root.parent.name == "snapshots":
-        allowed.append(root.parent.parent / "blobs")
-    target = Path(os.path.realpath(path))
-    return any(target.is_relative_to(place) for place in allowed)
-
-
 def _check_inside(path: Path) -> None:
-    if not _is_inside(path):
+    if not is_inside(path):
         problem = f"links to {os.path.realpath(path)}; expected a file inside the directory"
         _fail(path, problem, "Replace the link by the file")
 

@@ -1,18 +1,20 @@
 """What an evaluation has found so far, in files, so that it goes on where it was interrupted.
 
-Files hold the scores of every batch of windows and the answers to every task, each written whole under a key
-of all that its figures depend on. They are deleted when the evaluation is done: they are no cache.
+Files hold the scores of every batch of windows and the answers to every task, each written whole behind its
+hash and under a key of all that its figures depend on. What is damaged is measured again. They are deleted
+when the evaluation is done: they are no cache.
 """
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from quantkit.checkpoint.durable import read_inside
 from quantkit.errors import OutputError
 from quantkit.eval.metrics import TokenScores
 from quantkit.files import os_error_text, parse_json, replace_file
@@ -20,6 +22,8 @@ from quantkit.files import os_error_text, parse_json, replace_file
 #: The folder of everything, which is deleted at the end, and the one in it of the reference's logits.
 _FOLDER = ".quantkit-eval"
 _LOGITS = "reference"
+MAX_BYTES = 1 << 30
+_DIGEST = 32
 _FIELDS = ("nll", "reference_nll", "kl", "same_top1")
 
 
@@ -36,14 +40,11 @@ class Partial:
 
     def scores(self, key: str, name: str, shape: tuple[int, int]) -> TokenScores | None:
         """The scores of the batch `name`, [windows, positions] of `shape`; None if there are none."""
-        data = self._read(self.directory / key / f"{name}.safetensors")
+        data = self._read(self.directory / key / f"{name}.scores")
         if data is None:
             return None
-        try:
-            tensors = load(data)
-        except SafetensorError:
-            return None
-        if "nll" not in tensors or any(tuple(tensor.shape) != shape for tensor in tensors.values()):
+        tensors = load(data)
+        if tuple(tensors["nll"].shape) != shape:
             return None
         return TokenScores(*(tensors.get(field) for field in _FIELDS))
 
@@ -52,17 +53,12 @@ class Partial:
         tensors: dict[str, torch.Tensor] = {
             field: value.contiguous() for field in _FIELDS if (value := getattr(scores, field)) is not None
         }
-        self._write(self.directory / key / f"{name}.safetensors", save(tensors))
+        self._write(self.directory / key / f"{name}.scores", save(tensors))
 
     def json(self, key: str, name: str) -> dict[str, Any] | None:
         """The JSON object stored as `name`; None if there is none."""
         data = self._read(self.directory / key / f"{name}.json")
-        if data is None:
-            return None
-        try:
-            return parse_json(data, name)
-        except ValueError:
-            return None
+        return None if data is None else parse_json(data, name)
 
     def store_json(self, key: str, name: str, value: dict[str, Any]) -> None:
         """Keep a JSON object; `OutputError` if it cannot be written."""
@@ -80,17 +76,25 @@ class Partial:
 
     @staticmethod
     def _read(path: Path) -> bytes | None:
+        """The bytes that were stored, None where there are none or others."""
         try:
-            return path.read_bytes()
+            data = read_inside(path, MAX_BYTES)
         except OSError:
             return None
+        stored = data[_DIGEST:]
+        return stored if data[:_DIGEST] == _digest(path, stored) else None
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, data)
+            replace_file(path, _digest(path, data) + data)
         except OSError as error:
             raise OutputError(
                 f"cannot write partial results to {path}: {os_error_text(error)}. Free space there or name "
                 "another directory."
             ) from error
+
+
+def _digest(path: Path, data: bytes) -> bytes:
+    """The hash of what is stored, and of where: a file under another name is another's result."""
+    return hashlib.sha256(f"{path.parent.name}/{path.name}\n".encode() + data).digest()

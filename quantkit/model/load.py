@@ -1,5 +1,6 @@
 """Load a packed or dense checkpoint as a transformers model that is ready for inference."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,10 +8,11 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.durable import is_inside
 from quantkit.checkpoint.header import read_json
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.model.memory import enough_memory, is_lack_of_memory
 from quantkit.model.structure import check_layer_counts
 from quantkit.model.versions import register_plugin, require_transformers
@@ -43,7 +45,7 @@ def load(
             f"device={str(device)!r} and device_map={device_map!r} contradict each other; give one."
         )
     require_transformers()
-    directory = resolve(path)
+    directory = _whole(path)
     check_layer_counts(Checkpoint.open(directory))
     register_plugin()
     from transformers import AutoModelForCausalLM
@@ -73,25 +75,41 @@ def tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     with explained(path):
-        return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(_whole(path), trust_remote_code=False)
 
 
 def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
-    """The tokens of `text` alone, int64 [n]: no BOS, no EOS, no other special token is added."""
-    # verbose=False: windows make the length warning of the tokenizer pointless.
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
+    """The tokens of `text` alone, int64 [n]: no BOS, no EOS, no other special token is added.
+
+    `CheckpointError` for a tokenizer whose files do not fit each other.
+    """
+    with explained(tokenizer.name_or_path or "the tokenizer"):
+        # verbose=False: windows make the length warning of the tokenizer pointless.
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
+
+
+def _whole(source: str | Path) -> Path:
+    """The directory of `source`; `CheckpointError` for a link out of it, which transformers would follow."""
+    directory = resolve(source)
+    for file in sorted(directory.iterdir()):
+        if not is_inside(file):
+            raise CheckpointError(
+                f"{file}: links to {os.path.realpath(file)}; expected a file inside the directory. Replace "
+                "the link by the file."
+            )
+    return directory
 
 
 @contextmanager
 def explained(source: str | Path) -> Iterator[None]:
     """What transformers raises, of many kinds, for files that do not fit each other, as `CheckpointError`."""
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
-        if is_lack_of_memory(error):
+    except BaseException as error:
+        # tokenizers raises plain `Exception`s; panics of its Rust code have a class that none can import.
+        files = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not files or isinstance(error, QuantkitError) or is_lack_of_memory(error):
             raise
         text = " ".join(str(error).split())
         raise CheckpointError(

@@ -24,6 +24,7 @@ KEY = "prompt_logits"
 PROMPT_TOKENS, TOP = 16, 8
 #: How far a logit may be off, in parts of the largest that is stored; docs/cli.md has what kernels differ by.
 TOLERANCE = 1e-3
+_LARGEST = torch.finfo(torch.float32).max
 _AGAIN = "Download the checkpoint again, or quantize the model again."
 
 
@@ -49,10 +50,11 @@ class PromptLogits:
             sound = (
                 prompt
                 and all(type(number) is int and 0 <= number < 1 << 31 for number in numbers)
-                and all(type(x) is float and math.isfinite(x) for row in logits for x in row)
+                and all(type(x) is float and abs(x) <= _LARGEST for row in logits for x in row)
                 and [len(row) for row in tokens] == [len(row) for row in logits]
                 and len(tokens) == len(prompt)
                 and len({len(row) for row in tokens}) == 1
+                and tokens[0]
             )
         except (KeyError, TypeError):
             sound = False
@@ -107,8 +109,9 @@ def differences(stored: PromptLogits, logits: torch.Tensor) -> list[str]:
     by token and by rank.
     """
     tokens, expected = torch.tensor(stored.tokens), torch.tensor(stored.logits)
-    if int(tokens.max()) >= logits.shape[1]:
-        return [f"token {int(tokens.max())} has a stored logit, and the model {logits.shape[1]} tokens"]
+    if max(int(tokens.max()), tokens.shape[1] - 1) >= logits.shape[1]:
+        what = f"token {int(tokens.max())}, one of {tokens.shape[1]} at each position,"
+        return [f"{what} has a stored logit, and the model {logits.shape[1]} tokens"]
     allowed = TOLERANCE * float(expected.abs().max())
     by_token = (logits.gather(1, tokens) - expected).abs()
     by_rank = (logits.topk(expected.shape[1]).values - expected).abs()

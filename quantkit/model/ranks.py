@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from quantkit.errors import EnvironmentProblem, OtherRankFailed, QuantkitError, UsageError
 
 #: What torchrun sets for each process that it starts.
@@ -89,7 +90,7 @@ class Ranks:
 
 def _header(record: Record) -> list[Any]:
     shapes = {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        name: [SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape)]
         for name, tensor in record.tensors.items()
     }
     return [shapes, record.facts]
@@ -98,7 +99,7 @@ def _header(record: Record) -> list[Any]:
 def _blank(header: Sequence[Any], device: torch.device) -> Record:
     shapes, facts = header
     tensors = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        name: torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
         for name, (dtype, shape) in shapes.items()
     }
     return Record(tensors, facts)

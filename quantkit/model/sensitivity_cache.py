@@ -6,7 +6,7 @@ measurement.
 
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from quantkit.packing.schemes import Scheme
 _REVISION = 2
 #: Files are no larger: a thousand linears in thirty schemes have about 1 MB.
 MAX_BYTES = 64 << 20
+_LARGEST = sys.float_info.max  # JSON has integers beyond it
 
 
 def cache_key(
@@ -109,7 +110,9 @@ def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Sc
     for name, row in losses.items():
         if not isinstance(row, list) or len(row) != len(schemes[name]):
             raise ValueError(f"{name!r} has not one loss for each scheme")
-        if not all(isinstance(x, float | int) and not isinstance(x, bool) and 0 <= x < math.inf for x in row):
+        if not all(
+            isinstance(x, float | int) and not isinstance(x, bool) and 0 <= x <= _LARGEST for x in row
+        ):
             raise ValueError(f"a loss of {name!r} is not a finite number of at least 0")
     if not isinstance(tokens, dict) or not all(
         isinstance(row, list) and all(type(count) is int and count >= 0 for count in row)

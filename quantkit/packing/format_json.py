@@ -14,6 +14,7 @@ from quantkit.packing.formats import (
     number_format,
 )
 
+_LARGEST = 1 << 62
 _KINDS: dict[str, type[NumberFormat]] = {
     "int": IntFormat,
     "float": FloatFormat,
@@ -50,6 +51,11 @@ def format_from_json(data: object) -> NumberFormat:
     if isinstance(values.get("book"), list) and all(type(v) is float for v in values["book"]):
         values["book"] = tuple(values["book"])
     numbers = [value for key, value in values.items() if key not in ("name", "book")]
-    if any(type(value) is not int for value in numbers) or not isinstance(values.get("book", ()), tuple):
-        raise FormatError(f"custom number format {values['name']!r} has fields of the wrong type: {data!r}.")
+    # Python does not write integers of thousands of digits into messages.
+    if any(type(value) is not int or abs(value) > _LARGEST for value in numbers) or not isinstance(
+        values.get("book", ()), tuple
+    ):
+        raise FormatError(
+            f"custom number format {values['name']!r} has fields of the wrong type or size: {data!r}."
+        )
     return cls(**values)

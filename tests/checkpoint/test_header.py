@@ -193,7 +193,7 @@ def test_refuses_bad_file(tmp_path: Path, case: str) -> None:
     assert refusal(tmp_path, content).startswith(expected)
 
 
-BAD_NAMES = ["", "a..b", "../../etc/passwd", "a/b", "a\0b", "a b", "a\n", "x" * 513, "\ud800"]
+BAD_NAMES = ["", "a..b", "../../etc/passwd", "a/b", "a\0b", "a b", "a\n", "x" * 513]
 
 
 @pytest.mark.fault(10)
@@ -206,6 +206,15 @@ def test_refuses_tensor_name(tmp_path: Path, name: str) -> None:  # 10
         "single '.'. Rename the tensor."
     )
     text.encode()  # can be printed
+
+
+@pytest.mark.parametrize(
+    "entries", [{"\ud800": entry()}, {"a": entry(), "__metadata__": {"format": "\udfff"}}]
+)
+def test_refuses_half_a_character(tmp_path: Path, entries: dict[str, Any]) -> None:
+    text = refusal(tmp_path, file_of(entries))
+    assert "surrogates not allowed" in text
+    text.encode()
 
 
 @pytest.mark.fault(11)

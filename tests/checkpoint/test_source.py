@@ -569,3 +569,34 @@ def test_reads_real_models(model: str) -> None:
                 stored = checkpoint.tensors[name]
                 part = file.get_slice(name)[1:3]
                 assert torch.equal(checkpoint.read(name, 1, min(3, stored.shape[0])), part)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"attn_implementation": "kernels-community/flash-attn2"},
+        {"text_config": {"_attn_implementation": "somebody/code@main:attention"}},
+        {"_experts_implementation_internal": {"": "somebody/code"}},
+    ],
+)
+def test_refuses_kernels_of_the_hub(single: Path, config: dict[str, Any]) -> None:
+    write_json(single / CONFIG_NAME, {"model_type": "llama", **config})
+    text = refusal(single)
+    assert "would run code of that repository, which quantkit never does" in text
+    assert (
+        f"Remove {next(key for key in json.dumps(config).split(chr(34)) if '_implementation' in key)}."
+        in text
+    )
+
+
+def test_implementations_of_transformers_are_no_code(single: Path) -> None:
+    write_json(single / CONFIG_NAME, {"model_type": "llama", "_attn_implementation": "sdpa"})
+    assert Checkpoint.open(single).config["_attn_implementation"] == "sdpa"
+
+
+def test_refuses_an_adapter(single: Path) -> None:
+    write_json(single / "adapter_config.json", {"base_model_name_or_path": "somebody/else"})
+    assert refusal(single) == (
+        f"{single / 'adapter_config.json'}: the directory is an adapter to another model; expected a model "
+        "of its own. Merge the adapter into its model, or remove adapter_config.json."
+    )

@@ -229,7 +229,7 @@ def test_an_interrupted_evaluation_goes_on_with_the_same_figures(
     partial = Partial(tmp_path)
     with pytest.raises(Interrupted):
         evaluate_many([perturbed], partial=partial, **options)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == scored
+    assert len(list(tmp_path.rglob("*.scores"))) == scored
     limit, steps = -1, []
     (again,) = evaluate_many(
         [perturbed], partial=partial, progress=lambda done, total, _: steps.append((done, total)), **options
@@ -249,7 +249,7 @@ def test_what_is_left_of_other_settings_or_cut_short_is_not_used(stories, pertur
     first = evaluate_many([perturbed], partial=partial, **options)[0]
     other = evaluate_many([perturbed], partial=partial, **options | {"dtype": "bfloat16"})[0]
     assert other.notes == () and figures(other) != figures(first)
-    for file in tmp_path.rglob("*.safetensors"):
+    for file in tmp_path.rglob("*.scores"):
         file.write_bytes(file.read_bytes()[:-8])
     again = evaluate_many([perturbed], partial=partial, **options)[0]
     assert again.notes == () and figures(again) == figures(first)

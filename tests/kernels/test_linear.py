@@ -1,5 +1,7 @@
 """Packed linear layers against the float64 product of the dequantized weight."""
 
+import math
+
 import pytest
 import torch
 
@@ -132,6 +134,39 @@ def test_non_finite_activations_stay_visible(row, value, make_packed, monkeypatc
     y = linear(x, packed)
     assert not y[0].isfinite().any()
     assert y[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PRESETS)
+def test_activations_that_are_no_numbers_end_as_in_the_dense_model(name, dtype, make_packed):
+    """Whatever row runs: an output is a number where the dense model has one."""
+    packed = make_packed(name, (32, 128))
+    generator = torch.Generator().manual_seed(0)
+    for m in (1, 5, 40):
+        x = torch.randn(m, 128, generator=generator).to(dtype)
+        for row, value in zip(range(0, m, 3), (math.nan, math.inf, -math.inf), strict=False):
+            x[row, 5 + row] = value
+        dense = x @ packed.dequantize(dtype).T
+        assert torch.equal(linear(x, packed).isfinite(), dense.isfinite())
+
+
+@pytest.mark.parametrize("part", ["scale", "zero_point", "global_scale", "column_scale", "codebook"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_parts_that_are_no_numbers_stay_visible(part, value, make_packed):
+    cases = {
+        "scale": {"name": "int4"},
+        "zero_point": {"name": "int4", "zero_point": "float"},
+        "global_scale": {"name": "nvfp4"},
+        "column_scale": {"name": "binary-rank1"},
+        "codebook": {"name": "book4"},
+    }
+    packed = make_packed(cases[part].pop("name"), (32, 128), **cases[part])
+    packed.part(part).view(-1)[:1] = value
+    weights, x = packed.dequantize(), torch.ones(2, 128)
+    # A divisor without bound leaves zeros, which are numbers.
+    lost = ~weights.isfinite().all(1)
+    assert bool(lost.any()) or (part == "global_scale" and value == math.inf)
+    assert not linear(x, packed)[:, lost].isfinite().any()
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-42, 1e-30, 1e30])

@@ -302,7 +302,7 @@ def _tile(values: Any, row: KernelRow, problem: Problem, what: str) -> Any:
 
 
 def _us(value: Any, what: str) -> float:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{what} has {shown(value)}; expected microseconds")
     return float(value)
 

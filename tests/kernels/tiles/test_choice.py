@@ -2,8 +2,11 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +19,8 @@ from quantkit.kernels.fused.layout import build
 from quantkit.kernels.fused.tilings import SKINNY, TILED, skinny_tile, tiled_tile
 from quantkit.kernels.problem import Gpu, Problem, TileError
 from quantkit.kernels.report import choice_of
-from quantkit.kernels.table import choose, choose_by_rules, explain, log_choice, row_named
-from quantkit.kernels.tiles.table import Entry
+from quantkit.kernels.table import ROWS, choose, choose_by_rules, explain, log_choice, row_named
+from quantkit.kernels.tiles.table import Entry, Key, TileTable, from_json, to_json
 from quantkit.packing.tensor import PackedTensor
 
 Ask = Callable[..., Problem]
@@ -170,6 +173,47 @@ def test_the_tile_of_a_table_is_what_is_launched(
     y = choose(ask("int4", m, n, k)).launch(x, packed, build(packed, x.dtype), None)
     assert launched == [entry.tile]
     assert relative_error(y, reference(x, packed)) < (1e-5 if device == "cpu" else 1e-2)
+
+
+def random_tiles(ask: Ask, gpu: Gpu, row: str, count: int) -> list[Any]:
+    """Tiles that a table may have for a small weight, as it would be read from a file that anyone wrote."""
+    random, problem, found = Random(0), ask("int4", 3, 40, 256), list[Any]()
+    tiling = row_named(row).tiling
+    assert tiling is not None
+    values = {field.name: (*tiling.values.get(field.name, ()), 0, 1, 2, 4) for field in fields(tiling.record)}
+    while len(found) < count:
+        numbers = {name: random.choice(some) for name, some in values.items()}
+        tile = tiling.record(
+            **{
+                f.name: bool(numbers[f.name]) if f.type is bool else numbers[f.name]
+                for f in fields(tiling.record)
+            }
+        )
+        data = to_json(TileTable(gpu, {}, {Key.of(problem): Entry(5.0, row, tile)}), ROWS)
+        with suppress(KernelError):
+            (entry,) = from_json(data, gpu, ROWS).entries.values()
+            found += [entry.tile] * (entry.tile not in found)
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tiles of float32 are the interpreter's")
+@pytest.mark.parametrize("row", ["fused-skinny", "fused-tiled"])
+def test_the_numbers_do_not_depend_on_the_table(
+    ask: Ask,
+    gpu: Gpu,
+    row: str,
+    make_packed: Callable[..., PackedTensor],
+    reference: Callable[..., torch.Tensor],
+    relative_error: Callable[[torch.Tensor, torch.Tensor], float],
+) -> None:
+    pytest.importorskip("triton")
+    packed, run = make_packed("int4", (40, 256)), getattr(launch, row.removeprefix("fused-"))
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    op = launch.Operands(x, build(packed, x.dtype), None, packed.scheme, 40)
+    for tile in random_tiles(ask, gpu, row, 4):
+        # Sums in float16 are for float16 activations.
+        if not getattr(tile, "half_sums", False):
+            assert relative_error(run(op, tile), reference(x, packed)) < 1e-5, tile
 
 
 def test_a_tile_that_does_not_fit_says_where_it_may_be_from(

@@ -1,0 +1,28 @@
+"""Messages are safe to print, whatever a file says that they quote."""
+
+import pickle
+
+from quantkit.errors import MAX_MESSAGE, CheckpointError, OtherRankFailed
+
+
+def test_what_is_not_printable_is_shown_as_an_escape() -> None:
+    error = CheckpointError(
+        "tensor \x1b[31mred\x07 half \ud800 right-to-left \u202e name é日本\nremedy\there"
+    )
+    expected = r"tensor \x1b[31mred\x07 half \ud800 right-to-left \u202e name é日本" + "\nremedy\there"
+    assert str(error) == expected
+    assert str(error).encode()
+
+
+def test_the_middle_of_a_long_message_is_left_out() -> None:
+    text = str(CheckpointError(f"found {'x' * 10**6}. Download it again."))
+    assert len(text) <= MAX_MESSAGE
+    assert text.startswith("found xxx") and text.endswith("xxx. Download it again.")
+    assert "characters left out" in text
+    whole = "y" * MAX_MESSAGE
+    assert str(CheckpointError(whole)) == whole
+
+
+def test_errors_travel_between_processes() -> None:
+    assert str(pickle.loads(pickle.dumps(CheckpointError("a\0b")))) == r"a\x00b"
+    assert OtherRankFailed("x", 3).exit_code == 3

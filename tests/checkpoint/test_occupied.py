@@ -56,10 +56,15 @@ def names(directory: Path) -> list[str]:
 
 def refusal(out: Path, source: Path, mode: Mode, **options: Any) -> str:
     """The text of the refusal, which must leave everything as it was."""
-    before = {path: path.is_file() and path.read_bytes() for path in out.parent.rglob("*")}
+
+    def contents() -> dict[Path, object]:
+        places = {*out.rglob("*"), *source.rglob("*")}
+        return {path: path.is_file() and path.read_bytes() for path in places}
+
+    before = contents()
     with pytest.raises(OutputError) as raised:
         drive(out, source, mode, **options)
-    assert {path: path.is_file() and path.read_bytes() for path in out.parent.rglob("*")} == before
+    assert contents() == before
     return str(raised.value)
 
 

@@ -176,17 +176,14 @@ def test_short_reads_are_continued(places: Path, tmp_path: Path) -> None:
 #: Who may open files by other means than quantkit/files.py, and why.
 OPENERS = {
     "calibrate/documents.py": "texts, read line by line",
-    "checkpoint/durable.py": "blocks of any file, to hash or copy it",
     "checkpoint/hub.py": "the headers of a repository, in a temporary directory",
     "checkpoint/journal.py": "appends to the journal, and reads it",
     "checkpoint/lock.py": "the lock",
-    "checkpoint/manifest.py": "reads the manifest",
     "cli/main.py": "/dev/null for a stdout that nobody reads",
     "cli/files.py": "whether results can be written, and those for /dev/stdout or a pipe",
     "cli/publish.py": "reads a card",
     "bench/figures.py": "reads figures",
     "bench/machine.py": "/proc",
-    "eval/partial.py": "reads partial results, where what fails is found anew",
     "kernels/tiles/store.py": "reads tile tables",
     "publish/card.py": "reads figures and plots",
 }

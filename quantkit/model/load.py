@@ -92,7 +92,9 @@ def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
 def _whole(source: str | Path) -> Path:
     """The directory of `source`; `CheckpointError` for a link out of it, which transformers would follow."""
     directory = resolve(source)
-    for file in sorted(directory.iterdir()):
+    with explained(source):
+        files = sorted(directory.iterdir())
+    for file in files:
         if not is_inside(file):
             raise CheckpointError(
                 f"{file}: links to {os.path.realpath(file)}; expected a file inside the directory. Replace "

@@ -1,5 +1,19 @@
 """What the tests of faults share."""
 
+from collections.abc import Iterator
+
+import pytest
+import torch
+
 from .faults import out, sharded, source
 
 __all__ = ["out", "sharded", "source"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Calls come in the same order in each run, and children are forked, which threads do not survive."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -25,6 +25,11 @@ from quantkit.model.load import load, tokenizer
 from quantkit.model.verify import verify
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories.txt"
+#: Options of a run with calibration data, in several shards.
+GPTQ = (
+    *("--method", "gptq", "--no-check", "--max-shard-size", "150KB"),
+    *("--calibration", f"{STORIES}:4", "--calibration-length", "16"),
+)
 
 
 class Failed(Exception):

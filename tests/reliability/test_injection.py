@@ -5,36 +5,23 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 import quantkit
 from quantkit.files import TempFile
 
 from .injection import Fault, Injection
-from .scenarios import STORIES, Evaluate, Failed, Load, Quantize, Save, Scenario, Verify, command, contents
+from .scenarios import GPTQ, Evaluate, Failed, Load, Quantize, Save, Scenario, Verify, command, contents
 from .sweep import sweep, tell
 
 SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
 #: As a compressed-tensors checkpoint in one file, and as quantkit's own in two.
 ONE = ("--method", "rtn", "--no-check", "--format", "int4", "--group-size", "channel")
 TWO = ("--method", "rtn", "--no-check", "--format", "int3", "--max-shard-size", "150KB")
-GPTQ = (
-    *("--method", "gptq", "--no-check", "--max-shard-size", "150KB"),
-    *("--calibration", f"{STORIES}:4", "--calibration-length", "16"),
-)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -8,36 +8,22 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from quantkit.cli import main as cli
 from quantkit.model import stream
 
 from .injection import Fault, Injection
-from .scenarios import STORIES, Failed, Quantize, contents
+from .scenarios import GPTQ, Failed, Quantize, contents
 from .sweep import tell
 
 SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
 #: In many shards, and with work files: most moments are between two files.
 SHARDS = ("--method", "rtn", "--no-check", "--format", "int3", "--max-shard-size", "60KB")
-GPTQ = (
-    *("--method", "gptq", "--no-check", "--max-shard-size", "150KB"),
-    *("--calibration", f"{STORIES}:4", "--calibration-length", "16"),
-)
 RUNS = {"shards": SHARDS, "gptq": GPTQ}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Children are forked, which OpenMP's threads do not survive."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Child:

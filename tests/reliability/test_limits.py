@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import SafetensorError
 
 from quantkit.errors import QuantkitError
@@ -15,14 +14,6 @@ from .scenarios import Evaluate, Failed, Quantize, Save, Scenario, command
 
 SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
 OPTIONS = ("--method", "rtn", "--no-check", "--max-shard-size", "150KB")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
 
     `CheckpointError` for a tokenizer whose files do not fit each other.
     """
-    with explained(tokenizer.name_or_path or "the tokenizer"):
+    with explained(getattr(tokenizer, "name_or_path", None) or "the tokenizer"):
         # verbose=False: windows make the length warning of the tokenizer pointless.
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64)

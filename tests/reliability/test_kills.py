@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from quantkit.cli import main as cli
 from quantkit.model import stream
@@ -24,6 +25,8 @@ SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
 #: In many shards, and with work files: most moments are between two files.
 SHARDS = ("--method", "rtn", "--no-check", "--format", "int3", "--max-shard-size", "60KB")
 RUNS = {"shards": SHARDS, "gptq": GPTQ}
+#: Seconds for what takes one or two.
+PATIENCE = 120
 
 
 class Child:
@@ -41,6 +44,8 @@ class Child:
         signal.signal(signal.SIGTERM, cli._terminate)
         # Shells have background jobs ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        # OpenMP's threads do not survive a fork: who waits for them waits for ever.
+        torch.set_num_threads(1)
         code = 0
         try:
             self._ready.touch()
@@ -66,8 +71,10 @@ class Child:
         os.kill(self._process.pid, number)
 
     def wait(self) -> int:
-        self._process.join()
-        assert self._process.exitcode is not None
+        self._process.join(PATIENCE)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise AssertionError(f"a child is at work after {PATIENCE} s")
         return self._process.exitcode
 
     def said(self) -> str:

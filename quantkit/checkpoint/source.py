@@ -142,6 +142,11 @@ class Checkpoint:
         return cls(files[0].parent, {}, tensors, tuple(files), (), (), stamps)
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether config.json says that some weights are packed, by quantkit or another."""
+        return "quantization_config" in self.config
+
+    @property
     def nbytes(self) -> int:
         """Bytes of data of all tensors, each once."""
         return sum(nbytes for *_, nbytes in {tensor.location for tensor in self.tensors.values()})

@@ -353,6 +353,10 @@ def _measure_blocks(
     run: _Run, reference: Subject, settings: Settings, partial: Partial | None, progress: Progress | None
 ) -> None:
     """What each block of the model of `run` costs; a note where that cannot be told."""
+    if not run.subject.checkpoint.is_quantized:
+        name = run.subject.checkpoint.directory.name
+        run.notes.append(f"the KL of its blocks was not measured: {name} is not quantized")
+        return
     text = reference.texts[0]
     tokens = text.tokens[:WINDOWS]
     key = _digest({"run": run.key, "windows": len(tokens)})

@@ -42,16 +42,15 @@ class Passes(ABC):
 
     @abstractmethod
     def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
-        """Logits [B, scored, V] of each batch, in order."""
+        """Logits [B, W, V] of each batch, in order."""
 
     def logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
         """Logits [B, scored, V] that predict the last `scored` tokens of each batch in turn, on the device.
 
         `CheckpointError` if one is not finite.
         """
-        for logits in self._logits(batches):
-            check_finite(logits, self.directory)
-            yield logits
+        for logits, (_, scored) in zip(self._logits(batches), batches, strict=True):
+            yield predictions(logits, scored, self.directory)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -75,12 +74,13 @@ class _Whole(Passes):
         return int(self._model.get_input_embeddings().weight.shape[0])
 
     def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
-        for tokens, scored in batches:
+        for tokens, _ in batches:
+            # Who takes the logits is not in this mode.
             with torch.inference_mode():
                 cache = None if self._kv_cache is None else self._empty_cache(self._kv_cache)
                 inputs = tokens.to(self.device)
                 output = self._model(input_ids=inputs, past_key_values=cache, use_cache=cache is not None)
-                yield output.logits[:, -scored - 1 : -1]
+            yield output.logits
 
     def _empty_cache(self, format: str) -> Any:
         from quantkit.model.kv_cache import PackedCache
@@ -121,9 +121,18 @@ class _BlockByBlock(Passes):
             with self._model.loaded(block), torch.no_grad():
                 for at, before in enumerate(hidden):
                     hidden[at] = home.hold(block.run(before.to(self.device)))
-        with self._model.head() as logits, torch.no_grad():
-            for (_, scored), states in zip(batches, hidden, strict=True):
-                yield logits(states.to(self.device))[:, -scored - 1 : -1]
+        with self._model.head() as logits:
+            for states in hidden:
+                with torch.no_grad():
+                    found = logits(states.to(self.device))
+                yield found
+
+
+def predictions(logits: torch.Tensor, scored: int, directory: Path) -> torch.Tensor:
+    """Those of logits [B, W, V] that predict the last `scored` tokens, checked by `check_finite`."""
+    found = logits[:, -scored - 1 : -1]
+    check_finite(found, directory)
+    return found
 
 
 def check_finite(logits: torch.Tensor, directory: Path) -> None:
@@ -145,7 +154,7 @@ def open_passes(
     where = picked_device(device)
     needed = sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
     free = free_memory(where)
-    if "quantization_config" in checkpoint.config or needed <= free:
+    if checkpoint.is_quantized or needed <= free:
         return _Whole(checkpoint.directory, dtype, where, kv_cache)
     if kv_cache is not None:
         raise EnvironmentProblem(

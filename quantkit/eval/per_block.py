@@ -14,6 +14,7 @@ import torch
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.eval.metrics import score
+from quantkit.eval.passes import predictions
 from quantkit.model.blocks import Block, Decoder, Home
 from quantkit.model.load import load, picked_device
 from quantkit.model.structure import read_structure
@@ -76,12 +77,16 @@ def block_losses(
             sets.append(ours)
         found: dict[str, float] = {}
         with decoder.head() as logits:
-            expected = [logits(one.to(where))[:, -scored - 1 : -1] for one in sets[0]]
+
+            def predicted(states: torch.Tensor) -> torch.Tensor:
+                return predictions(logits(states.to(where)), scored, packed.directory)
+
+            expected = [predicted(one) for one in sets[0]]
             for block, states in zip(blocks, sets[1:], strict=True):
                 total = 0.0
                 for window, one, theirs in zip(batches, states, expected, strict=True):
                     targets = window[:, -scored:].to(where)
-                    divergence = score(logits(one.to(where))[:, -scored - 1 : -1], targets, theirs).kl
+                    divergence = score(predicted(one), targets, theirs).kl
                     assert divergence is not None
                     total += float(divergence.sum())
                 found[block.name] = total / (len(batches) * scored)

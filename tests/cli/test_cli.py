@@ -472,7 +472,7 @@ def test_eval_compares_models_and_goes_on_after_an_interruption(
     report, file = tmp_path / "report", tmp_path / "figures.json"
     command = (
         *("eval", packed, SOURCE, "--text", STORIES, "--window", 32, "--max-windows", 2),
-        *("--against", SOURCE, "--report", report, "--json", file, "--no-noise-floor"),
+        *("--against", SOURCE, "--report", report, "--json", file, "--no-noise-floor", "--no-per-block"),
     )
     monkeypatch.setattr(passes, "check_finite", interrupted)
     done = run(*command)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import UsageError
+from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval import evaluate as evaluate_module
 from quantkit.eval import per_block
 from quantkit.eval.evaluate import evaluate, evaluate_many
@@ -107,3 +107,23 @@ def test_losses_need_an_original(packed: Path) -> None:
 
 def test_losses_are_json() -> None:
     assert BlockLosses({"a": 0.5}, 3).to_dict() == {"kl_mean": {"a": 0.5}, "tokens": 3}
+
+
+def test_blocks_of_a_dense_model_are_left_out_with_a_note() -> None:
+    found = evaluate(STORIES, per_block=True, **OPTIONS)
+    assert found.per_block is None
+    assert "the KL of its blocks was not measured: stories260K is not quantized" in found.notes
+
+
+def test_blocks_that_give_no_numbers_are_an_error(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = per_block.load
+
+    def damaged(*arguments: object, **options: object) -> object:
+        model = original(*arguments, **options)
+        model.model.layers[2].input_layernorm.weight.data.fill_(float("nan"))
+        return model
+
+    monkeypatch.setattr(per_block, "load", damaged)
+    tokens = torch.arange(64)[None]
+    with pytest.raises(CheckpointError, match="int3: the model gives logits that are not finite"):
+        block_losses(*map(Checkpoint.open, (packed, STORIES)), tokens, 63, torch.float32, "cpu")

@@ -50,7 +50,6 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("kernels/tiles/gpu.py", "import multiprocessing"): "processes that compile, which it starts itself",
     ("kernels/tiles/gpu.py", "import multiprocessing.connection"): "talks to those processes and no others",
     ("kernels/fused/launch.py", "getattr of tl and a name that is computed"): "the name of a dtype of torch",
-    ("kernels/fused/ptx.py", "getattr of torch and a name that is computed"): "a key of LANES, two dtypes",
 }
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
-from quantkit.kernels.table import choose, forced_row, log_choice, warn_unfused
+from quantkit.kernels.building import building, wait_for
+from quantkit.kernels.problem import ACTIVATION_DTYPES, Outline, Problem
+from quantkit.kernels.table import FORCE_VARIABLE, choose, forced_row, layout_named, log_choice, warn_unfused
 from quantkit.kernels.unpack import block_rows
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
@@ -59,7 +60,8 @@ def linear_parts(
     """`linear` for a module that holds the parts of the packed weight and its layout itself.
 
     `parts` are those called `scheme.part_names`, in that order. `scheme` may be given as its token. A layout
-    built for another activation dtype is not used.
+    built for another activation dtype is not used. With one of the dtype of x that `can_restore`, the first
+    part, the words, may be left out. Joined weights have no parts, only a layout of that dtype.
     """
     token = scheme if isinstance(scheme, str) else scheme.token
     use = layout is not None and layout.dtype == x.dtype
@@ -78,15 +80,64 @@ def linear_parts(
 def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelLayout | None:
     """The layout that decoding (one row of x) is fastest with where the weight is; None for none.
 
-    None says that the storage layout itself is what runs. Raises `KernelError` where no row runs it.
+    None says that the storage layout itself is what runs. Raises `KernelError` where no row runs it, and
+    `FormatError` for codes and scales that are no numbers. Within `building`, a layout may be used, and the
+    latter is raised, when that ends.
     """
     problem = Problem.on(weight.device, 1, *weight.shape, weight.scheme, activation_dtype)
     row = choose(problem).row
     if row.layout is None:
         warn_unfused(problem, row)
         return None
+    # Tensors of inference mode could not be kept for a backward pass.
+    with torch.no_grad(), torch.inference_mode(False), building():
+        tensors = row.layout.build(weight, activation_dtype)
+    return KernelLayout(row.layout.name, activation_dtype, tensors)
+
+
+def join_layouts(
+    layouts: Sequence[KernelLayout], rows: Sequence[int]
+) -> tuple[KernelLayout, tuple[KernelLayout, ...]] | None:
+    """Layouts of weights of one scheme and K, of so many rows each, as that of one weight, and views of it.
+
+    With the whole, `linear_parts` computes the products of all. None where such layouts do not join.
+    """
+    names, dtypes = {layout.name for layout in layouts}, {layout.dtype for layout in layouts}
+    if len(names) != 1 or len(dtypes) != 1:
+        return None
+    name, dtype = names.pop(), dtypes.pop()
+    with torch.no_grad(), torch.inference_mode(False), building():
+        joined = layout_named(name).join([layout.tensors for layout in layouts], rows)
+        if joined is None:
+            return None
+        whole, parts = joined
+        wait_for(whole[0].device)
+    return KernelLayout(name, dtype, whole), tuple(KernelLayout(name, dtype, part) for part in parts)
+
+
+def can_restore(layout: KernelLayout | None) -> bool:
+    """Whether the words of the weight can be got back from its layout, so that they need not be kept."""
+    return layout is not None and layout_named(layout.name).restore is not None
+
+
+def restore_words(layout: KernelLayout, scheme: Scheme, shape: tuple[int, int]) -> torch.Tensor:
+    """The words [N, W] of the weight of `shape` that `layout` was built from, which `can_restore`.
+
+    torch.compile sees one operator.
+    """
+    words: torch.Tensor = torch.ops.quantkit.restore_words(
+        list(layout.tensors), layout.name, scheme.token, *shape
+    )
+    return words
+
+
+def _restored(
+    layout: Sequence[torch.Tensor], name: str, scheme: Scheme, shape: tuple[int, int]
+) -> torch.Tensor:
+    restore = layout_named(name).restore
+    assert restore is not None, name
     with torch.no_grad():
-        return KernelLayout(row.layout.name, activation_dtype, row.layout.build(weight, activation_dtype))
+        return restore(tuple(layout), scheme, shape)
 
 
 def _cache_key(dtype: torch.dtype) -> str:
@@ -131,7 +182,12 @@ torch.library.define(
     "str layout_name) -> Tensor",
 )
 torch.library.define(
-    "quantkit::linear_grad_x", "(Tensor grad, Tensor[] parts, str scheme, int in_features) -> Tensor"
+    "quantkit::linear_grad_x",
+    "(Tensor grad, Tensor[] parts, Tensor[] layout, str scheme, int in_features, str layout_name) -> Tensor",
+)
+torch.library.define(
+    "quantkit::restore_words",
+    "(Tensor[] layout, str layout_name, str scheme, int out_features, int in_features) -> Tensor",
 )
 
 
@@ -149,20 +205,56 @@ def _linear(
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
     columns = x.shape[-1]
     parsed = parse_token(scheme)
-    weight = PackedTensor(tuple(parts), parsed, (out_features, columns))
-    _check_activations(x, weight.words, bias, out_features)
+    _check_activations(x, (parts or layout)[0], bias, out_features)
     flat = x.reshape(-1, columns).contiguous()
     if flat.shape[0] == 0 or out_features == 0:
         return x.new_empty(*x.shape[:-1], out_features)
-    column_scale = weight.part("column_scale")
-    if column_scale is not None:
+    if parsed.column_scale:
+        # Counted from the end, as the words may be lacking.
+        column_scale = parts[parsed.part_names.index("column_scale") - len(parsed.part_names)]
         # Once per activation instead of once per weight, and so in every row; rounded as activations are.
         flat = flat * column_scale.to(x.dtype)
     problem = Problem.on(x.device, flat.shape[0], out_features, columns, parsed, x.dtype, layout_name)
     chosen = choose(problem)
+    if chosen.row.layout is None and not parts:
+        raise KernelError(
+            f"{chosen.row.name} needs the weight as it is stored, and this one was joined with others for "
+            f"{layout_name}. Set {FORCE_VARIABLE} before the model is loaded."
+        )
     log_choice(problem, chosen)
+    shape = (out_features, columns)
+    # The whole weight only where it is used: to check its parts takes longer than to launch most kernels.
+    outlined = not parts or (chosen.row.layout is not None and chosen.row.layout.whole)
+    weight = Outline(parsed, shape) if outlined else _whole(parts, layout, layout_name, parsed, shape)
     y = chosen.launch(flat, weight, tuple(layout) if chosen.row.layout is not None else (), bias)
     return y.view(*x.shape[:-1], out_features)
+
+
+def _whole(
+    parts: Sequence[torch.Tensor],
+    layout: Sequence[torch.Tensor],
+    layout_name: str,
+    scheme: Scheme,
+    shape: tuple[int, int],
+) -> PackedTensor:
+    """The weight with all its parts, of which the words may be in its layout only."""
+    if layout and len(parts) < len(scheme.part_names):
+        parts = (_restored(layout, layout_name, scheme, shape), *parts)
+    return PackedTensor(tuple(parts), scheme, shape)
+
+
+@torch.library.impl("quantkit::restore_words", "default")
+def _restore_words(
+    layout: list[torch.Tensor], layout_name: str, scheme: str, out_features: int, in_features: int
+) -> torch.Tensor:
+    return _restored(layout, layout_name, parse_token(scheme), (out_features, in_features))
+
+
+def _restore_words_fake(
+    layout: list[torch.Tensor], layout_name: str, scheme: str, out_features: int, in_features: int
+) -> torch.Tensor:
+    words = parse_token(scheme).words_per_row(in_features)
+    return layout[0].new_empty(out_features, words, dtype=torch.int32)
 
 
 def _linear_fake(
@@ -179,11 +271,16 @@ def _linear_fake(
 
 @torch.library.impl("quantkit::linear_grad_x", "default")
 def _linear_grad_x(
-    grad: torch.Tensor, parts: list[torch.Tensor], scheme: str, in_features: int
+    grad: torch.Tensor,
+    parts: list[torch.Tensor],
+    layout: list[torch.Tensor],
+    scheme: str,
+    in_features: int,
+    layout_name: str,
 ) -> torch.Tensor:
     """`grad [..., N] @ W [N, K]` in grad's dtype, unpacking a block of rows at a time."""
     rows = grad.shape[-1]
-    weight = PackedTensor(tuple(parts), parse_token(scheme), (rows, in_features))
+    weight = _whole(parts, layout, layout_name, parse_token(scheme), (rows, in_features))
     zeros = weight.zero_points()
     flat = grad.reshape(-1, rows).float()
     out = torch.zeros(flat.shape[0], in_features, dtype=torch.float32, device=grad.device)
@@ -199,21 +296,28 @@ def _linear_grad_x(
 
 
 def _linear_grad_x_fake(
-    grad: torch.Tensor, parts: list[torch.Tensor], scheme: str, in_features: int
+    grad: torch.Tensor,
+    parts: list[torch.Tensor],
+    layout: list[torch.Tensor],
+    scheme: str,
+    in_features: int,
+    layout_name: str,
 ) -> torch.Tensor:
     return grad.new_empty(*grad.shape[:-1], in_features)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, parts, layout, _, scheme, _, _ = inputs
-    ctx.save_for_backward(*parts)
-    ctx.scheme = scheme
+    x, parts, layout, _, scheme, _, layout_name = inputs
+    # A layout that has the words is what the backward pass takes them from.
+    kept = layout if len(parts) < len(parse_token(scheme).part_names) else []
+    ctx.save_for_backward(*parts, *kept)
+    ctx.scheme, ctx.layout_name = scheme, layout_name
     ctx.in_features = x.shape[-1]
-    ctx.layout_tensors = len(layout)
+    ctx.parts, ctx.layout_tensors = len(parts), len(layout)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    parts = list(ctx.saved_tensors)
+    parts, layout = list(ctx.saved_tensors[: ctx.parts]), list(ctx.saved_tensors[ctx.parts :])
     needs = ctx.needs_input_grad
     if any(needs[1]):
         raise KernelError(
@@ -221,11 +325,14 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         )
     grad_x = None
     if needs[0]:
-        grad_x = torch.ops.quantkit.linear_grad_x(grad, parts, ctx.scheme, ctx.in_features)
+        grad_x = torch.ops.quantkit.linear_grad_x(
+            grad, parts, layout, ctx.scheme, ctx.in_features, ctx.layout_name
+        )
     grad_bias = grad.flatten(0, -2).sum(0) if needs[3] else None
     return grad_x, [None] * len(parts), [None] * ctx.layout_tensors, grad_bias, None, None, None
 
 
 torch.library.register_fake("quantkit::linear", _linear_fake)
 torch.library.register_fake("quantkit::linear_grad_x", _linear_grad_x_fake)
+torch.library.register_fake("quantkit::restore_words", _restore_words_fake)
 torch.library.register_autograd("quantkit::linear", _backward, setup_context=_setup_context)

@@ -1,7 +1,7 @@
 """What a kernel is asked, and what a row of the kernel table says about itself."""
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -95,15 +95,44 @@ def one_plane(problem: Problem) -> str | None:
     return None if planes == 1 else f"its weights have one value each, these are sums of {planes}"
 
 
+#: The tensors of a weight in a kernel layout.
+LayoutTensors = tuple[torch.Tensor, ...]
+
+
+def unjoinable(_: Sequence[LayoutTensors], __: Sequence[int]) -> None:
+    """The `Layout.join` of a layout that does not join."""
+    return None
+
+
 @dataclass(frozen=True)
 class Layout:
     """How kernels want a weight, where that is not how it is stored; several rows may share one.
 
     `build(weight, activation dtype)` makes its tensors from the storage layout, once per weight.
+    `join(weights, their rows)` puts weights of one scheme and K, one above the other: the tensors of the
+    whole, and of each weight as views of them; None where these weights cannot be joined.
+    `restore(tensors, scheme, [N, K])` gives back the words that a weight had; without it they are kept.
     """
 
     name: str
-    build: Callable[[PackedTensor, torch.dtype], tuple[torch.Tensor, ...]]
+    build: Callable[[PackedTensor, torch.dtype], LayoutTensors]
+    join: Callable[
+        [Sequence[LayoutTensors], Sequence[int]], tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None
+    ] = unjoinable
+    restore: Callable[[LayoutTensors, Scheme, tuple[int, int]], torch.Tensor] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether rows need nothing of a weight but its layout and `Outline`."""
+        return self.join is not unjoinable
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What rows see of a weight whose layout has everything else: the scheme and the shape [N, K]."""
+
+    scheme: Scheme
+    shape: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -139,7 +168,7 @@ class KernelRow:
 
     `layout` is None for a row that reads the storage layout. `launch(x [m, k], weight, layout, bias)` returns
     y [m, n] of x's dtype, for m >= 1 and contiguous x; with a `tiling` it takes a `tile` too. A column scale
-    is in x already.
+    is in x already. Where the layout is `whole`, `weight` is only the `Outline`.
     """
 
     name: str

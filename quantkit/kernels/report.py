@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.kernels.fused.rows import ungroupable
 from quantkit.kernels.problem import KernelRow, Problem, tile_text
 from quantkit.kernels.table import ROWS, choose_unforced, explain, sums_text
 from quantkit.packing.schemes import Scheme
@@ -23,6 +24,8 @@ class Choice:
     us: float | None
     #: (row, reason) of every row that does not run it, in table order; those of other devices left out.
     refusals: tuple[tuple[str, str], ...]
+    #: Why experts with such weights are multiplied with one after the other; None where they are grouped.
+    ungrouped: str | None
 
 
 def choices(
@@ -60,6 +63,7 @@ def choice_of(problem: Problem) -> Choice:
         None if tile is None else tile_text(tile) + sums_text(problem, tile) + like,
         None if chosen is None else chosen.us,
         tuple((name, reason) for name, reason in verdicts if reason is not None),
+        ungroupable(problem),
     )
 
 

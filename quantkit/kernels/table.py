@@ -12,7 +12,7 @@ import torch
 from quantkit.errors import KernelError
 from quantkit.kernels.cpu import CPU_ROWS
 from quantkit.kernels.fused.rows import FUSED_ROWS
-from quantkit.kernels.problem import Gpu, KernelRow, Problem, tile_text
+from quantkit.kernels.problem import Gpu, KernelRow, Layout, Problem, tile_text
 from quantkit.kernels.tiles.store import StoredTable, stored_tables
 from quantkit.kernels.tiles.table import Entry, Key, bucket
 from quantkit.kernels.unpack import UNPACK_ROW
@@ -36,6 +36,11 @@ def row_named(name: str) -> KernelRow:
             return row
     known = ", ".join(row.name for row in ROWS)
     raise KernelError(f"there is no kernel {name!r}; known are {known}. Check {FORCE_VARIABLE}.")
+
+
+def layout_named(name: str) -> Layout:
+    """The layout called `name`, of those that rows have."""
+    return next(row.layout for row in ROWS if row.layout is not None and row.layout.name == name)
 
 
 def forced_row() -> str:
@@ -240,19 +245,39 @@ def sums_text(problem: Problem, tile: Any) -> str:
     return ", sums in float32 (float16 is allowed, but brings nothing here)"
 
 
-_logged: set[tuple[str, int, int, int]] = set()
+def warn_looped(problem: Problem, experts: int, reason: str) -> None:
+    """Say once per reason, scheme, N and K that a GPU multiplies with one expert after the other, and why."""
+    if problem.device != "cpu":
+        what = f"{experts} experts, {problem}: one after the other, as the host reads which are chosen"
+        _say_once((reason, str(problem.scheme), problem.n, problem.k), f"{what}; not grouped: {reason}")
+
+
+def log_grouped(problem: Problem, experts: int, row: str, tile: Any) -> None:
+    """`log_choice` for M pairs of a token and an expert, by the kernels of `row` for all experts at once."""
+    if os.environ.get(VERBOSE_VARIABLE) == "1":
+        key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))
+        what = f"{experts} experts, {problem}: grouped {row} {tile_text(tile)}{sums_text(problem, tile)}"
+        _say_once(key, what)
+
+
+_logged: set[tuple[str | int, ...]] = set()
+
+
+def _say_once(key: tuple[str | int, ...], what: str) -> None:
+    if key not in _logged:
+        _logged.add(key)
+        # A warning, because Python shows nothing below one unless the application configures logging, and
+        # whoever sets the variable has asked to see this.
+        logger.warning("%s", what)
 
 
 def _log_once(problem: Problem, row: KernelRow, key: tuple[str, int, int, int], how: str = "") -> None:
     if key in _logged:
         return
-    _logged.add(key)
     faster = []
     for name, reason in explain(problem):
         if name == row.name:
             break
         if reason is not None and problem.device in row_named(name).devices:
             faster.append(f"; not {name}: {reason}")
-    # A warning, because Python shows nothing below one unless the application configures logging, and
-    # whoever sets the variable has asked to see this.
-    logger.warning("%s: %s%s%s", problem, row.name, how, "".join(faster))
+    _say_once(key, f"{problem}: {row.name}{how}{''.join(faster)}")

@@ -19,13 +19,14 @@ class Packing:
 
     `pack` maps codes (uint8 [..., K]), a format and planes to words (int32 [..., W]), W being
     `words_per_row(K, format, planes)`, and `unpack` maps words, format, planes and K back. A code holds the
-    codes of all planes.
+    codes of all planes. At multiples of `codes_per_cut(format, planes)` a row can be cut between words.
     """
 
     name: PackingName
     summary: str
     why_not: Callable[[NumberFormat, int], str | None]
     words_per_row: Callable[[int, NumberFormat, int], int]
+    codes_per_cut: Callable[[NumberFormat, int], int]
     pack: Callable[[torch.Tensor, NumberFormat, int], torch.Tensor]
     unpack: Callable[[torch.Tensor, NumberFormat, int, int], torch.Tensor]
 
@@ -59,6 +60,7 @@ PACKINGS: dict[str, Packing] = {
             "every code takes its bits, in planes of 8, 4, 2 and 1: what kernels want",
             why_not=lambda form, planes: None,
             words_per_row=lambda columns, form, planes: words.words_per_row(columns, planes * form.bits),
+            codes_per_cut=lambda form, planes: words.codes_per_cut(planes * form.bits),
             pack=lambda codes, form, planes: words.pack(codes, planes * form.bits),
             unpack=lambda packed, form, planes, columns: words.unpack(packed, planes * form.bits, columns),
         ),
@@ -67,6 +69,7 @@ PACKINGS: dict[str, Packing] = {
             "codes are the digits of a byte, for formats whose values do not fill their bits: ternary in 1.6",
             why_not=_why_not_radix,
             words_per_row=lambda columns, form, planes: radix.words_per_row(columns, base(form)),
+            codes_per_cut=lambda form, planes: radix.WORD_BYTES * radix.digits_per_byte(base(form)),
             pack=lambda codes, form, planes: radix.pack(codes, base(form)),
             unpack=lambda packed, form, planes, columns: radix.unpack(packed, base(form), columns),
         ),

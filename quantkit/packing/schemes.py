@@ -224,6 +224,20 @@ class Scheme:
         """Groups in a row of `columns` weights, a ragged last one included."""
         return -(-columns // self.group_columns(columns))
 
+    def row_units(self) -> dict[str, int]:
+        """What rows of a weight are stored in, and how many each takes: between those it can be cut."""
+        if self.zero_point != "integer":
+            return {}
+        count = words.codes_per_cut(self.format.bits)
+        return {f"words of {count} zero-points": count}
+
+    def column_units(self, columns: int) -> dict[str, int]:
+        """The same for the `columns` of a row."""
+        count = PACKINGS[self.packing].codes_per_cut(self.format, self.planes)
+        group = self.group_columns(columns)
+        groups = {f"groups of {group}": group} if group < columns else {}
+        return {**groups, f"words of {count} codes": count}
+
     def storage_shapes(self, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each stored part of a weight [N, K], by part name."""
         rows, columns = shape

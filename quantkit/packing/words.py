@@ -56,6 +56,11 @@ def words_per_row(columns: int, bits: int) -> int:
     return full * bits + sum(-(-rest * p // BLOCK) for p in parts(bits))
 
 
+def codes_per_cut(bits: int) -> int:
+    """Codes at whose multiples a row can be cut between words: a word of one part, or a block of several."""
+    return BLOCK // bits if len(parts(bits)) == 1 else BLOCK
+
+
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes (uint8 [..., K], each below `2**bits`) into words (int32 [..., words_per_row(K, bits)])."""
     if codes.dtype != torch.uint8:

@@ -53,7 +53,7 @@ def test_opcheck(row, name, zero_point, needs_grad, make_packed, monkeypatch):
 def test_opcheck_of_the_gradient(name, make_packed):
     packed = make_packed(name, (17, 60), group_size=32)
     grad = torch.randn(2, 3, 17)
-    operands = (grad, list(packed.tensors), packed.scheme.token, 60)
+    operands = (grad, list(packed.tensors), [], packed.scheme.token, 60, "")
     torch.library.opcheck(torch.ops.quantkit.linear_grad_x, operands, test_utils=checks(packed))
 
 

@@ -9,6 +9,24 @@ import triton.language as tl
 
 
 @triton.jit
+def segment(segments, number):
+    """Expert, first pair and number of pairs of a segment (`quantkit.kernels.fused.pairs`)."""
+    at = segments + number * 3
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def of_matrix(
+    codes, scale, zero, factor, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
+    V: tl.constexpr,
+):  # fmt: skip
+    """The operands of matrix `matrix` of those that lie one after the other, all with N rows."""
+    row_tile = matrix.to(tl.int64) * ((N + 15) // 16)
+    lanes = row_tile * (16 * BLOCKS * V)
+    return codes + row_tile * (SPANS * TILES * 256), scale + lanes, zero + lanes, factor + matrix
+
+
+@triton.jit
 def load_tiles(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr):
     """The tiles (int16 [W, L, 256]) of each part: of row tiles `row_tile` [L] and spans `span` [W, L]."""
     lane = tl.arange(0, 256)
@@ -24,13 +42,13 @@ def load_tiles(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, 
 
 @triton.jit
 def decode(
-    tiles, lut, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
-    DTYPE: tl.constexpr,
+    tiles, lut, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
+    PLANES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The values of all planes, DTYPE [..., planes], in units of their scale.
 
-    By the PTX of an expression, or without one by what `FIELDS` has of each plane: `expressions.Plane`. `lut`
-    [2**bits] is where that says values are looked up.
+    By the PTX of an expression, for which lanes may hold a `TABLE` of `lut` [2**bits], or without one by what
+    `FIELDS` has of each plane: `expressions.Plane`. `lut` is where that says values are looked up.
     """
     if ASM is None:
         lanes = ()
@@ -41,7 +59,11 @@ def decode(
             values = values + (_value(lanes, lut, FIELDS, plane, DTYPE),)
         return _planes_last(values, PLANES)
     else:
-        return _planes_last(_expression(tiles, ASM, CONSTRAINTS, PLANES), PLANES).to(DTYPE, bitcast=True)
+        operands = tiles
+        if TABLE is not None:
+            # No tensor in truth: each lane of a warp has a value of its own.
+            operands = operands + (tl.inline_asm_elementwise(TABLE, "=r,l", [lut], tl.int32, True, 1),)
+        return _planes_last(_expression(operands, ASM, CONSTRAINTS, PLANES), PLANES).to(DTYPE, bitcast=True)
 
 
 @triton.jit
@@ -75,18 +97,18 @@ def _moved(lanes, FIELDS: tl.constexpr, PLANE: tl.constexpr, MOVE: tl.constexpr)
 
 
 @triton.jit
-def _expression(tiles, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PLANES: tl.constexpr):
+def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PLANES: tl.constexpr):
     if PLANES == 2:
-        return tl.inline_asm_elementwise(ASM, CONSTRAINTS, tiles, (tl.int16, tl.int16), True, 2)
+        return tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, (tl.int16, tl.int16), True, 2)
     elif PLANES == 4:
         return tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, tiles, (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
+            ASM, CONSTRAINTS, operands, (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
         )
     elif PLANES == 8:
         return tl.inline_asm_elementwise(
             ASM,
             CONSTRAINTS,
-            tiles,
+            operands,
             (tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
             True,
             2,
@@ -95,7 +117,7 @@ def _expression(tiles, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PLANES: tl.
         return tl.inline_asm_elementwise(
             ASM,
             CONSTRAINTS,
-            tiles,
+            operands,
             (
                 tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16,
                 tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16,

@@ -12,8 +12,8 @@ def dequantize(
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
-    DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
+    PLANES: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Rows from 16 * `first` on, `out` [.., K], up to row N of the weight: 16 * W of them per program."""
     SPAN: tl.constexpr = 16 * PLANES
@@ -27,7 +27,7 @@ def dequantize(
     tiles = ()
     for t in tl.static_range(TILES):
         tiles = tiles + (tl.load(codes + at[:, :, None] + t * 256 + tl.arange(0, 256)),)
-    q = decode(tiles, lut, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE).to(tl.float32)
+    q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE).to(tl.float32)
     # W, span, r, t, e1, row // 8, e0, run, p0
     q = tl.reshape(q, (W, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     if GROUP == 16:

@@ -1,9 +1,14 @@
 """Unpack expressions: how codes in the lanes of a register become floats.
 
-A lane of 16 bits holds 16 / c fields of a part of c bits; the fields of all parts with one index, a plane,
-are one code. An expression takes the registers of all parts and gives a float for each plane. The four codes
-of an e2m1 lie interleaved instead, so that a shift brings more of a code's bits to their places in a bfloat16
-(s sign, e exponent, m mantissa):
+The lanes with one index, of 16 bits, of a few registers hold one code of each plane: as many whole codes as
+fit in each, and the last codes in the bits that are left over. Of 3 bits, three lanes hold 16:
+
+    lane 0   p 4 4 4 3 3 3 2 2 2 1 1 1 0 0 0        p: lowest bit of the code of plane 15
+    lane 1   q 9 9 9 8 8 8 7 7 7 6 6 6 5 5 5        q: its next
+
+An expression takes the registers of a code and gives a float for each plane. The four codes of an e2m1 lie
+interleaved instead, so that a shift brings more of a code's bits to their places in a bfloat16 (s sign, e
+exponent, m mantissa):
 
     lane          15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     plane          0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
@@ -22,14 +27,14 @@ that for 16-bit floats as PTX; without PTX, `decode` in `quantkit.kernels.fused.
 lane by lane. Every step is exact: both give the same numbers. Formats of neither family look theirs up.
 """
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from quantkit.packing.formats import FloatFormat, NumberFormat
-from quantkit.packing.words import parts
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Lane:
         return pattern >> cut if exact else None
 
 
+#: Bits of a lane.
+LANE_BITS = 16
 BFLOAT16, FLOAT16, FLOAT32 = Lane(16, 7, 127), Lane(16, 10, 15), Lane(32, 23, 127)
 
 
@@ -71,13 +78,13 @@ class Field:
 
 
 def planes(bits: int) -> int:
-    """Planes of a code of `bits`: as many as its narrowest part has fields in a lane."""
-    return 16 // parts(bits)[-1]
+    """Planes of a code of `bits`: the fewest that fill lanes, a power of two."""
+    return LANE_BITS // math.gcd(LANE_BITS, bits)
 
 
 def registers(bits: int) -> int:
     """Registers that hold two lanes of all planes of a code of `bits`."""
-    return bits * planes(bits) // 16
+    return bits * planes(bits) // LANE_BITS
 
 
 #: Where exponent and mantissa, and the sign, of an e2m1 of each plane begin in their lane.
@@ -89,16 +96,17 @@ def placement(number_format: NumberFormat) -> tuple[tuple[Field, ...], ...]:
     """Where the bits of a code are, for each plane: its fields, lowest bits first."""
     if isinstance(number_format, FloatFormat) and (number_format.bits, number_format.mantissa_bits) == (4, 1):
         return tuple((Field(0, low, 0, 3), Field(0, sign, 3, 1)) for low, sign in _INTERLEAVED)
-    bits = number_format.bits
-    found: list[list[Field]] = [[] for _ in range(planes(bits))]
-    register = first = 0
-    for width in parts(bits):
-        per_lane = 16 // width
-        for plane, fields in enumerate(found):
-            fields.append(Field(register + plane // per_lane, plane % per_lane * width, first, width))
-        register += planes(bits) // per_lane
-        first += width
-    return tuple(map(tuple, found))
+    bits, count = number_format.bits, registers(number_format.bits)
+    whole = LANE_BITS // bits
+    found: list[tuple[Field, ...]] = [
+        (Field(register, i * bits, 0, bits),) for register in range(count) for i in range(whole)
+    ]
+    spare = [(register, at) for register in range(count) for at in range(whole * bits, LANE_BITS)]
+    for start in range(0, len(spare), bits):
+        code = enumerate(spare[start : start + bits])
+        pieces = [list(piece) for _, piece in groupby(code, key=lambda bit: bit[1][0])]
+        found.append(tuple(Field(*piece[0][1], piece[0][0], len(piece)) for piece in pieces))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,12 @@ def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[Plane,
     found = arithmetic(number_format, FLOAT32, bare=bare) if exact else None
     if found is not None:
         return found
-    return tuple(Plane(_moves(fields, int), looked_up=True) for fields in placement(number_format))
+    return tuple(Plane(moves, looked_up=True) for moves in code_moves(number_format))
+
+
+def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
+    """What brings the bits of a code to the lowest ones, for each plane."""
+    return tuple(_moves(fields, int) for fields in placement(number_format))
 
 
 def bias_factor(number_format: FloatFormat, lane: Lane) -> float:

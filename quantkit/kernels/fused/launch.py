@@ -10,6 +10,7 @@ import torch
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.fused.ptx import expression
+from quantkit.kernels.launcher import Launch, overlap
 from quantkit.kernels.problem import gpu_of
 from quantkit.packing.schemes import Scheme
 
@@ -19,6 +20,10 @@ HOPPER_PROCESSORS = 132
 RASTER = 8
 #: Outputs that a program of `combine` adds up.
 COMBINED = 512
+#: Numbers that a program which orders pairs has at a time: its pairs times the experts.
+ORDERED = 8192
+#: Outputs that a program of `weigh_pairs` has.
+WEIGHED = 1024
 #: PTX that waits until no more than the products of the other chain are in flight, of which there are eight
 #: or more, and seven the most that can be waited for.
 HOLD = "{wgmma.wait_group.sync.aligned 7;\nmov.b32 $0, $1;}"
@@ -27,10 +32,48 @@ SCALE_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 
 
 @dataclass(frozen=True)
+class Grouping:
+    """Sizes of products of `count` pairs, each of a token and one of `experts` with so many matrices.
+
+    A segment has up to `rows` pairs, and a token `slots` of them.
+    """
+
+    count: int
+    experts: int
+    rows: int
+    matrices: int
+    slots: int
+
+    @property
+    def segments(self) -> int:
+        """No more segments than this have pairs."""
+        return most_segments(self.count, self.experts, self.rows)
+
+
+def most_segments(pairs: int, experts: int, rows: int) -> int:
+    """How many segments of up to so many rows so many pairs can have."""
+    return (pairs + min(experts, pairs) * (rows - 1)) // rows
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of a token and an expert, for weights that lie one after the other, those of an expert together.
+
+    `order` int32 [P] and `segments` int32 [P, 3] are those of `quantkit.kernels.fused.pairs`. Row p of y
+    [P, matrices * n] is that of pair p, which has row p // slots of x.
+    """
+
+    order: torch.Tensor
+    segments: torch.Tensor
+    grouping: Grouping
+
+
+@dataclass(frozen=True)
 class Operands:
     """x [m, k] and a weight [n, k] in the fragment layout: codes, scale, zero, factor, values.
 
-    Kernels take besides what the device can do, of `GPU_FEATURES`.
+    Kernels take besides what the device can do, of `GPU_FEATURES`. With `pairs`, the parts of the layout have
+    a first dimension more, that of matrices of experts.
     """
 
     x: torch.Tensor
@@ -38,6 +81,16 @@ class Operands:
     bias: torch.Tensor | None
     scheme: Scheme
     n: int
+    pairs: Pairs | None = None
+
+    @property
+    def grouping(self) -> Grouping | None:
+        return None if self.pairs is None else self.pairs.grouping
+
+    @property
+    def grouped(self) -> tuple[torch.Tensor, ...]:
+        """What kernels take of pairs, after their other arguments."""
+        return () if self.pairs is None else (self.pairs.order, self.pairs.segments)
 
     @property
     def shape(self) -> Geometry:
@@ -48,6 +101,9 @@ class Operands:
 class SkinnyTile:
     """Warps that divide the columns, columns of each per step, row tiles, whether loads run ahead, and how
     many steps are unrolled at most: the instruction cache holds only so many.
+
+    If only rows of x that are `present` are loaded, lanes of a warp that have none load nothing. If sums are
+    added up `together` as soon as they have had their scales, they take fewer registers.
     """
 
     warps: int = 4
@@ -55,6 +111,8 @@ class SkinnyTile:
     row_tiles: int = 1
     ahead: bool = False
     unroll: int = 16
+    present: bool = False
+    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +165,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "HAS_FACTOR": scheme.global_scale or carried,
         "ASM": None if found is None else found.asm,
         "CONSTRAINTS": None if found is None else found.constraints,
+        "TABLE": None if found is None else found.table,
         "FIELDS": () if found else portable(scheme.format, bare=carried),
         "PLANES": shape.planes,
         "DTYPE": getattr(tl, name),
@@ -129,19 +188,6 @@ def _empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.
     return torch.empty(size, dtype=dtype or op.x.dtype, device=op.x.device)
 
 
-def _start(kernel: Any, grid: tuple[int, ...], op: Operands, *arguments: Any, **options: Any) -> None:
-    """Launch `kernel`; for operands on the meta device only compile it."""
-    if op.x.is_meta:
-        kernel.warmup(*arguments, grid=grid, **options)
-    else:
-        kernel[grid](*arguments, **options)
-
-
-def _overlap(features: frozenset[str]) -> dict[str, bool]:
-    """What lets a launch overlap the end of the kernel before it, on GPUs that can."""
-    return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}
-
-
 def skinny_steps(tile: SkinnyTile, shape: Geometry) -> int:
     """Steps that a warp takes over the columns."""
     return -(-shape.spans * shape.span // (tile.warps * tile.columns))
@@ -160,82 +206,130 @@ def skinny_columns(m: int, features: frozenset[str]) -> int:
     return next(size for size in (8 if "ptx" in features else 16, 16, 32) if size >= m)
 
 
-def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """y [m, n] for m up to 32."""
+def _multiprocessors(device: torch.device) -> int:
+    """Those of an H200 where a kernel is only compiled."""
+    gpu = gpu_of(device)
+    return HOPPER_PROCESSORS if gpu is None else gpu.multiprocessors
+
+
+def _known_of(grouping: Grouping | None) -> dict[str, Any]:
+    """What kernels know of pairs at compile time."""
+    if grouping is None:
+        return {"order": None, "segments": None, "MATRICES": 1}
+    return {"MATRICES": grouping.matrices}
+
+
+@lru_cache(maxsize=4096)
+def _skinny(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: SkinnyTile,
+    features: frozenset[str],
+    grouping: Grouping | None,
+) -> Launch:
     from quantkit.kernels.fused.skinny import skinny as kernel
 
-    m, k = op.x.shape
-    shape = op.shape
-    y = _empty(op, m, op.n)
-    _start(
+    shape = geometry(n, k, scheme, dtype)
+    programs = -(-shape.row_tiles // tile.row_tiles)
+    return Launch(
         kernel,
-        (-(-shape.row_tiles // tile.row_tiles),),
-        op,
-        op.x,
-        *op.layout,
-        y if op.bias is None else op.bias,
-        y,
-        m,
-        op.n,
-        **constants(op.n, k, op.scheme, op.x.dtype, "ptx" in features),
-        HAS_BIAS=op.bias is not None,
+        # Segments of an expert run next to each other, and share its weights in the cache.
+        (programs,) if grouping is None else (grouping.segments, programs * grouping.matrices),
+        **constants(n, k, scheme, dtype, "ptx" in features),
+        HAS_BIAS=bias,
         W=tile.warps,
         NG=tile.columns // shape.dot,
         R=tile.row_tiles,
         BM=skinny_columns(m, features),
         AHEAD=tile.ahead,
         UNROLL=unrolled(tile, shape),
+        TOGETHER=tile.together,
+        PRESENT=tile.present and m < 8 and "ptx" in features and grouping is None,
+        **_known_of(grouping),
+        SLOTS=1 if grouping is None else grouping.slots,
         num_warps=tile.warps,
         num_stages=1,
-        **_overlap(features),
+        **overlap(features),
     )
+
+
+def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """y [m, n] for m up to 32; with pairs, y [P, matrices * n] for segments of up to 32."""
+    m, k = op.x.shape
+    y = _outputs(op)
+    m = m if op.grouping is None else op.grouping.rows
+    launch = _skinny(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, op.grouping)
+    launch(op.x, *op.layout, y if op.bias is None else op.bias, y, m, op.n, *op.grouped)
     return y
 
 
-def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """y [m, n] for any m."""
+def _outputs(op: Operands) -> torch.Tensor:
+    """Room for y."""
+    if op.grouping is None:
+        return _empty(op, op.x.shape[0], op.n)
+    return _empty(op, op.grouping.count, op.grouping.matrices * op.n)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """The launches of `tiled`, and the sizes of what they write; `m` is what the kernel is told of x.
+
+    `combine` adds up what `rest` tiles, those split by columns, have of each part; None where none is split.
+    """
+
+    order: Launch
+    kernel: Launch
+    combine: Launch | None
+    m: int
+    width: int
+    full: int
+    rest: int
+
+
+@lru_cache(maxsize=4096)
+def _tiled(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: Tile,
+    features: frozenset[str],
+    multiprocessors: int,
+    grouping: Grouping | None,
+) -> _Tiles:
     from quantkit.kernels.fused.tiled import combine, order_columns
     from quantkit.kernels.fused.tiled import tiled as kernel
 
-    m, k = op.x.shape
-    shape = op.shape
-    assert shape.steps % tile.split == 0, (shape, tile)
-    known = constants(op.n, k, op.scheme, op.x.dtype, "ptx" in features)
-    ordered = _empty(op, m, shape.spans * shape.span)
-    width, halves = ordered.shape[1], shape.group == 16
-    _start(
+    shape = geometry(n, k, scheme, dtype)
+    assert shape.steps % tile.split == 0 and (grouping is None or tile.split == 1), (shape, tile)
+    known = constants(n, k, scheme, dtype, "ptx" in features)
+    width = shape.spans * shape.span
+    order = Launch(
         order_columns,
-        (-(-width // 1024), m),
-        op,
-        op.x,
-        ordered,
-        m,
-        k,
-        width,
-        HALVES=halves,
+        (m if grouping is None else grouping.count, -(-width // 1024)),
+        **({"order": None} if grouping is None else {}),
+        SLOTS=1 if grouping is None else grouping.slots,
+        HALVES=shape.group == 16,
         BLOCK=1024,
-        **_overlap(features),
+        **overlap(features),
     )
-    y = _empty(op, m, op.n)
-    bias = y if op.bias is None else op.bias
-    tiles = -(-op.n // tile.rows) * -(-m // tile.m)
-    full = whole_tiles(tile, tiles, op.x.device)
+    of_segment = 1 if grouping is None else -(-grouping.rows // tile.m)
+    if grouping is not None:
+        m = grouping.segments * of_segment * tile.m
+    tiles = -(-n // tile.rows) * (1 if grouping is None else grouping.matrices) * -(-m // tile.m)
+    full = whole_tiles(tile, tiles, multiprocessors)
     rest = tiles - full
-    sums = y if rest == 0 else _empty(op, tile.split, rest, tile.m, tile.rows, dtype=torch.float32)
-    _start(
+    main = Launch(
         kernel,
         (full + rest * tile.split,),
-        op,
-        ordered,
-        *op.layout,
-        bias,
-        y,
-        sums,
-        m,
-        op.n,
-        full,
         **known,
-        HAS_BIAS=op.bias is not None,
+        HAS_BIAS=bias,
         RT=tile.row_tiles,
         BM=tile.m,
         CHAINS=tile.chains,
@@ -244,46 +338,148 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         WAIT=tile.chains == 1 and not features.isdisjoint({"ptx", "wgmma"}),
         STAGES=tile.stages,
         RASTER=RASTER,
-        HALF=half_unit(op.n, k, op.scheme) if tile.half_sums else None,
+        HALF=half_unit(n, k, scheme) if tile.half_sums else None,
         HOLD=HOLD if tile.chains > 1 and "wgmma" in features else None,
+        **_known_of(grouping),
+        TILES_OF_SEGMENT=of_segment,
         PDL="overlap" in features,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if rest:
-        last = {name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")}
+    if not rest:
+        return _Tiles(order, main, None, m, width, full, rest)
+    part = max(1, min(tile.m, COMBINED // tile.rows))
+    last = Launch(
+        combine,
+        (rest, tile.m // part),
+        **{name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
+        HAS_BIAS=bias,
+        BM=tile.m,
+        ROWS=tile.rows,
+        SPLIT=tile.split,
+        RASTER=RASTER,
+        PART=part,
+        **overlap(features),
+    )
+    return _Tiles(order, main, last, m, width, full, rest)
+
+
+def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """y [m, n] for any m; with pairs, y [P, matrices * n]."""
+    m, k = op.x.shape
+    run = _tiled(
+        m,
+        op.n,
+        k,
+        op.scheme,
+        op.x.dtype,
+        op.bias is not None,
+        tile,
+        features,
+        _multiprocessors(op.x.device),
+        op.grouping,
+    )
+    y = _outputs(op)
+    ordered = _empty(op, y.shape[0], run.width)
+    run.order(op.x, ordered, k, run.width, *op.grouped[:1])
+    bias = y if op.bias is None else op.bias
+    sums = y if run.rest == 0 else _empty(op, tile.split, run.rest, tile.m, tile.rows, dtype=torch.float32)
+    run.kernel(ordered, *op.layout, bias, y, sums, run.m, op.n, run.full, *op.grouped)
+    if run.combine is not None:
         _, scale, _, factor, _ = op.layout
-        part = max(1, min(tile.m, COMBINED // tile.rows))
-        _start(
-            combine,
-            (rest, tile.m // part),
-            op,
-            sums,
-            scale,
-            factor,
-            bias,
-            y,
-            m,
-            op.n,
-            full,
-            **last,
-            HAS_BIAS=op.bias is not None,
-            BM=tile.m,
-            ROWS=tile.rows,
-            SPLIT=tile.split,
-            RASTER=RASTER,
-            PART=part,
-            **_overlap(features),
-        )
+        run.combine(sums, scale, factor, bias, y, run.m, op.n, run.full)
     return y
 
 
-def whole_tiles(tile: Tile, tiles: int, device: torch.device) -> int:
+@dataclass(frozen=True)
+class _Order:
+    """The launches of `order_pairs`: `count` for each chunk of pairs, None where there is one."""
+
+    count: Launch | None
+    place: Launch
+    chunks: int
+    buckets: int
+
+
+@lru_cache(maxsize=4096)
+def _order(pairs: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
+    """`dtype` is that of the index, which kernels are compiled for."""
+    from quantkit.kernels.fused.pairs import count_pairs
+    from quantkit.kernels.fused.pairs import order_pairs as kernel
+
+    buckets = _power_of_two(experts + 1)
+    chunk = min(max(ORDERED // buckets, 16), _power_of_two(max(pairs, 16)))
+    chunks = -(-pairs // chunk)
+    known = {"EXPERTS": experts, "BUCKETS": buckets, "CHUNK": chunk, **overlap(features)}
+    if chunks == 1:
+        return _Order(None, Launch(kernel, (1,), counts=None, ROWS=rows, **known), chunks, buckets)
+    place = Launch(kernel, (chunks,), ROWS=rows, **known)
+    return _Order(Launch(count_pairs, (chunks,), **known), place, chunks, buckets)
+
+
+def order_pairs(
+    index: torch.Tensor, experts: int, rows: int, features: frozenset[str] = frozenset()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`order` and `segments` of `Pairs` for the chosen experts [P], contiguous integers, P >= 1."""
+    pairs = index.shape[0]
+    run = _order(pairs, experts, rows, index.dtype, features)
+
+    def empty(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, device=index.device)
+
+    order, segments = empty(pairs), empty(pairs, 3)
+    if run.count is None:
+        run.place(index, order, segments, pairs)
+    else:
+        counts = empty(run.chunks, run.buckets)
+        run.count(index, counts, pairs)
+        run.place(index, order, segments, pairs, counts.cumsum(0, dtype=torch.int32))
+    return order, segments
+
+
+@lru_cache(maxsize=1024)
+def _weigh(
+    tokens: int,
+    slots: int,
+    n: int,
+    experts: int,
+    dtypes: tuple[torch.dtype, ...],
+    features: frozenset[str],
+) -> Launch:
+    """`dtypes` are those of the tensors, which the kernel is compiled for."""
+    from quantkit.kernels.fused.pairs import weigh_pairs as kernel
+
+    grid = (tokens, -(-n // WEIGHED))
+    return Launch(kernel, grid, EXPERTS=experts, SLOTS=slots, BLOCK=WEIGHED, **overlap(features))
+
+
+def weigh_pairs(
+    y: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    features: frozenset[str] = frozenset(),
+) -> torch.Tensor:
+    """The sums over slots of y [T * slots, n] times `weights` [T, slots], in y's dtype, added up in float32.
+
+    Rows of y whose `index` [T, slots] is no expert's are not read. All are contiguous.
+    """
+    out = y.new_empty(index.shape[0], y.shape[1])
+    dtypes = (y.dtype, index.dtype, weights.dtype)
+    launch = _weigh(*index.shape, y.shape[1], experts, dtypes, features)
+    launch(y, index, weights, out, y.shape[1])
+    return out
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def whole_tiles(tile: Tile, tiles: int, multiprocessors: int) -> int:
     """How many of so many tiles are not split by columns: full rounds of all multiprocessors."""
     if tile.split == 1:
         return tiles
-    gpu = gpu_of(device)
-    at_once = tile.at_once * (HOPPER_PROCESSORS if gpu is None else gpu.multiprocessors)
+    at_once = tile.at_once * multiprocessors
     return tiles // at_once * at_once if at_once else 0
 
 
@@ -291,24 +487,28 @@ def whole_tiles(tile: Tile, tiles: int, device: torch.device) -> int:
 DENSE_WARPS = 4
 
 
-def dequantize(op: Operands, start: int, stop: int, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Rows `start` (a multiple of 16) to `stop` of the weight in x's dtype, [stop - start, k]."""
+@lru_cache(maxsize=4096)
+def _dequantize(
+    rows: int, n: int, k: int, scheme: Scheme, dtype: torch.dtype, features: frozenset[str]
+) -> Launch:
     from quantkit.kernels.fused.dense import dequantize as kernel
 
-    k, shape = op.x.shape[1], op.shape
+    shape = geometry(n, k, scheme, dtype)
     spans = max(128 // shape.span, 1)
-    out = _empty(op, stop - start, k)
-    _start(
+    return Launch(
         kernel,
-        (-(-(stop - start) // (ROWS * DENSE_WARPS)), -(-shape.spans // spans)),
-        op,
-        *op.layout,
-        out,
-        start // ROWS,
-        stop,
-        **constants(op.n, k, op.scheme, op.x.dtype, "ptx" in features),
+        (-(-rows // (ROWS * DENSE_WARPS)), -(-shape.spans // spans)),
+        **constants(n, k, scheme, dtype, "ptx" in features),
         C=spans,
         W=DENSE_WARPS,
         num_warps=DENSE_WARPS,
     )
+
+
+def dequantize(op: Operands, start: int, stop: int, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """Rows `start` (a multiple of 16) to `stop` of the weight in x's dtype, [stop - start, k]."""
+    k = op.x.shape[1]
+    out = _empty(op, stop - start, k)
+    launch = _dequantize(stop - start, op.n, k, op.scheme, op.x.dtype, features)
+    launch(*op.layout, out, start // ROWS, stop)
     return out

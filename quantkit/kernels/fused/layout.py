@@ -27,6 +27,7 @@ e2m1, say, in the places where a bfloat16 has sign, exponent and mantissa are it
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -34,11 +35,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quantkit.errors import FormatError
-from quantkit.kernels.fused.expressions import BFLOAT16, arithmetic, bias_factor, placement, planes, registers
-from quantkit.packing.formats import FloatFormat, NumberFormat
+from quantkit.kernels.building import refuse_if
+from quantkit.kernels.fused.expressions import (
+    BFLOAT16,
+    Field,
+    arithmetic,
+    bias_factor,
+    placement,
+    planes,
+    registers,
+)
+from quantkit.kernels.launcher import Launch
+from quantkit.packing.formats import FittedFormat, FloatFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.words import parts
 
 #: Rows of a tile, columns of a run, and 16-bit lanes of a tile.
 ROWS = 16
@@ -135,29 +146,21 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Codes, scales, zero-points, factor (both empty for none) and values of `weight` in the fragment layout,
     for activations of `dtype`.
 
-    Raises `FormatError` for codes and 8-bit scales that are no numbers.
+    Raises `FormatError` for codes and 8-bit scales that are no numbers, within `building` when that ends.
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
-    codes = torch.empty(
-        shape.row_tiles, shape.spans, shape.tiles, LANES, dtype=torch.int16, device=weight.device
-    )
-    place = place_codes if codes.is_cuda else place_codes_by_torch
-    step = max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
-    for start in range(0, weight.shape[0], step):
-        rows = _checked(weight.codes(start, start + step), weight)
-        place(codes, start // ROWS, rows, weight.scheme.format, shape)
+    codes = _placed(weight, shape)
     scale = weight.row_scale()
     if scale.itemsize == 1:
-        if bool(scale.float().isnan().any()):
-            raise FormatError(f"a {weight.scheme} weight has scales that are NaN. {_VERIFY}")
+        refuse_if(scale.float().isnan().any(), f"a {weight.scheme} weight has scales that are NaN. {_VERIFY}")
         scale = scale.to(torch.bfloat16) if shape.on_weights else scale.view(torch.int8)
-    factor, values = weight.part("global_scale"), _values(weight)
+    factor, values = weight.part("global_scale"), weight.part("codebook")
+    if values is None:
+        values = _values(weight.scheme.format, shape.carried, weight.device)
     if shape.carried != 1.0:
-        # What sums are divided by brings the largest scale to where bfloat16 ends.
-        largest = float(scale.float().abs().max())
-        unit = 2.0 ** (125 - math.floor(math.log2(largest))) if largest else 1.0
-        scale, values = (scale.double() * unit).to(torch.bfloat16), values / shape.carried
-        divisor = torch.tensor([unit / shape.carried], device=scale.device)
+        unit = _unit(scale)
+        scale = (scale.double() * unit).to(torch.bfloat16)
+        divisor = (unit / shape.carried).float().reshape(1)
         factor = divisor if factor is None else divisor * factor
     size = weight.scheme.group_columns(shape.k)
 
@@ -167,75 +170,223 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         return _by_lane(per_group, shape.in_block)
 
     zero_point = weight.zero_points()
-    empty = codes.new_empty(0)
-    zero = empty
+    zero = codes.new_empty(0)
     if zero_point is not None:
         lowest = weight.scheme.format.values[0]
         # Integers are exact in bfloat16, floats between codes need not be.
         dtype = torch.float32 if weight.scheme.zero_point == "float" else torch.bfloat16
         zero = by_lane(zero_point.to(torch.float32) + lowest).to(dtype)
-    return codes, by_lane(scale), zero, empty.float() if factor is None else factor, values
+    if factor is None:
+        factor = torch.empty(0, device=codes.device)
+    return codes, by_lane(scale), zero, factor, values
 
 
-def _values(weight: PackedTensor) -> torch.Tensor:
-    """The value of each code, float32; 0 for codes that stand for none, of which `build` lets none pass."""
-    book = weight.part("codebook")
-    if book is not None:
-        return book
-    return torch.tensor(weight.scheme.format.values, device=weight.device).nan_to_num(0.0)
+def _unit(scale: torch.Tensor) -> torch.Tensor:
+    """The power of two, float64 [], that brings the largest scale to where bfloat16 ends."""
+    largest = scale.float().abs().amax().double()
+    # Exact: what a float is more than its mantissa is a power of two.
+    return torch.where(largest > 0, 2.0**126 * torch.frexp(largest).mantissa / largest, 1.0)
 
 
-def _checked(codes: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
-    """`codes`, all of which stand for numbers: unpack expressions would make up values for the others."""
-    if weight.part("codebook") is None and any(math.isnan(value) for value in weight.scheme.format.values):
-        reserved = torch.tensor([math.isnan(v) for v in weight.scheme.format.values], device=codes.device)
-        if bool(reserved[codes.int()].any()):
-            raise FormatError(f"a {weight.scheme} weight has codes that stand for no number. {_VERIFY}")
-    return codes
+def restore(layout: Sequence[torch.Tensor], scheme: Scheme, shape: tuple[int, int]) -> torch.Tensor:
+    """The words [N, W] of a weight of `shape` of which `build` made `layout`, for activations of any dtype.
 
-
-def place_codes(
-    words: torch.Tensor, first: int, codes: torch.Tensor, number_format: NumberFormat, shape: Geometry
-) -> None:
-    """Write codes, uint8 [rows, K], into row tiles `first` and on of `words`, int16 [.., spans, tiles, 256].
-
-    What is beyond the rows and columns has code 0.
+    They are the same bits, but that those which no code has are zero, as `docs/format.md` demands.
     """
-    from quantkit.kernels.fused.order import order_codes
+    n, k = shape
+    # All dtypes of activations have the codes in the same order.
+    sizes = geometry(n, k, scheme, torch.bfloat16)
+    codes = layout[0]
+    words = torch.empty(n, scheme.words_per_row(k), dtype=torch.int32, device=codes.device)
+    step = _rows_at_once(sizes)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        rows = read_codes(codes[start // ROWS : -(-stop // ROWS)], scheme.format, sizes)
+        words[start:stop] = scheme.pack(rows[: stop - start, :k])
+    return words
 
-    rows, columns = codes.shape
-    order_codes[(-(-rows // ROWS), -(-shape.spans // SPANS_AT_ONCE))](
-        codes.contiguous(),
-        words,
-        first,
-        rows,
-        columns,
-        shape.spans,
-        **order_constants(number_format, shape),
-    )
+
+def join(
+    weights: Sequence[tuple[torch.Tensor, ...]], rows: Sequence[int]
+) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[torch.Tensor, ...], ...]] | None:
+    """What `build` made of several weights of one scheme and K as that of one, and of each as views of it.
+
+    None unless all but the last have whole row tiles, and the same values and factors. Factors may differ
+    by powers of two where scales are bfloat16, whose exponents can make up for it.
+    """
+    if any(count % ROWS for count in rows[:-1]):
+        return None
+    codes, scales, zeros, factors, values = (list(parts) for parts in zip(*weights, strict=True))
+    if any(other is not values[0] and not torch.equal(values[0], other) for other in values[1:]):
+        return None
+    factor = factors[0]
+    if factor.numel():
+        # The only ones that are asked of the device.
+        found = torch.cat(factors).tolist()
+        factor = factors[found.index(min(found))]
+        for i, own in enumerate(found):
+            if own == min(found):
+                continue
+            ratio = min(found) / own
+            if scales[i].dtype != torch.bfloat16 or math.frexp(ratio)[0] != 0.5:
+                return None
+            scales[i] = scales[i] * ratio
+    tiles = [len(part) for part in codes]
+    whole = tuple(torch.cat(parts) for parts in (codes, scales, zeros))
+    views = [torch.split(part, tiles) if part.numel() else (part,) * len(tiles) for part in whole]
+    return (*whole, factor, values[0]), tuple((*own, factor, values[0]) for own in zip(*views, strict=True))
 
 
 @lru_cache(maxsize=256)
-def order_constants(number_format: NumberFormat, shape: Geometry) -> dict[str, Any]:
-    """What the layout builder knows at compile time."""
+@torch.inference_mode(False)
+def _values(number_format: NumberFormat, carried: float, device: torch.device) -> torch.Tensor:
+    """The value of each code less the factor that is `carried`, float32; 0 for codes that stand for none.
+
+    `build` lets none of the latter pass.
+    """
+    return torch.tensor(number_format.values, device=device).nan_to_num(0.0) / carried
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)
+def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor | None:
+    """Which codes stand for no number, uint8; None where all do, or where a code book says what they are."""
+    if isinstance(number_format, FittedFormat) or not any(map(math.isnan, number_format.values)):
+        return None
+    return torch.tensor([math.isnan(value) for value in number_format.values], device=device).byte()
+
+
+def _rows_at_once(shape: Geometry) -> int:
+    return max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
+
+
+def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
+    """The codes of `weight` in the order of fragments."""
+    number_format, device, n = weight.scheme.format, weight.device, weight.shape[0]
+    words = torch.empty(shape.row_tiles, shape.spans, shape.tiles, LANES, dtype=torch.int16, device=device)
+    reserved = _reserved(number_format, device)
+    found = None if reserved is None else torch.zeros(1, dtype=torch.int32, device=device)
+    if words.is_cuda and weight.scheme.packing == "bits":
+        place_words(words, 0, weight.words, number_format, shape, found)
+    else:
+        place = place_codes if words.is_cuda else place_codes_by_torch
+        step = _rows_at_once(shape)
+        for start in range(0, n, step):
+            place(words, start // ROWS, weight.codes(start, start + step), number_format, shape, found)
+    if found is not None:
+        # Unpack expressions would make up values for them.
+        refuse_if(found, f"a {weight.scheme} weight has codes that stand for no number. {_VERIFY}")
+    return words
+
+
+def place_words(
+    words: torch.Tensor,
+    first: int,
+    stored: torch.Tensor,
+    number_format: NumberFormat,
+    shape: Geometry,
+    found: torch.Tensor | None = None,
+) -> None:
+    """Write codes into row tiles `first` and on of `words`, int16 [.., spans, tiles, 256].
+
+    `stored` are words of rows in the packing "bits", int32 [rows, W]. What is beyond the rows and columns has
+    code 0. `found`, int32 [1], becomes 1 if a code stands for no number.
+    """
+    _order(words, first, stored, number_format.bits, number_format, shape, found)
+
+
+def place_codes(
+    words: torch.Tensor,
+    first: int,
+    codes: torch.Tensor,
+    number_format: NumberFormat,
+    shape: Geometry,
+    found: torch.Tensor | None = None,
+) -> None:
+    """The same from codes, uint8 [rows, K]."""
+    _order(words, first, codes, 8, number_format, shape, found)
+
+
+def _order(
+    words: torch.Tensor,
+    first: int,
+    stored: torch.Tensor,
+    bits: int,
+    number_format: NumberFormat,
+    shape: Geometry,
+    found: torch.Tensor | None,
+) -> None:
+    rows = stored.contiguous().view(torch.uint8)
+    reserved = None if found is None else _reserved(number_format, words.device)
+    launch = _order_launch(number_format, shape, bits, len(rows), reserved is not None)
+    launch(
+        rows,
+        words,
+        rows if reserved is None else reserved,
+        rows if found is None else found,
+        first,
+        len(rows),
+        shape.k,
+        rows.shape[1],
+        shape.spans,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _order_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows: int, check: bool) -> Launch:
+    from quantkit.kernels.fused.order import order_codes
+
+    grid = -(-rows // ROWS), -(-shape.spans // SPANS_AT_ONCE)
+    return Launch(order_codes, grid, **order_constants(number_format, shape, bits, check))
+
+
+@lru_cache(maxsize=256)
+def order_constants(
+    number_format: NumberFormat, shape: Geometry, bits: int, check: bool = False
+) -> dict[str, Any]:
+    """What the layout builder knows at compile time of codes that are stored in `bits`."""
     fields = (
-        (plane, field.register, field.at, field.first, field.mask)
+        (plane, *piece)
         for plane, in_plane in enumerate(placement(number_format))
         for field in in_plane
+        for piece in _pieces(bits, field)
     )
     return {
+        "BITS": bits,
         "TILES": shape.tiles,
         "PLANES": shape.planes,
         "FIELDS": tuple(number for numbers in fields for number in numbers),
         "HALVES": shape.group == RUN // 2,
+        "CHECK": check,
         "C": SPANS_AT_ONCE,
     }
 
 
+def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
+    """What each part of codes that are stored in `bits` has of `field`, as `order_codes` wants it."""
+    before = 0
+    for width in parts(bits):
+        first = max(field.first, before)
+        count = min(field.first + field.width, before + width) - first
+        if count > 0:
+            at = field.at + first - field.first
+            yield field.register, at, first, (1 << count) - 1, before, width, first - before
+        before += width
+
+
 def place_codes_by_torch(
-    words: torch.Tensor, first: int, codes: torch.Tensor, number_format: NumberFormat, shape: Geometry
+    words: torch.Tensor,
+    first: int,
+    codes: torch.Tensor,
+    number_format: NumberFormat,
+    shape: Geometry,
+    found: torch.Tensor | None = None,
 ) -> None:
-    """The same by operations of torch, in int32."""
+    """`place_codes` by operations of torch, in int32."""
+    if found is not None:
+        reserved = _reserved(number_format, codes.device)
+        assert reserved is not None
+        found |= reserved[codes.int()].any()
     rows, columns = codes.shape
     padded = F.pad(codes, (0, shape.spans * shape.span - columns, 0, -rows % ROWS))
     halves = shape.group == RUN // 2
@@ -252,9 +403,30 @@ def place_codes_by_torch(
     words[first : first + len(wide)] = wide.view(torch.int16)[..., ::2]
 
 
+def read_codes(words: torch.Tensor, number_format: NumberFormat, shape: Geometry) -> torch.Tensor:
+    """The codes of row tiles, int16 [.., spans, tiles, 256]: uint8 [rows, columns], with their padding."""
+    by_plane = torch.zeros(
+        shape.planes, len(words), shape.spans, LANES, dtype=torch.uint8, device=words.device
+    )
+    for plane, fields in enumerate(placement(number_format)):
+        for field in fields:
+            # A shift copies the sign bit; the mask takes its copies away.
+            bits = (words[:, :, field.register] >> field.at) & field.mask
+            by_plane[plane] |= bits.to(torch.uint8) << field.first
+    # run, p0, rows 16, span, r, t, e1, row // 8, e0
+    axes = by_plane.view(shape.planes // 2, 2, -1, shape.spans, 8, 4, 2, 2, 2)
+    halves = shape.group == RUN // 2
+    in_run = (1, 5, 6, 8) if halves else (5, 1, 6, 8)
+    return axes.permute(2, 7, 4, 3, 0, *in_run).reshape(len(words) * ROWS, -1)
+
+
 def _by_lane(per_group: torch.Tensor, in_block: int) -> torch.Tensor:
     """One value per row and group, [N, groups], in the order of `scale` above; both are padded with zeros."""
     rows, groups = per_group.shape
-    padded = per_group.new_zeros(-(-rows // ROWS) * ROWS, -(-groups // in_block) * in_block)
-    padded[:rows, :groups] = per_group
-    return padded.view(-1, 2, 8, padded.shape[1] // in_block, in_block).permute(0, 3, 2, 4, 1).contiguous()
+    beyond = -rows % ROWS, -groups % in_block
+    if any(beyond):
+        padded = per_group.new_zeros(rows + beyond[0], groups + beyond[1])
+        padded[:rows, :groups] = per_group
+        per_group = padded
+    lanes = per_group.view(-1, 2, 8, per_group.shape[1] // in_block, in_block)
+    return lanes.permute(0, 3, 2, 4, 1).contiguous()

@@ -1,34 +1,76 @@
-"""The layout builder: codes of rows into the order of fragments, every byte read and written once."""
+"""The layout builder: codes as they are stored into the order of fragments, every byte written once."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def order_codes(
-    codes, words, first, N, K, SPANS,
-    TILES: tl.constexpr, PLANES: tl.constexpr, FIELDS: tl.constexpr, HALVES: tl.constexpr, C: tl.constexpr,
+def _part(
+    rows, block, in_run, inside, FULL, REST,
+    BITS: tl.constexpr, BEFORE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """`codes` uint8 [N, K] are the rows from 16 * `first` on, `words` int16 those of the whole weight.
+    """Bits `FIRST` and on of a part of `WIDTH` bits, of code number `in_run` of each block of 32.
+
+    `BEFORE` are the bits of a code in parts before that one. The block number `FULL` has only `REST` codes.
+    """
+    in_last = 0
+    for other in tl.static_range(3):
+        # Parts of 8, 4 and 2 bits, the words that each takes.
+        if BEFORE & (8 >> other):
+            in_last += (REST * (8 >> other) + 31) // 32
+    words = block * BITS + tl.where(block == FULL, in_last, BEFORE)
+    byte = tl.load(rows + 4 * words + (in_run * WIDTH // 8)[None, :], mask=inside, other=0).to(tl.int32)
+    return (byte >> (in_run * WIDTH % 8 + FIRST)[None, :]) & MASK
+
+
+@triton.jit(do_not_specialize=["first", "N", "K", "STRIDE", "SPANS"])
+def order_codes(
+    stored, words, reserved, found, first, N, K, STRIDE, SPANS,
+    BITS: tl.constexpr, TILES: tl.constexpr, PLANES: tl.constexpr, FIELDS: tl.constexpr,
+    HALVES: tl.constexpr, CHECK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """`stored` uint8 [N, STRIDE] are the rows from 16 * `first` on, of K codes of `BITS` bits in the storage
+    layout; `words` int16 those of the whole weight in the order of fragments.
 
     A program has 16 rows and C spans. `FIELDS` holds plane, register, position in its lane, first bit in the
-    code, and mask. Sizes are no constants: one kernel serves all weights of a format.
+    code, mask, and of the stored part that the field is in: bits before it, width, first bit in it. With
+    `CHECK`, `found` becomes 1 if there is a code whose entry of `reserved` is not 0. Sizes are no constants:
+    one kernel serves all weights of a format.
     """
-    SPAN: tl.constexpr = 16 * PLANES
     lane = tl.arange(0, 256)
     # r, t, e1, row // 8, e0, from the highest bits of a lane's number on.
     row = tl.program_id(0) * 16 + lane // 2 % 2 * 8 + lane // 32
     t = lane // 8 % 4
     of_four = lane // 4 % 2 * 2 + lane % 2
-    span = tl.program_id(1) * C + tl.arange(0, C)
-    inside = (row < N)[None, :]
-    at = words + ((first + tl.program_id(0)).to(tl.int64) * SPANS + span[:, None]) * (TILES * 256) + lane
+    span = (tl.program_id(1) * C + tl.arange(0, C))[:, None]
+    rows = stored + (row.to(tl.int64) * STRIDE)[None, :]
+    at = words + ((first + tl.program_id(0)).to(tl.int64) * SPANS + span) * (TILES * 256) + lane[None, :]
+    FIELD_COUNT: tl.constexpr = len(FIELDS) // 8
     for register in tl.static_range(TILES):
         word = tl.zeros((C, 256), tl.int32)
-        for f in tl.static_range(len(FIELDS) // 5):
-            if FIELDS[5 * f + 1] == register:
-                in_run = FIELDS[5 * f] % 2 * (16 if HALVES else 4) + t * (4 if HALVES else 8) + of_four
-                column = span[:, None] * SPAN + FIELDS[5 * f] // 2 * 32 + in_run
-                code = tl.load(codes + row * K + column, mask=inside & (column < K), other=0).to(tl.int32)
-                word |= ((code >> FIELDS[5 * f + 3]) & FIELDS[5 * f + 4]) << FIELDS[5 * f + 2]
-        tl.store(at + register * 256, word.to(tl.int16), mask=(span < SPANS)[:, None])
+        for f in tl.static_range(FIELD_COUNT):
+            if FIELDS[8 * f + 1] == register:
+                in_run = FIELDS[8 * f] % 2 * (16 if HALVES else 4) + t * (4 if HALVES else 8) + of_four
+                block = span * (PLANES // 2) + FIELDS[8 * f] // 2
+                inside = (row < N)[None, :] & (block * 32 + in_run[None, :] < K)
+                bits = _part(
+                    rows, block, in_run, inside, K // 32, K % 32,
+                    BITS, FIELDS[8 * f + 5], FIELDS[8 * f + 6], FIELDS[8 * f + 7], FIELDS[8 * f + 4],
+                )  # fmt: skip
+                word |= bits << FIELDS[8 * f + 2]
+        tl.store(at + register * 256, word.to(tl.int16), mask=span < SPANS)
+    if CHECK:
+        for plane in tl.static_range(PLANES):
+            in_run = plane % 2 * (16 if HALVES else 4) + t * (4 if HALVES else 8) + of_four
+            block = span * (PLANES // 2) + plane // 2
+            inside = (row < N)[None, :] & (block * 32 + in_run[None, :] < K)
+            code = tl.zeros((C, 256), tl.int32)
+            for f in tl.static_range(FIELD_COUNT):
+                if FIELDS[8 * f] == plane:
+                    bits = _part(
+                        rows, block, in_run, inside, K // 32, K % 32,
+                        BITS, FIELDS[8 * f + 5], FIELDS[8 * f + 6], FIELDS[8 * f + 7], FIELDS[8 * f + 4],
+                    )  # fmt: skip
+                    code |= bits << FIELDS[8 * f + 3]
+            bad = inside & (tl.load(reserved + code) != 0)
+            tl.store(found + tl.zeros((C, 256), tl.int32), 1, mask=bad)

@@ -2,14 +2,12 @@
 
 A 32-bit register holds two lanes of 16 bits, each of which becomes a 16-bit float. What is computed follows
 the description in `quantkit.kernels.fused.expressions`, but for 8-bit integers, which do not fit the mantissa
-of a bfloat16, and tables of 16 values, picked by byte permutation.
+of a bfloat16, and tables of up to 32 values: each lane of a warp holds one of them, and a shuffle fetches it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-
-import torch
 
 from quantkit.kernels.fused.expressions import (
     BFLOAT16,
@@ -17,22 +15,30 @@ from quantkit.kernels.fused.expressions import (
     Lane,
     Plane,
     arithmetic,
+    code_moves,
     placement,
     planes,
     registers,
 )
-from quantkit.packing.formats import CodebookFormat, NumberFormat
+from quantkit.packing.formats import NumberFormat
 
 #: For activations of a dtype: the floats that codes become, and what PTX calls two of them.
 LANES: dict[str, tuple[Lane, str]] = {"bfloat16": (BFLOAT16, "bf16x2"), "float16": (FLOAT16, "f16x2")}
+#: Bits of a code whose values the lanes of a warp can hold.
+TABLE_BITS = 5
 
 
 @dataclass(frozen=True)
 class Expression:
-    """Inline PTX: an output for each plane from the registers of all parts, with its operand constraints."""
+    """Inline PTX: an output for each plane from the registers of all parts, with its operand constraints.
+
+    Its last two operands are what `table` gives, where that is not None: PTX that fetches the value that a
+    lane of the warp holds, twice, from the address of float32 values.
+    """
 
     asm: str
     constraints: str
+    table: str | None = None
 
 
 class _Writer:
@@ -64,18 +70,19 @@ class _Writer:
     def constant(self, bits: int) -> str:
         return self.constants.setdefault(bits, f"c{len(self.constants)}")
 
-    def expression(self, bits: int) -> Expression:
+    def expression(self, bits: int, table: str | None = None) -> Expression:
         names = (("s", self.shifted), ("c", self.constants), ("t", range(self.temporaries)))
         head = f".reg .b32 {', '.join(f'{name}<{len(used) + 1}>' for name, used in names)};"
         moves = [f"mov.b32 {name}, 0x{value:08X};" for value, name in self.constants.items()]
         body = "\n".join([head, *moves, *self.lines])
         outputs = ["=&r"] * self.outputs
-        return Expression(f"{{{body}}}", ",".join([*outputs, *["r"] * registers(bits)]))
+        inputs = ["r"] * (registers(bits) + (0 if table is None else 2))
+        return Expression(f"{{{body}}}", ",".join([*outputs, *inputs]), table)
 
 
 @lru_cache(maxsize=256)
 def expression(number_format: NumberFormat, dtype: str, *, bare: bool = False) -> Expression | None:
-    """The expression of a format for activations of `dtype`; None if its values have to be looked up.
+    """The expression of a format for activations of `dtype`; None if values have to be looked up in memory.
 
     A `bare` one of floats leaves their exponents to whoever multiplies the values next.
     """
@@ -87,9 +94,7 @@ def expression(number_format: NumberFormat, dtype: str, *, bare: bool = False) -
         return _arithmetic(number_format.bits, found, lane, name)
     if number_format.values == tuple(range(-(2**lane.mantissa_bits), 2**lane.mantissa_bits)):
         return _wide_integers(number_format, lane, name)
-    if isinstance(number_format, CodebookFormat) and number_format.bits == 4:
-        return _book(number_format, getattr(torch, dtype))
-    return None
+    return _table(number_format, name) if number_format.bits <= TABLE_BITS else None
 
 
 def _twice(bits: int | None) -> int:
@@ -134,38 +139,29 @@ def _wide_integers(number_format: NumberFormat, lane: Lane, name: str) -> Expres
     return writer.expression(number_format.bits)
 
 
-def _book(book: CodebookFormat, dtype: torch.dtype) -> Expression:
-    """Sixteen values by byte permutation: `prmt` picks four bytes of eight by four selectors of four bits.
+def _table(number_format: NumberFormat, name: str) -> Expression:
+    """Values that lanes of the warp hold: lane i that of code i, modulo the number of codes.
 
-    A lane of four codes is such a selector, less the bit that tells the halves of the table apart; low and
-    high bytes of the values are picked on their own, then put together.
+    A shuffle looks at the low five bits of the lane's number only, so that what is above a code may stay.
     """
-    writer = _Writer(4)
-    values = torch.tensor(book.values).nan_to_num(0.0).to(dtype).view(torch.int16).tolist()
-    tables = [[(value >> shift) & 0xFF for value in values] for shift in (0, 8)]
-    halves = []
-    for right in (0, 16):
-        source = writer.shift(0, right)
-        selector, upper = writer.temporary(), writer.temporary()
-        writer.lines.append(f"and.b32 {selector}, {source}, 0x7777;")
-        writer.lines.append(f"and.b32 {upper}, {writer.shift(0, right + 3)}, 0x1111;")
-        # Byte 0 of the operand for codes below 8, byte 1 for the others.
-        writer.lines.append(f"prmt.b32 {upper}, {writer.constant(0xFF00)}, 0, {upper};")
-        picked = []
-        for table in tables:
-            words = [
-                writer.constant(int.from_bytes(bytes(table[i : i + 4]), "little")) for i in range(0, 16, 4)
-            ]
-            below, above = writer.temporary(), writer.temporary()
-            writer.lines.append(f"prmt.b32 {below}, {words[0]}, {words[1]}, {selector};")
-            writer.lines.append(f"prmt.b32 {above}, {words[2]}, {words[3]}, {selector};")
-            # upper ? above : below
-            writer.lines.append(f"lop3.b32 {below}, {upper}, {above}, {below}, 0xCA;")
-            picked.append(below)
-        for pair in ("0x5140", "0x7362"):
-            halves.append(writer.temporary())
-            writer.lines.append(f"prmt.b32 {halves[-1]}, {picked[0]}, {picked[1]}, {pair};")
-    for plane in range(4):
-        selector = "0x5410" if plane % 2 == 0 else "0x7632"
-        writer.lines.append(f"prmt.b32 ${plane}, {halves[plane // 2]}, {halves[2 + plane // 2]}, {selector};")
-    return writer.expression(4)
+    bits = number_format.bits
+    writer = _Writer(bits)
+    mine = f"${writer.outputs + registers(bits)}"
+    for plane, moves in enumerate(code_moves(number_format)):
+        values = []
+        for half in (0, 16):
+            code = writer.shift(moves[0].register, moves[0].right + half)
+            for move in moves[1:]:
+                source, both = writer.shift(move.register, move.right + half), writer.temporary()
+                # The bits of `move` from its register, all others from what there is.
+                writer.lines.append(f"lop3.b32 {both}, {source}, 0x{move.mask:X}, {code}, 0xE2;")
+                code = both
+            values.append(writer.temporary())
+            writer.lines.append(f"shfl.sync.idx.b32 {values[-1]}, {mine}, {code}, 31, 0xFFFFFFFF;")
+        writer.lines.append(f"prmt.b32 ${plane}, {values[0]}, {values[1]}, 0x5410;")
+    return writer.expression(
+        bits,
+        "{.reg .b32 lane;\n.reg .b64 at;\n.reg .f32 value;\nmov.u32 lane, %laneid;\n"
+        f"and.b32 lane, lane, {2**bits - 1};\nmad.wide.u32 at, lane, 4, $1;\n"
+        f"ld.global.f32 value, [at];\ncvt.rn.{name}.f32 $0, value, value;}}",
+    )

@@ -3,25 +3,40 @@
 Where they pay was measured on one H200 (docs/kernels.md); other GPUs use the same rules.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
+from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused import launch
 from quantkit.kernels.fused.expressions import portable
-from quantkit.kernels.fused.launch import Operands
-from quantkit.kernels.fused.layout import ROWS, build, geometry
+from quantkit.kernels.fused.launch import Grouping, Operands, Pairs
+from quantkit.kernels.fused.layout import ROWS, build, geometry, join, restore
 from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.fused.tilings import (
     LONG_ROWS,
     SKINNY,
+    SKINNY_SEGMENT,
     TILED,
     has_few_rows,
     processors,
+    segment_rows,
 )
-from quantkit.kernels.problem import KernelRow, Layout, Problem, TileError, always, device_features, one_plane
+from quantkit.kernels.problem import (
+    KernelRow,
+    Layout,
+    Outline,
+    Problem,
+    TileError,
+    always,
+    device_features,
+    one_plane,
+)
+from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
 #: The most rows of x that `fused-skinny` takes.
@@ -31,14 +46,15 @@ DENSE_WEIGHTS = 1 << 27
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    layout = build(weight, dtype)
-    if weight.device.type == "cuda":
-        # Kernels that overlap the one before them read weights before they wait for it.
-        torch.cuda.current_stream(weight.device).synchronize()
+    if weight.device.type != "cuda":
+        return build(weight, dtype)
+    with torch.cuda.device(weight.device):
+        layout = build(weight, dtype)
+    wait_for(weight.device)
     return layout
 
 
-FRAGMENTS = Layout("fragments", _build)
+FRAGMENTS = Layout("fragments", _build, join, restore)
 
 
 def _unpackable(problem: Problem) -> str | None:
@@ -103,28 +119,40 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 
     def launched(
         x: torch.Tensor,
-        weight: PackedTensor,
+        weight: PackedTensor | Outline,
         layout: tuple[torch.Tensor, ...],
         bias: torch.Tensor | None,
         tile: Any = None,
     ) -> torch.Tensor:
-        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
-        features = device_features(x.device.type)
-        try:
-            if x.device.index == torch.cuda.current_device():
-                return run(operands, features, tile)
-            with torch.cuda.device(x.device):
-                return run(operands, features, tile)
-        except Exception as error:
-            # Triton's, which is not imported before it is needed.
-            if type(error).__name__ != "OutOfResources":
-                raise
-            raise TileError(
-                f"the tile {tile} is too large for this GPU: {error}. If it is from a tile table (`quantkit "
-                "doctor` shows which is used), delete that, or run `quantkit tune`."
-            ) from error
+        return _started(run, Operands(x, layout, bias, weight.scheme, weight.shape[0]), tile)
 
     return launched
+
+
+def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
+    device = operands.x.device
+    try:
+        return on_device(device, lambda features: run(operands, features, tile))
+    except Exception as error:
+        # Triton's, which is not imported before it is needed.
+        if type(error).__name__ != "OutOfResources":
+            raise
+        raise TileError(
+            f"the tile {tile} is too large for this GPU: {error}. If it is from a tile table (`quantkit "
+            "doctor` shows which is used), delete that, or run `quantkit tune`."
+        ) from error
+
+
+_Result = TypeVar("_Result")
+
+
+def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
+    """`run` with what `device` can do, while it is the current one."""
+    features = device_features(device.type)
+    if device.index == torch.cuda.current_device():
+        return run(features)
+    with torch.cuda.device(device):
+        return run(features)
 
 
 def _skinny(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
@@ -149,6 +177,70 @@ def _dense(operands: Operands, features: frozenset[str], tile: Any) -> torch.Ten
 
 
 _RUNS: dict[str, _Run] = {"fused-skinny": _skinny, "fused-tiled": _tiled, "dequantize": _dense}
+
+
+def ungroupable(problem: Problem) -> str | None:
+    """Why no grouped kernels multiply with experts that have such weights; see `grouped`."""
+    if problem.device != "cuda":
+        return f"they run on cuda, the tensors are on {problem.device}"
+    if problem.scheme.column_scale:
+        return "each expert scales the columns of x by factors of its own"
+    if (reason := _unmultipliable(problem)) is not None:
+        return reason
+    if _looked_up(problem):
+        return f"they would look up every value of {problem.scheme.format.name} in memory"
+    return None
+
+
+def stacked(weights: Iterable[PackedTensor], count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The fragment layouts of `count` weights of one scheme and shape, one after the other in each part."""
+    stacks: tuple[torch.Tensor, ...] = ()
+    for index, weight in enumerate(weights):
+        layout = build(weight, dtype)
+        stacks = stacks or tuple(part.new_empty(count, *part.shape) for part in layout)
+        for stack, part in zip(stacks, layout, strict=True):
+            stack[index] = part
+    wait_for(stacks[0].device)
+    return stacks
+
+
+def pairs_of_segment(pairs: int, experts: int, forced: str = "") -> int:
+    """`segment_rows`, with as many as the kernels of a forced row take."""
+    usual = segment_rows(pairs, experts)
+    return {"fused-skinny": SKINNY_SEGMENT, "fused-tiled": max(usual, 2 * SKINNY_SEGMENT)}.get(forced, usual)
+
+
+@lru_cache(maxsize=4096)
+def group(
+    problem: Problem, experts: int, matrices: int, slots: int, forced: str = ""
+) -> tuple[str, Grouping, Any]:
+    """The row that multiplies m pairs with their experts, how it groups them, and the tile of the rules.
+
+    `problem` is that of one matrix. Tile tables have no part in it: they were measured with one weight.
+    """
+    size = pairs_of_segment(problem.m, experts, forced)
+    grouping = Grouping(problem.m, experts, size, matrices, slots)
+    # All segments keep processors busy together.
+    asked = replace(problem, m=size, n=problem.n * matrices * grouping.segments)
+    if size == SKINNY_SEGMENT:
+        return "fused-skinny", grouping, SKINNY.rule(asked)
+    return "fused-tiled", grouping, replace(TILED.rule(asked), split=1)
+
+
+def grouped(
+    row: str,
+    x: torch.Tensor,
+    layout: tuple[torch.Tensor, ...],
+    scheme: Scheme,
+    n: int,
+    pairs: Pairs,
+    tile: Any,
+) -> torch.Tensor:
+    """y [P, matrices * n] of pairs, by the kernel of `row`; those without an expert are not written.
+
+    `layout` is from `stacked`. Nothing waits for the device.
+    """
+    return _started(_RUNS[row], Operands(x, layout, None, scheme, n, pairs), tile)
 
 
 def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:

@@ -3,25 +3,37 @@
 A program computes 16 * R rows of y^T. Its W warps share them and divide the columns among themselves, through
 a batched product whose batch is groups of DOT columns, NG of them per warp and step: no two programs have
 anything to add up, and every sum has one order. Scales are applied to the float32 sums of their columns.
+
+With `segments`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
+`quantkit.kernels.fused.pairs` describes, and MATRICES matrices of its expert, whose outputs lie side by side.
 """
 
 import triton
 import triton.language as tl
 
-from quantkit.kernels.fused.blocks import decode, finish, load_by_lane, load_tiles, scale_value
+from quantkit.kernels.fused.blocks import (
+    decode,
+    finish,
+    load_by_lane,
+    load_tiles,
+    of_matrix,
+    scale_value,
+    segment,
+)
 
 
 @triton.jit
 def skinny(
-    x, codes, scale, zero, factor, lut, bias, y, M, N,
+    x, codes, scale, zero, factor, lut, bias, y, M, N, order, segments,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
-    DTYPE: tl.constexpr,
+    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
+    PLANES: tl.constexpr, DTYPE: tl.constexpr,
     W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr,
-    UNROLL: tl.constexpr, PDL: tl.constexpr,
+    UNROLL: tl.constexpr, PRESENT: tl.constexpr, TOGETHER: tl.constexpr, SLOTS: tl.constexpr,
+    MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     SPAN: tl.constexpr = 16 * PLANES
     # In whole loops of UNROLL steps.
@@ -35,28 +47,53 @@ def skinny(
     PER_CHANNEL: tl.constexpr = GROUPS == 1
     # Groups of a dot.
     PARTS: tl.constexpr = DOT // GROUP if ON_WEIGHTS and GROUP < DOT else 1
+    HALVES: tl.constexpr = GROUP == 16
     # Dots of a block of scales.
     IN_BLOCK: tl.constexpr = 128 // DOT
     if PDL:
         # The next kernel may start loading its weights.
         tl.extra.cuda.gdc_launch_dependents()
-    program = tl.program_id(0)
     last_tile = (N + 15) // 16 - 1
+    rows_of_x = order
+    if segments is None:
+        program = tl.program_id(0)
+    else:
+        if PDL:
+            # The kernel before this one may have written the segments.
+            tl.extra.cuda.gdc_wait()
+        expert, first, M = segment(segments, tl.program_id(0))
+        if M == 0:
+            return
+        programs = last_tile // R + 1
+        which = tl.program_id(1) // programs
+        program = tl.program_id(1) % programs
+        codes, scale, zero, factor = of_matrix(
+            codes, scale, zero, factor, expert * MATRICES + which, N, SPANS, TILES, BLOCKS, V
+        )
+        y += which * N
+        order += first
+        rows_of_x = _rows_of_x(order, M, SLOTS, BM)
     w = tl.arange(0, W)[:, None]
     in_warp = tl.arange(0, B1 * C * R)
     blocks = tl.arange(0, R * NG // IN_BLOCK)
     code_rows = tl.minimum(program * R + in_warp % R, last_tile)
     block_rows = tl.minimum(program * R + blocks // (NG // IN_BLOCK), last_tile)
-    acc = tl.zeros((NG * W, 16 * R, BM), tl.float32)
+    # Sums that have had their scales need no registers of their own for each dot of a warp.
+    CHAINS: tl.constexpr = NG if ON_WEIGHTS or PER_CHANNEL or not TOGETHER else 1
+    acc = tl.zeros((CHAINS * W, 16 * R, BM), tl.float32)
     span = w * (B1 * C) + (in_warp // R)[None, :]
     dot = w * NG + (blocks % (NG // IN_BLOCK) * IN_BLOCK)[None, :]
     tiles, s, z = _load_step(
         codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS,
         V, PER_CHANNEL, HAS_ZERO,
     )  # fmt: skip
-    if PDL:
+    if PDL and segments is None:
         # Only x is written by the kernel before this one.
         tl.extra.cuda.gdc_wait()
+    count = M
+    if PRESENT:
+        # What is loaded where there are so many rows cannot be loaded before the wait.
+        count = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [M], tl.int32, False, 1)
     for outer in tl.range(0, STEPS // UNROLL):
         for inner in tl.static_range(UNROLL):
             step = outer * UNROLL + inner
@@ -70,20 +107,24 @@ def skinny(
                 )  # fmt: skip
             # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
             tl.debug_barrier()
-            columns = _activations(x, step, M, K, WHOLE, DOT, W, NG, BM, GROUP == 16).to(DTYPE)
-            q = decode(tiles, lut, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE)
+            columns = _activations(x, rows_of_x, step, count, K, WHOLE, DOT, W, NG, BM, HALVES, PRESENT).to(
+                DTYPE
+            )
+            q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
             q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
-            q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 11, 5, 6, 8))
+            # In this order of the columns the two registers of a product of x lie side by side as loaded.
+            q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 6, 5, 11, 8))
             q = tl.reshape(q, (NG * W, 16 * R, DOT))
             if HAS_ZERO:
-                q -= _per_weight(z, W, NG, R, PARTS, DOT).to(DTYPE)
+                q -= _per_weight(z, W, NG, R, PARTS, HALVES, DOT).to(DTYPE)
             if ON_WEIGHTS:
-                q *= _per_weight(scale_value(s, SCALE), W, NG, R, PARTS, DOT).to(DTYPE)
+                q *= _per_weight(scale_value(s, SCALE), W, NG, R, PARTS, HALVES, DOT).to(DTYPE)
             if ON_WEIGHTS or PER_CHANNEL:
                 acc = tl.dot(q, columns, acc, input_precision="ieee")
             else:
                 sums = tl.dot(q, columns, input_precision="ieee")
-                acc += sums * _per_sum(scale_value(s, SCALE), W, NG, R, BM)
+                sums *= _per_sum(scale_value(s, SCALE), W, NG, R, BM)
+                acc += tl.sum(tl.reshape(sums, (NG, W, 16 * R, BM)), axis=0) if TOGETHER else sums
             if inner + 1 < UNROLL or UNROLL < STEPS:
                 if AHEAD:
                     tiles = next_tiles
@@ -100,7 +141,10 @@ def skinny(
     m = tl.arange(0, BM)
     out = finish(out, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
     mask = (rows < N)[:, None] & (m < M)[None, :]
-    tl.store(y + m.to(tl.int64)[None, :] * N + rows[:, None], out.to(y.dtype.element_ty), mask=mask)
+    if segments is not None:
+        m = tl.load(order + m, mask=m < M, other=0)
+    to = y + m.to(tl.int64)[None, :] * (N * MATRICES) + rows[:, None]
+    tl.store(to, out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -131,21 +175,34 @@ def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.const
 
 @triton.jit
 def _per_weight(
-    v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr
-):
+    v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, HALVES: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
     """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG * PARTS, for weights [NG * W, 16 * R, DOT]."""
-    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, PARTS, 2)), (4, 2, 3, 6, 1, 5, 0))
-    v = tl.reshape(v, (NG * W, 16 * R, PARTS, 1, 4, 1))
-    v = tl.broadcast_to(v, (NG * W, 16 * R, PARTS, DOT // (16 * PARTS), 4, 4))
+    # Halves of a run alternate within a lane.
+    H: tl.constexpr = 2 if HALVES else 1
+    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, PARTS // H, H, 2)), (4, 2, 3, 7, 1, 5, 0, 6))
+    v = tl.reshape(v, (NG * W, 16 * R, PARTS // H, 1, 4, H, 1))
+    v = tl.broadcast_to(v, (NG * W, 16 * R, PARTS // H, DOT * H // (16 * PARTS), 4, 2, 2))
     return tl.reshape(v, (NG * W, 16 * R, DOT))
 
 
 @triton.jit
+def _rows_of_x(order, M, SLOTS: tl.constexpr, BM: tl.constexpr):
+    """The rows of x that M pairs have, [8, BM // 8]; those beyond repeat the last one."""
+    m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
+    return tl.load(order + tl.minimum(m, M - 1)) // SLOTS
+
+
+@triton.jit
 def _activations(
-    x, step, M, K: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr, NG: tl.constexpr,
-    BM: tl.constexpr, HALVES: tl.constexpr,
+    x, rows, step, M, K: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
+    NG: tl.constexpr, BM: tl.constexpr, HALVES: tl.constexpr, PRESENT: tl.constexpr,
 ):  # fmt: skip
-    """x^T as operand B, [NG * W, DOT, BM], zeros beyond K; rows beyond M repeat the last one."""
+    """x^T as operand B, [NG * W, DOT, BM], zeros beyond K; rows beyond M repeat the last one.
+
+    `rows` [8, BM // 8] are the rows of x, where they are not the first M.
+    """
     RUNS: tl.constexpr = DOT // 32
     MH: tl.constexpr = BM // 8
     # What a lane has in a row, 16 bytes or twice 8, is last; the lanes come first.
@@ -157,11 +214,40 @@ def _activations(
     p = tl.arange(0, 8 // LAST)[:, None]
     run = ((step * W + w) * NG + i // (RUNS * MH)) * RUNS + i // MH % RUNS
     k = run * 32 + p * 16 + t * LAST + tl.arange(0, LAST)
-    at = x + tl.minimum(i % MH * 8 + m, M - 1) * K + k
-    if EVEN:
-        v = tl.load(at)
+    WHERE: tl.constexpr = PRESENT and EVEN and not HALVES
+    if rows is not None:
+        row = tl.broadcast_to(tl.reshape(rows, (1, 8, 1, 1, MH, 1, 1)), (1, 8, 1, NG * RUNS, MH, 1, 1))
+        row = tl.reshape(row, (1, 8, 1, NG * RUNS * MH, 1, 1)).to(tl.int64)
+    elif WHERE:
+        row = i % MH * 8 + m
     else:
-        v = tl.load(at, mask=k < K, other=0.0)
+        row = tl.minimum(i % MH * 8 + m, M - 1)
+    if WHERE:
+        v = _load_present(x + row * K + run * 32 + p * 16 + t * LAST, row < M)
+    elif EVEN:
+        v = tl.load(x + row * K + k)
+    else:
+        v = tl.load(x + row * K + k, mask=k < K, other=0.0)
     # t, m, warp, group, run, m // 8, p0, e1, e0
     v = tl.reshape(v, (4, 8, W, NG, RUNS, MH, 2, 2, 2))
-    return tl.reshape(tl.permute(v, (3, 2, 4, 6, 0, 7, 8, 5, 1)), (NG * W, DOT, BM))
+    return tl.reshape(tl.permute(v, (3, 2, 4, 7, 0, 6, 8, 5, 1)), (NG * W, DOT, BM))
+
+
+#: PTX that loads 16 bytes where a flag says so.
+_LOAD_WHERE = tl.constexpr("""{
+.reg .pred p;
+setp.ne.b32 p, $6, 0;
+@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
+}""")
+
+
+@triton.jit
+def _load_present(at, there):
+    """Eight 16-bit elements from `at` [4, 8, W, I, 1, 1] on, where `there`; anything elsewhere."""
+    at = tl.broadcast_to(at, (at.shape[0], at.shape[1], at.shape[2], at.shape[3], 1, 2))
+    q = tl.inline_asm_elementwise(
+        _LOAD_WHERE, "=r,=r,=r,=r,l,l,r,r", [at, there.to(tl.int32)],
+        (tl.int16, tl.int16, tl.int16, tl.int16), True, 2,
+    )  # fmt: skip
+    v = tl.join(tl.join(q[0], q[2]), tl.join(q[1], q[3]))
+    return tl.permute(v, (0, 1, 2, 3, 4, 6, 7, 5)).to(at.dtype.element_ty, bitcast=True)

@@ -6,33 +6,37 @@ before the next one starts.
 A program has one or two chains of row tiles. With two, the weights of one are decoded while the tensor cores
 multiply with those of the other. Where there are more programs than run at once, those that would run last
 and leave processors idle may be split by columns: they write float32 sums, which `combine` adds up.
+
+With `segments`, x has a row for each pair of a token and an expert in the order of the experts, which
+`quantkit.kernels.fused.pairs` makes, and y one for each pair, MATRICES matrices of its expert side by side.
 """
 
 import triton
 import triton.language as tl
 
-from quantkit.kernels.fused.blocks import decode, finish, load_by_lane, scale_value
+from quantkit.kernels.fused.blocks import decode, finish, load_by_lane, of_matrix, scale_value, segment
 
 
 @triton.jit(do_not_specialize=["M", "FULL"])
 def tiled(
-    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL,
+    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, order, segments,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
-    DTYPE: tl.constexpr,
+    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
+    PLANES: tl.constexpr, DTYPE: tl.constexpr,
     RT: tl.constexpr, BM: tl.constexpr, CHAINS: tl.constexpr, SPLIT: tl.constexpr,
     SOME_WHOLE: tl.constexpr, STAGES: tl.constexpr, RASTER: tl.constexpr, HALF: tl.constexpr,
-    WAIT: tl.constexpr, HOLD: tl.constexpr, PDL: tl.constexpr,
+    WAIT: tl.constexpr, HOLD: tl.constexpr, TILES_OF_SEGMENT: tl.constexpr, MATRICES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`. A chain has RT row tiles.
 
     The tiles from FULL on are divided by columns into SPLIT programs each, which write `sums`, float32
     [SPLIT, tiles, BM, rows]; without SOME_WHOLE, FULL is 0. Unless HALF is None, a step is summed in
     float16, with weights times HALF. HOLD is PTX that waits until the registers of a chain's last weights may
-    be written again.
+    be written again. With `segments`, M is BM * TILES_OF_SEGMENT for each of them, and nothing is split.
     """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
@@ -55,8 +59,21 @@ def tiled(
             part = (1 - whole) * part
             steps = (1 + whole * (SPLIT - 1)) * (STEPS // SPLIT)
     begin = part * (STEPS // SPLIT)
-    pm, pn = place(tile, M, N, BM, ROWS, RASTER)
+    pm, pn = place(tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS) * MATRICES, RASTER)
     last_tile = (N + 15) // 16 - 1
+    if segments is not None:
+        expert, first, M = segment(segments, pm // TILES_OF_SEGMENT)
+        pm = pm % TILES_OF_SEGMENT
+        if pm * BM >= M:
+            return
+        which = pn // tl.cdiv(N, ROWS)
+        pn = pn % tl.cdiv(N, ROWS)
+        codes, scale, zero, factor = of_matrix(
+            codes, scale, zero, factor, expert * MATRICES + which, N, SPANS, TILES, BLOCKS, V
+        )
+        x += first.to(tl.int64) * KP
+        y += which * N
+        order += first
     row_tiles = ()
     at = ()
     sums_of = ()
@@ -76,7 +93,7 @@ def tiled(
         for chain in tl.static_range(CHAINS):
             q = _weights(
                 at[chain], row_tiles[chain], begin + i, scale, zero, lut, RT, C, SPAN, TILES, GROUPS,
-                PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE, HOLD,
+                PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, HOLD,
             )  # fmt: skip
             if HALF is None:
                 added = tl.dot(q, columns, sums_of[chain])
@@ -94,12 +111,15 @@ def tiled(
         # What comes next may be launched. This kernel is not launched so itself: its programs would fill the
         # processors that happen to be free, three on one and one on another.
         tl.extra.cuda.gdc_launch_dependents()
+    row_of_y = m
+    if segments is not None:
+        row_of_y = tl.load(order + m, mask=m < M, other=0)
     for chain in tl.static_range(CHAINS):
         local = chain * (16 * RT) + tl.arange(0, 16 * RT)
         if SPLIT == 1 or (SOME_WHOLE and program < FULL):
             _store(
-                sums_of[chain], y, pn * ROWS + local, m, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR,
-                HAS_BIAS,
+                sums_of[chain], y, pn * ROWS + local, m, row_of_y, N * MATRICES, M, N, scale, factor, bias,
+                GROUPS, SCALE, HAS_FACTOR, HAS_BIAS,
             )  # fmt: skip
         else:
             to = sums + (part * split_tiles + tile - FULL).to(tl.int64) * (BM * ROWS)
@@ -107,13 +127,11 @@ def tiled(
 
 
 @triton.jit
-def place(tile, M, N, BM: tl.constexpr, ROWS: tl.constexpr, RASTER: tl.constexpr):
-    """Which rows of x and of the weight a tile has.
+def place(tile, column_tiles, row_programs, RASTER: tl.constexpr):
+    """Which rows of x and of the weight a tile has, of so many of either.
 
     Tiles with the same weights come next to each other, as many as share the rows of x in the cache.
     """
-    column_tiles = tl.cdiv(M, BM)
-    row_programs = tl.cdiv(N, ROWS)
     first = tile // (RASTER * row_programs) * RASTER
     width = tl.minimum(column_tiles - first, RASTER)
     within = tile % (RASTER * row_programs)
@@ -125,8 +143,8 @@ def _weights(
     at, row_tiles, step, scale, zero, lut, RT: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
     TILES: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     V: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, ASM: tl.constexpr,
-    CONSTRAINTS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr, DTYPE: tl.constexpr,
-    HOLD: tl.constexpr,
+    CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
+    DTYPE: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """Decoded and scaled, [16 * RT, C * SPAN]."""
     COLUMNS: tl.constexpr = C * SPAN
@@ -135,7 +153,7 @@ def _weights(
     tiles = ()
     for t in tl.static_range(TILES):
         tiles = tiles + (tl.load(at + t * 256),)
-    q = decode(tiles, lut, ASM, CONSTRAINTS, FIELDS, PLANES, DTYPE)
+    q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
     q = tl.reshape(q, (RT, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * RT, COLUMNS))
     if HAS_ZERO:
@@ -168,12 +186,12 @@ def _half_product(q, columns, HALF: tl.constexpr):
 
 @triton.jit
 def _store(
-    sums, y, rows, m, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
+    sums, y, rows, m, row_of_y, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Finish sums [rows, m] and write them to y [M, N]."""
+    """Finish sums [rows, m] and write them to rows `row_of_y` [m] of y, for m below M."""
     sums = finish(sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-    to = y + m.to(tl.int64)[None, :] * N + rows[:, None]
+    to = y + row_of_y.to(tl.int64)[None, :] * stride + rows[:, None]
     tl.store(to, sums.to(y.dtype.element_ty), mask=(rows < N)[:, None] & (m < M)[None, :])
 
 
@@ -192,7 +210,7 @@ def combine(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
-    pm, pn = place(FULL + tile, M, N, BM, ROWS, RASTER)
+    pm, pn = place(FULL + tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS), RASTER)
     local = tl.program_id(1) * PART + tl.arange(0, PART)
     within = local[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
     total = tl.load(sums + tile.to(tl.int64) * (BM * ROWS) + within)
@@ -200,26 +218,33 @@ def combine(
         at = (part * tl.num_programs(0) + tile).to(tl.int64) * (BM * ROWS)
         total += tl.load(sums + at + within)
     rows = pn * ROWS + tl.arange(0, ROWS)
-    _store(total, y, rows, pm * BM + local, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    m = pm * BM + local
+    _store(total, y, rows, m, m, N, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
 
 
-@triton.jit(do_not_specialize=["M"])
-def order_columns(x, out, M, K, KP, HALVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit
+def order_columns(
+    x, out, K, KP, order, SLOTS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """x [M, K] as [M, KP], zeros beyond K: in each run (t, p0, e1, e0) becomes (p0, e1, t, e0).
 
-    With `HALVES`, for groups of 16, it is (p0, t, e1, e0) that does.
+    With `HALVES`, for groups of 16, it is (p0, t, e1, e0) that does. With `order`, row i of the result is
+    that of pair order[i], row order[i] // SLOTS of x.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    m = tl.program_id(1).to(tl.int64)
-    to = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.program_id(0).to(tl.int64)
+    row = m
+    if order is not None:
+        row = tl.load(order + m).to(tl.int64) // SLOTS
+    to = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # to = 16 p0 + 8 e1 + 2 t + e0 of its run
     t = to // 2 % 4
     p0 = to // 16 % 2
     first = p0 * 16 + t * 4 if HALVES else t * 8 + p0 * 4
     source = to // 32 * 32 + first + to // 8 % 2 * 2 + to % 2
-    v = tl.load(x + m * K + source, mask=(source < K) & (to < KP), other=0.0)
+    v = tl.load(x + row * K + source, mask=(source < K) & (to < KP), other=0.0)
     tl.store(out + m * KP + to, v, mask=to < KP)
 
 

@@ -17,6 +17,8 @@ FEW_ROWS = 8192
 LONG_ROWS = 8192
 #: And with more than this, so many that unrolled they would not fit the instruction cache.
 VERY_LONG_ROWS = 16384
+#: Pairs of a segment: all that `fused-skinny` takes, and the most there are.
+SKINNY_SEGMENT, TILED_SEGMENT = 8, 128
 #: Bytes of shared memory that a program may have on an H100 or H200.
 HOPPER_SHARED = 227 << 10
 #: Registers of a thread that codes in flight, or sums, may take before ptxas would spill.
@@ -29,6 +31,8 @@ SKINNY_VALUES: Mapping[str, tuple[int, ...]] = {
     "row_tiles": (1, 2),
     "ahead": (False, True),
     "unroll": (4, 8, 16),
+    "present": (False, True),
+    "together": (False, True),
 }
 TILED_VALUES: Mapping[str, tuple[int, ...]] = {
     "row_tiles": (4, 8),
@@ -128,6 +132,15 @@ def programs(tile: Tile, shape: Geometry, m: int) -> int:
     return -(-shape.n // tile.rows) * -(-m // tile.m) * tile.split
 
 
+def segment_rows(pairs: int, experts: int) -> int:
+    """How many pairs of one expert a program multiplies with at most: more than most experts have.
+
+    Up to `SKINNY_SEGMENT` it is `fused-skinny` that does.
+    """
+    usual = -(-3 * pairs // (2 * experts))
+    return min(max(1 << (usual - 1).bit_length(), SKINNY_SEGMENT), TILED_SEGMENT)
+
+
 def _shape(problem: Problem) -> Geometry:
     return geometry(problem.n, problem.k, problem.scheme, problem.dtype)
 
@@ -160,21 +173,21 @@ def _skinny_why_not(problem: Problem, tile: SkinnyTile) -> str | None:
 
 def _skinny_loses(problem: Problem, tile: SkinnyTile) -> str | None:
     shape = _shape(problem)
-    if tile.row_tiles > 1 and problem.m <= 8:
-        return "more row tiles never won up to M=8"
-    if tile.unroll < SKINNY_VALUES["unroll"][-1] and skinny_steps(tile, shape) <= tile.unroll:
-        return "all steps are unrolled as it is"
     codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.ahead else 1)
-    if codes > CODE_REGISTERS:
-        return f"codes in flight would take {codes} registers"
     columns_of_x = skinny_columns(problem.m, problem.features)
     sums = tile.columns // shape.dot * tile.row_tiles * ROWS * columns_of_x // 32
-    if sums > SUM_REGISTERS:
-        return f"sums would take {sums} registers"
     least = SKINNY_VALUES["warps"][0] * max(shape.span, 128)
-    if tile.warps * tile.columns > max(shape.spans * shape.span, least):
-        return "some warps would have no columns"
-    return None
+    whole = tile.unroll < SKINNY_VALUES["unroll"][-1] and skinny_steps(tile, shape) <= tile.unroll
+    idle = tile.warps * tile.columns > max(shape.spans * shape.span, least)
+    reasons = (
+        (tile.together and (shape.on_weights or shape.groups == 1), "no scales multiply sums of a step"),
+        (tile.row_tiles > 1 and problem.m <= 8, "more row tiles never won up to M=8"),
+        (whole, "all steps are unrolled as it is"),
+        (codes > CODE_REGISTERS, f"codes in flight would take {codes} registers"),
+        (sums > SUM_REGISTERS, f"sums would take {sums} registers"),
+        (idle, "some warps would have no columns"),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
 
 
 def _tiled_why_not(problem: Problem, tile: Tile) -> str | None:

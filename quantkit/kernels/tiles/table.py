@@ -1,12 +1,12 @@
 """The tile table of one GPU: its entries, and its JSON.
 
-    {"version": 2,
+    {"version": 3,
      "gpu": {"name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132},
      "made_with": {"quantkit": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"},
-     "tiles": {"fused-skinny": ["warps", "columns", "row_tiles", "ahead", "unroll"], ...},
+     "tiles": {"fused-skinny": ["warps", "columns", "row_tiles", "ahead", "unroll", ...], ...},
      "weights": [
       {"scheme": {...}, "dtype": "bfloat16", "half_sums": false, "shapes": {
-        "4096x14336": {"1": [12.4, "fused-skinny", [4, 256, 1, true, 16]],
+        "4096x14336": {"1": [12.4, "fused-skinny", [4, 256, 1, true, 16, 0, 0, false]],
                        "32": [19.7, "fused-tiled", [4, 32, 4, 4, 4, false, 1, 0],
                               {"fused-skinny": 31.5}], ...}}}]}
 
@@ -33,7 +33,7 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, Kerne
 from quantkit.packing.schemes import Scheme
 
 #: Of the format and of the kernels: a table of another version says nothing about these kernels.
-VERSION = 2
+VERSION = 3
 #: The largest M that has a bucket.
 MAX_M = 1 << 16
 #: Sides of weights are similar up to this factor.

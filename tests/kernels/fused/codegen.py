@@ -4,10 +4,12 @@ A script, because Triton has to be imported without the interpreter in which the
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from quantkit.kernels.fused.launch import (
 )
 from quantkit.kernels.fused.layout import ROWS, geometry, order_constants
 from quantkit.kernels.fused.order import order_codes
+from quantkit.kernels.fused.pairs import count_pairs, order_pairs, weigh_pairs
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
 from quantkit.kernels.fused.tilings import HOPPER_SHARED, shared_memory, skinny_tile, tiled_tile
@@ -40,7 +43,12 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Case(NamedTuple):
-    """A kernel (skinny, tiled, dense, order, or halves for tiles with sums in float16), preset, GPU and M."""
+    """A kernel, preset, GPU and M.
+
+    It is skinny, present (skinny that loads only rows of x that are there), tiled, halves (tiles with sums in
+    float16), dense or order; skinny and tiled with "experts" for several weights at once; or one of those
+    that work on pairs of tokens and experts, count, sort and weigh.
+    """
 
     kernel: str
     name: str
@@ -56,6 +64,14 @@ class Source(NamedTuple):
     bound: int | None
 
 
+#: Kernels that work on pairs, which know no weights, with two slots of 8 experts, and 16 pairs at a time.
+PAIRS = {
+    "count": (count_pairs, {"CHUNK": 16}),
+    "sort": (order_pairs, {"CHUNK": 16, "ROWS": 8}),
+    "weigh": (weigh_pairs, {"SLOTS": 2, "BLOCK": 1024}),
+}
+
+
 def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     """The kernel as `launch.py` starts it, in the tile of the rules."""
     amd = case.capability == 942
@@ -64,19 +80,36 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     if case.kernel == "dense":
         spans = max(128 // shape.span, 1)
         return Source(dequantize, dict(known, C=spans, W=DENSE_WARPS), DENSE_WARPS, 3, None)
+    if case.kernel in PAIRS:
+        kernel, sizes = PAIRS[case.kernel]
+        names = kernel.arg_names
+        known = {"EXPERTS": 8, "BUCKETS": 16, "PDL": 90 <= case.capability < 942, **sizes}
+        return Source(kernel, {name: known[name] for name in names if name in known}, 4, 3, None)
     if case.kernel == "order":
-        return Source(order_codes, order_constants(row.format, shape), 4, 3, None)
-    known = dict(known, HAS_BIAS=True)
-    if case.kernel == "skinny":
-        tile = skinny_tile(shape, case.m)
+        check = any(map(math.isnan, row.format.values))
+        return Source(order_codes, order_constants(row.format, shape, row.format.bits, check), 4, 3, None)
+    experts = case.kernel.endswith("experts")
+    known = dict(known, HAS_BIAS=not experts, MATRICES=2 if experts else 1)
+    if not experts:
+        known |= {"order": None, "segments": None}
+    if case.kernel.startswith("skinny") or case.kernel == "present":
+        tile = replace(skinny_tile(shape, case.m), present=case.kernel == "present")
         known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
         known |= {"BM": skinny_columns(case.m, features), "AHEAD": tile.ahead}
-        known |= {"UNROLL": unrolled(tile, shape), "PDL": 90 <= case.capability < 942}
+        known |= {
+            "UNROLL": unrolled(tile, shape),
+            "PRESENT": tile.present,
+            "TOGETHER": tile.together,
+            "SLOTS": 2 if experts else 1,
+            "PDL": 90 <= case.capability < 942,
+        }
         return Source(skinny, known, tile.warps, 1, None)
     tile = tiled_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED), features=features)
+    if experts:
+        tile = replace(tile, split=1)
     half = half_unit(N, K, row) if case.kernel == "halves" else None
     known |= {"RT": tile.row_tiles, "BM": tile.m, "CHAINS": tile.chains, "SPLIT": tile.split}
-    known |= {"SOME_WHOLE": tile.at_once > 0}
+    known |= {"SOME_WHOLE": tile.at_once > 0, "TILES_OF_SEGMENT": 1}
     known |= {"WAIT": not amd and tile.chains == 1, "HOLD": HOLD if tile.chains > 1 else None}
     known |= {"STAGES": tile.stages, "RASTER": RASTER, "HALF": half, "PDL": 90 <= case.capability < 942}
     return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape, features))
@@ -91,13 +124,16 @@ def build(case: Case) -> tuple[Any, Source]:
     on_weights = found.constants.get("ON_WEIGHTS", False)
     lane = "*fp16" if case.kernel == "halves" else "*bf16"
     types = {
-        "codes": "*u8" if case.kernel == "order" else "*i16",
-        "words": "*i16",
+        **dict.fromkeys(("codes", "words"), "*i16"),
+        **dict.fromkeys(("stored", "reserved"), "*u8"),
+        "found": "*i32",
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not on_weights else "*bf16",
         "zero": "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
-        **dict.fromkeys(("x", "bias", "y", "out"), lane),
-        **dict.fromkeys(("M", "first", "N", "K", "SPANS", "FULL"), "i32"),
+        **dict.fromkeys(("x", "bias", "y", "out", "weights"), lane),
+        **dict.fromkeys(("order", "segments", "counts"), "*i32"),
+        "index": "*i64",
+        **dict.fromkeys(("M", "P", "first", "N", "K", "STRIDE", "SPANS", "FULL"), "i32"),
         **dict.fromkeys(found.constants, "constexpr"),
     }
     names = found.function.arg_names
@@ -179,6 +215,7 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
     return {
         # Registers that went to memory or back.
         "spills": sum(line.startswith(("STL", "LDL")) for line in lines),
+        "registers": 1 + max(map(int, re.findall(r"\bR(\d+)", " ".join(lines)))),
         "wgmma": len(products),
         # "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24": operand A is R4, not in shared memory as B is.
         "wgmma_registers": sum(

@@ -25,36 +25,34 @@ NAMES = [
 GROUPS = [NAMES[index::4] for index in range(4)]
 #: Instructions per weight of the kernel for few rows on sm_90, a few hundredths above those of Triton 3.6.
 INSTRUCTIONS = {
-    "int8": 2.95,
-    "int7": 4.5,
-    "int6": 3.5,
-    "int5": 3.25,
-    "int4": 2.6,
-    "int3": 3.15,
-    "int2": 2.3,
-    "ternary": 2.3,
-    "binary": 2.25,
-    "binary-rank1": 2.05,
-    "fp8": 3.45,
-    "fp8-e5m2": 3.45,
-    "fp6": 4.2,
-    "fp6-e3m2": 4.65,
-    "fp4": 3.5,
-    "nf4": 6.2,
-    "book4": 9.7,
-    "mxfp8": 3.55,
-    "mxfp6": 4.1,
-    "mxfp4": 3.0,
-    "nvfp4": 3.1,
+    "int8": 2.75,
+    "int7": 2.6,
+    "int6": 2.55,
+    "int5": 2.5,
+    "int4": 2.37,
+    "int3": 2.23,
+    "int2": 2.06,
+    "ternary": 2.06,
+    "binary": 2.05,
+    "binary-rank1": 1.82,
+    "fp8": 3.25,
+    "fp8-e5m2": 3.25,
+    "fp6": 3.48,
+    "fp6-e3m2": 3.68,
+    "fp4": 3.2,
+    "nf4": 3.57,
+    "book4": 4.35,
+    "mxfp8": 3.33,
+    "mxfp6": 3.38,
+    "mxfp4": 2.78,
+    "nvfp4": 2.87,
 }
-#: Presets without an unpack expression: tables of values pass through shared memory.
-LOOKED_UP = {"book4"}
-#: Those whose values are looked up without PTX: no rule chooses the kernels that multiply for them.
+#: Presets whose values are fetched from lanes of the warp, and without PTX from memory.
 TABLES = {"book4", "nf4"}
 #: The compute capability by which the scripts call AMD's MI300.
 AMD = 942
 #: Instructions of the kernel for few rows that spill a register or fetch it back; all others have none.
-SPILLS = {"book4": 97}
+SPILLS = {"int3": 2}
 
 
 def compiled(cases: list[Case]) -> dict[Case, dict[str, Any]]:
@@ -72,9 +70,9 @@ def compiled(cases: list[Case]) -> dict[Case, dict[str, Any]]:
 def assert_few_rows_stay_in_registers(case: Case, found: dict[str, Any]) -> None:
     assert found["products"] > 0, case
     assert found["loads"] == ["ld.global.v4"], case
-    if case[1] not in LOOKED_UP:
-        # The four warps' sums meet once; everything else stays where it was loaded.
-        assert found["stores"] <= 16 and found["shuffles"] <= 16, (case, found)
+    # The four warps' sums meet once; everything else stays where it was loaded.
+    assert found["stores"] <= 16, (case, found)
+    assert found["shuffles"] <= 16 or case[1] in TABLES, (case, found)
 
 
 def assert_tiles_wait_for_products(case: Case, found: dict[str, Any]) -> None:
@@ -96,11 +94,11 @@ def assert_portable_kernels_fit(case: Case, found: dict[str, Any]) -> None:
         assert found["shared"] <= found["limit"], (case, found)
         assert (found["products"] > 0) == (kernel != "dense"), case
         assert found["spills"] == 0, (case, found)
-        if kernel == "skinny":
+        if kernel.startswith("skinny"):
             # What is loaded passes through it once, in the order of these tensor cores; not decoded weights.
             assert found["shared"] <= 16 << 10, (case, found)
             assert found["shared_reads"] <= found["global_loads"] * 1.3, (case, found)
-        assert kernel != "tiled" or found["shared"] <= found["bound"], (case, found)
+        assert not kernel.startswith("tiled") or found["shared"] <= found["bound"], (case, found)
 
 
 def test_every_preset_has_a_ceiling() -> None:
@@ -125,7 +123,13 @@ def test_on_hopper_kernels_are_what_makes_them_fast(names: list[str]) -> None:
         assert found["wgmma"] > 0 and found["wgmma_registers"] == found["wgmma"], (case, found)
         # Codes and x are copied 16 bytes at a time, past the registers; some scales 4 or 8.
         assert found["wide_loads"] == 0, (case, found)
-        assert found["wide_copies"] >= (0.4 if name in LOOKED_UP else 0.95), (case, found)
+        assert found["wide_copies"] >= 0.95, (case, found)
+
+
+def test_few_rows_of_x_are_loaded_where_there_are_any() -> None:
+    for case, found in compiled([("present", name, 90, 1) for name in ("int4", "int8", "nf4")]).items():
+        assert_few_rows_stay_in_registers(case, found)
+        assert found["spills"] == 0, (case, found)
 
 
 def test_on_ampere_few_rows_stay_in_registers() -> None:
@@ -172,6 +176,49 @@ def test_kernels_without_ptx_compute_values_in_the_memory_there_is() -> None:
     cases += [("tiled", "fp6", AMD, 64), ("tiled", "binary", AMD, 128), ("dense", "nvfp4", AMD, 1)]
     for case, found in compiled(cases).items():
         assert_portable_kernels_fit(case, found)
+
+
+def test_with_experts_kernels_are_as_fast_as_with_one_weight() -> None:
+    """They read the same bytes in the same way; a tenth of an instruction per weight finds them."""
+    names = ("int4", "int3", "fp6", "nvfp4")
+    cases: list[Case] = [("skinny experts", name, 90, 1) for name in names]
+    cases += [("tiled experts", name, 90, m) for name in names for m in (32, 128)]
+    for case, found in compiled(cases).items():
+        assert found["spills"] == 0, (case, found)
+        if case[0] == "skinny experts":
+            assert_few_rows_stay_in_registers(case, found)
+            assert found["per_weight"] <= INSTRUCTIONS[case[1]] + 0.1, (case, found)
+            continue
+        assert_tiles_wait_for_products(case, found)
+        assert found["wgmma"] > 0 and found["wgmma_registers"] == found["wgmma"], (case, found)
+        assert found["wide_loads"] == 0 and found["wide_copies"] >= 0.95, (case, found)
+
+
+def test_kernels_with_experts_compile_for_other_targets() -> None:
+    cases: list[Case] = [
+        (kernel, "int4", capability, m)
+        for capability in (80, AMD)
+        for kernel, m in (
+            ("skinny experts", 1),
+            ("tiled experts", 64),
+            ("count", 1),
+            ("sort", 1),
+            ("weigh", 1),
+        )
+    ]
+    for case, found in compiled(
+        [*cases, ("sort", "int4", 90, 1), ("skinny experts", "nvfp4", AMD, 1)]
+    ).items():
+        kernel, _, capability, _ = case
+        assert found["shared"] <= found["limit"], (case, found)
+        if not kernel.endswith("experts"):
+            assert found["spills"] == 0, (case, found)
+        elif capability == AMD:
+            assert_portable_kernels_fit(case, found)
+        else:
+            assert found["products"] > 0, (case, found)
+            if kernel == "skinny experts":
+                assert_few_rows_stay_in_registers(case, found)
 
 
 def test_float16_sums_are_what_consumer_gpus_multiply_at_full_rate() -> None:

@@ -16,7 +16,6 @@ from quantkit.kernels.fused.expressions import (
 )
 from quantkit.kernels.fused.ptx import LANES, expression
 from quantkit.packing.formats import FORMATS, CodebookFormat, FloatFormat, IntFormat, NumberFormat
-from quantkit.packing.words import parts
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -40,8 +39,13 @@ def as_register(values: list[np.ndarray], ptx: str) -> np.ndarray:
     return low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(16)
 
 
-def run(asm: str, inputs: list[np.ndarray], outputs: int, ptx: str) -> list[np.ndarray]:
-    """What the PTX of an expression computes: the few instructions there are, each by its definition."""
+def run(
+    asm: str, inputs: list[np.ndarray], outputs: int, ptx: str, table: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """What the PTX of an expression computes: the few instructions there are, each by its definition.
+
+    `table` is what the lanes of a warp hold in the operand after `inputs`.
+    """
     known = {f"${outputs + i}": value for i, value in enumerate(inputs)}
     zero = np.zeros_like(inputs[0])
 
@@ -53,6 +57,11 @@ def run(asm: str, inputs: list[np.ndarray], outputs: int, ptx: str) -> list[np.n
         if not op or op == ".reg":
             continue
         to, *operands = (token.strip() for token in rest.split(","))
+        if op == "shfl.sync.idx.b32":
+            assert table is not None
+            assert (operands[0], *operands[2:]) == (f"${outputs + len(inputs)}", "31", "0xFFFFFFFF")
+            known[to] = table[known[operands[1]] & np.uint64(31)]
+            continue
         a, b, c, *_ = [*map(value, operands), zero, zero]
         if op == "mov.b32":
             known[to] = a
@@ -63,8 +72,8 @@ def run(asm: str, inputs: list[np.ndarray], outputs: int, ptx: str) -> list[np.n
         elif op == "and.b32":
             known[to] = a & b
         elif op == "lop3.b32":
-            table = int(operands[3], 0)
-            bits = [(table >> i & 1, i) for i in range(8)]
+            truth = int(operands[3], 0)
+            bits = [(truth >> i & 1, i) for i in range(8)]
             terms = [
                 (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for on, i in bits if on
             ]
@@ -98,14 +107,15 @@ def in_registers(codes: np.ndarray, fmt: NumberFormat) -> list[np.ndarray]:
                 np.uint64
             ) << np.uint64(at)
         return [lanes[:, 0, 0] | lanes[:, 1, 0] << np.uint64(16)]
-    register, first = 0, 0
-    for width in parts(bits):
-        per_lane = 16 // width
-        for plane in range(planes(bits)):
-            field = (codes[:, :, plane] >> first & (1 << width) - 1).astype(np.uint64)
-            lanes[:, :, register + plane // per_lane] |= field << np.uint64(plane % per_lane * width)
-        register += planes(bits) // per_lane
-        first += width
+    # Bit by bit: whole codes in each lane, and the others in what they leave.
+    whole = 16 // bits
+    places = [
+        (i // whole, i % whole * bits + bit) for i in range(whole * registers(bits)) for bit in range(bits)
+    ]
+    places += [(register, at) for register in range(registers(bits)) for at in range(whole * bits, 16)]
+    for i, (register, at) in enumerate(places):
+        bit = (codes[:, :, i // bits] >> i % bits & 1).astype(np.uint64)
+        lanes[:, :, register] |= bit << np.uint64(at)
     return [lanes[:, 0, i] | lanes[:, 1, i] << np.uint64(16) for i in range(registers(bits))]
 
 
@@ -119,7 +129,7 @@ def decoded(
     for register in tl.static_range(REGISTERS):
         # Triton knows no starred tuples.
         tiles = tiles + (tl.load(words + register * LANES + at),)  # noqa: RUF005
-    q = tl.reshape(decode(tiles, lut, None, None, FIELDS, PLANES, DTYPE), (LANES, PLANES))
+    q = tl.reshape(decode(tiles, lut, None, None, None, FIELDS, PLANES, DTYPE), (LANES, PLANES))
     tl.store(out + at[:, None] * PLANES + tl.arange(0, PLANES)[None, :], q)
 
 
@@ -136,6 +146,14 @@ def in_triton(found: tuple[Plane, ...], fmt: NumberFormat, codes: np.ndarray, dt
     return out[: 2 * len(codes)].view(codes.shape).cpu()
 
 
+def held(table: str, values: np.ndarray, ptx: str) -> np.ndarray:
+    """What lanes hold after the PTX of a table: twice the value of their number modulo that of the codes."""
+    (mask,) = re.findall(r"and\.b32 lane, lane, (\d+);", table)
+    assert f"cvt.rn.{ptx}.f32 $0, value, value;" in table
+    mine = values[np.arange(32) & int(mask)]
+    return as_register([mine, mine], ptx)
+
+
 def every_code(fmt: NumberFormat) -> np.ndarray:
     """Codes [n, 2 lanes, planes]: every one comes up in every lane and plane; what is beside it is random."""
     width, count = planes(fmt.bits), len(fmt.values)
@@ -146,11 +164,18 @@ def every_code(fmt: NumberFormat) -> np.ndarray:
 NAMES = [name for name, fmt in FORMATS.items() if fmt.numbers]
 
 
+#: Values that have to be looked up, by bits: in one piece, or several.
+BOOKS = {
+    f"book{bits}": CodebookFormat(f"book{bits}", bits, tuple(float(i**3) for i in range(2**bits)))
+    for bits in (2, 3, 5)
+}
+
+
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("dtype", LANES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *BOOKS])
 def test_an_expression_gives_the_value_of_every_code_in_every_lane(name: str, dtype: str, bare: bool) -> None:
-    fmt = FORMATS[name]
+    fmt = BOOKS[name] if name in BOOKS else FORMATS[name]
     lane, ptx = LANES[dtype]
     found = expression(fmt, dtype, bare=bare)
     assert found is not None
@@ -158,8 +183,9 @@ def test_an_expression_gives_the_value_of_every_code_in_every_lane(name: str, dt
     assert not bare_floats or "fma" not in found.asm
     factor = bias_factor(fmt, lane) if bare_floats else 1.0
     codes = every_code(fmt)
-    outputs = run(found.asm, in_registers(codes, fmt), planes(fmt.bits), ptx)
     values = torch.tensor(fmt.values, dtype=torch.float32).to(getattr(torch, dtype)).double().numpy()
+    table = None if found.table is None else held(found.table, values, ptx)
+    outputs = run(found.asm, in_registers(codes, fmt), planes(fmt.bits), ptx, table)
     for plane, output in enumerate(outputs):
         for at, got in enumerate(floats(output, ptx)):
             want = values[codes[:, at, plane]]
@@ -198,11 +224,13 @@ def test_without_ptx_bare_floats_have_the_same_bits(name: str, dtype: str) -> No
 
 def test_formats_without_an_expression_have_none() -> None:
     assert expression(FORMATS["int4"], "float32") is None
-    assert expression(CodebookFormat("uneven", 2, (-1.0, 0.0, 0.25, 1.0)), "bfloat16") is None
+    uneven = CodebookFormat("uneven", 6, tuple(float(i**3) for i in range(64)))
+    assert expression(uneven, "bfloat16") is None
     # Evenly spaced, but not all of them bfloat16.
     assert portable(CodebookFormat("far", 2, (1000.0, 1001.0, 1002.0, 1003.0)))[0].looked_up
     # A spacing that is no power of two, and floats whose range or mantissa 16 bits do not have.
-    assert expression(CodebookFormat("thirds", 2, (-3.0, 0.0, 3.0, 6.0)), "bfloat16") is None
+    thirds = expression(CodebookFormat("thirds", 2, (-3.0, 0.0, 3.0, 6.0)), "bfloat16")
+    assert thirds is not None and thirds.table is not None
     wide = FloatFormat("e6m1", 8, exponent_bits=6, mantissa_bits=1, bias=31)
     assert expression(wide, "float16") is None
     assert expression(wide, "bfloat16") is not None and not portable(wide)[0].looked_up

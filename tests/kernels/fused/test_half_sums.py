@@ -151,7 +151,10 @@ def test_the_switch_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (asked(), "half_sums=True chains=1 at_once=0, sums of a step in float16"),
         (asked(gpu=HOPPER), "at_once=0, sums in float32 (float16 is allowed, but brings nothing here)"),
-        (asked(m=1), "ahead=True unroll=16, sums in float32 (float16 is allowed, but brings nothing here)"),
+        (
+            asked(m=1),
+            "present=False together=False, sums in float32 (float16 is allowed, but brings nothing here)",
+        ),
         (asked(half_sums=False), "half_sums=False"),
     ],
 )

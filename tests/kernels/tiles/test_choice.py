@@ -134,7 +134,8 @@ def test_the_log_shows_tile_and_time(
     with caplog.at_level(logging.WARNING):
         log_choice(ask(m=7), choose(ask(m=7)))
     assert caplog.messages[0].endswith(
-        ": fused-skinny warps=8 columns=256 row_tiles=1 ahead=False unroll=16, measured 5.0 us"
+        ": fused-skinny warps=8 columns=256 row_tiles=1 ahead=False unroll=16 present=False "
+        "together=False, measured 5.0 us"
     )
 
 

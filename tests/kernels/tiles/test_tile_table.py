@@ -65,7 +65,7 @@ def test_a_weight_is_a_line(table: TileTable, ask: Ask) -> None:
     different = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
     assert len(different) == 1
     assert different[0][0].startswith(
-        '"4096x4096": {"1": [5.43, "fused-skinny", [4, 512, 1, true, 16]], "64": [12.0'
+        '"4096x4096": {"1": [5.43, "fused-skinny", [4, 512, 1, true, 16, false, false]], "64": [12.0'
     )
     empty = replace(table, entries={})
     assert from_json(to_json(empty, ROWS), table.gpu, ROWS) == empty
@@ -165,10 +165,16 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
         (entry([1.0, "fused-skinny", [4, 512, 1, 1]]), "has the tile"),
         (entry([1.0, "fused-skinny", [4, 512, True, True]]), "has the tile"),
         (entry([1.0, "fused-skinny", [4, 512.0, 1, True]]), "has the tile"),
-        (entry([1.0, "fused-skinny", [3, 512, 1, True, 16]]), "cannot be: warps is one of 2, 4, 8, not 3"),
-        (entry([1.0, "fused-skinny", [4, 1 << 40, 1, True, 16]]), "cannot be: columns is one of"),
         (
-            entry([1.0, "fused-skinny", [4, 512, 1, True, 16]], "64"),
+            entry([1.0, "fused-skinny", [3, 512, 1, True, 16, False, False]]),
+            "cannot be: warps is one of 2, 4, 8, not 3",
+        ),
+        (
+            entry([1.0, "fused-skinny", [4, 1 << 40, 1, True, 16, False, False]]),
+            "cannot be: columns is one of",
+        ),
+        (
+            entry([1.0, "fused-skinny", [4, 512, 1, True, 16, False, False]], "64"),
             "cannot be: it takes up to 32 rows of x, not 64",
         ),
         (entry([1.0, "fused-tiled", [4, 16, 1, 4, 99, False, 1, 0]]), "cannot be: stages is one of"),
@@ -234,7 +240,7 @@ def test_no_change_of_one_value_gets_through_as_another_error(table: TileTable, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (damage(lambda data: data.update(version=1)), "it has version 1, these kernels have 2"),
+        (damage(lambda data: data.update(version=1)), "it has version 1, these kernels have 3"),
         (
             damage(lambda data: data["gpu"].update(name="Other")),
             "it is for .*Other.*, this is .*Test GPU 3000",

@@ -1,0 +1,167 @@
+"""Attention of one new token to all keys of a cache, on a GPU."""
+
+from contextlib import nullcontext
+from functools import lru_cache
+
+import torch
+
+from quantkit.kernels.launcher import Launch, overlap
+from quantkit.kernels.problem import device_features, gpu_of
+
+#: The most features that a head may have.
+MOST_FEATURES = 256
+#: Keys of a step of a program.
+STEP = 64
+#: The most parts that the keys of a head are divided into.
+MOST_CHUNKS = 64
+#: Programs that a multiprocessor is given, as far as there are keys.
+PROGRAMS = 2
+
+
+def why_not(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> str | None:
+    """None if `decode_attention` takes these, else the reason it does not."""
+    (_, heads, tokens, size), (_, key_heads, length, _) = query.shape, key.shape
+    wanted = (1, 1, length)
+    reasons = (
+        (tokens != 1, f"there are {tokens} new tokens"),
+        (max(size, value.shape[-1]) > MOST_FEATURES, f"heads have more than {MOST_FEATURES} features"),
+        (heads % key_heads, f"{heads} query heads are no multiple of {key_heads} key heads"),
+        (
+            mask is not None and mask.shape[1:] != wanted,
+            f"the mask {None if mask is None else list(mask.shape)} is not [batch, 1, 1, {length}]",
+        ),
+        (
+            torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)),
+            "gradients are asked for",
+        ),
+        (query.device.type != "cuda", f"it runs on cuda, the tensors are on {query.device.type}"),
+    )
+    return next((reason for refused, reason in reasons if refused), None)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """softmax(query key^T * scaling + mask) value for `query` [B, H, 1, D], [B, 1, H, V] of its dtype.
+
+    `key` [B, H', L, D] and `value` [B, H', L, V], with H a multiple of H', of any strides. `mask`
+    [B or 1, 1, 1, L] says which keys are seen, or what is added to scores. `why_not` must be None. Scores are
+    summed and weighed in float32; the order of all sums is fixed. torch.compile sees one operator.
+    """
+    y: torch.Tensor = torch.ops.quantkit.decode_attention(query, key, value, mask, scaling)
+    return y
+
+
+torch.library.define(
+    "quantkit::decode_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scaling) -> Tensor",
+)
+
+
+def _decode_attention_fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
+
+
+torch.library.register_fake("quantkit::decode_attention", _decode_attention_fake)
+
+
+@torch.library.impl("quantkit::decode_attention", "default")
+def _decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    batch, heads, _, size = query.shape
+    key_heads, length = key.shape[1], key.shape[2]
+    group = heads // key_heads
+    parts = batch * key_heads
+    chunk = _chunk(length, parts, query.device)
+    chunks = -(-length // chunk)
+    width = value.shape[-1]
+    if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    sums = torch.empty(parts, chunks, group, width, dtype=torch.float32, device=query.device)
+    stats = torch.empty(parts, chunks, 2, group, dtype=torch.float32, device=query.device)
+    out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
+    kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
+    attend, gather = _launches(parts, chunks, group, size, width, scaling, kind, _features(query.device))
+    seen = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        attend(
+            query,
+            key,
+            value,
+            seen,
+            sums,
+            stats,
+            length,
+            key_heads,
+            chunk,
+            *query.stride()[:2],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            seen.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
+            seen.stride(-1),
+        )
+        gather(sums, stats, out, chunks)
+    return out
+
+
+def _chunk(length: int, parts: int, device: torch.device) -> int:
+    """Keys of a program: as few as keep all multiprocessors busy, in whole steps."""
+    gpu = gpu_of(device)
+    programs = PROGRAMS * (1 if gpu is None else gpu.multiprocessors)
+    chunks = min(MOST_CHUNKS, max(1, programs // parts))
+    return max(STEP, -(-length // (chunks * STEP)) * STEP)
+
+
+def _features(device: torch.device) -> frozenset[str]:
+    return device_features("cuda") if device.type == "cuda" else frozenset()
+
+
+@lru_cache(maxsize=1024)
+def _launches(
+    parts: int,
+    chunks: int,
+    group: int,
+    size: int,
+    width: int,
+    scaling: float,
+    mask: str,
+    features: frozenset[str],
+) -> tuple[Launch, Launch]:
+    from quantkit.kernels.fused.attention import attend, gather
+
+    # Products of the tensor cores have 16 rows.
+    known = {"GROUP": group, "V": width, "VP": _power_of_two(width), **overlap(features)}
+    return (
+        Launch(
+            attend,
+            (parts, chunks),
+            SCALE=scaling,
+            G=max(16, _power_of_two(group)),
+            D=size,
+            DP=_power_of_two(size),
+            BN=STEP,
+            MASK=mask,
+            **known,
+            num_warps=4,
+            num_stages=2,
+        ),
+        Launch(gather, (parts, group), S=_power_of_two(chunks), **known, num_warps=4),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two from 16 on that is at least `number`."""
+    return 1 << max(4, (number - 1).bit_length())

@@ -1,0 +1,218 @@
+"""Products with the experts that tokens chose, all in one launch, and the torch operators behind them.
+
+A pair is a token and one of its experts, pair p being slot p % k of token p // k. `order_pairs` sorts them by
+expert on the device, so that a forward pass waits for nothing, and CUDA graphs can capture it; torch.compile
+sees three operators. They have no gradients.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.kernels.fused import launch, rows
+from quantkit.kernels.linear import KernelLayout
+from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
+from quantkit.kernels.table import FORCE_VARIABLE, forced_row, log_grouped, row_named, warn_looped
+from quantkit.packing.schemes import Scheme, parse_token
+from quantkit.packing.tensor import PackedTensor
+
+#: Rows of the kernel table whose kernels multiply with several experts at once.
+GROUPED_ROWS = ("fused-skinny", "fused-tiled")
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsLayout:
+    """What grouped kernels read: `matrices` packed matrices [n, k] of each expert, one after the other.
+
+    For one activation dtype and one device.
+    """
+
+    dtype: torch.dtype
+    scheme: str
+    experts: int
+    matrices: int
+    n: int
+    tensors: tuple[torch.Tensor, ...]
+
+    def of(self, matrix: int) -> KernelLayout:
+        """The layout of one matrix, in the same memory."""
+        return KernelLayout(rows.FRAGMENTS.name, self.dtype, tuple([part[matrix] for part in self.tensors]))
+
+
+def why_not_grouped(problem: Problem) -> str | None:
+    """Why experts with such weights are multiplied with one after the other; None where they are grouped.
+
+    `problem` is that of one matrix.
+    """
+    forced = forced_row()
+    if forced and row_named(forced).name not in GROUPED_ROWS:
+        return f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time"
+    return rows.ungroupable(problem)
+
+
+def build_experts_layout(
+    weights: Iterable[PackedTensor], experts: int, matrices: int, dtype: torch.dtype
+) -> ExpertsLayout | None:
+    """The layout of the weights of experts, which come expert by expert and have one scheme and shape.
+
+    None where they are not grouped, which a GPU says once, with the reason.
+    """
+    weights = list(weights)
+    if not weights:
+        return None
+    first = weights[0]
+    problem = Problem.on(first.device, 1, *first.shape, first.scheme, dtype)
+    reason = why_not_grouped(problem)
+    if reason is not None:
+        warn_looped(problem, experts, reason)
+        return None
+    with torch.no_grad():
+        tensors = rows.stacked(weights, len(weights), dtype)
+    return ExpertsLayout(dtype, first.scheme.token, experts, matrices, first.shape[0], tensors)
+
+
+def order_pairs(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs of `index` [T, k] in the order of their experts [T * k], and segments [T * k, 3], in int32.
+
+    An index that is not one of the `experts` stands for none.
+    """
+    order, segments = torch.ops.quantkit.order_pairs(index, experts)
+    return order, segments
+
+
+def experts_linear(
+    x: torch.Tensor, order: torch.Tensor, segments: torch.Tensor, layout: ExpertsLayout
+) -> torch.Tensor:
+    """For each pair, its row of x times the matrices of its expert: [P, matrices * n] in x's dtype.
+
+    `x` is [T, K], a row per token, or [P, K], a row per pair. Rows of pairs without an expert are undefined.
+    Raises `KernelError` where dtypes do not fit.
+    """
+    if x.dtype != layout.dtype:
+        raise KernelError(f"x is {x.dtype} and the layout for {layout.dtype}; build one for x's dtype.")
+    y: torch.Tensor = torch.ops.quantkit.experts_linear(
+        x,
+        order,
+        segments,
+        list(layout.tensors),
+        layout.scheme,
+        layout.experts,
+        layout.matrices,
+        layout.n,
+    )
+    return y
+
+
+def weigh_pairs(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int) -> torch.Tensor:
+    """The sum over a token's pairs of y [T * k, H] times `weights` [T, k]: [T, H] in y's dtype.
+
+    In float32, slot after slot. Pairs without an expert add nothing.
+    """
+    out: torch.Tensor = torch.ops.quantkit.weigh_pairs(y, index, weights, experts)
+    return out
+
+
+torch.library.define("quantkit::order_pairs", "(Tensor index, int experts) -> (Tensor, Tensor)")
+torch.library.define(
+    "quantkit::experts_linear",
+    "(Tensor x, Tensor order, Tensor segments, Tensor[] layout, str scheme, int experts, int matrices, "
+    "int out_features) -> Tensor",
+)
+torch.library.define(
+    "quantkit::weigh_pairs", "(Tensor y, Tensor index, Tensor weights, int experts) -> Tensor"
+)
+
+
+def _segment_rows(pairs: int, experts: int) -> int:
+    return rows.pairs_of_segment(pairs, experts, _forced())
+
+
+def _forced() -> str:
+    forced = forced_row()
+    if forced not in ("", *GROUPED_ROWS):
+        raise KernelError(
+            f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time, and these experts are laid out "
+            "to be multiplied with together. Set it before the model is loaded."
+        )
+    return forced
+
+
+@torch.library.impl("quantkit::order_pairs", "default")
+def _order_pairs(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = index.reshape(-1).contiguous()
+    if flat.shape[0] == 0:
+        return _order_pairs_fake(index, experts)
+    size = _segment_rows(flat.shape[0], experts)
+    return rows.on_device(flat.device, lambda features: launch.order_pairs(flat, experts, size, features))
+
+
+def _order_pairs_fake(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = index.numel()
+    return index.new_empty(pairs, dtype=torch.int32), index.new_empty(pairs, 3, dtype=torch.int32)
+
+
+@torch.library.impl("quantkit::experts_linear", "default")
+def _experts_linear(
+    x: torch.Tensor,
+    order: torch.Tensor,
+    segments: torch.Tensor,
+    layout: list[torch.Tensor],
+    scheme: str,
+    experts: int,
+    matrices: int,
+    out_features: int,
+) -> torch.Tensor:
+    _check(x, order)
+    if order.shape[0] == 0:
+        return x.new_empty(0, matrices * out_features)
+    parsed: Scheme = parse_token(scheme)
+    problem = Problem.on(x.device, order.shape[0], out_features, x.shape[1], parsed, x.dtype)
+    slots = order.shape[0] // x.shape[0]
+    row, grouping, tile = rows.group(problem, experts, matrices, slots, _forced())
+    log_grouped(problem, experts, row, tile)
+    pairs = launch.Pairs(order, segments, grouping)
+    return rows.grouped(row, x.contiguous(), tuple(layout), parsed, out_features, pairs, tile)
+
+
+def _check(x: torch.Tensor, order: torch.Tensor) -> None:
+    if x.dim() != 2 or order.shape[0] % max(x.shape[0], 1):
+        raise KernelError(
+            f"x has shape {tuple(x.shape)} for {order.shape[0]} pairs; it must be [T, K], with a row per "
+            "token or per pair."
+        )
+    if x.dtype not in ACTIVATION_DTYPES:
+        raise KernelError(f"x is {x.dtype}; cast it to bfloat16 or float16.")
+
+
+def _experts_linear_fake(
+    x: torch.Tensor,
+    order: torch.Tensor,
+    segments: torch.Tensor,
+    layout: list[torch.Tensor],
+    scheme: str,
+    experts: int,
+    matrices: int,
+    out_features: int,
+) -> torch.Tensor:
+    return x.new_empty(order.shape[0], matrices * out_features)
+
+
+@torch.library.impl("quantkit::weigh_pairs", "default")
+def _weigh_pairs(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int) -> torch.Tensor:
+    if index.numel() == 0:
+        return y.new_zeros(index.shape[0], y.shape[1])
+    operands = (y.contiguous(), index.contiguous(), weights.contiguous(), experts)
+    return rows.on_device(y.device, lambda features: launch.weigh_pairs(*operands, features))
+
+
+def _weigh_pairs_fake(
+    y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int
+) -> torch.Tensor:
+    return y.new_empty(index.shape[0], y.shape[1])
+
+
+torch.library.register_fake("quantkit::order_pairs", _order_pairs_fake)
+torch.library.register_fake("quantkit::experts_linear", _experts_linear_fake)
+torch.library.register_fake("quantkit::weigh_pairs", _weigh_pairs_fake)

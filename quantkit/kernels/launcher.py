@@ -1,0 +1,49 @@
+"""Launches of Triton kernels without Triton's own lookup at every call."""
+
+from typing import Any
+
+
+class Launch:
+    """A kernel with its grid and all that it knows at compile time; called with the other arguments.
+
+    Triton looks a compiled kernel up by the text of everything that it was compiled with, at every call,
+    which takes longer than most of the kernels run. Here it is looked up by what still varies: the device,
+    the dtypes of tensors and whether they begin at a multiple of 16 bytes, and the kinds of integers.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
+        self._kernel = kernel
+        self._grid = (*grid, 1, 1)[:3]
+        self._options = options
+        # What a compiled kernel is called with after the other arguments, in the order of its signature.
+        self._known = tuple(options[name] for name in kernel.arg_names if name in options)
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launch on the current device; for operands on the meta device only compile."""
+        first = arguments[0]
+        if first.is_meta:
+            self._kernel.warmup(*arguments, grid=self._grid, **self._options)
+            return
+        key = (
+            first.get_device(),
+            *[_kind(a) if isinstance(a, int) else (a.dtype, a.data_ptr() & 15) for a in arguments],
+        )
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[self._grid](*arguments, *self._known)
+            return
+        compiled = self._kernel[self._grid](*arguments, **self._options)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            self._compiled[key] = compiled
+
+
+def _kind(number: int) -> int:
+    """What a kernel is compiled for: 1 is a constant, multiples of 16 are known as such, 64 bits a type."""
+    return -1 if number == 1 else (number & 15 == 0) + 2 * (number >> 31 != 0)
+
+
+def overlap(features: frozenset[str]) -> dict[str, bool]:
+    """What lets a launch overlap the end of the kernel before it, on GPUs that can."""
+    return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}

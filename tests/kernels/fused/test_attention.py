@@ -1,0 +1,129 @@
+"""Attention of one token against softmax in float64: in Triton's interpreter on a CPU, for real on a GPU."""
+
+import math
+
+import pytest
+import torch
+
+from quantkit.kernels import attention
+from quantkit.kernels.attention import decode_attention, why_not
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.float32,)
+#: Weights are rounded before they are multiplied, and outputs.
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def inputs(heads, key_heads, length, size, width, batch=2, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    return (
+        numbers(batch, heads, 1, size),
+        numbers(batch, key_heads, length, size),
+        numbers(batch, key_heads, length, width),
+    )
+
+
+def slow(query, key, value, mask, scaling):
+    """The obvious twin, in float64."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (part.double().repeat_interleave(group, 1) for part in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * scaling
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.fixture(params=["one chunk", "many chunks"])
+def chunks(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "many chunks":
+        monkeypatch.setattr(attention, "PROGRAMS", 64)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "length", "size", "width"),
+    [(4, 2, 200, 64, 64), (3, 3, 1, 16, 16), (8, 1, 65, 80, 48), (20, 1, 130, 32, 128), (2, 2, 64, 256, 256)],
+)
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "one for all"])
+def test_it_is_attention(poisoned, chunks, heads, key_heads, length, size, width, kind):
+    for dtype in DTYPES:
+        query, key, value = inputs(heads, key_heads, length, size, width, dtype=dtype)
+        mask = torch.rand(2, 1, 1, length, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5
+        mask[..., 0] = True
+        if kind == "float":
+            mask = torch.where(mask, torch.randn(mask.shape, device=DEVICE), -math.inf).to(dtype)
+        mask = {"none": None, "one for all": mask[:1]}.get(kind, mask)
+        assert why_not(query, key, value, mask) in (None, "it runs on cuda, the tensors are on cpu")
+        found = decode_attention(query, key, value, mask, 0.3)
+        assert found.shape == (2, 1, heads, width) and found.dtype == dtype
+        expected = slow(query, key, value, mask, 0.3)
+        assert (found.double() - expected).norm() < LIMIT[dtype] * expected.norm()
+        assert torch.equal(found, decode_attention(query, key, value, mask, 0.3))
+
+
+def test_strided_inputs_and_a_part_of_a_cache(poisoned, chunks):
+    query, key, value = inputs(4, 2, 96, 32, 32)
+    expected = decode_attention(query, key, value, None, 1.0)
+    wide = torch.full((2, 300, 2, 32), math.nan, device=DEVICE)
+    wide[:, :96] = key.transpose(1, 2)
+    strided = wide[:, :96].transpose(1, 2)
+    assert torch.equal(decode_attention(query, strided, value, None, 1.0), expected)
+    across = value.transpose(2, 3).contiguous().transpose(2, 3)
+    assert torch.equal(decode_attention(query, key, across, None, 1.0), expected)
+
+
+def test_what_is_not_seen_is_not_read(chunks):
+    query, key, value = inputs(4, 2, 300, 32, 32)
+    mask = torch.zeros(2, 1, 1, 300, dtype=torch.bool, device=DEVICE)
+    mask[0, ..., :70], mask[1, ..., 130:190] = True, True
+    expected = decode_attention(query, key, value, mask, 1.0)
+    for part in (key, value):
+        part.masked_fill_(~mask.transpose(2, 3), math.nan)
+    assert torch.equal(decode_attention(query, key, value, mask, 1.0), expected)
+
+
+def test_a_token_that_sees_nothing_has_zeros(chunks):
+    query, key, value = inputs(4, 2, 100, 32, 32)
+    mask = torch.zeros(2, 1, 1, 100, dtype=torch.bool, device=DEVICE)
+    mask[1] = True
+    found = decode_attention(query, key, value, mask, 1.0)
+    assert (found[0] == 0).all() and found[1].isfinite().all()
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_what_is_no_number_stays_in_its_sequence(chunks, part):
+    given = inputs(4, 2, 150, 32, 32)
+    clean = decode_attention(*given, None, 1.0)
+    given[part][1, 0, -1, 3] = math.nan
+    found = decode_attention(*given, None, 1.0)
+    assert torch.equal(found[0], clean[0]) and found[1, 0, 0].isnan().any()
+
+
+def test_large_scores_do_not_overflow(chunks):
+    query, key, value = inputs(2, 1, 100, 32, 32)
+    found = decode_attention(query * 1e3, key * 1e3, value, None, 1.0)
+    expected = slow(query * 1e3, key * 1e3, value, None, 1.0)
+    assert (found.double() - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_why_not():
+    query, key, value = inputs(4, 2, 100, 32, 32)
+    mask = torch.ones(2, 1, 1, 100, dtype=torch.bool)
+    assert why_not(query.expand(2, 4, 3, 32), key, value, None) == "there are 3 new tokens"
+    assert "no multiple of 2 key heads" in str(why_not(query[:, :3], key, value, None))
+    assert "the mask [2, 4, 1, 100] is not" in str(why_not(query, key, value, mask.expand(2, 4, 1, 100)))
+    assert "is not [batch, 1, 1, 100]" in str(why_not(query, key, value, mask[..., :90]))
+    assert "more than 256" in str(why_not(*inputs(1, 1, 5, 512, 16), None))
+    assert "gradients" in str(why_not(query.requires_grad_(), key, value, None))
+
+
+def test_it_compiles_without_a_break():
+    query, key, value = inputs(4, 2, 100, 32, 32)
+    compiled = torch.compile(lambda q: decode_attention(q * 2, key, value, None, 1.0) + 1, fullgraph=True)
+    expected = decode_attention(query * 2, key, value, None, 1.0) + 1
+    torch.testing.assert_close(compiled(query), expected)

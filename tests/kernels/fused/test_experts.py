@@ -1,0 +1,415 @@
+"""Products with experts, all in one launch, against one expert after the other; as `test_fused.py` runs."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.kernels import experts
+from quantkit.kernels.experts import (
+    ExpertsLayout,
+    build_experts_layout,
+    experts_linear,
+    order_pairs,
+    weigh_pairs,
+    why_not_grouped,
+)
+from quantkit.kernels.fused import launch, rows
+from quantkit.kernels.fused.launch import Grouping, Operands, Pairs, SkinnyTile, Tile, most_segments
+from quantkit.kernels.fused.layout import geometry
+from quantkit.kernels.fused.tilings import segment_rows, skinny_tile, tiled_tile
+from quantkit.kernels.problem import Problem, device_features
+from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
+from quantkit.packing.schemes import scheme
+from quantkit.packing.tensor import PackedTensor
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FEATURES = (
+    [device_features("cuda"), device_features("cuda") - {"ptx"}] if DEVICE == "cuda" else [frozenset[str]()]
+)
+#: The interpreter knows no products of 16-bit floats.
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+#: Relative Frobenius errors: weights rounded with their scales, and outputs.
+LIMIT = {torch.bfloat16: 4e-3, torch.float32: 1e-5}
+#: Tokens, of which the interpreter takes long.
+MANY = 40 if DEVICE == "cuda" else 9
+FORMATS = ("int4", "int8", "int3", "fp6", "nvfp4", "mxfp4", "nf4")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`matrices` weights [n, k] of each expert, and their layouts one after the other."""
+
+    weights: list[list[PackedTensor]]
+    layout: ExpertsLayout
+
+    @property
+    def dense(self) -> torch.Tensor:
+        """[experts, matrices * n, k] in float64."""
+        return torch.stack([torch.cat([w.dequantize() for w in one]) for one in self.weights]).double()
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators run where the interpreter does."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+
+
+@pytest.fixture
+def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Experts]:
+    def make(name: str, count: int, matrices: int, shape: tuple[int, int], **options: Any) -> Experts:
+        weights = [
+            [make_packed(name, shape, seed=matrices * e + i, **options).to(DEVICE) for i in range(matrices)]
+            for e in range(count)
+        ]
+        every = [weight for one in weights for weight in one]
+        tensors = rows.stacked(every, len(every), DTYPE)
+        token = every[0].scheme.token
+        return Experts(weights, ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors))
+
+    return make
+
+
+def numbers(*size: int, exact: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if exact:
+        return torch.randint(-4, 5, size, generator=generator).to(DEVICE, DTYPE)
+    return torch.randn(*size, generator=generator).to(DEVICE, DTYPE)
+
+
+def choices(tokens: int, slots: int, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.stack([torch.randperm(count, generator=generator)[:slots] for _ in range(tokens)]).to(DEVICE)
+
+
+def sorted_by_hand(index: list[int], count: int, size: int) -> tuple[list[int], list[tuple[int, ...]]]:
+    """The slow twin of `order_pairs`: the order, and the segments that have pairs."""
+    order: list[int] = []
+    segments = []
+    for expert in range(count):
+        mine = [pair for pair, chosen in enumerate(index) if chosen == expert]
+        for start in range(0, len(mine), size):
+            segments.append((expert, len(order) + start, len(mine[start : start + size])))
+        order += mine
+    return order + [p for p, chosen in enumerate(index) if not 0 <= chosen < count], segments
+
+
+@pytest.mark.parametrize("size", [8, 32])
+@pytest.mark.parametrize(
+    ("pairs", "count"), [(1, 1), (2, 8), (80, 8), (33, 128), (700, 300), (100, 1), (600, 3)], ids=str
+)
+def test_pairs_are_sorted_as_by_hand(pairs: int, count: int, size: int, poisoned: None) -> None:
+    generator = torch.Generator().manual_seed(pairs)
+    # Some of no expert, which are past the last or below 0.
+    index = torch.randint(-1, count + 2, (pairs,), generator=generator)
+    order, segments = sorted_by_hand(index.tolist(), count, size)
+    for dtype in (torch.int64, torch.int32):
+        found = launch.order_pairs(index.to(DEVICE, dtype), count, size)
+        assert found[0].tolist() == order
+        table = [tuple(row) for row in found[1].tolist()]
+        assert table[: len(segments)] == segments
+        assert all(row[2] == 0 for row in table[len(segments) :])
+    assert len(segments) <= most_segments(pairs, count, size) <= pairs
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_no_more_segments_than_the_bound(count: int) -> None:
+    for pairs in (1, 2, 7, 8, 9, 40):
+        for size in (2, 8):
+            # Experts with one pair each waste the most.
+            used = min(pairs, count)
+            worst = [1] * (used - 1) + [pairs - used + 1]
+            assert sum(-(-c // size) for c in worst) <= most_segments(pairs, count, size)
+            assert most_segments(pairs, count, size) <= pairs
+
+
+def run_with(
+    made: Experts, x: torch.Tensor, index: torch.Tensor, size: int, features: frozenset[str], tile: Any
+) -> torch.Tensor:
+    """`experts_linear` in a tile of one's own."""
+    first = made.weights[0][0]
+    flat = index.reshape(-1).contiguous()
+    layout = made.layout
+    order, segments = launch.order_pairs(flat, layout.experts, size, features)
+    slots = flat.shape[0] // x.shape[0]
+    grouping = Grouping(flat.shape[0], layout.experts, size, layout.matrices, slots)
+    pairs = Pairs(order, segments, grouping)
+    operands = Operands(x, layout.tensors, None, first.scheme, layout.n, pairs)
+    run = launch.skinny if isinstance(tile, SkinnyTile) else launch.tiled
+    return run(operands, tile, features)
+
+
+def tiles(made: Experts) -> Iterator[tuple[int, SkinnyTile | Tile]]:
+    """Pairs of a segment, and a tile for them: those of the rules and others."""
+    shape = geometry(made.layout.n, made.weights[0][0].shape[1], made.weights[0][0].scheme, DTYPE)
+    yield 8, skinny_tile(shape, 8)
+    # Several tiles of a segment.
+    yield 32, Tile(4, 16, stages=2)
+    # The interpreter takes long.
+    if DEVICE == "cuda" or shape.bits == 4:
+        yield 16, SkinnyTile(1, max(shape.span, 128), 2, True, 2)
+    if DEVICE == "cuda":
+        yield 32, replace(tiled_tile(shape, 32), split=1)
+    if shape.span <= 128:
+        # Fewer pairs than a tile has room for.
+        yield 8, Tile(4, 16, stages=2, chains=2)
+
+
+def product(made: Experts, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The slow twin: [P, matrices * n] in float64, NaN for pairs without an expert."""
+    dense, flat = made.dense, index.reshape(-1).tolist()
+    slots = len(flat) // x.shape[0]
+    none = torch.full((dense.shape[1],), float("nan"), dtype=torch.float64, device=x.device)
+    found = [dense[e] @ x[pair // slots].double() if e < len(dense) else none for pair, e in enumerate(flat)]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [(1, 2, 40, 200), (MANY, 2, 17, 128)], ids=str)
+def test_kernels_multiply_each_pair_with_its_expert(
+    make_experts: Callable[..., Experts], poisoned: None, name: str, size: tuple[int, ...]
+) -> None:
+    tokens, slots, n, k = size
+    made = make_experts(name, 4, 2, (n, k))
+    x, index = numbers(tokens, k), choices(tokens, slots, 4)
+    expected = product(made, x, index)
+    for features in FEATURES:
+        for rows_, tile in tiles(made):
+            y = run_with(made, x, index, rows_, features, tile)
+            assert relative(y, expected) < LIMIT[DTYPE], tile
+            assert DEVICE == "cpu" or torch.equal(y, run_with(made, x, index, rows_, features, tile)), tile
+
+
+def relative(y: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((y.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "int3", "fp6", "nvfp4", "mxfp4"])
+def test_sums_of_powers_of_two_are_those_of_one_expert_after_the_other(
+    make_experts: Callable[..., Experts], poisoned: None, name: str
+) -> None:
+    options = {"group_size": 64, "exact": True} if name in ("int4", "int8", "int3") else {"exact": True}
+    made = make_experts(name, 3, 2, (24, 192), **options)
+    x, index = numbers(5, 192, exact=True), choices(5, 2, 3)
+    index[1, 0], index[4] = 3, 7
+    expected = product(made, x, index).to(DTYPE)
+    written = (index < 3).reshape(-1)
+    for features in FEATURES:
+        for size, tile in tiles(made):
+            y = run_with(made, x, index, size, features, tile)
+            assert torch.equal(y[written], expected[written]), tile
+            # What no program writes is left as it was.
+            assert y[~written].isnan().all(), tile
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+@pytest.mark.parametrize("zero_point", ["integer", "float"])
+def test_zero_points_and_factors_are_those_of_the_expert(
+    make_experts: Callable[..., Experts], poisoned: None, zero_point: str, tokens: int
+) -> None:
+    made = make_experts("int4", 3, 1, (40, 96), group_size=32, zero_point=zero_point)
+    x, index = numbers(2 * tokens, 96), choices(tokens, 2, 3)
+    # A row of x for each pair.
+    expected = torch.cat([product(made, x[i : i + 1], index.reshape(-1)[i : i + 1]) for i in range(len(x))])
+    for features in FEATURES:
+        for size, tile in tiles(made):
+            assert relative(run_with(made, x, index, size, features, tile), expected) < LIMIT[DTYPE], tile
+
+
+def test_all_tokens_may_choose_one_expert(make_experts: Callable[..., Experts], poisoned: None) -> None:
+    made = make_experts("int4", 8, 1, (16, 128))
+    x, index = numbers(40, 128), torch.full((40, 1), 5, device=DEVICE)
+    expected = product(made, x, index)
+    for size, tile in tiles(made):
+        assert relative(run_with(made, x, index, size, FEATURES[0], tile), expected) < LIMIT[DTYPE], tile
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a GPU captures graphs")
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+def test_graphs_capture_them_and_see_later_choices(make_experts: Callable[..., Experts], tokens: int) -> None:
+    made = make_experts("int4", 8, 2, (256, 256))
+    x, weights = numbers(tokens, 256), numbers(tokens, 2)
+    index = torch.zeros(tokens, 2, dtype=torch.int64, device=DEVICE)
+
+    def forward() -> torch.Tensor:
+        y = experts_linear(x, *order_pairs(index, 8), made.layout)
+        return weigh_pairs(y, index, weights, 8)
+
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward()
+    for chosen in (choices(tokens, 2, 8), choices(tokens, 2, 7) + 1, torch.full_like(index, 8)):
+        index.copy_(chosen)
+        graph.replay()
+        assert torch.equal(captured, forward())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 40])
+def test_operators(make_experts: Callable[..., Experts], poisoned: None, tokens: int) -> None:
+    made = make_experts("int4", 4, 2, (24, 128))
+    x, index, weights = numbers(tokens, 128), choices(tokens, 2, 4) if tokens else None, numbers(tokens, 2)
+    index = torch.empty(0, 2, dtype=torch.int64, device=DEVICE) if index is None else index
+    order, segments = order_pairs(index, 4)
+    y = experts_linear(x, order, segments, made.layout)
+    found = weigh_pairs(y, index, weights, 4)
+    assert y.shape == (2 * tokens, 48) and found.shape == (tokens, 48)
+    if tokens:
+        expected = product(made, x, index)
+        assert relative(y, expected) < LIMIT[DTYPE]
+        weighed = (expected.view(tokens, 2, 48) * weights.double()[..., None]).sum(1)
+        assert relative(found, weighed) < 2 * LIMIT[DTYPE]
+        assert torch.equal(found, weigh_pairs(y, index, weights, 4))
+
+
+def test_opcheck(make_experts: Callable[..., Experts]) -> None:
+    made = make_experts("int4", 4, 2, (24, 128))
+    x, index, weights = numbers(3, 128), choices(3, 2, 4), numbers(3, 2)
+    order, segments = order_pairs(index, 4)
+    y = experts_linear(x, order, segments, made.layout)
+    layout = made.layout
+    product_of = (x, order, segments, list(layout.tensors), layout.scheme, 4, 2, 24)
+    for op, operands in (
+        (torch.ops.quantkit.order_pairs, (index, 4)),
+        (torch.ops.quantkit.experts_linear, product_of),
+        (torch.ops.quantkit.weigh_pairs, (y, index, weights, 4)),
+    ):
+        torch.library.opcheck(op, operands, test_utils=["test_schema", "test_faketensor"])
+
+
+def test_weights_are_added_up_in_the_order_of_slots(poisoned: None) -> None:
+    y = numbers(15, 1030)
+    index = torch.tensor([[0, 1, 2], [3, 1, 0], [3, 9, -1], [2, 3, 1], [1, 1, 1]], device=DEVICE)
+    weights = torch.rand(5, 3, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    none = (index < 0) | (index >= 3)
+    # What stands in the rows of no expert, and for their weights, is nothing.
+    y[none.reshape(-1)] = float("nan")
+    weights[none] = float("nan")
+    found = launch.weigh_pairs(y, index, weights, 3)
+    expected = torch.zeros(5, 1030, device=DEVICE)
+    for token in range(5):
+        for slot in range(3):
+            if not none[token, slot]:
+                expected[token] += weights[token, slot] * y[3 * token + slot].float()
+    torch.testing.assert_close(found, expected.to(DTYPE), rtol=1e-2 if DEVICE == "cuda" else 1e-6, atol=1e-6)
+    assert not found[2].any()
+
+
+def test_layouts_of_single_matrices_are_in_the_same_memory(make_experts: Callable[..., Experts]) -> None:
+    made = make_experts("nvfp4", 3, 2, (24, 128))
+    one = made.layout.of(3)
+    expected = rows.FRAGMENTS.build(made.weights[1][1], DTYPE)
+    assert one.name == "fragments" and one.dtype == DTYPE
+    for part, stack, alone in zip(one.tensors, made.layout.tensors, expected, strict=True):
+        assert torch.equal(part, alone)
+        assert part.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()
+
+
+# What is chosen, and what is said of it
+
+
+def problem(name: str = "int4", **changes: Any) -> Problem:
+    asked = {"m": 2, "n": 4096, "k": 4096, "dtype": torch.bfloat16, "device": "cuda"} | changes
+    size = {"group_size": asked.pop("group_size")} if "group_size" in asked else {}
+    features = asked.pop("features", frozenset({"triton", "ptx"}))
+    return Problem(scheme=scheme(name, **size), features=features, **asked)
+
+
+def test_why_not() -> None:
+    for name in FORMATS:
+        assert why_not_grouped(problem(name)) is None
+    for found, reason in (
+        (problem(device="cpu"), "run on cuda, the tensors are on cpu"),
+        (problem(dtype=torch.float32), "bfloat16 or float16 activations"),
+        (problem(features=frozenset()), "Triton is not installed"),
+        (problem(group_size=48), "multiples of 32 columns, not of 48"),
+        (problem("binary-residual"), "sums of 2"),
+        (problem("binary-rank1"), "scales the columns of x by factors of its own"),
+        (problem("book4", features=frozenset({"triton"})), "look up every value of codebook4"),
+        (problem("nf4", features=frozenset({"triton"})), "look up every value"),
+    ):
+        assert reason in str(why_not_grouped(found))
+
+
+def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pairs, forced, row, size in (
+        (1024, "", "fused-tiled", 128),
+        (1024, "fused-skinny", "fused-skinny", 8),
+        (2, "", "fused-skinny", 8),
+        (2, "fused-tiled", "fused-tiled", 16),
+    ):
+        chosen, grouping, _ = rows.group(problem(m=pairs), 8, 2, 2, forced)
+        assert (chosen, grouping.rows) == (row, size)
+    asked = problem()
+    monkeypatch.setenv(FORCE_VARIABLE, "fused-tiled")
+    assert why_not_grouped(asked) is None
+    monkeypatch.setenv(FORCE_VARIABLE, "unpack")
+    assert "QUANTKIT_KERNEL=unpack multiplies with one weight at a time" in str(why_not_grouped(asked))
+    with pytest.raises(KernelError, match="Set it before the model is loaded"):
+        order_pairs(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 8)
+    monkeypatch.setenv(FORCE_VARIABLE, "nothing")
+    with pytest.raises(KernelError, match="there is no kernel 'nothing'"):
+        why_not_grouped(asked)
+
+
+def test_segments_grow_with_the_pairs_of_an_expert() -> None:
+    assert [segment_rows(pairs, 8) for pairs in (1, 2, 42, 43, 128, 1024, 9999)] == [
+        8, 8, 8, 16, 32, 128, 128,
+    ]  # fmt: skip
+    for tokens in (1, 64, 4096):
+        for name in FORMATS:
+            for features in (frozenset({"triton", "ptx", "wgmma"}), frozenset({"triton"})):
+                asked = problem(name, m=2 * tokens, features=features)
+                _, grouping, tile = rows.group(asked, 8, 2, 2)
+                assert isinstance(tile, SkinnyTile) == (grouping.rows == 8)
+                assert getattr(tile, "split", 1) == 1
+
+
+@pytest.mark.fault(70)
+def test_a_gpu_that_loops_over_experts_says_so_once(
+    make_packed: Callable[..., PackedTensor],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [make_packed("int4", (16, 96), group_size=48) for _ in range(2)]
+    assert build_experts_layout(weights, 2, 1, torch.bfloat16) is None
+    assert not caplog.records
+    monkeypatch.setattr(
+        experts.Problem, "on", lambda *given: problem(n=16, k=96, group_size=48, dtype=given[-1])
+    )
+    for _ in range(2):
+        assert build_experts_layout(weights, 2, 1, torch.bfloat16) is None
+    (record,) = caplog.records
+    assert record.message.startswith("2 experts, int4")
+    assert "not grouped: it takes groups of 16 or of multiples of 32 columns, not of 48" in record.message
+    assert build_experts_layout([], 0, 1, torch.bfloat16) is None
+
+
+def test_verbose_says_what_runs(
+    make_experts: Callable[..., Experts], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VERBOSE_VARIABLE, "1")
+    made = make_experts("int4", 4, 1, (56, 128))
+    index = choices(1, 2, 4)
+    with caplog.at_level(logging.INFO, logger="quantkit.kernels"):
+        for _ in range(2):
+            experts_linear(numbers(1, 128), *order_pairs(index, 4), made.layout)
+    (record,) = caplog.records
+    assert "4 experts" in record.message and "grouped fused-skinny warps=4" in record.message
+
+
+def test_what_does_not_fit_is_refused(make_experts: Callable[..., Experts]) -> None:
+    made = make_experts("int4", 2, 1, (16, 128))
+    order, segments = order_pairs(choices(3, 2, 2), 2)
+    with pytest.raises(KernelError, match="build one for x's dtype"):
+        experts_linear(numbers(3, 128).to(torch.float16), order, segments, made.layout)
+    with pytest.raises(KernelError, match=r"x has shape \(4, 128\) for 6 pairs"):
+        experts_linear(numbers(4, 128), order, segments, made.layout)

@@ -156,11 +156,12 @@ class TempFile:
         """Put the bytes on the disk."""
         os.fsync(self.fd)
 
-    def publish(self) -> None:
-        """Give the synced file its final name, durably."""
+    def publish(self, *, durable: bool = True) -> None:
+        """Give the synced file its final name, durably or not."""
         self._close()
         self._temp.replace(self.path)
-        sync_directory(self.path.parent)
+        if durable:
+            sync_directory(self.path.parent)
 
     def discard(self) -> None:
         """Remove the temporary file. Never raises: the error that led here is the one to show."""
@@ -175,13 +176,17 @@ class TempFile:
             os.close(fd)
 
 
-def replace_file(path: Path, data: bytes | memoryview) -> None:
-    """Write `path` in one step, durably; an `OSError` leaves what was there."""
+def replace_file(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:
+    """Write `path` in one step; an `OSError` leaves what was there.
+
+    Unless `durable`, a power loss may leave anything: for files that are of no use to a later process.
+    """
     file = TempFile(path.parent, path.name)
     try:
         write_all(file.fd, data, 0)
-        file.sync()
-        file.publish()
+        if durable:
+            file.sync()
+        file.publish(durable=durable)
     except BaseException:
         file.discard()
         raise

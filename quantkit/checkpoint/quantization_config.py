@@ -33,12 +33,14 @@ class Assignment:
 
     `module` is its name in the loaded model (for fused experts `...experts.gate_up_proj`), `stored` are
     the names its matrices have in the file, without `.weight`, and `shape` is [N, K] of each of them.
+    `head` is whether it is the lm_head, which inference engines build as a kind of embedding.
     """
 
     module: str
     stored: tuple[str, ...]
     shape: tuple[int, int]
     scheme: Scheme | None
+    head: bool = False
 
     @property
     def experts(self) -> bool:
@@ -178,8 +180,11 @@ def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any
         )
         group["targets"].extend(a.stored)
     if groups:
-        # Exact names take precedence over the class name in every reader.
-        max(groups.values(), key=lambda group: len(group["targets"]))["targets"] = ["Linear"]
+        # Exact names take precedence over the class name in every reader. The head keeps its: vLLM and SGLang
+        # take it for dense, and leave it random, where only the class name of linears stands for it.
+        heads = {name for a in assignments if a.head for name in a.stored}
+        most = max(groups.values(), key=lambda group: len(group["targets"]))
+        most["targets"] = ["Linear", *(name for name in most["targets"] if name in heads)]
     formats = list(dict.fromkeys(group["format"] for group in groups.values())) or ["pack-quantized"]
     return {
         "quant_method": "compressed-tensors",

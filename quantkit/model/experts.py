@@ -7,6 +7,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from quantkit.kernels.experts import (
+    ExpertsLayout,
+    build_experts_layout,
+    experts_linear,
+    order_pairs,
+    weigh_pairs,
+)
+from quantkit.kernels.linear import KernelLayout
+from quantkit.kernels.problem import Problem
+from quantkit.kernels.table import warn_looped
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
@@ -14,6 +24,8 @@ from quantkit.packing.tensor import PackedTensor
 
 GATE_UP = "gate_up_proj"
 DOWN = "down_proj"
+#: Where the layout of all matrices of a parameter is kept; those of single ones have numbers from 0 on.
+_ALL = -1
 
 
 class FusedExperts(Protocol):
@@ -64,11 +76,15 @@ class PackedExperts(PackedModule):
         )
 
     def part_specs(self) -> dict[str, PartSpec]:
-        gate_up, down = (self.intermediate_dim, self.hidden_dim), (self.hidden_dim, self.intermediate_dim)
         return {
-            **self._specs_of(GATE_UP, self.gate_up_scheme, gate_up, halves=2),
-            **self._specs_of(DOWN, self.down_scheme, down, halves=1),
+            name: spec
+            for parameter, (scheme, matrix, halves) in self.logical().items()
+            for name, spec in self._specs_of(parameter, scheme, matrix, halves).items()
         }
+
+    def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
+        gate_up, down = (self.intermediate_dim, self.hidden_dim), (self.hidden_dim, self.intermediate_dim)
+        return {GATE_UP: (self.gate_up_scheme, gate_up, 2), DOWN: (self.down_scheme, down, 1)}
 
     def _specs_of(
         self, parameter: str, scheme: Scheme, matrix: tuple[int, int], halves: int
@@ -89,13 +105,20 @@ class PackedExperts(PackedModule):
 
     def packed(self, parameter: str, expert: int) -> tuple[PackedTensor, ...]:
         """The matrices of one expert: (gate, up) for `gate_up_proj`, (down,) for `down_proj`."""
-        return tuple(matrix.packed for matrix in self._matrices(parameter, expert))
+        return tuple(
+            self._packed(parameter, index, matrix) for index, matrix in self._numbered(parameter, expert)
+        )
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
         for parameter in (GATE_UP, DOWN):
-            for expert in range(self.num_experts):
-                for half, matrix in enumerate(self._matrices(parameter, expert)):
-                    self._layout(parameter, 2 * expert + half, matrix, dtype)
+            matrices = list(self._all_matrices(parameter))
+            layouts = [self._layout(parameter, i, matrix, dtype) for i, matrix in enumerate(matrices)]
+            if matrices:
+                self._release(parameter, matrices[0], layouts)
+
+    def is_grouped(self, dtype: torch.dtype) -> bool:
+        """Whether activations of `dtype` are multiplied with all their experts at once."""
+        return all(self._grouped_layout(parameter, dtype) is not None for parameter in (GATE_UP, DOWN))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -104,6 +127,29 @@ class PackedExperts(PackedModule):
 
         An index that is not below the number of experts stands for none, as in transformers.
         """
+        gate_up = self._grouped_layout(GATE_UP, hidden_states.dtype)
+        down = self._grouped_layout(DOWN, hidden_states.dtype)
+        if gate_up is None or down is None or self._is_trained(hidden_states, top_k_weights):
+            return self._one_by_one(hidden_states, top_k_index, top_k_weights)
+        order, segments = order_pairs(top_k_index, gate_up.experts)
+        gate, up = experts_linear(hidden_states, order, segments, gate_up).chunk(2, -1)
+        y = experts_linear(self.act_fn(gate) * up, order, segments, down)
+        return weigh_pairs(y, top_k_index, top_k_weights, gate_up.experts)
+
+    def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
+        """Whether gradients are asked for, which only products with one expert after the other have."""
+        trained = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+        if trained and not torch.compiler.is_compiling():
+            shape = (self.intermediate_dim, self.hidden_dim)
+            problem = Problem.on(x.device, x.shape[0], *shape, self.gate_up_scheme, x.dtype)
+            warn_looped(
+                problem, self.num_experts, "gradients are asked for; use torch.no_grad() if not needed"
+            )
+        return trained
+
+    def _one_by_one(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         out = torch.zeros_like(hidden_states)
         slots = top_k_index.shape[1]
         chosen = top_k_index.flatten()
@@ -130,11 +176,34 @@ class PackedExperts(PackedModule):
             f"down={self.down_scheme}"
         )
 
+    def _grouped_layout(self, parameter: str, dtype: torch.dtype) -> ExpertsLayout | None:
+        """The layouts of all matrices of `parameter`, None where experts are multiplied with one by one."""
+        return self._kept(parameter, _ALL, dtype, lambda: self._build_grouped(parameter, dtype))
+
+    def _build_grouped(self, parameter: str, dtype: torch.dtype) -> ExpertsLayout | None:
+        weights = [self._packed(parameter, i, m) for i, m in enumerate(self._all_matrices(parameter))]
+        halves = 2 if parameter == GATE_UP else 1
+        return build_experts_layout(weights, len(weights) // halves, halves, dtype)
+
+    def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
+        grouped = self._grouped_layout(parameter, dtype)
+        return super()._layout(parameter, index, matrix, dtype) if grouped is None else grouped.of(index)
+
+    def _all_matrices(self, parameter: str) -> Iterator[Matrix]:
+        # A rank of several may have some of the experts.
+        for expert in range(self._words(parameter).shape[0]):
+            yield from self._matrices(parameter, expert)
+
+    def _numbered(self, parameter: str, expert: int) -> Iterator[tuple[int, Matrix]]:
+        """The matrices of an expert with their numbers among those of all."""
+        matrices = list(self._matrices(parameter, expert))
+        return enumerate(matrices, start=len(matrices) * expert)
+
     def _matrices(self, parameter: str, expert: int) -> Iterator[Matrix]:
         scheme, columns, halves = (
-            (self.gate_up_scheme, self.hidden_dim, 2)
-            if parameter == GATE_UP
-            else (self.down_scheme, self.intermediate_dim, 1)
+            self._schemes[parameter],
+            self._columns[parameter],
+            1 + (parameter == GATE_UP),
         )
         # Parts without rows, such as column scales, lie one after the other for the halves too.
         for parts in zip(*[part[expert].chunk(halves) for part in self._parts(parameter)], strict=True):
@@ -142,8 +211,7 @@ class PackedExperts(PackedModule):
 
     def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:
         return [
-            self._product(parameter, 2 * expert + half, matrix, x)
-            for half, matrix in enumerate(self._matrices(parameter, expert))
+            self._product(parameter, index, matrix, x) for index, matrix in self._numbered(parameter, expert)
         ]
 
 

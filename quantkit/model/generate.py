@@ -1,5 +1,6 @@
 """Text from a model, streamed, with what it took."""
 
+import inspect
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def generate(
             on_text(text)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def stream(
     model: Any,
     tokenizer: Any,
@@ -99,15 +100,22 @@ def stream(
     ends = _end_tokens(model)
     generator = torch.Generator(device=ids.device).manual_seed(seed)
     text = _TextOf(tokenizer, ids[0].tolist())
+    forward = model
     cache: Any = None
     if kv_cache is not None:
         from quantkit.model.kv_cache import PackedCache
 
         cache = PackedCache(model.config, kv_cache)
+    elif model.device.type == "cuda":
+        from quantkit.model.decoding import forward_of, static_cache
+
+        forward, cache = forward_of(model), static_cache(model, prompt_tokens + room)
+    only_last = last_logits(model)
     started = time.perf_counter()
     prefilled: float | None = None
     while True:
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        run = model if prefilled is None else forward
+        output = run(input_ids=ids, past_key_values=cache, use_cache=True, **only_last)
         cache = output.past_key_values
         ids = _choose(output.logits[:, -1], temperature, generator)
         token = int(ids.item())
@@ -120,6 +128,11 @@ def stream(
         if last:
             break
     return Generation(text.text, tuple(text.tokens), prompt_tokens, prefilled - started, now - prefilled)
+
+
+def last_logits(model: Any) -> dict[str, int]:
+    """What `model` is called with for the logits of the last position alone, if it knows how to."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:

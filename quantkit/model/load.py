@@ -4,20 +4,28 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
 
+import quantkit
 from quantkit.checkpoint.durable import is_inside
 from quantkit.checkpoint.header import read_json
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
+from quantkit.model.devices import pick_device
 from quantkit.model.memory import enough_memory, is_lack_of_memory
 from quantkit.model.structure import check_layer_counts
 from quantkit.model.versions import register_plugin, require_transformers
 
 GENERATION_CONFIG_NAME = "generation_config.json"
+
+_PACKAGE = Path(quantkit.__file__).parent
+#: What quantkit's own calls of Python and torch raise for what files say: numbers that do not fit, such as
+#: probabilities that are none, keys that are not there, and what the disk says.
+_OF_FILES = (OSError, ValueError, KeyError, RuntimeError)
 
 
 def load(
@@ -28,14 +36,17 @@ def load(
     device_map: str | Mapping[str, Any] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | Path | None = None,
+    compile: bool = False,
 ) -> Any:
     """The causal language model in `path`, a directory or a hub id, packed weights staying packed.
 
-    The model is in evaluation mode, with kernel layouts built where the weights are. `device` "auto" is
-    the first GPU if there is one, else the CPU. `device_map`, `max_memory` and `offload_folder` are those
+    The model is in evaluation mode, with kernel layouts built where the weights are. On one GPU, `generate`
+    decodes with a static cache and CUDA graphs unless it is told otherwise (`decoding.py`). `device` "auto"
+    is the first GPU if there is one, else the CPU. `device_map`, `max_memory` and `offload_folder` are those
     of `from_pretrained` and place a model that does not fit one device. `dtype` is that of activations and
-    dense weights, by default the one in config.json; scales keep their own. Code in the checkpoint is
-    never run.
+    dense weights, by default the one in config.json; scales keep their own. With `compile`, decoding steps
+    are compiled by torch.compile when they are first recorded: a slow first answer, and faster ones after
+    it. Code in the checkpoint is never run.
 
     Raises `CheckpointError` for a checkpoint that breaks the rules of its format or lacks tensors,
     `UsageError` for contradicting arguments, `EnvironmentProblem` for an unsupported transformers.
@@ -50,7 +61,7 @@ def load(
     register_plugin()
     from transformers import AutoModelForCausalLM
 
-    placement: dict[str, Any] = {"device_map": device_map or {"": picked_device(device)}}
+    placement: dict[str, Any] = {"device_map": device_map or {"": pick_device(device)}}
     if max_memory is not None:
         placement["max_memory"] = dict(max_memory)
     if offload_folder is not None:
@@ -66,7 +77,19 @@ def load(
             **placement,
         )
     _refuse_incomplete(directory, info)
-    return model.eval()
+    model.eval()
+    if device_map is None and _on_gpu(model):
+        from quantkit.model.decoding import graph_decoding
+
+        graph_decoding(model, compiled=compile)
+    elif compile:
+        raise UsageError("compile is for a model on one GPU; load it with device='cuda', or without compile.")
+    return model
+
+
+def _on_gpu(model: Any) -> bool:
+    """Whether all of `model` is on a GPU; words that kernel layouts hold are nowhere else."""
+    return {tensor.device.type for tensor in model.parameters()} - {"meta"} == {"cuda"}
 
 
 def tokenizer(path: str | Path) -> Any:
@@ -105,19 +128,30 @@ def _whole(source: str | Path) -> Path:
 
 @contextmanager
 def explained(source: str | Path) -> Iterator[None]:
-    """What transformers raises, of many kinds, for files that do not fit each other, as `CheckpointError`."""
+    """What transformers raises, of many kinds, for files that do not fit each other, as `CheckpointError`.
+
+    Errors of quantkit's own code are let through, but those that files can lead to.
+    """
     try:
         yield
     except BaseException as error:
         # tokenizers raises plain `Exception`s; panics of its Rust code have a class that none can import.
         files = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if not files or isinstance(error, QuantkitError) or is_lack_of_memory(error):
+        if not files or isinstance(error, QuantkitError) or is_lack_of_memory(error) or _is_bug(error):
             raise
         text = " ".join(str(error).split())
         raise CheckpointError(
             f"{source} cannot be opened or run: {type(error).__name__}: {text}{_of_the_disk(error)} Check "
             "its files, a packed checkpoint's with `quantkit verify`."
         ) from error
+
+
+def _is_bug(error: BaseException) -> bool:
+    """Whether quantkit's code raised what no file leads to; what is not Python has no frame of its own."""
+    if isinstance(error, _OF_FILES):
+        return False
+    frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return Path(frames[-1]).is_relative_to(_PACKAGE)
 
 
 def _of_the_disk(error: BaseException) -> str:
@@ -135,19 +169,6 @@ def _generation_config(directory: Path) -> Any:
     if not (directory / GENERATION_CONFIG_NAME).is_file():
         return None
     return GenerationConfig.from_dict(read_json(directory / GENERATION_CONFIG_NAME))
-
-
-def picked_device(device: str | torch.device) -> torch.device:
-    """The torch device that "auto", a name or a device stands for; `UsageError` if it is not there."""
-    if str(device) == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        picked = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"device {device!r} is not known; use auto, cpu or cuda.") from error
-    if picked.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {str(device)!r} was asked for, but torch finds no GPU; use cpu or auto.")
-    return picked
 
 
 def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:

@@ -1,14 +1,17 @@
 """Which modules of a model have a packed stand-in, and the one for linear layers."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from quantkit.errors import FormatError
+from quantkit.kernels.linear import KernelLayout
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts, is_fused_experts, why_not_packable_experts
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
+from quantkit.model.shared_input import SharedInput
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -37,6 +40,8 @@ class PackedLinear(PackedModule):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
+        #: The linears that this one shares its input with, and which of them it is.
+        self._shared: tuple[SharedInput, int] | None = None
         self._register_parts(self.part_specs())
         bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
@@ -73,25 +78,72 @@ class PackedLinear(PackedModule):
         }
 
     @property
+    def words(self) -> torch.Tensor:
+        """The parameter that holds the codes, or stands for them where they were released."""
+        return self._words("weight")
+
+    @property
+    def matrix(self) -> Matrix:
+        """The weight as kernels see it."""
+        return Matrix.of(self._parts("weight"), self._schemes["weight"], self._columns["weight"])
+
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The bias, or a rank's share of it."""
+        return None if self._parameters["bias"] is None else self._local("bias")
+
+    @property
     def packed(self) -> PackedTensor:
-        """The weight as a `PackedTensor` on the parameters' storage."""
-        return self._matrix(self.in_features).packed
+        """The weight as a `PackedTensor` on the parameters' storage or restored words; a rank's share."""
+        return self._packed("weight", 0, self.matrix)
+
+    def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
+        return {"weight": (self.scheme, (self.out_features, self.in_features), 1)}
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
-        self._layout("weight", 0, self._matrix(self.in_features), dtype)
+        self.layout(dtype)
+
+    def layout(self, dtype: torch.dtype) -> KernelLayout | None:
+        """The kernel layout for activations of `dtype`, built unless it is there; None for none."""
+        return self._layout("weight", 0, self.matrix, dtype)
+
+    def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
+        layout = super()._build(parameter, index, matrix, dtype)
+        self._release(parameter, matrix, [layout])
+        return layout
+
+    def share(self, shared: SharedInput, index: int) -> None:
+        """Be number `index` of those that share an input."""
+        self._shared = shared, index
+
+    def replace_layout(self, layout: KernelLayout) -> None:
+        """Take `layout` for the one that is there, which it is a copy of."""
+        key = ("weight", 0, layout.dtype)
+        assert key in self._layouts
+        replaced, self._layouts[key] = self._layouts[key], layout
+        released = self._released.get("weight")
+        if released is not None and released.layouts == (replaced,):
+            self._released["weight"] = replace(released, layouts=(layout,))
+
+    def drop_kernel_layouts(self) -> None:
+        super().drop_kernel_layouts()
+        if self._shared is not None:
+            self._shared[0].drop()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._shared is not None and not torch.is_grad_enabled():
+            shared, index = self._shared
+            y = shared.product(index, x)
+            if y is not None:
+                return y
         bias: torch.Tensor | None = self._parameters["bias"]
-        return self._product("weight", 0, self._matrix(x.shape[-1]), x, bias)
+        return self._product("weight", 0, self.matrix, x, bias)
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, scheme={self.scheme}"
         )
-
-    def _matrix(self, columns: int) -> Matrix:
-        return Matrix.of(self._parts("weight"), self.scheme, columns)
 
 
 def why_not_packable(module: nn.Module) -> str | None:

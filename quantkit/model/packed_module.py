@@ -1,18 +1,24 @@
 """The base of the modules that compute on packed weights."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import nn
 
 from quantkit.checkpoint.compressed_tensors import stored_format
-from quantkit.kernels.linear import KernelLayout, build_layout, linear_parts
+from quantkit.errors import KernelError
+from quantkit.kernels.linear import KernelLayout, build_layout, can_restore, linear_parts, restore_words
 from quantkit.packing.names import Container, is_aligned
 from quantkit.packing.schemes import CAST_PARTS, SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
+
+if TYPE_CHECKING:
+    from quantkit.model.tensor_parallel import TensorParallelPlan
+
+_Layout = TypeVar("_Layout")
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,11 @@ class Matrix:
         """The matrix as a `PackedTensor` on the same storage."""
         return PackedTensor(self.parts, self.scheme, self.shape)
 
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """The parts that are there even if the words were released."""
+        return self.parts[1:]
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -81,22 +92,54 @@ class _Entry:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, eq=False)
+class _Released:
+    """Words that are nowhere but in kernel layouts, one for each matrix of a parameter.
+
+    `placeholder` is the parameter that stands for them: it has their shape and dtype, and no memory.
+    """
+
+    placeholder: nn.Parameter
+    layouts: tuple[KernelLayout, ...]
+    scheme: Scheme
+    shape: tuple[int, int]
+
+    def words(self) -> torch.Tensor:
+        """The words of all matrices, one above the other."""
+        first = restore_words(self.layouts[0], self.scheme, self.shape)
+        if len(self.layouts) == 1:
+            return first
+        words = first.new_empty(len(self.layouts), *first.shape)
+        for one, layout in zip(words, self.layouts, strict=True):
+            one.copy_(restore_words(layout, self.scheme, self.shape))
+        return words.flatten(0, 1)
+
+
 class PackedModule(nn.Module):
     """What packed modules share: frozen storage, and kernel layouts that follow it.
 
     The words, scales and zero-points are parameters in the storage layout, with the names and dtypes that
     they have in a file, so the state dict is the checkpoint. Only to compute are they seen as the int32 words
     and scales that they are. The logical shape is a buffer: no cast and no tensor-parallel plan touches it.
+
+    Where a kernel layout holds the same codes as the words, the words are released: their parameter is then
+    on the meta device, so that whoever reads it gets an error and never wrong numbers. `stored_words` has
+    them all the same, and so have state dicts and copies; what moves, casts or loads the module takes them
+    back.
     """
 
     # Tensor parallelism in transformers hands the forward local shards instead of DTensors.
     _hf_quantized_needs_local_tp = True
+
+    #: How the model may be divided among ranks, once it is known: see `quantkit.model.tensor_parallel`.
+    tensor_parallel: "TensorParallelPlan | None" = None
 
     def __init__(self, container: Container, schemes: Mapping[str, tuple[Scheme, int]]) -> None:
         """`schemes` are the effective scheme and the columns of each packed parameter."""
         super().__init__()
         self.container = container
         self._schemes = {parameter: scheme for parameter, (scheme, _) in schemes.items()}
+        self._columns = {parameter: columns for parameter, (_, columns) in schemes.items()}
         for scheme in self._schemes.values():
             _prepare_casts(scheme)
         self._stored = {
@@ -111,11 +154,17 @@ class PackedModule(nn.Module):
             )
             for parameter, scheme in self._schemes.items()
         }
-        self._layouts: dict[tuple[str, int, torch.dtype], KernelLayout | None] = {}
+        #: What was built, or None, by parameter, what it is of that, and activation dtype.
+        self._layouts: dict[tuple[str, int, torch.dtype], Any] = {}
         self._layout_owners: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._released: dict[str, _Released] = {}
 
     def part_specs(self) -> dict[str, PartSpec]:
         """The state-dict entries of packed matrices by name."""
+        raise NotImplementedError
+
+    def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
+        """Scheme, [N, K] of a matrix, and how many lie one above the other, of each packed parameter."""
         raise NotImplementedError
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
@@ -126,9 +175,22 @@ class PackedModule(nn.Module):
         raise NotImplementedError
 
     def drop_kernel_layouts(self) -> None:
-        """Forget the kernel layouts; the next forward builds them again."""
+        """Forget the kernel layouts; the next forward builds them again, each matrix its own.
+
+        Words that were released are parameters again.
+        """
+        for parameter in tuple(self._released):
+            if self.is_released(parameter):
+                self._parameters[self._words_name(parameter)] = self._restored(parameter)
+        self._released.clear()
         self._layouts.clear()
         self._layout_owners.clear()
+
+    def layout_addresses(self) -> Iterator[int]:
+        """Where the kernel layouts lie, as long as they are the ones that there are."""
+        for layout in self._layouts.values():
+            if layout is not None:
+                yield from (tensor.data_ptr() for tensor in layout.tensors)
 
     def _register_parts(self, specs: Mapping[str, PartSpec]) -> None:
         for name, spec in specs.items():
@@ -145,23 +207,86 @@ class PackedModule(nn.Module):
             if not is_aligned(words):
                 words.data = words.data.clone()
 
+    def keep_columns(self, parameter: str, columns: int) -> None:
+        """From now on rows of `parameter` are `columns` long here: other ranks have the rest of each."""
+        self._schemes[parameter] = self._schemes[parameter].for_columns(columns)
+        self._columns[parameter] = columns
+        _prepare_casts(self._schemes[parameter])
+        self.drop_kernel_layouts()
+
+    def _local(self, name: str) -> torch.Tensor:
+        """A parameter, or what this rank has of one that tensor parallelism divides."""
+        found = getattr(self, name)
+        local: torch.Tensor = getattr(found, "_local_tensor", found)
+        return local
+
+    def is_released(self, parameter: str) -> bool:
+        """Whether the words of `parameter` are in its kernel layouts only."""
+        released = self._released.get(parameter)
+        return released is not None and released.placeholder is self._words(parameter)
+
+    def stored_words(self, parameter: str) -> torch.Tensor:
+        """The words of `parameter` as a checkpoint has them, restored where they were released."""
+        if not self.is_released(parameter):
+            return self._words(parameter)
+        released = self._released[parameter]
+        shown = self._stored[parameter].to_file("packed", released.words())
+        return shown.view(released.placeholder.shape)
+
+    def _restored(self, parameter: str) -> nn.Parameter:
+        with torch.inference_mode(False):
+            return nn.Parameter(self.stored_words(parameter), requires_grad=False)
+
+    def _release(self, parameter: str, matrix: Matrix, layouts: Sequence[KernelLayout | None]) -> None:
+        """Let the words go if `layouts`, of all matrices of `parameter`, have them; all are like `matrix`."""
+        words = self._words(parameter)
+        found = tuple(layout for layout in layouts if layout is not None and can_restore(layout))
+        # What ranks divide is a tensor of another kind, of which transformers has the rest to gather.
+        divided = self.tensor_parallel is not None or type(words) is not nn.Parameter
+        if len(found) < len(layouts) or words.is_meta or divided:
+            return
+        with torch.inference_mode(False):
+            placeholder = nn.Parameter(torch.empty_like(words, device="meta"), requires_grad=False)
+        self._released[parameter] = _Released(placeholder, found, matrix.scheme, matrix.shape)
+        self._parameters[self._words_name(parameter)] = placeholder
+        self._layout_owners[parameter] = weakref.ref(placeholder)
+
+    def _packed(self, parameter: str, index: int, matrix: Matrix) -> PackedTensor:
+        """`matrix`, number `index` of `parameter`, with its words, restored where they were released."""
+        if not self.is_released(parameter):
+            return matrix.packed
+        words = restore_words(self._released[parameter].layouts[index], matrix.scheme, matrix.shape)
+        return PackedTensor((words, *matrix.stored), matrix.scheme, matrix.shape)
+
+    def _words_name(self, parameter: str) -> str:
+        return self._entries[parameter][0].name
+
     def _words(self, parameter: str) -> torch.Tensor:
-        """The words as they are in the state dict."""
-        words: torch.Tensor = getattr(self, self._entries[parameter][0].name)
-        return words
+        """The parameter that holds the words, or stands for those that were released."""
+        return self._local(self._words_name(parameter))
 
     def _parts(self, parameter: str) -> tuple[torch.Tensor, ...]:
-        """The parts that computing needs, as the scheme of `parameter` has and orders them."""
+        """The parts that computing needs, as the scheme of `parameter` has and orders them: a rank's own."""
         stored = self._stored[parameter]
         return tuple(
             [
-                stored.from_file(entry.part, getattr(self, entry.name), entry.dtype)
+                stored.from_file(entry.part, self._local(entry.name), entry.dtype)
                 for entry in self._entries[parameter]
             ]
         )
 
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         """The layout of the matrix number `index` of `parameter`, built unless it is there and valid."""
+        found = self._kept(parameter, index, dtype, lambda: self._build(parameter, index, matrix, dtype))
+        if found is None and torch.compiler.is_compiling() and self.is_released(parameter):
+            # One of another dtype has the words at least.
+            return self._released[parameter].layouts[index]
+        return found
+
+    def _kept(
+        self, parameter: str, index: int, dtype: torch.dtype, build: Callable[[], _Layout | None]
+    ) -> _Layout | None:
+        """What `build` made of number `index` of `parameter`, called unless that is there and valid."""
         words = self._words(parameter)
         owner = self._layout_owners.get(parameter)
         if owner is None or owner() is not words:
@@ -169,25 +294,34 @@ class PackedModule(nn.Module):
             if words.is_meta or _is_offloaded(self):
                 return None
             self._layouts = {key: value for key, value in self._layouts.items() if key[0] != parameter}
+            self._released.pop(parameter, None)
             self._layout_owners[parameter] = weakref.ref(words)
         key = (parameter, index, dtype)
         if key not in self._layouts:
             if torch.compiler.is_compiling():
                 return None
-            self._layouts[key] = build_layout(matrix.packed, dtype)
-        return self._layouts[key]
+            self._layouts[key] = build()
+        found: _Layout | None = self._layouts[key]
+        return found
+
+    def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
+        return build_layout(self._packed(parameter, index, matrix), dtype)
 
     def _product(
         self, parameter: str, index: int, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return linear_parts(
-            x,
-            matrix.parts,
-            bias,
-            matrix.scheme,
-            matrix.shape[0],
-            self._layout(parameter, index, matrix, x.dtype),
-        )
+        layout = self._layout(parameter, index, matrix, x.dtype)
+        parts = matrix.parts
+        if parts[0].is_meta and layout is not None:
+            parts = matrix.stored
+            if layout.dtype != x.dtype:
+                parts = (restore_words(layout, matrix.scheme, matrix.shape), *parts)
+        elif parts[0].is_meta and not x.is_meta:
+            raise KernelError(
+                f"the words of {self._words_name(parameter)!r} are not in memory: they were never loaded, or "
+                "are those of another module that released them; take them from its state_dict()."
+            )
+        return linear_parts(x, parts, bias, matrix.scheme, matrix.shape[0], layout)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Moves and casts keep the Parameter objects, so their identity does not give them away.
@@ -210,8 +344,26 @@ class PackedModule(nn.Module):
         self.drop_kernel_layouts()
         super()._load_from_state_dict(*args, **kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # accelerate sets it before it takes a module over, and is to find the words where it can take them.
+        if name == "_old_forward":
+            self.drop_kernel_layouts()
+        super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for parameter in self._released:
+            if self.is_released(parameter):
+                words = self._restored(parameter)
+                destination[prefix + self._words_name(parameter)] = words if keep_vars else words.detach()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_layouts": {}, "_layout_owners": {}}
+        parameters = dict(self._parameters)
+        for parameter in self._released:
+            if self.is_released(parameter):
+                parameters[self._words_name(parameter)] = self._restored(parameter)
+        fresh: dict[str, Any] = {"_layouts": {}, "_layout_owners": {}, "_released": {}}
+        return {**self.__dict__, "_parameters": parameters, **fresh}
 
 
 def _is_offloaded(module: nn.Module) -> bool:

@@ -182,7 +182,7 @@ def make_plan(
     }
     _check_experts(structure, schemes)
     assignments = tuple(
-        Assignment(name, linear.stored, linear.shape, fates[name].scheme)
+        Assignment(name, linear.stored, linear.shape, fates[name].scheme, linear.kind == "lm_head")
         for name, linear in structure.linears.items()
     ) + tuple(Assignment(name, stored, (1, 1), None) for name, stored in structure.unpackable.items())
     config = QuantizationConfig.from_assignments(assignments)

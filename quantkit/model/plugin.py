@@ -18,10 +18,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.errors import CheckpointError, FormatError
+from quantkit.kernels.building import building
 from quantkit.model.drift import mend
 from quantkit.model.experts import PackedExperts
 from quantkit.model.headers import check_headers
 from quantkit.model.modules import packed_modules, packed_replacement
+from quantkit.model.shared_input import shared_inputs
+from quantkit.model.tensor_parallel import divide_packed
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import PARTS
 
@@ -61,11 +64,12 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         parts = sorted(PARTS, key=lambda part: part != "scale")
         names = [stored.part_name("weight", part) for part in parts for stored in stored_formats(container)]
         self.serialized_names = {"weight": list(dict.fromkeys(names))}
-        self._has_experts = False
+        self._routes_on_host = False
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         swap_modules(model, self.quantization_config.parsed)
-        self._has_experts = any(isinstance(module, PackedExperts) for module in model.modules())
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            divide_packed(model)
         files = kwargs.get("checkpoint_files")
         if files:
             check_headers(model, self, [Path(file) for file in files])
@@ -76,7 +80,15 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             # The loader makes every floating-point parameter trainable.
             module.requires_grad_(False)
             module.align()
-            module.build_kernel_layouts(model.dtype)
+        with building():
+            # Joined as they are built, so that no more than those of one input are there twice.
+            for shared in shared_inputs(model):
+                shared.build(model.dtype)
+            for _, module in packed_modules(model):
+                module.build_kernel_layouts(model.dtype)
+        for _, module in packed_modules(model):
+            if isinstance(module, PackedExperts) and not module.is_grouped(model.dtype):
+                self._routes_on_host = True
         mend(model)
         return model
 
@@ -93,8 +105,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        # Experts route on the host.
-        return not self._has_experts
+        # Experts that are not grouped route on the host.
+        return not self._routes_on_host
 
 
 def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:

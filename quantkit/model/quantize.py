@@ -35,6 +35,7 @@ from quantkit.model.blocks import Decoder
 from quantkit.model.blockwise import compute_dtype, quantize_blocks
 from quantkit.model.budget import Budget
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
+from quantkit.model.devices import pick_device
 from quantkit.model.memory import enough_memory
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.ranks import Ranks, joined
@@ -428,21 +429,6 @@ def peak_bytes(planned: Plan) -> int:
     # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work; with code
     # books the sample, its scales, codes and errors, and what the search makes of them.
     return WORKERS["cpu"] * (8 * chunk + 128 * CHUNK_WEIGHTS + fitted * 64 * SAMPLE_WEIGHTS)
-
-
-def pick_device(device: str) -> torch.device:
-    """The torch device of "auto", "cpu" or "cuda"; `UsageError` if CUDA is asked for and not there."""
-    available = torch.cuda.is_available()
-    if device == "auto":
-        return torch.device("cuda" if available else "cpu")
-    if device == "cuda" and not available:
-        raise UsageError(
-            "device 'cuda' is not available: this torch sees no GPU. Install a CUDA build of torch, or use "
-            "--device cpu."
-        )
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"device {device!r} is unknown; use auto, cpu or cuda.")
-    return torch.device(device)
 
 
 @contextmanager

@@ -178,6 +178,21 @@ def test_rows_of_exactly_one_group_share_the_configuration_of_longer_rows() -> N
     assert [(targets, weights.group_size) for targets, weights in groups.items()] == [(("Linear",), 128)]
 
 
+@pytest.mark.parametrize(
+    ("body", "head", "expected"),
+    [
+        (INT4, INT4, {("Linear", "lm_head"): 4}),
+        (INT4, INT8, {("Linear",): 4, ("lm_head",): 8}),
+        (None, INT8, {("Linear", "lm_head"): 8}),
+    ],
+)
+def test_a_packed_head_is_named_as_engines_do_not_take_it_for_a_linear(body, head, expected) -> None:
+    assignments = [linear("a.q", body), linear("a.k", body), replace(linear("lm_head", head), head=True)]
+    groups = peer_groups(assignments)
+    assert {targets: weights.num_bits for targets, weights in groups.items()} == expected
+    assert written(assignments)["ignore"] == ([] if body else ["a.q", "a.k"])
+
+
 def test_only_the_commonest_group_targets_the_class_and_the_others_exact_names() -> None:
     groups = peer_groups(EXPRESSIBLE)
     assert {targets: weights.num_bits for targets, weights in groups.items()} == {("Linear",): 4, ("b",): 8}

@@ -160,7 +160,13 @@ def write_tiny(
             module = base if expert is None else f"{base[: expert.start()]}.mlp.experts.{_FUSED[expert[1]]}"
             stored.setdefault(module, []).append(base)
     assignments = [
-        Assignment(module, tuple(names), tuple(tensors[f"{names[0]}.weight"].shape), scheme_of(module))
+        Assignment(
+            module,
+            tuple(names),
+            tuple(tensors[f"{names[0]}.weight"].shape),
+            scheme_of(module),
+            module == "lm_head",
+        )
         for module, names in stored.items()
     ]
     skipped = [name for name in ("lm_head",) if name not in stored]

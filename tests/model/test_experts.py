@@ -6,9 +6,11 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from quantkit.checkpoint.compressed_tensors import stored_format, why_not_compressed_tensors
 from quantkit.errors import FormatError
+from quantkit.kernels.fused import rows
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts
 from quantkit.model.modules import why_not_packable
 from quantkit.packing.schemes import Scheme
@@ -113,6 +115,115 @@ def test_packed_gives_the_matrices_of_one_expert():
     assert all(isinstance(matrix, PackedTensor) for matrix in (gate, up, down))
     assert torch.equal(torch.cat([gate.dequantize(), up.dequantize()]), dense.gate_up_proj[2])
     assert torch.equal(down.dequantize(), dense.down_proj[2])
+
+
+# All experts at once, as on a GPU
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: Triton's interpreter knows no products of 16-bit floats.
+DTYPE, LIMIT = (torch.bfloat16, 2e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
+#: Small, as the interpreter takes long.
+SMALL = {"hidden_size": 32, "intermediate_size": 20}
+
+
+@pytest.fixture
+def grouped(monkeypatch):
+    """Without a GPU the kernels run in Triton's interpreter."""
+    pytest.importorskip("triton")
+    if DEVICE == "cpu":
+        monkeypatch.setattr(rows, "ungroupable", lambda problem: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+
+
+def both(gate_up: str, down: str = "int4-asym") -> tuple[PackedExperts, nn.Module]:
+    dense = experts_of("mixtral", "MixtralExperts", **SMALL)
+    schemes = {GATE_UP: SCHEMES[gate_up], DOWN: SCHEMES[down]}
+    packed = PackedExperts.replacing(dense, schemes[GATE_UP], schemes[DOWN], "quantkit")
+    pack_into(packed, dense, schemes)
+    return packed.requires_grad_(False).to(DEVICE), dense.requires_grad_(False).to(DEVICE, DTYPE)
+
+
+def inputs(index: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weights = (torch.randn(len(index), size, generator=generator) for size in (32, 2))
+    return hidden.to(DEVICE, DTYPE), torch.tensor(index).to(DEVICE), weights.to(DEVICE)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert (found - expected).float().norm() <= LIMIT * expected.float().norm()
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4-asym", "fp6", "nvfp4", "mxfp4"])
+def test_grouped_experts_compute_what_the_loop_does(grouped, scheme):
+    packed, dense = both(scheme)
+    assert packed.is_grouped(DTYPE)
+    operands = inputs([[1, 0], [0, 3]])
+    assert_close(packed(*operands), dense(*operands))
+    # Experts that are none.
+    operands = inputs([[4, 0], [4, 4]])
+    found = packed(*operands)
+    assert_close(found, packed._one_by_one(*operands))
+    assert found[0].any() and not found[1].any()
+    empty = tuple(operand[:0] for operand in operands)
+    assert packed(*empty).shape == (0, 32)
+
+
+def test_grouped_experts_never_ask_the_device(grouped):
+    packed, _ = both("int4")
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch.no_grad():
+        for index in ([[1, 2], [0, 1]], [[3, 2], [0, 3], [3, 4]]):
+            operands = inputs(index)
+            # Layouts are not built while something is compiled.
+            expected = packed(*operands)
+            assert torch.equal(compiled(*operands), expected)
+
+
+def test_gradients_come_from_one_expert_after_the_other(grouped):
+    packed, dense = both("int4")
+    gradients = []
+    for experts in (packed, dense):
+        hidden, index, weights = inputs([[1, 2], [0, 3]])
+        hidden.requires_grad_(), weights.requires_grad_()
+        experts(hidden, index, weights).square().sum().backward()
+        gradients.append((hidden.grad, weights.grad))
+    for found, expected in zip(*gradients, strict=True):
+        assert_close(found, expected)
+
+
+def test_grouped_layouts_are_built_once_and_do_not_survive_other_words(grouped, monkeypatch):
+    packed, dense = both("int4")
+    other, _ = both("int4")
+    for name, parameter in other.named_parameters():
+        if not name.endswith("scale"):
+            parameter.data.bitwise_not_()
+    built = []
+    stacked = rows.stacked
+    monkeypatch.setattr(rows, "stacked", lambda *given: built.append(1) or stacked(*given))
+    operands = inputs([[1, 2]])
+    packed.build_kernel_layouts(DTYPE)
+    for _ in range(2):
+        assert_close(packed(*operands), dense(*operands))
+    # Those of single experts are in the same memory.
+    packed._one_by_one(*operands)
+    assert len(built) == 2
+    packed.load_state_dict(other.state_dict())
+    expected = packed._one_by_one(*operands)
+    assert_close(packed(*operands), expected)
+    assert not torch.allclose(expected, dense(*operands), rtol=1e-1, atol=1e-1)
+    assert len(built) == 4
+
+
+def test_a_model_with_grouped_experts(tiny, grouped, monkeypatch):
+    checkpoint = tiny("mixtral", "int4").packed
+    ids = torch.tensor([[1, 5]]).to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=DTYPE, device_map=DEVICE)
+    assert model.model.layers[0].mlp.experts.is_grouped(DTYPE) and model.hf_quantizer.is_compileable
+    with torch.no_grad():
+        found = model(ids).logits
+        monkeypatch.setattr(PackedExperts, "forward", PackedExperts._one_by_one)
+        assert_close(found, model(ids).logits)
 
 
 # What can be packed

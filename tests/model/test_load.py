@@ -1,7 +1,10 @@
 """`quantkit.load`, generation, and what importing and loading cost."""
 
+import importlib
 import json
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +12,9 @@ import transformers
 
 import quantkit
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
-from quantkit.model import versions
-from quantkit.model.generate import Generation, generate, stream
-from quantkit.model.load import load, tokenizer
+from quantkit.model import plugin, versions
+from quantkit.model.generate import Generation, _choose, generate, stream
+from quantkit.model.load import _on_gpu, explained, load, tokenizer
 from quantkit.model.modules import packed_modules
 
 from .conftest import HALF_ON_DISK, VOCAB, logits_of, run_python
@@ -174,11 +177,13 @@ def test_characters_of_several_tokens_are_held_back():
         generation_config = transformers.GenerationConfig()
         config = transformers.LlamaConfig()
 
-        def __call__(self, input_ids, past_key_values, use_cache):
+        def forward(self, input_ids, past_key_values, use_cache):
             at = past_key_values or 0
             logits = torch.zeros(1, 1, 256)
             logits[0, 0, text.encode()[at]] = 1
             return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=at + 1)
+
+        __call__ = forward
 
     count = len(text.encode())
     assert list(stream(Model(), Bytes(), "x", max_new_tokens=count)) == list(text)
@@ -341,3 +346,31 @@ def test_a_lack_of_memory_is_not_a_damaged_file(tiny, monkeypatch):
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", exhausted)
     with pytest.raises(EnvironmentProblem, match=r"the host has too little memory \(4611686\.02 TB needed"):
         load(checkpoint.packed, device="cpu")
+
+
+@pytest.mark.parametrize("module", ["quantkit", "transformers"])
+@pytest.mark.parametrize("kind", [TypeError, AttributeError, IndexError, ValueError, RuntimeError])
+def test_only_what_files_can_lead_to_is_a_damaged_file(tiny, monkeypatch, module, kind):
+    source = "def packed_modules(model):\n    raise kind('the cause')"
+    file = Path(importlib.import_module(module).__file__).parent / "made_up.py"
+    names = {"kind": kind}
+    exec(compile(source, file, "exec"), names)
+    monkeypatch.setattr(plugin, "packed_modules", names["packed_modules"])
+    bug = module == "quantkit" and kind not in (ValueError, RuntimeError)
+    with pytest.raises(kind if bug else CheckpointError, match="the cause"):
+        load(tiny().packed, device="cpu")
+
+
+def test_numbers_that_torch_refuses_are_those_of_files(tmp_path):
+    # torch.multinomial has no frame of its own.
+    with pytest.raises(CheckpointError, match="cannot be opened or run: RuntimeError"), explained(tmp_path):
+        _choose(torch.full((1, 4), float("nan")), 1.0, torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [(("cuda", "cuda"), True), (("cuda", "meta"), True), (("cuda", "cpu"), False), (("cpu", "meta"), False)],
+)
+def test_released_words_do_not_hide_that_a_model_is_on_a_gpu(devices, expected):
+    tensors = [types.SimpleNamespace(device=torch.device(device)) for device in devices]
+    assert _on_gpu(types.SimpleNamespace(parameters=lambda: iter(tensors))) is expected

@@ -119,6 +119,17 @@ def test_plain_transformers_reads_fp8_and_fp4(plain, tiny, prompt, tmp_path, fam
     torch.testing.assert_close(logits_of(ours, prompt), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("head", ["int4", "int8"])
+def test_plain_transformers_reads_a_packed_head(plain, prompt, tmp_path, head):
+    pytest.importorskip("compressed_tensors")
+    schemes = {"lm_head": SCHEMES[head]}
+    checkpoint = write_tiny(
+        tmp_path / "model", "llama", lambda name: schemes.get(name, SCHEMES["int4"]), pack_head=True
+    )
+    found = logits_without_quantkit(plain, checkpoint, tmp_path, "{}")
+    torch.testing.assert_close(found, logits_of(checkpoint.dense_model(), prompt), rtol=1e-5, atol=1e-4)
+
+
 MIXES = {
     "linears": (
         "llama",

@@ -1,0 +1,293 @@
+"""Decoding as CUDA graphs: all launches of a step are recorded once and replayed for every token.
+
+A step of an 8B model is more than a thousand launches, and launching them takes several times longer than
+running them. transformers' `generate` calls a compiled forward for steps with a static cache; here it gets
+one that replays. The first step of a new shape runs once before it is recorded.
+"""
+
+import copy
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, StaticLayer
+
+from quantkit.kernels.table import forced_row
+from quantkit.model.attention import use_decode_attention
+from quantkit.model.modules import packed_modules
+
+logger = logging.getLogger("quantkit.model")
+
+#: Graphs that a model keeps, of different batches or lengths of the cache. Each holds the cache it writes.
+GRAPHS = 2
+#: Lengths of caches are multiples of this, so that answers of other lengths find their graph again.
+BUCKET = 256
+#: Layers that a cache of whole keys and values does for.
+_ATTENTION = frozenset({"full_attention", "sliding_attention"})
+
+Inputs = dict[str, Any]
+
+
+class GraphedForward:
+    """The forward of `model` for one new token of each sequence, as a CUDA graph.
+
+    Called as the model is. What cannot be recorded runs as it would have, is logged once with the reason, and
+    is in `refused`. The outputs are the caller's own. `renew` has to be called where the model may have
+    changed since: before each generation. With `compiled`, torch.compile fuses what is between the linears
+    before it is recorded, which takes a minute or so the first time.
+    """
+
+    def __init__(self, model: Any, *, compiled: bool = False) -> None:
+        self._model = model
+        self._compiled = compiled
+        self._graphs: OrderedDict[tuple[Any, ...], _Graph | _NotRecorded] = OrderedDict()
+        self._recorded: tuple[Any, ...] = ()
+        self._adapted: str | None = None
+        self.refused: dict[str, None] = {}
+
+    def __call__(self, **inputs: Any) -> Any:
+        reason = self._adapted or why_not(inputs)
+        if reason is not None:
+            return self._plainly(inputs, reason)
+        cache = inputs["past_key_values"]
+        key = _key(inputs, cache)
+        if key not in self._graphs:
+            try:
+                forward = _compiled(self._model) if self._compiled else self._model
+                self._graphs[key] = _record(forward, inputs)
+            except _NotRecorded as error:
+                self._graphs[key] = error
+            if len(self._graphs) > GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        graph = self._graphs[key]
+        return self._plainly(inputs, str(graph)) if isinstance(graph, _NotRecorded) else graph.replay(inputs)
+
+    def renew(self, *_: Any) -> "GraphedForward":
+        """Drop the graphs if the model is not what it was when they were recorded.
+
+        transformers calls this, as the model's `get_compiled_call`, once for each generation.
+        """
+        now = _fingerprint(self._model)
+        if now != self._recorded:
+            self._graphs.clear()
+            self._recorded = now
+        adapted = any(type(module).__module__.split(".")[0] == "peft" for module in self._model.modules())
+        self._adapted = "adapters may change what it computes from step to step" if adapted else None
+        return self
+
+    def _plainly(self, inputs: Inputs, reason: str) -> Any:
+        if reason not in self.refused:
+            self.refused[reason] = None
+            logger.warning("decoding steps are launched one kernel at a time: %s", reason)
+        return self._model(**inputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(GraphedForward(self._model, compiled=self._compiled)), "_adapted": self._adapted}
+
+
+def graph_decoding(model: Any, *, compiled: bool = False) -> None:
+    """Make `model`, on one GPU, decode by graphs: by `generate` of transformers, and by `forward_of`.
+
+    `generate` then uses a static cache where it is not told otherwise. `compiled` as for `GraphedForward`.
+    """
+    use_decode_attention(model)
+    model.get_compiled_call = GraphedForward(model, compiled=compiled).renew
+    model.generation_config.cache_implementation = "static"
+
+
+def forward_of(model: Any) -> Any:
+    """What to call for the tokens of one generation: the graphs of `model` if it has any, else `model`."""
+    renew = vars(model).get("get_compiled_call")
+    return model if renew is None else renew()
+
+
+def _fingerprint(model: Any) -> tuple[Any, ...]:
+    """What a graph of `model` depends on besides its inputs: its modules, and where their tensors lie."""
+    modules = tuple(
+        (id(module), len(module._forward_hooks), len(module._forward_pre_hooks), module.training)
+        for module in model.modules()
+    )
+    tensors = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+    layouts = tuple(layout for _, module in packed_modules(model) for layout in module.layout_addresses())
+    return modules, tensors, layouts, model.config._attn_implementation, forced_row()
+
+
+class _NotRecorded(Exception):
+    """Why a step could not be recorded."""
+
+
+def why_not(inputs: Mapping[str, Any]) -> str | None:
+    """None if a step with these inputs can be recorded, else the reason it cannot."""
+    cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
+    if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
+        return "it is not one token of each sequence"
+    if cache is None or not all(type(layer) is StaticLayer for layer in cache.layers):
+        return "the cache is not one of static layers for all keys and values"
+    if not all(layer.is_initialized for layer in cache.layers):
+        return "the cache is empty"
+    if len({layer.keys.device for layer in cache.layers} | {ids.device}) > 1:
+        return "the model is on several devices"
+    asked = [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
+    asked += ["a gradient"] * torch.is_grad_enabled()
+    return f"{asked[0]} is asked for" if asked else None
+
+
+def static_cache(model: Any, tokens: int) -> Cache | None:
+    """A cache for so many tokens that graphs can be recorded with; None where the model needs another.
+
+    Windows of sliding attention come from masks: every layer has room for all tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if not kinds <= _ATTENTION or getattr(config, "is_encoder_decoder", False):
+        return None
+    length = -(-tokens // BUCKET) * BUCKET
+    return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(config.num_hidden_layers)])
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A recorded step: the tensors it reads, the tensors of the cache it writes, and its output."""
+
+    given: dict[str, Any]
+    state: list[dict[str, torch.Tensor]]
+    output: Any
+    run: Callable[[], None]
+    #: The cache whose tensors are `state` now.
+    cache: weakref.ref[Any]
+
+    def replay(self, inputs: Inputs) -> Any:
+        """The output for `inputs`, whose cache has the tensors of `state` from then on."""
+        cache = inputs["past_key_values"]
+        self._attach(cache)
+        for static, tensor in zip(_tensors(self.given), _tensors(inputs), strict=True):
+            static.copy_(tensor)
+        self.run()
+        fields = {name: part.clone() if torch.is_tensor(part) else part for name, part in self.output.items()}
+        fields["past_key_values"] = cache
+        return type(self.output)(**fields)
+
+    def _attach(self, cache: Any) -> None:
+        """Give `cache` the tensors of `state`, with what it holds in them."""
+        if all(
+            getattr(layer, name) is tensor
+            for layer, state in zip(cache.layers, self.state, strict=True)
+            for name, tensor in state.items()
+        ):
+            return
+        before = self.cache()
+        if before is not None and before is not cache:
+            # It is somebody's: it keeps what it holds.
+            for layer, state in zip(before.layers, self.state, strict=True):
+                for name, tensor in state.items():
+                    if getattr(layer, name) is tensor:
+                        setattr(layer, name, tensor.clone())
+        for layer, state in zip(cache.layers, self.state, strict=True):
+            for name, tensor in state.items():
+                tensor.copy_(getattr(layer, name))
+                setattr(layer, name, tensor)
+        self.cache = weakref.ref(cache)
+
+
+def _compiled(model: Any) -> Any:
+    """The forward of `model` compiled for shapes that do not vary."""
+    return torch.compile(model.forward, fullgraph=True, dynamic=False)
+
+
+def _record(forward: Any, inputs: Inputs) -> _Graph:
+    """The graph of a step with inputs of such shapes. The cache is left as it was."""
+    cache = inputs["past_key_values"]
+    # A cache of the graph's own, on the same tensors: the caller's is not kept alive, nor its layers changed.
+    own = copy.copy(cache)
+    own.layers = [copy.copy(layer) for layer in cache.layers]
+    state = [_state(layer) for layer in own.layers]
+    given = {name: _cloned(value) for name, value in inputs.items()} | {"past_key_values": own}
+    # Keys and values that a step writes lie where the next step writes its own.
+    counters = [
+        (tensor, tensor.clone())
+        for layer in state
+        for name, tensor in layer.items()
+        if name not in ("keys", "values")
+    ]
+
+    def step() -> Any:
+        return forward(**given)
+
+    def rewind() -> None:
+        for tensor, before in counters:
+            tensor.copy_(before)
+
+    host = [_host_state(layer) for layer in own.layers]
+    output, run = capture(step, rewind)
+    if [_host_state(layer) for layer in own.layers] != host:
+        raise _NotRecorded("the cache counts its tokens on the host")
+    others = [
+        name
+        for name, value in output.items()
+        if value is not None and name not in ("logits", "past_key_values")
+    ]
+    if others:
+        raise _NotRecorded(f"the model returns {', '.join(others)}")
+    return _Graph(given, state, output, run, weakref.ref(cache))
+
+
+def capture(step: Callable[[], Any], rewind: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
+    """What `step` returns, and a function that runs it again on the same memory.
+
+    `step` runs once, for what kernels do when they are first launched; `rewind` takes that back.
+    """
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(stream):
+            step()
+            rewind()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            output = step()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        rewind()
+        raise _NotRecorded(str(error).partition("\n")[0]) from error
+    return output, graph.replay
+
+
+def _key(inputs: Inputs, cache: Any) -> tuple[Any, ...]:
+    """What two steps have in common if the graph of one does for the other."""
+    shapes = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(inputs))
+    plain = tuple(
+        (name, value) for name, value in inputs.items() if value is None or isinstance(value, int | str)
+    )
+    names = tuple(inputs)
+    layers = tuple((layer.keys.shape, layer.values.shape, layer.keys.dtype) for layer in cache.layers)
+    return names, shapes, plain, layers, torch.is_inference_mode_enabled()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors among inputs, which may be in mappings, but not those of a cache."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for part in value.values() for tensor in _tensors(part)]
+    return []
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return {name: _cloned(part) for name, part in value.items()} if isinstance(value, dict) else value
+
+
+def _state(layer: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(layer).items() if torch.is_tensor(value)}
+
+
+def _host_state(layer: Any) -> dict[str, int]:
+    return {name: value for name, value in vars(layer).items() if isinstance(value, int)}

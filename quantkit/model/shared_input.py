@@ -1,0 +1,104 @@
+"""Linears that are called one after the other with the same input, computed by one launch.
+
+q, k and v, and gate and up, are separate tensors in a checkpoint and separate modules in a model, whose code
+is transformers'. Here they stay so: what is joined are their kernel layouts, which no state dict has. The
+first module that is called computes the product for all; each of the others, if it is called with that very
+tensor, takes its part of it. A module that is called with anything else computes its own.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from quantkit.kernels.linear import KernelLayout, join_layouts, linear_parts
+
+if TYPE_CHECKING:
+    from quantkit.model.modules import PackedLinear
+
+#: Names of modules that models call with one input, in this order. Nothing but speed depends on them.
+SIBLINGS: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class SharedInput:
+    """Packed linears of one scheme with the same input, in the order in which they are called."""
+
+    def __init__(self, members: Sequence["PackedLinear"]) -> None:
+        self._members = tuple(members)
+        self._joined: dict[torch.dtype, tuple[KernelLayout, torch.Tensor | None]] = {}
+        self._owners: tuple[weakref.ref[torch.Tensor], ...] = ()
+        self._x: torch.Tensor | None = None
+        self._rest: dict[int, torch.Tensor] = {}
+        for index, member in enumerate(members):
+            member.share(self, index)
+
+    def build(self, dtype: torch.dtype) -> None:
+        """Build the members' layouts for activations of `dtype` and join them, if they can be.
+
+        The members keep views of the whole, so that it takes no more memory.
+        """
+        layouts = [layout for member in self._members if (layout := member.layout(dtype)) is not None]
+        biases = [bias for member in self._members if (bias := member.own_bias) is not None]
+        if len(layouts) < len(self._members) or len(biases) not in (0, len(self._members)):
+            return
+        joined = join_layouts(layouts, self._rows())
+        if joined is None or any(bias.dtype != dtype for bias in biases):
+            return
+        whole, parts = joined
+        for member, part in zip(self._members, parts, strict=True):
+            member.replace_layout(part)
+        self._owners = tuple(weakref.ref(member.words) for member in self._members)
+        self._joined[dtype] = whole, torch.cat([bias.detach() for bias in biases]) if biases else None
+
+    def drop(self) -> None:
+        """Forget the joined layouts: those of a member are no longer valid."""
+        self._joined.clear()
+        self._forget()
+
+    def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
+        """x W^T + b of member number `index`; None where it has to compute that by itself."""
+        if self._x is x and index in self._rest:
+            y = self._rest.pop(index)
+            if not self._rest:
+                self._forget()
+            return y
+        self._forget()
+        if index or x.dtype not in self._joined or not self._valid():
+            return None
+        layout, bias = self._joined[x.dtype]
+        rows = self._rows()
+        y = linear_parts(x, (), bias, self._members[0].matrix.scheme, sum(rows), layout)
+        first, *rest = torch.split(y, rows, dim=-1)
+        self._x, self._rest = x, dict(enumerate(rest, 1))
+        return first
+
+    def _rows(self) -> list[int]:
+        # A tensor-parallel rank has a shard of them.
+        return [member.words.shape[0] for member in self._members]
+
+    def _valid(self) -> bool:
+        """Whether the joined layouts are of the words that the members have now."""
+        return all(owner() is member.words for owner, member in zip(self._owners, self._members, strict=True))
+
+    def _forget(self) -> None:
+        self._x, self._rest = None, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_joined": {}, "_owners": (), "_x": None, "_rest": {}}
+
+
+def shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
+    """The siblings of `model` that are packed alike."""
+    from quantkit.model.modules import PackedLinear
+
+    for parent in model.modules():
+        for names in SIBLINGS:
+            found = [parent._modules.get(name) for name in names]
+            members = [module for module in found if isinstance(module, PackedLinear)]
+            alike = {(member.scheme, member.in_features) for member in members}
+            # Column scales of its own are what each has to multiply x with.
+            own = any(member.scheme.column_scale for member in members)
+            if len(members) == len(names) and len(alike) == 1 and not own:
+                yield SharedInput(members)

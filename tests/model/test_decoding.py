@@ -1,0 +1,311 @@
+"""Steps of decoding by graphs. Without a GPU a recorded step is one that runs again on the same tensors."""
+
+import copy
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM, StaticCache
+
+import quantkit
+from quantkit.errors import UsageError
+from quantkit.kernels.linear import KernelLayout
+from quantkit.model import decoding
+from quantkit.model.attention import NAME, use_decode_attention
+from quantkit.model.decoding import GraphedForward, forward_of, graph_decoding, static_cache
+
+LAYOUT = KernelLayout("fragments", torch.float16, (torch.zeros(3),))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "int8"
+    quantkit.quantize(Path(__file__).parents[2] / "examples" / "stories260K", out, format="int8")
+    return out
+
+
+@pytest.fixture
+def model(packed: Path) -> Any:
+    return quantkit.load(packed, device=DEVICE, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps were recorded."""
+    count: list[int] = []
+    real = decoding.capture
+
+    def capture(step: Callable[[], Any], rewind: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
+        count.append(1)
+        if DEVICE == "cuda":
+            return real(step, rewind)
+        step()
+        rewind()
+        output = step()
+        rewind()
+
+        def run() -> None:
+            for name, value in step().items():
+                if torch.is_tensor(value):
+                    output[name].copy_(value)
+
+        return output, run
+
+    monkeypatch.setattr(decoding, "capture", capture)
+    return count
+
+
+def ids(batch: int = 2, tokens: int = 9, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 500, (batch, tokens), generator=generator).to(DEVICE)
+
+
+@torch.no_grad()
+def decode(model: Any, forward: Any, cache: Any, prompt: torch.Tensor, steps: int = 6) -> torch.Tensor:
+    """The logits of the steps of a greedy generation."""
+    found = []
+    output = model(input_ids=prompt, past_key_values=cache, use_cache=True)
+    for _ in range(steps):
+        token = output.logits[:, -1].argmax(-1, keepdim=True)
+        output = forward(input_ids=token, past_key_values=cache, use_cache=True)
+        assert output.past_key_values is cache
+        found.append(output.logits[:, -1])
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def decode_whole(model: Any, prompt: torch.Tensor, steps: int) -> torch.Tensor:
+    """The same without a cache: all tokens again for each step."""
+    found = []
+    logits = model(input_ids=prompt, use_cache=False).logits[:, -1]
+    for _ in range(steps):
+        prompt = torch.cat([prompt, logits.argmax(-1, keepdim=True)], 1)
+        logits = model(input_ids=prompt, use_cache=False).logits[:, -1]
+        found.append(logits)
+    return torch.stack(found)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_steps_are_recorded_once_and_right(model: Any, recorded: list[int]) -> None:
+    graphed = GraphedForward(model)
+    for seed, kind in ((0, "ours"), (1, "ours"), (2, "transformers'")):
+        prompt = ids(seed=seed)
+        cache = (
+            static_cache(model, 20) if kind == "ours" else StaticCache(config=model.config, max_cache_len=256)
+        )
+        close(decode(model, graphed, cache, prompt), decode_whole(model, prompt, 6))
+    assert len(recorded) == 1 and not graphed.refused
+    # Another batch is another graph.
+    close(decode(model, graphed, static_cache(model, 20), ids(3)), decode_whole(model, ids(3), 6))
+    assert len(recorded) == 2
+
+
+def test_outputs_are_the_callers_own(model: Any) -> None:
+    graphed, cache, prompt = GraphedForward(model), static_cache(model, 20), ids()
+    with torch.no_grad():
+        model(input_ids=prompt, past_key_values=cache)
+        first = graphed(input_ids=prompt[:, -1:], past_key_values=cache).logits
+        kept = first.clone()
+        graphed(input_ids=prompt[:, :1], past_key_values=cache)
+    assert torch.equal(first, kept)
+
+
+def test_two_generations_at_a_time_do_not_mix(model: Any, recorded: list[int]) -> None:
+    """Both caches are alive, and take turns with one graph."""
+    graphed = GraphedForward(model)
+    prompts = [ids(seed=1), ids(seed=2, tokens=13)]
+    caches = [static_cache(model, 30), static_cache(model, 30)]
+    found: list[list[torch.Tensor]] = [[], []]
+    with torch.no_grad():
+        logits = [
+            model(input_ids=prompt, past_key_values=cache).logits[:, -1]
+            for prompt, cache in zip(prompts, caches, strict=True)
+        ]
+        for turn in (0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0):
+            token = logits[turn].argmax(-1, keepdim=True)
+            logits[turn] = graphed(input_ids=token, past_key_values=caches[turn]).logits[:, -1]
+            found[turn].append(logits[turn])
+    for steps, prompt in zip(found, prompts, strict=True):
+        close(torch.stack(steps), decode_whole(model, prompt, 6))
+    assert len(recorded) == 1
+
+
+def test_a_cache_that_lost_its_graph_goes_on(model: Any) -> None:
+    """After another generation took the tensors over, an eager forward on the first cache is right."""
+    graphed, cache, prompt = GraphedForward(model), static_cache(model, 30), ids()
+    decode(model, graphed, cache, prompt, 2)
+    decode(model, graphed, static_cache(model, 30), ids(seed=5), 3)
+    with torch.no_grad():
+        tokens = decode_tokens(model, prompt, 3)
+        found = model(input_ids=tokens[:, -1:], past_key_values=cache).logits[:, -1]
+    close(found, decode_whole(model, prompt, 3)[-1])
+
+
+def decode_tokens(model: Any, prompt: torch.Tensor, steps: int) -> torch.Tensor:
+    """The prompt with the first `steps` tokens after it."""
+    with torch.no_grad():
+        for _ in range(steps):
+            following = model(input_ids=prompt, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            prompt = torch.cat([prompt, following], 1)
+    return prompt
+
+
+def test_graphs_are_few_and_let_caches_go(model: Any, recorded: list[int]) -> None:
+    graphed = GraphedForward(model)
+    for batch in (1, 2, 3, 1):
+        decode(model, graphed, static_cache(model, 20), ids(batch), 2)
+    assert len(recorded) == 4 and len(graphed._graphs) == decoding.GRAPHS
+    gc.collect()
+    assert all(graph.cache() is None for graph in graphed._graphs.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.float64).to(torch.float32),
+        lambda model: model.model.layers[0].self_attn.q_proj._layouts.update({"another": LAYOUT}),
+        lambda model: model.model.norm.register_forward_hook(lambda *_: None),
+        lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[1].mlp)),
+        lambda model: (
+            model.set_attn_implementation("sdpa") if DEVICE == "cuda" else use_decode_attention(model)
+        ),
+    ],
+    ids=["moved", "layouts", "hook", "module", "attention"],
+)
+def test_a_changed_model_is_recorded_anew(
+    model: Any, recorded: list[int], change: Callable[[Any], Any]
+) -> None:
+    graphed = GraphedForward(model)
+    decode(model, graphed.renew(), static_cache(model, 20), ids())
+    decode(model, graphed.renew(), static_cache(model, 20), ids())
+    assert len(recorded) == 1
+    change(model)
+    close(decode(model, graphed.renew(), static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
+    assert len(recorded) == 2
+
+
+def test_what_cannot_be_recorded_runs_and_is_said_once(
+    model: Any, recorded: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reasons(**inputs: Any) -> str:
+        graphed = GraphedForward(model)
+        with torch.no_grad(), caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                graphed(**inputs)
+        (reason,) = graphed.refused
+        (record,) = [one for one in caplog.records if one.name == "quantkit.model"]
+        assert record.getMessage().endswith(reason)
+        caplog.clear()
+        return reason
+
+    cache = static_cache(model, 40)
+    assert "not one token of each sequence" in reasons(input_ids=ids(), past_key_values=cache)
+    assert "not one of static layers" in reasons(input_ids=ids(tokens=1))
+    assert "cache is empty" in reasons(input_ids=ids(tokens=1), past_key_values=static_cache(model, 9))
+    asked = reasons(input_ids=ids(tokens=1), past_key_values=cache, output_hidden_states=True)
+    assert asked == "output_hidden_states is asked for"
+    recorded.clear()
+    monkeypatch.setattr(decoding, "capture", failing)
+    found = GraphedForward(model)
+    close(decode(model, found, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
+    assert list(found.refused) == ["operation not permitted when stream is capturing"]
+    assert len(attempts) == 1, "it is not tried again at every step"
+
+
+attempts: list[int] = []
+
+
+def failing(step: Callable[[], Any], rewind: Callable[[], None]) -> Any:
+    attempts.append(1)
+    step()
+    rewind()
+    raise decoding._NotRecorded("operation not permitted when stream is capturing")
+
+
+def test_a_gradient_is_not_recorded(model: Any) -> None:
+    cache = static_cache(model, 40)
+    with torch.no_grad():
+        model(input_ids=ids(), past_key_values=cache)
+    assert (
+        decoding.why_not({"input_ids": ids(tokens=1), "past_key_values": cache}) == "a gradient is asked for"
+    )
+
+
+def test_generate_of_transformers_runs_on_graphs(
+    model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, options = ids(), {"max_new_tokens": 7, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    expected = model.generate(prompt, cache_implementation="dynamic", **options)
+    graph_decoding(model)
+    # transformers compiles on GPUs only.
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *_: True)
+    for _ in range(2):
+        assert torch.equal(model.generate(prompt, **options), expected)
+    assert len(recorded) == 1
+    padded = torch.nn.functional.pad(prompt, (3, 0))
+    mask = (padded != 0).long()
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 3:], expected)
+
+
+def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int]) -> None:
+    graph_decoding(model)
+    decode(model, forward_of(model), static_cache(model, 20), ids())
+    twin = copy.deepcopy(model)
+    assert forward_of(twin)._model is twin and not forward_of(twin)._graphs
+    assert forward_of(object.__new__(type("Plain", (), {}))) is not None
+
+
+def test_sliding_windows_come_from_masks(recorded: list[int]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(vocab_size=512, num_hidden_layers=2, sliding_window=5, **sizes)
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config).to(DEVICE).eval()
+    cache = static_cache(model, 30)
+    assert cache is not None
+    close(decode(model, GraphedForward(model), cache, ids(), 9), decode_whole(model, ids(), 9))
+    assert len(recorded) == 1
+    # transformers' own cache of windows counts on the host.
+    graphed = GraphedForward(model)
+    own = StaticCache(config=config, max_cache_len=30)
+    close(decode(model, graphed, own, ids(), 9), decode_whole(model, ids(), 9))
+    assert "not one of static layers" in next(iter(graphed.refused))
+
+
+def test_our_attention_is_for_one_token_and_sdpa_for_more(model: Any) -> None:
+    prompt = ids()
+    expected = decode_whole(model, prompt, 4)
+    use_decode_attention(model)
+    assert model.config._attn_implementation == NAME
+    close(decode(model, model, static_cache(model, 20), prompt, 4), expected)
+    close(decode_whole(model, prompt, 4), expected)
+
+
+def test_compiled_steps_are_for_one_gpu(packed: Path) -> None:
+    with pytest.raises(UsageError, match="compile is for a model on one GPU"):
+        quantkit.load(packed, device="cpu", compile=True)
+
+
+def test_a_step_is_compiled_before_it_is_recorded(
+    model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    backend = "eager" if DEVICE == "cpu" else "inductor"
+    real = torch.compile
+
+    def compile(forward: Any, **options: Any) -> Any:
+        calls.append(options)
+        return real(forward, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    graphed = GraphedForward(model, compiled=True)
+    close(decode(model, graphed, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
+    assert calls == [{"fullgraph": True, "dynamic": False}] and not graphed.refused
+    assert copy.deepcopy(graphed)._compiled

@@ -1,0 +1,231 @@
+"""q, k and v, gate and up by one launch: the same numbers as one by one, whatever is called when."""
+
+import copy
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import quantkit
+from quantkit.errors import KernelError
+from quantkit.kernels import table
+from quantkit.kernels.problem import KernelRow, Layout, always
+from quantkit.model.modules import PackedLinear
+from quantkit.model.shared_input import shared_inputs
+from quantkit.packing.schemes import scheme
+
+MODELS = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A row whose layout joins, of dense weights; the rows of each product that it computes."""
+    calls: list[int] = []
+
+    def launch(x, weight, layout, bias):
+        calls.append(weight.shape[0])
+        return nn.functional.linear(x, layout[0], bias)
+
+    def join(weights, rows):
+        if any(count % 16 for count in rows[:-1]):
+            return None
+        whole = torch.cat([dense for (dense,) in weights])
+        return (whole,), tuple((part,) for part in torch.split(whole, rows))
+
+    row = KernelRow(
+        name="dense",
+        summary="",
+        devices=("cpu",),
+        supports=always,
+        pays=always,
+        layout=Layout("dense", lambda packed, dtype: (packed.dequantize(dtype),), join),
+        launch=launch,
+    )
+    monkeypatch.setattr(table, "ROWS", (row, *table.ROWS))
+    table.forget_tile_tables()
+    yield calls
+    table.forget_tile_tables()
+
+
+class Attention(nn.Module):
+    def __init__(self, rows=(64, 16, 16), bias=(False, False, False), formats=("int4",) * 3) -> None:
+        super().__init__()
+        for name, count, has, number in zip(("q_proj", "k_proj", "v_proj"), rows, bias, formats, strict=True):
+            weight = torch.randn(count, 96, generator=torch.Generator().manual_seed(count + len(name)))
+            packed = quantkit.quantize_tensor(weight, scheme(number, group_size=32))
+            setattr(self, name, PackedLinear.from_packed(packed, torch.randn(count) if has else None))
+
+    def forward(self, x):
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def alone(self, x):
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        return tuple(nn.functional.linear(x, one.packed.dequantize(), one.bias) for one in layers)
+
+
+def joined(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    for shared in shared_inputs(model):
+        shared.build(dtype)
+    return model
+
+
+def close(found, expected) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_one_launch_computes_all(launches, bias):
+    model = joined(Attention(bias=(bias,) * 3))
+    for size in ((3, 96), (2, 5, 96), (96,), (0, 96)):
+        x = torch.randn(size)
+        launches.clear()
+        found = model(x)
+        close(found, model.alone(x))
+        assert launches == [96] * min(1, math.prod(size))
+        # The parts can be seen as heads, as models do.
+        assert found[0].view(*size[:-1], 4, 16).shape[-1] == 16
+
+
+@torch.no_grad()
+def test_what_is_joined_takes_no_second_memory(launches):
+    model = joined(Attention())
+    parts = [model.q_proj, model.k_proj, model.v_proj]
+    (storage,) = {part.layout(torch.float32).tensors[0].untyped_storage().data_ptr() for part in parts}
+    whole = parts[0].layout(torch.float32).tensors[0].untyped_storage()
+    assert whole.nbytes() == 96 * 96 * 4 and storage == whole.data_ptr()
+
+
+@torch.no_grad()
+def test_a_module_called_with_something_else_computes_its_own(launches):
+    model = joined(Attention())
+    x, other = torch.randn(3, 96), torch.randn(3, 96)
+    q, k, v = model.alone(x)
+    close(model.v_proj(x), v)
+    close(model.k_proj(x), k)
+    close(model.q_proj(x), q)
+    close(model.k_proj(other), model.alone(other)[1])
+    close(model.v_proj(x), v)
+    close(model.q_proj(x), q)
+    # Equal, but not the same tensor.
+    close(model.k_proj(x.clone()), k)
+    assert launches == [16, 16, 96, 16, 16, 96, 16]
+    launches.clear()
+    close(
+        (model.q_proj(x), model.k_proj(x), model.q_proj(x), model.v_proj(x), model.k_proj(x)), (q, k, q, v, k)
+    )
+    assert launches == [96, 96]
+    # Nothing is kept once all have their part.
+    assert all(shared._x is None and not shared._rest for shared in [model.q_proj._shared[0]])
+
+
+def test_with_gradients_each_computes_its_own(launches):
+    model = joined(Attention(bias=(True,) * 3))
+    x = torch.randn(2, 96, requires_grad=True)
+    close(model(x), model.alone(x))
+    sum(y.sum() for y in model(x)).backward()
+    found, x.grad = x.grad, None
+    sum(y.sum() for y in model.alone(x)).backward()
+    close(found, x.grad)
+    assert 96 not in launches
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, other: model.load_state_dict(other.state_dict()),
+        lambda model, other: model.k_proj.load_state_dict(other.k_proj.state_dict()),
+        lambda model, other: setattr(model.v_proj, "weight", other.v_proj.weight),
+        lambda model, other: model.q_proj._parameters.__setitem__("weight", other.q_proj.weight),
+        lambda model, other: model.double().float(),
+    ],
+    ids=["all", "one", "setattr", "replaced behind its back", "cast"],
+)
+@torch.no_grad()
+def test_joined_layouts_do_not_survive_a_change_of_the_words(launches, change):
+    model, other = joined(Attention()), Attention()
+    for layer in other.children():
+        layer.weight.data.bitwise_not_()
+    x = torch.randn(2, 96)
+    model(x)
+    change(model, other)
+    launches.clear()
+    close(model(x), model.alone(x))
+    assert launches == [64, 16, 16]
+    joined(model)
+    launches.clear()
+    close(model(x), model.alone(x))
+    assert launches == [96]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"rows": (60, 16, 16)}, "row tiles"),
+        ({"bias": (True, False, False)}, "biases"),
+        ({"formats": ("int4", "int4", "int8")}, "schemes"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+@torch.no_grad()
+def test_what_does_not_join_stays_apart(launches, given, reason):
+    model = joined(Attention(**given))
+    x = torch.randn(2, 96)
+    close(model(x), model.alone(x))
+    assert len(launches) == 3
+
+
+@torch.no_grad()
+def test_it_compiles_without_a_break(launches):
+    model = joined(Attention(bias=(True,) * 3))
+    compiled = torch.compile(lambda x: [y * 2 for y in model(x)], fullgraph=True, backend="eager")
+    x = torch.randn(2, 96)
+    expected = [y * 2 for y in model.alone(x)]
+    for _ in range(2):
+        launches.clear()
+        close(compiled(x), expected)
+        assert launches == [96]
+
+
+@torch.no_grad()
+def test_copies_do_not_share_with_the_original(launches):
+    model = joined(Attention())
+    x = torch.randn(2, 96)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for layer in twin.children():
+            layer.weight.data.bitwise_not_()
+            layer.drop_kernel_layouts()
+        close(twin(x), twin.alone(x))
+        close(model(x), model.alone(x))
+
+
+@torch.no_grad()
+def test_another_row_cannot_run_what_is_joined(launches, monkeypatch):
+    model = joined(Attention())
+    monkeypatch.setenv(table.FORCE_VARIABLE, "unpack")
+    with pytest.raises(KernelError, match=r"unpack needs the weight as it is stored, .* before the model is"):
+        model.q_proj(torch.randn(2, 96))
+
+
+@torch.no_grad()
+def test_a_model_has_fewer_launches_and_the_same_logits(launches, tmp_path):
+    quantkit.quantize(MODELS / "stories260K", tmp_path / "int8", format="int8")
+    model = quantkit.load(tmp_path / "int8", device="cpu", dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    found = model(ids).logits
+    layers = model.config.num_hidden_layers
+    # qkv, o, gate, up, down: the 172 rows of gate are no whole row tiles.
+    assert len(launches) == 5 * layers
+    saved = model.state_dict()
+    again = quantkit.load(tmp_path / "int8", device="cpu", dtype=torch.float32)
+    for _, module in again.named_modules():
+        if isinstance(module, PackedLinear):
+            module._shared = None
+    launches.clear()
+    torch.testing.assert_close(found, again(ids).logits, rtol=1e-4, atol=1e-4)
+    assert len(launches) == 7 * layers
+    assert saved.keys() == again.state_dict().keys()

@@ -5,7 +5,6 @@ forward, a host that waits for every token as a server does, a generation that d
 that do, and the median of the repetitions with the smallest and the largest.
 """
 
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,8 +22,10 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
+from quantkit.model.decoding import GraphedForward, static_cache
+from quantkit.model.devices import pick_device
+from quantkit.model.generate import last_logits
 from quantkit.model.load import load, tokenize, tokenizer
-from quantkit.model.quantize import pick_device
 from quantkit.progress import Progress
 
 #: A decoding step: the tokens int64 [B, 1] that follow those given.
@@ -35,6 +36,8 @@ DEFAULTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "cpu": ((1, 4), (32, 128, 512), 32),
     "cuda": ((1, 8, 64), (128, 1024, 4096), 128),
 }
+#: How steps of decoding run: kernel by kernel, or as graphs; the last only on demand.
+MODES = ("eager", "cuda-graph", "compiled")
 #: Tokens that a profile has.
 _PROFILED = 4
 
@@ -51,6 +54,7 @@ class Settings:
     repeats: int = 5
     text: str | None = None
     seed: int = 0
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         numbers = (*(self.batches or ()), *(self.prompts or ()), self.repeats)
@@ -112,6 +116,8 @@ def measure_speed(
     device = pick_device(settings.device)
     checkpoint = Checkpoint.open(resolve(source))
     directory = checkpoint.directory
+    if settings.compiled and device.type != "cuda":
+        raise UsageError("compiled decoding is for a GPU; give --device cuda, or leave --compile out.")
     vocabulary, positions = language_limits(directory)
     grid, notes = settings.on(device).within(positions)
     draw = prompts_of(settings, directory, vocabulary)
@@ -126,7 +132,7 @@ def measure_speed(
     skipped: list[str] = []
     steady = 0
     meter = EnergyMeter(device)
-    modes = ("eager", "cuda-graph") if device.type == "cuda" else ("eager",)
+    modes = MODES[:1] if device.type == "cpu" else MODES if settings.compiled else MODES[:-1]
     total = len(grid.batches) * len(grid.prompts) * len(modes)
     for number, (batch, prompt, mode) in enumerate(
         (batch, prompt, mode) for batch in grid.batches for prompt in grid.prompts for mode in modes
@@ -205,7 +211,7 @@ class _NoGraph(Exception):
     """Why a decoding step could not be captured."""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _cell(
     model: Any,
     prompt: torch.Tensor,
@@ -220,11 +226,17 @@ def _cell(
 
     batch, length = prompt.shape
     prompt = prompt.to(model.device)
-    # A step before it is captured runs three times, and needs that much room.
-    cache = StaticCache(config=model.config, max_cache_len=length + new_tokens + 3)
-    eager = eager_step(model, cache)
-    generate_timed(eager, eager, cache, prompt, min(new_tokens, 4))
-    step = eager if mode == "eager" else _graph_step(model, cache, prompt)
+    cache = static_cache(model, length + new_tokens)
+    if cache is None:
+        cache = StaticCache(config=model.config, max_cache_len=length + new_tokens)
+    eager = step = greedy_step(model, cache)
+    if mode != "eager":
+        graphed = GraphedForward(model, compiled=mode == "compiled")
+        step = greedy_step(model, cache, graphed)
+        generate_timed(eager, step, cache, prompt, min(new_tokens, 4))
+        if graphed.refused:
+            raise _NoGraph(", ".join(graphed.refused))
+    generate_timed(eager, step, cache, prompt, min(new_tokens, 4))
     first, between, rates = [], [], []
     joules, decoded = 0.0, 0
     metered = meter.joules() is not None
@@ -250,43 +262,13 @@ def _cell(
     )
 
 
-def eager_step(model: Any, cache: Any) -> Step:
-    """A forward of tokens [B, T] on top of `cache`; the likeliest tokens that follow."""
-    # The logits of the last position are all that generation needs.
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+def greedy_step(model: Any, cache: Any, forward: Any = None) -> Step:
+    """The likeliest tokens that follow tokens [B, T] on top of `cache`, by `forward`, or as `model` runs."""
+    last = last_logits(model)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, **last).logits
+        logits = (forward or model)(input_ids=tokens, past_key_values=cache, use_cache=True, **last).logits
         following: torch.Tensor = logits[:, -1].argmax(-1, keepdim=True)
-        return following
-
-    return step
-
-
-def _graph_step(model: Any, cache: Any, prompt: torch.Tensor) -> Step:
-    """A step of one token per sequence as one CUDA graph over `cache`, which has run before."""
-    eager = eager_step(model, cache)
-    tokens = prompt[:, -1:].clone()
-    cache.reset()
-    eager(prompt)
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                eager(tokens)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            following = eager(tokens)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise _NoGraph(str(error).partition("\n")[0]) from error
-
-    def step(given: torch.Tensor) -> torch.Tensor:
-        tokens.copy_(given)
-        graph.replay()
         return following
 
     return step
@@ -335,7 +317,7 @@ def _write_profile(model: Any, prompt: torch.Tensor, path: Path) -> None:
 
     prompt = prompt.to(model.device)
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + _PROFILED)
-    step = eager_step(model, cache)
+    step = greedy_step(model, cache)
     generate_timed(step, step, cache, prompt, _PROFILED)
     with profile() as trace:
         generate_timed(step, step, cache, prompt, _PROFILED)

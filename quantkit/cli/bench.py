@@ -43,6 +43,7 @@ def bench(
         typer.Option("--text", metavar="FILE", help="UTF-8 text for prompts.", show_default="random tokens"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random prompts and arrivals.")] = 0,
+    compile: options.Compile = False,
     profile: Annotated[
         Path | None,
         typer.Option("--profile", metavar="FILE", help="Also write a trace of DIR by torch's profiler."),
@@ -84,7 +85,13 @@ def bench(
     its own.
     """
     # One option of the wrong kind would be ignored without a word.
-    grid = {"--batch": batch, "--prompt": prompt, "--new-tokens": new_tokens, "--text": text}
+    grid = {
+        "--batch": batch,
+        "--prompt": prompt,
+        "--new-tokens": new_tokens,
+        "--text": text,
+        "--compile": compile or None,
+    }
     load = {
         "--rate": rate,
         "--requests": requests,
@@ -134,6 +141,7 @@ def bench(
         repeats,
         None if text is None else str(text),
         seed,
+        compile,
     )
     _time(sources, settings, profile, json, report)
 

@@ -79,6 +79,8 @@ def doctor(
             say(f"\n{', '.join(what)}: {entry['kernel'] or 'none'}{tile}{measured}")
             for name, reason in entry["refused"].items():
                 say(f"  not {name}: {reason}")
+            ungrouped = entry["experts_ungrouped"]
+            say(f"  experts: {'grouped' if ungrouped is None else f'one after the other: {ungrouped}'}")
 
 
 def _by_weight(kernels: list[dict[str, Any]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
@@ -168,6 +170,7 @@ def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any
             "tile": choice.tile,
             "us": choice.us,
             "refused": dict(choice.refusals),
+            "experts_ungrouped": choice.ungrouped,
         }
         for scheme, shape in _weights(directory)
         for choice in choices(

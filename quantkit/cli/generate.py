@@ -19,6 +19,7 @@ def generate(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     kv_cache: options.KvCache = None,
+    compile: options.Compile = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     verbose: options.Verbose = False,
@@ -34,7 +35,7 @@ def generate(
 
     if verbose:
         log_kernels()
-    model, tokenizer = open_model(directory, device, dtype)
+    model, tokenizer = open_model(directory, device, dtype, compile=compile)
     # What is logged of the kernels would be in the middle of the text.
     streaming = not json and not verbose
     if streaming:

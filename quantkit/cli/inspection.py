@@ -18,6 +18,10 @@ def inspect(
         Path | None,
         typer.Option("--plot", metavar="FILE.png", help="Also draw the error of every linear by its block."),
     ] = None,
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option("--tensor-parallel", help="Also show among how many GPUs transformers can divide it."),
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Show how a packed checkpoint stores each linear.
@@ -55,5 +59,11 @@ def inspect(
     print_layers(record.layers, record.dense, every_layer=every_layer)
     say(totals(record.source_bytes, checkpoint.nbytes, record.bits_per_weight))
     print_readers(record.container, record.needs_quantkit)
+    if tensor_parallel:
+        from quantkit.model.tensor_parallel import plan_of_checkpoint
+
+        parallel = plan_of_checkpoint(checkpoint)
+        say(f"tensor parallel sizes: {', '.join(map(str, parallel.sizes))}")
+        say(f"not {parallel.first_refused}: {parallel.why_not(parallel.first_refused)}")
     if plot is not None:
         say(f"wrote {plot}")

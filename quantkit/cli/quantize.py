@@ -122,9 +122,9 @@ def quantize(
 def _check_result(directory: Path, device: str) -> None:
     """Run what was written and store its logits, unless it may not fit in memory: it was streamed."""
     from quantkit.cli.models import using_transformers
+    from quantkit.model.devices import pick_device
     from quantkit.model.memory import free_memory
     from quantkit.model.prompt_logits import bytes_to_run, record
-    from quantkit.model.quantize import pick_device
 
     target = pick_device(device)
     needed, free = bytes_to_run(directory), free_memory(target)

@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.checkpoint.hub import resolve
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
-from quantkit.eval.models import Versions, dtype_named, release, resolve_device, versions
+from quantkit.eval.models import Versions, dtype_named, release, versions
 from quantkit.eval.partial import Partial
 from quantkit.eval.passes import open_passes
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
@@ -22,6 +22,7 @@ from quantkit.eval.subject import Batch, Settings, Subject, check_comparable
 from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_manager, task_metrics
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
 from quantkit.kernels.table import forced_row
+from quantkit.model.devices import pick_device
 from quantkit.progress import Advance, Progress, counting
 
 VERSION = 1
@@ -298,7 +299,7 @@ def _start(
 def _conditions(settings: Settings) -> dict[str, Any]:
     """What figures depend on beside models, texts and options."""
     return {
-        "device": resolve_device(settings.device),
+        "device": str(pick_device(settings.device)),
         "versions": asdict(versions()),
         "kernel": forced_row(),
     }
@@ -378,7 +379,7 @@ def _measure_blocks(
         run.notes.append(f"the KL of its blocks was not measured: {error}")
         return
     finally:
-        release(resolve_device(settings.device))
+        release(str(pick_device(settings.device)))
     if partial is not None:
         partial.store_json(key, "blocks", run.per_block.to_dict())
 
@@ -411,7 +412,7 @@ def _ask(
         key=_digest(identity),
         progress=progress,
     )
-    release(resolve_device(settings.device))
+    release(str(pick_device(settings.device)))
     return answers
 
 
@@ -452,7 +453,7 @@ def _score_block(
     advance: Advance,
 ) -> None:
     """Score the missing batches of a block with the model of `run`, which is loaded for it."""
-    device = resolve_device(settings.device)
+    device = str(pick_device(settings.device))
     subject = run.subject
     name = subject.checkpoint.directory.name
     passes = open_passes(subject.checkpoint, dtype_named(run.dtype), device, run.kv_cache)
@@ -505,7 +506,7 @@ def _report(
         stride=subject.stride,
         max_windows=settings.max_windows,
         batch=settings.batch,
-        device=resolve_device(settings.device),
+        device=str(pick_device(settings.device)),
         versions=versions(),
         seconds=run.seconds,
         reference_seconds=None if reference is None else reference.seconds,

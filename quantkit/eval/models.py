@@ -31,13 +31,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, one in DTYPES.items() if one == dtype)
 
 
-def resolve_device(name: str) -> str:
-    """`auto` is the GPU if there is one, else the CPU; every other name stands for itself."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def language_limits(path: Path) -> tuple[int, int | None]:
     """Vocabulary size and positions of the language model that config.json describes; positions may be None.
 

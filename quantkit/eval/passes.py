@@ -17,7 +17,8 @@ from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.eval.models import dtype_name, release
 from quantkit.files import size_text
 from quantkit.model.blocks import Decoder, Home
-from quantkit.model.load import load, picked_device
+from quantkit.model.devices import pick_device
+from quantkit.model.load import load
 from quantkit.model.memory import free_memory
 
 #: Tokens whose hidden states wait between two blocks.
@@ -151,7 +152,7 @@ def open_passes(
 
     With `kv_cache`, a format of `KV_SCHEMES`, it has to be whole: else `EnvironmentProblem`.
     """
-    where = picked_device(device)
+    where = pick_device(device)
     needed = sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
     free = free_memory(where)
     if checkpoint.is_quantized or needed <= free:

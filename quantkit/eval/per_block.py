@@ -16,7 +16,8 @@ from quantkit.errors import CheckpointError
 from quantkit.eval.metrics import score
 from quantkit.eval.passes import predictions
 from quantkit.model.blocks import Block, Decoder, Home
-from quantkit.model.load import load, picked_device
+from quantkit.model.devices import pick_device
+from quantkit.model.load import load
 from quantkit.model.structure import read_structure
 from quantkit.progress import Progress, counting
 
@@ -54,7 +55,7 @@ def block_losses(
     rotated model, and for one whose decoder is no list of blocks.
     """
     _check_exchangeable(packed, original)
-    where = picked_device(device)
+    where = pick_device(device)
     decoder, model = Decoder(original, where, dtype), load(packed.directory, device=device, dtype=dtype)
     home = Home(torch.device("cpu"), where.type == "cuda")
     batches = [tokens[at : at + 1] for at in range(len(tokens))]

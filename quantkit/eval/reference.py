@@ -19,11 +19,12 @@ from types import TracebackType
 import torch
 
 from quantkit.errors import CheckpointError, OutputError, UsageError
-from quantkit.eval.models import dtype_named, resolve_device, versions
+from quantkit.eval.models import dtype_named, versions
 from quantkit.eval.passes import open_passes
 from quantkit.eval.subject import Batch, Settings, Subject
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
 from quantkit.files import open_regular, os_error_text, replace_file
+from quantkit.model.devices import pick_device
 from quantkit.progress import Advance
 
 DEFAULT_BUDGET_BYTES = 8 << 30
@@ -98,7 +99,7 @@ class Reference:
             max(window_bytes, default=0),
             budget_bytes,
         )
-        self._device = resolve_device(device)
+        self._device = str(pick_device(device))
         total = sum(len(t.tokens) * size for t, size in zip(self.subject.texts, window_bytes, strict=True))
         #: Bytes of logits on disk at a time, at most.
         self.nbytes = min(total, budget_bytes)
@@ -183,7 +184,8 @@ class Reference:
         try:
             self._files.mkdir(parents=True, exist_ok=True)
             data = logits.float().contiguous().cpu().view(-1).view(torch.uint8).numpy()
-            replace_file(self._file(batch), data.data)
+            # A later process takes a file of the right size for whole. Temporary ones have none.
+            replace_file(self._file(batch), data.data, durable=self._temporary is None)
         except OSError as error:
             raise OutputError(
                 f"cannot write reference logits to {self._files}: {os_error_text(error)}. Free space there, "

@@ -1,8 +1,10 @@
 """Honest bits per weight: what is stored, from the headers, over what is represented."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
@@ -19,7 +21,8 @@ class Sizes:
 
     linears      8 x all stored bytes of the packed linears (words, padding, scales, zero-points, shapes)
                  over their logical weights; linears kept dense do not count. None if none is packed
-    model        8 x the bytes of all tensors over all logical parameters
+    model        8 x the bytes of all tensors over all logical parameters, as the manifest says it if there is
+                 one: an lm_head that was tied to the embedding has no parameters of its own
     file_bytes   the weight files, headers included
     format       the schemes of the linears, `dense` for a checkpoint that is not packed
     method       the methods that chose their codes, None if no manifest tells
@@ -54,12 +57,14 @@ def measure(checkpoint: Checkpoint) -> Sizes:
         method = section.get("quant_method") if isinstance(section, dict) else section
         described = f"quant_method {method}"
     elements = sum(tensor.elements for tensor in checkpoint.tensors.values())
+    manifest = _manifest(checkpoint.directory)
+    found = 8 * checkpoint.nbytes / (elements - packed_elements + packed_weights)
     return Sizes(
         8 * packed_bytes / packed_weights if packed_weights else None,
-        8 * checkpoint.nbytes / (elements - packed_elements + packed_weights),
+        _recorded_bits(manifest) or found,
         sum(path.stat().st_size for path in checkpoint.shards),
         described,
-        _methods(checkpoint.directory),
+        _methods(manifest),
     )
 
 
@@ -69,10 +74,19 @@ def describe(config: QuantizationConfig) -> str:
     return " + ".join(str(scheme) for scheme in schemes if scheme is not None)
 
 
-def _methods(directory: Path) -> str | None:
-    if not (directory / MANIFEST_NAME).is_file():
-        return None
-    layers = read_manifest(directory).get("layers")
+def _manifest(directory: Path) -> Mapping[str, Any]:
+    return read_manifest(directory) if (directory / MANIFEST_NAME).is_file() else {}
+
+
+def _recorded_bits(manifest: Mapping[str, Any]) -> float | None:
+    """The bits per weight of the whole model; None if no manifest of quantizing says them."""
+    bits = manifest.get("bits_per_weight")
+    found = bits.get("model") if isinstance(bits, dict) else None
+    return found if isinstance(found, float) else None
+
+
+def _methods(manifest: Mapping[str, Any]) -> str | None:
+    layers = manifest.get("layers")
     rows = layers.values() if isinstance(layers, dict) else ()
     found = dict.fromkeys(row["method"] for row in rows if isinstance(row, dict) and row.get("method"))
     return " + ".join(map(str, found)) or None

@@ -17,8 +17,8 @@ from quantkit.bench.machine import EnergyMeter, cpu_name, used_bytes
 from quantkit.bench.speed import (
     Grid,
     Settings,
-    eager_step,
     generate_timed,
+    greedy_step,
     measure_speed,
     prompts_of,
     weight_bytes,
@@ -41,7 +41,7 @@ def test_what_is_timed_is_greedy_generation(packed: Path) -> None:
     model = quantkit.load(packed, device="cpu", dtype=torch.float32)
     prompt = prompts_of(Settings(), packed, 512)(2, 9)
     cache = StaticCache(config=model.config, max_cache_len=9 + 7)
-    eager = eager_step(model, cache)
+    eager = greedy_step(model, cache)
     seen: list[torch.Tensor] = []
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,8 @@ def test_figures_count_what_they_say(packed: Path, monkeypatch: pytest.MonkeyPat
         assert cell.decode.low == cell.decode.high == cell.batch
         assert cell.read_bandwidth == found.weight_bytes
         assert cell.joules is None
-    assert found.memory.before <= found.memory.steady <= found.memory.peak
+    # What is used before is that of the tests before, which may be let go of meanwhile.
+    assert min(found.memory.before, found.memory.steady) > 0 and found.memory.steady <= found.memory.peak
     assert found.format.startswith("int4 g128")
     assert found.machine.name == cpu_name() and found.machine.read_bandwidth > 0
     assert (found.label, found.dtype, found.notes) == ("int4", "float32", ())

@@ -408,6 +408,25 @@ def test_names_from_files_do_not_reach_the_terminal_as_they_are(run: Run, damage
     assert "\\x1b]0;evil\\x07[/bold]" in done.out
 
 
+def test_inspect_shows_tensor_parallel_sizes(run: Run, tmp_path: Path) -> None:
+    # 8 heads, 4 of keys, of 8; 172 columns of down_proj.
+    for group, sizes, reason in (
+        (
+            "channel",
+            "1",
+            "not 2: with 2 ranks each has 86 of the 172 columns of 'model.layers.0.mlp.down_proj'",
+        ),
+        ("channel --rule *.down_proj=int8", "1", "which are no whole words of 4 codes"),
+        ("channel --rule *.down_proj=keep", "1, 2, 4", "not 8: with 8 ranks each has 4 of the 32 rows of"),
+    ):
+        out = tmp_path / "out"
+        arguments = ("quantize", SOURCE, out, "--overwrite", "-g", *group.split(), "-m", "rtn", "--no-check")
+        assert run(*arguments).code == 0
+        shown = run("inspect", out, "--tensor-parallel").out.replace("\n", " ")
+        assert f"tensor parallel sizes: {sizes} not" in shown and reason in shown
+    assert "tensor parallel" not in run("inspect", out).out
+
+
 def test_inspect_json_is_the_manifest(run: Run, packed: Path) -> None:
     done = run("inspect", packed, "--json")
     assert json.loads(done.out) == json.loads((packed / MANIFEST_NAME).read_text())
@@ -435,7 +454,7 @@ def test_what_is_no_packed_checkpoint(run: Run, command: str) -> None:
         (("--text", STORIES, "--window", "64", "--stride", "65"), 2, "stride is 65; use 1 to 64"),
         (("--text", STORIES, "--logits-space", "much"), 2, "size 'much' is not"),
         (("--text", STORIES, "--dtype", "int3"), 2, "unknown dtype 'int3'"),
-        (("--text", STORIES, "--device", "tpu", "--max-windows", "1"), 2, "device 'tpu' is not known"),
+        (("--text", STORIES, "--device", "tpu", "--max-windows", "1"), 2, "device 'tpu' is unknown"),
         (("--text", STORIES, "--json", "missing/eval.json"), 5, "cannot write missing/eval.json"),
         (("--text", STORIES, "--report", STORIES), 5, "cannot create the directory"),
         (("--text", STORIES, "--window", "1"), 2, "Invalid value for '--window'"),
@@ -538,7 +557,7 @@ def test_generate(run: Run, packed: Path) -> None:
         (("--temperature", "-1"), "Invalid value for '--temperature'"),
         (("--temperature", "nan"), "Invalid value for '--temperature'"),
         (("--dtype", "int3"), "unknown dtype 'int3'"),
-        (("--device", "tpu"), "device 'tpu' is not known"),
+        (("--device", "tpu"), "device 'tpu' is unknown"),
     ],
 )
 def test_wrong_options_of_generate(run: Run, packed: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -553,6 +572,7 @@ def test_doctor(run: Run) -> None:
     assert re.search(r"^torch +\d", done.out, re.MULTILINE)
     assert re.search(r"^int8 channel bfloat16 +float32 ", done.out, re.MULTILINE)
     assert "  not torch-int4: " in done.out
+    assert "  experts: " in done.out
     report = json.loads(run("doctor", "--json").out)
     assert set(report) == {"packages", "machine", "tile_tables", "kernels"}
     assert all(entry["kernel"] or entry["refused"] for entry in report["kernels"])

@@ -88,8 +88,8 @@ def test_shapes_and_formats(run: Callable[..., Any]) -> None:
     assert "gain" in done.out and "1.50x" in done.out
     assert "fused-skinny warps=8 columns=512 row_tiles=1 ahead=True" in done.out
     assert (
-        "fused-skinny warps=4 columns=256 row_tiles=1 ahead=True unroll=16 is not used: its result is wrong"
-        in done.err
+        "fused-skinny warps=4 columns=256 row_tiles=1 ahead=True unroll=16 "
+        "present=False together=False is not used: its result is wrong" in done.err
     )
     found = entries()
     assert {key[:3] for key in found} == {

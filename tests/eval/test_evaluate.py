@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -296,6 +297,17 @@ def test_a_cache_directory_is_found_again(stories, perturbed, texts, tmp_path, m
     evaluate_many([perturbed], **options | {"texts": texts[:1]})
     assert opened == [perturbed, stories, perturbed, stories, perturbed]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_only_logits_that_outlive_the_process_are_synced(
+    stories, perturbed, texts, tmp_path, monkeypatch, cached
+):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    options = {"against": stories, "texts": texts, "window": 32, "device": "cpu", "max_windows": 2}
+    evaluate_many([perturbed], **options, cache_dir=tmp_path if cached else None)
+    assert bool(synced) == cached
 
 
 def test_the_report_is_json_with_the_agreed_names(stories, perturbed, texts):

@@ -2,10 +2,11 @@
 
 A step of an 8B model is more than a thousand launches, and launching them takes several times longer than
 running them. transformers' `generate` calls a compiled forward for steps with a static cache; here it gets
-one that replays. The first step of a new shape runs once before it is recorded.
+both, the cache and a forward that replays. The first step of a new shape runs once before it is recorded.
 """
 
 import copy
+import inspect
 import logging
 import weakref
 from collections import OrderedDict
@@ -28,6 +29,18 @@ GRAPHS = 2
 BUCKET = 256
 #: Layers that a cache of whole keys and values does for.
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
+#: Arguments of `generate` with which it has a cache, makes another, or takes tokens back from it.
+_OWN_CACHE = (
+    "past_key_values",
+    "cache_implementation",
+    "assistant_model",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "is_assistant",
+    "custom_generate",
+)
+#: New tokens that `generate` makes where nobody says how many.
+_NEW_TOKENS = 20
 
 Inputs = dict[str, Any]
 
@@ -80,6 +93,17 @@ class GraphedForward:
         self._adapted = "adapters may change what it computes from step to step" if adapted else None
         return self
 
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        """The model's own `generate`, with a cache that steps can be recorded with unless it has another."""
+        cls = type(self._model)
+        bound = inspect.signature(cls.generate).bind_partial(self._model, *arguments, **options).arguments
+        asked = {**bound.pop("kwargs", {}), **bound}
+        tokens = _tokens_of(asked, self._model.generation_config)
+        cache = None if tokens is None else static_cache(self._model, tokens)
+        if cache is not None:
+            options["past_key_values"] = cache
+        return cls.generate(self._model, *arguments, **options)
+
     def _plainly(self, inputs: Inputs, reason: str) -> Any:
         if reason not in self.refused:
             self.refused[reason] = None
@@ -96,8 +120,9 @@ def graph_decoding(model: Any, *, compiled: bool = False) -> None:
     `generate` then uses a static cache where it is not told otherwise. `compiled` as for `GraphedForward`.
     """
     use_decode_attention(model)
-    model.get_compiled_call = GraphedForward(model, compiled=compiled).renew
-    model.generation_config.cache_implementation = "static"
+    graphed = GraphedForward(model, compiled=compiled)
+    model.get_compiled_call = graphed.renew
+    model.generate = graphed.generate
 
 
 def forward_of(model: Any) -> Any:
@@ -135,6 +160,27 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
     asked = [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
     asked += ["a gradient"] * torch.is_grad_enabled()
     return f"{asked[0]} is asked for" if asked else None
+
+
+def _tokens_of(asked: Mapping[str, Any], defaults: Any) -> int | None:
+    """The most tokens of a sequence, with its prompt, that `generate` makes when it is asked for this.
+
+    None where it needs another cache than a static one. `defaults` is the generation config of the model.
+    """
+    config = asked.get("generation_config")
+
+    def said(name: str) -> Any:
+        values = (asked.get(name), getattr(config, name, None), getattr(defaults, name, None))
+        return next((value for value in values if value is not None), None)
+
+    # "hybrid" is what old checkpoints of sliding windows say, which transformers takes for nothing.
+    own = [said(name) for name in _OWN_CACHE]
+    if any(value not in (None, False, "hybrid") for value in own) or said("use_cache") is False:
+        return None
+    prompts = [asked.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
+    prompt = max((part.shape[1] for part in prompts if part is not None), default=1)
+    new: int | None = said("max_new_tokens")
+    return prompt + new if new is not None else max(prompt, said("max_length") or 0) + _NEW_TOKENS
 
 
 def static_cache(model: Any, tokens: int) -> Cache | None:

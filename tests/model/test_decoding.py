@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM, StaticCache
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
 
 import quantkit
 from quantkit.errors import UsageError
@@ -239,20 +246,79 @@ def test_a_gradient_is_not_recorded(model: Any) -> None:
     )
 
 
-def test_generate_of_transformers_runs_on_graphs(
-    model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt, options = ids(), {"max_new_tokens": 7, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    expected = model.generate(prompt, cache_implementation="dynamic", **options)
+#: Seven tokens, whatever they are.
+SEVEN: dict[str, Any] = {
+    "max_new_tokens": 7,
+    "do_sample": False,
+    "eos_token_id": -1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers compiles on GPUs only."""
+    monkeypatch.setattr(
+        GenerationMixin,
+        "_valid_auto_compile_criteria",
+        lambda _, inputs, __: getattr(inputs.get("past_key_values"), "is_compileable", False),
+    )
+
+
+@pytest.mark.usefixtures("compiling")
+def test_generate_of_transformers_runs_on_graphs(model: Any, recorded: list[int]) -> None:
+    prompt = ids()
+    expected = model.generate(prompt, **SEVEN)
+    assert not recorded
     graph_decoding(model)
-    # transformers compiles on GPUs only.
-    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *_: True)
-    for _ in range(2):
-        assert torch.equal(model.generate(prompt, **options), expected)
+    for more in ({}, {"max_new_tokens": 5}, {"generation_config": GenerationConfig(max_length=16)}):
+        found = model.generate(prompt, **{**SEVEN, **more} if "generation_config" not in more else more)
+        assert torch.equal(found, expected[:, : found.shape[1]])
+    # Lengths that differ a little have one graph.
     assert len(recorded) == 1
     padded = torch.nn.functional.pad(prompt, (3, 0))
     mask = (padded != 0).long()
-    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 3:], expected)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **SEVEN)[:, 3:], expected)
+
+
+@pytest.mark.usefixtures("compiling")
+def test_generate_takes_caches_and_ways_that_need_their_own(model: Any, recorded: list[int]) -> None:
+    prompt = ids(batch=1)
+    expected = model.generate(prompt, **SEVEN)
+    graph_decoding(model)
+    others: list[dict[str, Any]] = [
+        {"past_key_values": DynamicCache(config=model.config)},
+        {"cache_implementation": "dynamic"},
+        {"use_cache": False},
+        {"assistant_model": copy.deepcopy(model)},
+        {"prompt_lookup_num_tokens": 2},
+    ]
+    for other in others:
+        assert torch.equal(model.generate(prompt, **SEVEN, **other), expected), other
+    assert not recorded
+    assert torch.equal(model.generate(prompt, num_beams=2, **SEVEN)[:, : prompt.shape[1]], prompt)
+
+
+def test_the_most_tokens_of_a_generation() -> None:
+    def most(**asked: Any) -> int | None:
+        return decoding._tokens_of(asked, GenerationConfig(max_length=100))
+
+    prompt = ids(tokens=9)
+    assert most(inputs=prompt) == 120
+    assert most(input_ids=prompt, max_new_tokens=7) == 16
+    assert most(inputs_embeds=torch.zeros(2, 11, 4), input_ids=prompt, max_new_tokens=7) == 18
+    assert most(inputs=prompt, generation_config=GenerationConfig(max_new_tokens=5)) == 14
+    assert most(inputs=ids(tokens=110)) == 130
+    assert most(inputs=prompt, past_key_values=None, cache_implementation="hybrid") == 120
+    assert most(max_new_tokens=7) == 8
+
+
+@pytest.mark.usefixtures("compiling")
+def test_what_generate_does_is_not_saved(model: Any, tmp_path: Path) -> None:
+    graph_decoding(model)
+    model.generate(ids(), **SEVEN)
+    model.save_pretrained(tmp_path)
+    assert "cache_implementation" not in (tmp_path / "generation_config.json").read_text()
 
 
 def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int]) -> None:
@@ -260,9 +326,11 @@ def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int]) -> Non
     decode(model, forward_of(model), static_cache(model, 20), ids())
     twin = copy.deepcopy(model)
     assert forward_of(twin)._model is twin and not forward_of(twin)._graphs
+    assert twin.generate.__self__ is forward_of(twin)
     assert forward_of(object.__new__(type("Plain", (), {}))) is not None
 
 
+@pytest.mark.usefixtures("compiling")
 def test_sliding_windows_come_from_masks(recorded: list[int]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = MistralConfig(vocab_size=512, num_hidden_layers=2, sliding_window=5, **sizes)
@@ -272,6 +340,10 @@ def test_sliding_windows_come_from_masks(recorded: list[int]) -> None:
     assert cache is not None
     close(decode(model, GraphedForward(model), cache, ids(), 9), decode_whole(model, ids(), 9))
     assert len(recorded) == 1
+    expected = model.generate(ids(), **SEVEN)
+    graph_decoding(model)
+    assert torch.equal(model.generate(ids(), **SEVEN), expected)
+    assert len(recorded) == 2
     # transformers' own cache of windows counts on the host.
     graphed = GraphedForward(model)
     own = StaticCache(config=config, max_cache_len=30)

@@ -172,8 +172,8 @@ FAULTS: dict[str, dict[int, Fault]] = {
         46: Fault(
             "more than 2^31 elements",
             "fallback",
-            "addressed in 64 bits. Reading, cutting, packing and writing were tested at 2^32 on files with "
-            "holes, on a CPU; the kernels' own tests are not part of this row",
+            "addressed in 64 bits. Reading, cutting, packing and writing are tested at 2^32 on files with "
+            "holes; of the kernels the last programs, on memory that is not touched, in Triton's interpreter",
         ),
         47: Fault(
             "weights with other strides, expanded, on meta, that require gradients",

@@ -26,11 +26,10 @@ def attend(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
-    b = (head // HEADS).to(tl.int64)
-    h = head % HEADS
+    b, h = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
     chunk = tl.program_id(1)
     g, d, e = tl.arange(0, G), tl.arange(0, DP), tl.arange(0, VP)
-    rows = (h * GROUP + g).to(tl.int64)
+    rows = h * GROUP + g
     inside = (g < GROUP)[:, None]
     query = tl.load(q + b * q_b + rows[:, None] * q_h + d[None, :], mask=inside & (d < D)[None, :], other=0.0)
     largest = tl.full((G,), -float("inf"), tl.float32)

@@ -41,6 +41,8 @@ from quantkit.packing.tensor import PackedTensor
 
 #: The most rows of x that `fused-skinny` takes.
 SKINNY_ROWS = 32
+#: The most scales of a weight, with their padding: they alone are addressed in 32 bits.
+MOST_SCALES = 1 << 30
 #: Weights dequantized at a time, 256 MiB in 16 bits.
 DENSE_WEIGHTS = 1 << 27
 
@@ -66,6 +68,9 @@ def _unpackable(problem: Problem) -> str | None:
     size = problem.scheme.group_columns(problem.k)
     if size not in (16, problem.k) and size % 32:
         return f"it takes groups of 16 or of multiples of 32 columns, not of {size}"
+    scales = problem.n * -(-problem.k // size)
+    if scales > MOST_SCALES:
+        return f"it takes up to 2^30 scales of a weight, not {scales}"
     return None
 
 

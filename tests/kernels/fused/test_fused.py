@@ -403,7 +403,7 @@ def test_why_not() -> None:
     def reason(row: str, name: str = "int4", **given: Any) -> str | None:
         asked = {"m": 1, "k": 4096, "dtype": torch.bfloat16, "features": frozenset({"triton", "ptx"})} | given
         size = {"group_size": asked.pop("group_size")} if "group_size" in asked else {}
-        found = Problem(n=4096, scheme=scheme(name, **size), device="cuda", **asked)
+        found = Problem(scheme=scheme(name, **size), device="cuda", **{"n": 4096, **asked})
         return dict(explain(found))[row]
 
     assert reason("fused-skinny") is None

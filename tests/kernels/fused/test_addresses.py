@@ -1,0 +1,224 @@
+"""Elements beyond 2^31 of every operand give the bits that they give near the beginning of memory.
+
+On a CPU the interpreter runs only the last programs of a launch. Most of the memory is never touched, so that
+the system gives only addresses for it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.kernels import attention
+from quantkit.kernels.attention import decode_attention
+from quantkit.kernels.fused import launch
+from quantkit.kernels.fused.launch import Grouping, Operands, Pairs, SkinnyTile, Tile
+from quantkit.kernels.fused.layout import ROWS, build, geometry, place_codes_by_torch, place_words
+from quantkit.kernels.launcher import Launch
+from quantkit.kernels.problem import device_features
+from quantkit.packing.schemes import scheme
+from quantkit.packing.tensor import PackedTensor
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: The interpreter knows no products of 16-bit floats.
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+FEATURES = device_features("cuda") if DEVICE == "cuda" else frozenset[str]()
+FAR = 2**31
+#: Rows that a test computes, those of the last programs.
+LAST = 64
+#: Programs along the first axis of the grid that compute them, where they are not one.
+PROGRAMS = {"order_columns": LAST, "weigh_pairs": 2}
+
+
+@pytest.fixture
+def last_programs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """A block in which only the last programs of a launch run, on a CPU."""
+
+    @contextmanager
+    def block() -> Iterator[None]:
+        if DEVICE == "cuda":
+            yield
+            return
+        from triton.runtime import interpreter
+
+        builder = interpreter.interpreter_builder
+        index, dim = builder.set_grid_idx, builder.set_grid_dim
+
+        def launched(self: Any, *arguments: Any) -> None:
+            first, *others = self._grid
+            few = min(first, PROGRAMS.get(self._kernel.fn.__name__, 1))
+            with monkeypatch.context() as patch:
+                patch.setattr(builder, "set_grid_dim", lambda *_: dim(*self._grid))
+                patch.setattr(builder, "set_grid_idx", lambda x, y, z: index(first - few + x, y, z))
+                # Which would copy every operand onto itself.
+                patch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+                self._kernel[(few, *others)](*arguments, **self._options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Launch, "__call__", launched)
+            yield
+
+    return block
+
+
+def empty(*size: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    try:
+        return torch.empty(size, dtype=dtype, device=DEVICE)
+    except RuntimeError as error:
+        pytest.skip(f"no addresses for {size} of {dtype}: {error}")
+
+
+def far(part: torch.Tensor, length: int) -> torch.Tensor:
+    """A tensor of so many of what `part` has at the end."""
+    found = empty(length, *part.shape[1:], dtype=part.dtype)
+    found[length - len(part) :] = part
+    return found
+
+
+def numbers(*size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(5)).to(DEVICE, DTYPE)
+
+
+def with_many_rows(op: Operands, row_tiles: int) -> Operands:
+    """`op` with a weight of so many row tiles, of which its own are the last."""
+    codes, scale, zero, factor, values = op.layout
+    layout = (far(codes, row_tiles), far(scale, row_tiles), zero, factor, values)
+    return replace(op, layout=layout, n=ROWS * row_tiles)
+
+
+def operands(make: Callable[..., PackedTensor], m: int, k: int) -> Operands:
+    packed = make("int8", (LAST, k), group_size=128).to(DEVICE)
+    return Operands(numbers(m, k), build(packed, DTYPE), None, packed.scheme, LAST)
+
+
+RUNS: dict[str, Callable[[Operands], torch.Tensor]] = {
+    "skinny": lambda op: launch.skinny(op, SkinnyTile(1, 128, 4), FEATURES),
+    "tiled": lambda op: launch.tiled(op, Tile(4, 64, stages=2), FEATURES),
+}
+
+
+@pytest.mark.fault(46)
+@pytest.mark.parametrize(("name", "m"), [("skinny", 32), ("tiled", 40)])
+def test_codes_and_outputs(
+    make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any], name: str, m: int
+) -> None:
+    op = operands(make_packed, m, 128)
+    expected = RUNS[name](op)
+    row_tiles = -(-FAR // (m * LAST)) * LAST // ROWS + LAST // ROWS
+    large = with_many_rows(op, row_tiles)
+    assert large.layout[0].numel() > FAR
+    with last_programs():
+        y = RUNS[name](large)
+    assert y.numel() > FAR
+    assert torch.equal(y[-1, -LAST:], expected[-1])
+
+
+@pytest.mark.fault(46)
+def test_many_rows_of_x(make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any]) -> None:
+    op = operands(make_packed, LAST, 256)
+    expected = RUNS["tiled"](op)
+    x = far(op.x, FAR // 256 + LAST)
+    assert x.numel() > FAR
+    with last_programs():
+        y = RUNS["tiled"](replace(op, x=x))
+    assert torch.equal(y[-LAST:], expected)
+
+
+@pytest.mark.fault(46)
+def test_dequantize(make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any]) -> None:
+    op = operands(make_packed, 1, 256)
+    expected = launch.dequantize(op, 0, LAST, FEATURES)
+    n = FAR // 128 + 4 * LAST
+    large = with_many_rows(op, n // ROWS)
+    assert large.layout[0].numel() > FAR
+    with last_programs():
+        assert torch.equal(launch.dequantize(large, n - LAST, n, FEATURES), expected)
+
+
+@pytest.mark.fault(46)
+def test_the_layout_builder(last_programs: Callable[[], Any]) -> None:
+    number_format, k = scheme("int8").format, 256
+    generator = torch.Generator().manual_seed(6)
+    codes = torch.randint(0, 256, (ROWS, k), dtype=torch.uint8, generator=generator)
+    small = geometry(ROWS, k, scheme("int8"), torch.bfloat16)
+    expected = torch.empty(1, small.spans, small.tiles, 256, dtype=torch.int16)
+    place_codes_by_torch(expected, 0, codes, number_format, small)
+    n = FAR // (k // 2) + ROWS
+    words = empty(n // ROWS, *expected.shape[1:], dtype=torch.int16)
+    stored = far(scheme("int8").pack(codes).to(DEVICE), n)
+    assert words.numel() > FAR and stored.nbytes > FAR
+    with last_programs():
+        place_words(words, 0, stored, number_format, geometry(n, k, scheme("int8"), torch.bfloat16))
+    assert torch.equal(words[-1:].cpu(), expected)
+
+
+@pytest.mark.fault(46)
+@pytest.mark.parametrize(("name", "size"), [("skinny", 8), ("tiled", 64)])
+def test_the_last_of_many_experts(
+    make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any], name: str, size: int
+) -> None:
+    """Its weights lie beyond 2^31, and so do the outputs of the last pairs."""
+    op = operands(make_packed, size, 128)
+    expected = RUNS[name](op)
+    experts = FAR // op.layout[0].numel() + 2
+    pairs_ = FAR // (LAST * size) * size + size
+    codes, scale, zero, _, values = op.layout
+    layout = (
+        far(codes[None], experts),
+        far(scale[None], experts),
+        zero,
+        torch.empty(experts, 0, device=DEVICE),
+        values,
+    )
+    order = far(torch.arange(pairs_ - size, pairs_, dtype=torch.int32, device=DEVICE), pairs_)
+    grouping = Grouping(pairs_, 1, size, 1, pairs_ // size)
+    segment = torch.tensor([[experts - 1, pairs_ - size, size]], dtype=torch.int32, device=DEVICE)
+    segments = far(segment, grouping.segments)
+    if DEVICE == "cuda":
+        order[: pairs_ - size], segments[:-1] = 0, 0
+    large = Operands(op.x, layout, None, op.scheme, LAST, Pairs(order, segments, grouping))
+    with last_programs():
+        y = RUNS[name](large)
+    assert codes.numel() * experts > FAR and y.numel() > FAR
+    # Row p of y is that of pair p, which here has row `size * p // pairs_` of x: the last one.
+    assert torch.equal(y[-size:], expected[-1:].expand(size, -1))
+
+
+@pytest.mark.fault(46)
+def test_the_last_of_many_pairs_are_added_up(last_programs: Callable[[], Any]) -> None:
+    y, weights = numbers(2, 2048), numbers(2, 1)
+    tokens = FAR // 2048 + 2
+    index = torch.zeros(tokens, 1, dtype=torch.int64, device=DEVICE)
+    expected = launch.weigh_pairs(y, index[:2], weights, 1, FEATURES)
+    with last_programs():
+        out = launch.weigh_pairs(far(y, tokens), index, far(weights, tokens), 1, FEATURES)
+    assert torch.equal(out[-2:], expected)
+
+
+@pytest.mark.fault(46)
+@pytest.mark.parametrize("far_apart", ["heads", "keys", "sequences"])
+def test_keys_of_a_cache(monkeypatch: pytest.MonkeyPatch, far_apart: str) -> None:
+    """No two strides of a cache of 2^31 elements multiply to less than what lies between them."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(attention, "_features", lambda _: FEATURES)
+    shape, apart = (2, 3, 70, 16), 2**30 + 64
+    strides = {
+        "heads": (70 * 16, apart, 16, 1),
+        "keys": (16, 32, apart // 16, 1),
+        "sequences": (FAR + 64, 70 * 16, 16, 1),
+    }[far_apart]
+    length = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    assert length > FAR
+    cache = torch.as_strided(empty(length), shape, strides)
+    key, value = numbers(*shape), numbers(*shape).flip(2)
+    query = numbers(2, 6, 1, 16)
+    expected = decode_attention(query, key, value, None, 0.25)
+    cache.copy_(key)
+    assert torch.equal(decode_attention(query, cache, value, None, 0.25), expected)
+    cache.copy_(value)
+    assert torch.equal(decode_attention(query, key, cache, None, 0.25), expected)

@@ -114,6 +114,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
+    #: What transformers 5.12 calls it.
+    get_max_cache_shape = get_max_length
+
     @property
     def nbytes(self) -> int:
         """Bytes that the parts take."""

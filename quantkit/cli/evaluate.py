@@ -3,7 +3,7 @@
 import json as json_module
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,7 +60,7 @@ def evaluate(
         typer.Option(
             "--per-block/--no-per-block",
             help="Also run the original with each block of the model in turn: where is the loss?",
-            show_default="with --report",
+            show_default="with --report and --text",
         ),
     ] = None,
     logits_space: Annotated[
@@ -89,8 +89,7 @@ def evaluate(
     the original's, KL the divergence of the next-token distributions, both in nats per token.
     """
     names = () if tasks is None else tuple(options.parse_list(tasks, "--tasks"))
-    comparing = {"--noise-floor": noise_floor, "--per-block": per_block}
-    _check(text, names, against=against, comparing=comparing, task_path=task_path)
+    _check(text, names, task_path, against, noise_floor=noise_floor, per_block=per_block)
     if report is not None:
         make_directory(report)
     from quantkit.cli.figures import print_reports
@@ -105,7 +104,7 @@ def evaluate(
     # Before hours of work, not after.
     if json is not None:
         check_writable(json)
-    by_default = bool(report and against and text)
+    comparing = bool(report and against)
     place = work or report
     partial = None if place is None else Partial(place)
     try:
@@ -122,8 +121,8 @@ def evaluate(
                 kv_cache=kv_cache,
                 device=device,
                 batch=batch,
-                noise_floor=by_default if noise_floor is None else noise_floor,
-                per_block=by_default if per_block is None else per_block,
+                noise_floor=comparing if noise_floor is None else noise_floor,
+                per_block=bool(comparing and text) if per_block is None else per_block,
                 budget_bytes=options.parse_size(logits_space),
                 partial=partial,
                 progress=advance,
@@ -146,17 +145,19 @@ def evaluate(
 def _check(
     text: list[Path] | None,
     names: Sequence[str],
-    *,
-    against: str | None,
-    comparing: Mapping[str, bool | None],
     task_path: Path | None,
+    against: str | None,
+    *,
+    noise_floor: bool | None,
+    per_block: bool | None,
 ) -> None:
     """Refuse at once what would fail, or be ignored, after the work."""
     if not text and not names:
         raise UsageError("nothing to evaluate: give --text FILE (repeatable), --tasks NAMES, or both.")
-    for option, wanted in comparing.items():
-        if wanted and not (text and against):
-            raise UsageError(f"{option} is of the original on texts: give --against and --text as well.")
+    if noise_floor and not against:
+        raise UsageError("--noise-floor is of the original: give --against as well.")
+    if per_block and not (text and against):
+        raise UsageError("--per-block is of the original on texts: give --against and --text as well.")
     if task_path is not None and not names:
         raise UsageError("--task-path has task files but none is to run: name them with --tasks.")
     if names and find_spec("lm_eval") is None:

@@ -10,7 +10,7 @@ from quantkit.cli.console import note, out, printable, say
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
-    from quantkit.eval.evaluate import EvalReport
+    from quantkit.eval.evaluate import EvalReport, NoiseFloor
     from quantkit.eval.metrics import TextMetrics
 
 
@@ -43,9 +43,13 @@ def _text_table(reports: Sequence["EvalReport"], text: str) -> Table:
         table.add_row(*map(printable, cells + _figures(report.texts[text], compared)))
     floor = reports[0].noise_floor
     if floor is not None:
-        label = f"{Path(reports[0].against or '').name} in {floor.dtype}"
+        label = _floor_label(reports[0].against, floor)
         table.add_row(*map(printable, [label, "", "", "", *_figures(floor.texts[text], compared)]))
     return table
+
+
+def _floor_label(against: str | None, floor: "NoiseFloor") -> str:
+    return f"{Path(against or '').name} in {floor.dtype}"
 
 
 def _figures(metrics: "TextMetrics", compared: bool) -> list[str]:
@@ -63,11 +67,15 @@ def _figures(metrics: "TextMetrics", compared: bool) -> list[str]:
 def _task_table(reports: Sequence["EvalReport"]) -> Table:
     """A row per task and model; change and error in points, p that of McNemar's test."""
     table = _table(["task", "metric", "model"], ["items", "accuracy", "change", "flips", "p"])
-    for report in reports:
-        for metrics in report.tasks:
+    answers = [(report.label, report.tasks) for report in reports]
+    floor = reports[0].noise_floor
+    if floor is not None:
+        answers.append((_floor_label(reports[0].against, floor), floor.tasks))
+    for label, tasks in answers:
+        for metrics in tasks:
             paired = metrics.paired
             cells = [
-                *(metrics.task, metrics.metric, report.label),
+                *(metrics.task, metrics.metric, label),
                 *(str(metrics.items), f"{metrics.accuracy:.2%}"),
             ]
             if paired is not None:

@@ -37,12 +37,14 @@ class NoiseFloor:
 
     dtype: str
     texts: Mapping[str, TextMetrics]
+    tasks: tuple[TaskMetrics, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
         return {
             "dtype": self.dtype,
             "texts": {name: metrics.to_dict() for name, metrics in self.texts.items()},
+            "tasks": [metrics.to_dict() for metrics in self.tasks],
         }
 
 
@@ -188,10 +190,10 @@ def evaluate_many(
     calls. Only one model is in memory at a time.
 
     Windows of `window` tokens start `stride` tokens apart, by default `window`. With `noise_floor` the
-    reference also runs in another dtype (`CONTROL_DTYPES`) and is compared with itself. With `per_block` it
-    runs with each block of a model in turn, on a few windows of the first text. What is done goes to
-    `partial`, from which a later call with the same arguments goes on, with the same figures. With
-    `kv_cache`, a format of `model.kv_cache.KV_SCHEMES`, tokens attend to keys and values in that format;
+    reference also runs in another dtype (`CONTROL_DTYPES`), on texts and tasks, and is compared with itself.
+    With `per_block` it runs with each block of a model in turn, on a few windows of the first text. What is
+    done goes to `partial`, from which a later call with the same arguments goes on, with the same figures.
+    With `kv_cache`, a format of `model.kv_cache.KV_SCHEMES`, tokens attend to keys and values in that format;
     those of the reference and of single blocks do not.
 
     Raises `UsageError` for options, texts and tasks, `CheckpointError` for checkpoints that are broken or
@@ -328,22 +330,25 @@ def _evaluate(
     manager = None if tasks is None else task_manager(tasks)
     runs = [_start(subject, settings.dtype, settings, reference, partial) for subject in subjects]
     control = None
-    if reference is not None and noise_floor and settings.texts:
-        other = CONTROL_DTYPES[settings.dtype]
+    if reference is not None and noise_floor:
         plain = replace(settings, kv_cache=None)
-        control = _start(reference.subject, other, plain, reference, partial)
+        control = _start(reference.subject, CONTROL_DTYPES[settings.dtype], plain, reference, partial)
     _score([*runs, *([] if control is None else [control])], settings, reference, partial, progress)
-    floor = None if control is None else NoiseFloor(control.dtype, control.metrics())
     if reference is not None and per_block and settings.texts:
         for run in runs:
             _measure_blocks(run, reference.subject, settings, partial, progress)
 
-    answers: list[TaskRun | None] = [None] * len(runs)
-    reference_answers = None
-    if tasks is not None:
-        if reference is not None:
-            reference_answers = _ask(reference.subject, tasks, manager, settings, partial, progress)
-        answers = [_ask(subject, tasks, manager, settings, partial, progress) for subject in subjects]
+    def ask(subject: Subject, dtype: str) -> TaskRun | None:
+        if tasks is None:
+            return None
+        return _ask(subject, tasks, manager, replace(settings, dtype=dtype), partial, progress)
+
+    reference_answers = None if reference is None else ask(reference.subject, settings.dtype)
+    floor = None
+    if control is not None:
+        again = ask(control.subject, control.dtype)
+        floor = NoiseFloor(control.dtype, control.metrics(), _compared(again, reference_answers))
+    answers = [ask(subject, settings.dtype) for subject in subjects]
     return tuple(
         _report(run, size, settings, reference, floor, answer, reference_answers)
         for run, size, answer in zip(runs, sizes, answers, strict=True)
@@ -414,6 +419,10 @@ def _ask(
     )
     release(str(pick_device(settings.device)))
     return answers
+
+
+def _compared(answers: TaskRun | None, reference: TaskRun | None) -> tuple[TaskMetrics, ...]:
+    return () if answers is None else task_metrics(answers, reference)
 
 
 def _score(
@@ -513,7 +522,7 @@ def _report(
         reference_logits=None if reference is None else reference.nbytes,
         noise_floor=noise_floor,
         per_block=run.per_block,
-        tasks=() if answers is None else task_metrics(answers, reference_answers),
+        tasks=_compared(answers, reference_answers),
         task_results={} if answers is None else answers.results,
         notes=notes,
         label=subject.checkpoint.directory.name,

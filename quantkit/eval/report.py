@@ -14,6 +14,7 @@ from quantkit.eval import plots
 from quantkit.eval.document import Bullets, Command, Document, Figure, Section, Table, Text, write
 from quantkit.eval.evaluate import EvalReport
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
+from quantkit.eval.tasks import TaskMetrics
 from quantkit.files import size_text
 
 VERSION = 1
@@ -114,7 +115,7 @@ def document(reports: Sequence[EvalReport], command: str | None = None) -> Docum
         *(Section(f"Text: {name}", [_text_table(reports, name)]) for name in texts),
     ]
     if any(report.tasks for report in reports):
-        sections.append(Section("Tasks", [_task_table(reports), Text(_TASK_EXPLANATION)]))
+        sections.append(Section("Tasks", [task_table(_answers(reports)), Text(TASK_EXPLANATION)]))
     sections.append(Section("Plots", [*drawn, *([] if missing is None else [Text(missing)])]))
     if texts:
         sections.append(Section("What the figures are", [Text(_EXPLANATION), _verdict_table()]))
@@ -135,11 +136,12 @@ _EXPLANATION = (
     "zero-points and shapes."
 )
 
-_TASK_EXPLANATION = (
+TASK_EXPLANATION = (
     "Each model answers the same items. The change is that of accuracy in points, ± one paired standard "
     "error. Gained are items that only the model gets right, lost those that only the reference does, and "
     "in brackets the part of all items that flipped either way. p is that of McNemar's exact test: how "
-    "likely flips split as unevenly by chance."
+    "likely flips split as unevenly by chance. The noise floor is the reference itself in another dtype: a "
+    "difference as small is none."
 )
 
 
@@ -205,20 +207,28 @@ def _text_table(reports: Sequence[EvalReport], text: str) -> Table:
         rows.append((_floor_label(first), *(column.cell(floor) for column in columns)))
     reference = first.texts[text].reference_perplexity
     if reference is not None:
-        rows.append((_reference_label(first), f"{reference:.6g}", *["-"] * (len(columns) - 1)))
+        rows.append((Path(first.against or "").name, f"{reference:.6g}", *["-"] * (len(columns) - 1)))
     return Table(("model", *(column.heading for column in columns)), rows, frozenset({"model"}))
 
 
-def _task_table(reports: Sequence[EvalReport]) -> Table:
+def _answers(reports: Sequence[EvalReport]) -> list[tuple[str, Sequence[TaskMetrics]]]:
+    """What each model did in tasks, by its label, and last what is no difference: the noise floor."""
+    found: list[tuple[str, Sequence[TaskMetrics]]] = [(report.label, report.tasks) for report in reports]
+    floor = reports[0].noise_floor
+    return found if floor is None else [*found, (_floor_label(reports[0]), floor.tasks)]
+
+
+def task_table(answers: Sequence[tuple[str, Sequence[TaskMetrics]]]) -> Table:
+    """A row per task, metric and model; `answers` are the metrics of each model, by its label."""
     headings = ("task", "metric", "model", "items", "accuracy", "reference", "change", "gained, lost", "p")
     rows: list[tuple[str, ...]] = []
-    for report in reports:
-        for metrics in report.tasks:
+    for label, tasks in answers:
+        for metrics in tasks:
             paired = metrics.paired
             row = (
                 metrics.task,
                 metrics.metric,
-                report.label,
+                label,
                 str(metrics.items),
                 _percent(metrics.accuracy) + _error_points(metrics.accuracy_se),
             )
@@ -402,22 +412,23 @@ def _histogram(reports: Sequence[EvalReport]) -> Figure:
 
 
 def _task_plot(reports: Sequence[EvalReport]) -> Figure:
-    names = list(dict.fromkeys((m.task, m.metric) for report in reports for m in report.tasks))
-    figure, axes = plots.drawing(height=1.5 + 0.3 * len(names) * (1 + len(reports)))
-    pitch = 1 / (1 + len(reports))
-    for number, report in enumerate(reports):
-        found = {(m.task, m.metric): m for m in report.tasks}
+    answers = _answers(reports)
+    names = list(dict.fromkeys((m.task, m.metric) for _, tasks in answers for m in tasks))
+    figure, axes = plots.drawing(height=1.5 + 0.3 * len(names) * (1 + len(answers)))
+    pitch = 1 / (1 + len(answers))
+    for number, (label, tasks) in enumerate(answers):
+        found = {(m.task, m.metric): m for m in tasks}
         errors = [m.accuracy_se if m.paired is None else m.paired.delta_se for m in found.values()]
         axes.errorbar(
             [100 * m.accuracy for m in found.values()],
             [names.index(name) + pitch * (number + 1) for name in found],
             xerr=[100 * (error or 0.0) for error in errors],
-            color=plots.COLORS[number % len(plots.COLORS)],
+            color=plots.INK if number == len(reports) else plots.COLORS[number % len(plots.COLORS)],
             marker="o",
             markersize=4,
             linestyle="none",
             capsize=3,
-            label=plots.plain(report.label),
+            label=plots.plain(label),
         )
     references = {(m.task, m.metric): m.paired.reference for m in reports[0].tasks if m.paired is not None}
     for name, value in references.items():
@@ -427,7 +438,7 @@ def _task_plot(reports: Sequence[EvalReport]) -> Figure:
         [i + 0.5 for i in range(len(names))], [plots.plain(f"{task} {metric}") for task, metric in names]
     )
     axes.set(ylim=(len(names), 0), xlabel="accuracy, %")
-    figure.legend(loc="outside upper center", ncols=min(4, len(reports)))
+    figure.legend(loc="outside upper center", ncols=min(3, len(answers)))
     what = "the paired one of the change from the reference, the line" if references else "of the accuracy"
     return plots.render(figure, "tasks", f"Accuracy, ± one standard error: {what}.")
 
@@ -437,12 +448,13 @@ def _bits(report: EvalReport) -> float:
 
 
 def _floor_label(report: EvalReport) -> str:
-    assert report.noise_floor is not None
-    return f"noise floor: {_reference_label(report)} in {report.noise_floor.dtype}"
+    assert report.against is not None and report.noise_floor is not None
+    return floor_label(report.against, report.noise_floor.dtype)
 
 
-def _reference_label(report: EvalReport) -> str:
-    return Path(report.against or "").name
+def floor_label(against: str, dtype: str) -> str:
+    """What tables call the noise floor, that of the directory `against` in `dtype`."""
+    return f"noise floor: {Path(against).name} in {dtype}"
 
 
 def _number(value: float | None, form: str) -> str:

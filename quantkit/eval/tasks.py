@@ -79,7 +79,7 @@ class TaskMetrics:
     items: int
     accuracy: float
     accuracy_se: float | None
-    paired: Paired | None
+    paired: Paired | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""

@@ -134,7 +134,8 @@ def unhashed(monkeypatch):
 def with_tasks(found: EvalReport, correct: list[bool]) -> EvalReport:
     reference = [True, True, False, True]
     metrics = TaskMetrics("piqa", "acc", 4, sum(correct) / 4, 0.2, compare(correct, reference))
-    floor = NoiseFloor("bfloat16", {name: text(0.0004) for name in found.texts})
+    again = TaskMetrics("piqa", "acc", 4, 0.5, 0.2, compare([True, True, False, False], reference))
+    floor = NoiseFloor("bfloat16", {name: text(0.0004) for name in found.texts}, (again,))
     return replace(found, tasks=(metrics,), noise_floor=floor, reference_logits=12_000_000)
 
 
@@ -166,6 +167,11 @@ def test_write_report(tmp_path, unhashed):
     assert len([line for line in lines if line.startswith("| original | 20 |")]) == 2
     (task,) = (line for line in lines if line.startswith(r"| piqa | acc | binary\|x |"))
     assert task.endswith("| 4 | 50.00 % ± 20.00 | 75.00 % | -25.00 ± 47.87 | 1, 2 (75.00 %) | 1 |")
+    (floor,) = (
+        line for line in lines if line.startswith("| piqa | acc | noise floor: original in bfloat16 |")
+    )
+    assert floor.endswith("| 4 | 50.00 % ± 20.00 | 75.00 % | -25.00 ± 25.00 | 0, 1 (25.00 %) | 1 |")
+    assert lines.index(floor) > lines.index(task)
     page = files[1].read_text(encoding="utf-8")
     assert page.count("<svg") == 4 and not re.search(r"https?:|<img|<script|src=", page)
     content = json.loads(files[2].read_text(), parse_constant=pytest.fail)
@@ -174,6 +180,7 @@ def test_write_report(tmp_path, unhashed):
     assert content["reports"][1]["texts"]["books.txt"]["kl_mean"] == 5.0
     assert content["reports"][1]["tasks"][0]["paired"]["lost"] == 2
     assert content["reports"][1]["noise_floor"]["dtype"] == "bfloat16"
+    assert content["reports"][1]["noise_floor"]["tasks"][0]["paired"]["lost"] == 1
 
 
 def test_the_command_and_the_hashes_are_of_the_files(tmp_path):

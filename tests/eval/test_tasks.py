@@ -3,6 +3,7 @@
 import builtins
 import json
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -95,6 +96,19 @@ def test_a_lossless_format_answers_as_lm_eval_does_on_the_dense_model(lossless, 
     assert content["lm_eval"] == lm_eval.__version__ and content["texts"] == {}
 
 
+def test_the_noise_floor_is_what_the_reference_answers_in_another_dtype(lossless, questions):
+    pytest.importorskip("lm_eval")
+    dense, packed = lossless
+    tasks = Tasks(NAMES, path=EXAMPLES / "tasks")
+    floor = evaluate_many([packed], against=dense, tasks=tasks, noise_floor=True, device="cpu")[0].noise_floor
+    assert floor is not None and (floor.dtype, floor.texts) == ("bfloat16", {})
+    (own,) = evaluate_many([dense], tasks=tasks, dtype="bfloat16", device="cpu")
+    (exact,) = evaluate_many([dense], tasks=tasks, device="cpu")
+    assert [replace(m, paired=None) for m in floor.tasks] == list(own.tasks)
+    assert [m.paired.reference for m in floor.tasks] == [m.accuracy for m in exact.tasks]
+    assert own.noise_floor is None
+
+
 def test_answers_are_kept_until_the_evaluation_is_done(lossless, questions, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     packed = lossless[1]
@@ -104,9 +118,13 @@ def test_answers_are_kept_until_the_evaluation_is_done(lossless, questions, tmp_
     first = evaluate_many([packed], tasks=tasks, progress=lambda *step: seen.append(step), **options)[0]
     assert all(metrics.paired is None and metrics.items == 2 for metrics in first.tasks)
     assert seen[-1] == (2, 2, "int8 on lambada_file")
+    compared = {"against": lossless[0], "noise_floor": True, **options}
+    second = evaluate_many([packed], tasks=tasks, **compared)[0]
     monkeypatch.setattr("quantkit.eval.harness.QuantkitLM", None)
     again = evaluate_many([packed], tasks=tasks, **options)[0]
     assert again.tasks == first.tasks and again.task_results == first.task_results
+    again = evaluate_many([packed], tasks=tasks, **compared)[0]
+    assert again.tasks == second.tasks and again.noise_floor == second.noise_floor
     with pytest.raises(TypeError):
         evaluate_many([packed], tasks=Tasks(NAMES[:2], limit=3, path=EXAMPLES / "tasks"), **options)
 

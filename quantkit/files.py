@@ -5,21 +5,26 @@ All writing goes through `os.pwrite`, `os.fsync` and `os.replace`, so that tests
 
 import errno
 import json
+import math
 import os
 import re
 import reprlib
 import stat
 from collections import Counter
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 TEMP_PREFIX = ".tmp-"
 #: How deep JSON may be: what takes it apart recurses, and Python's own limit depends on who calls.
 MAX_DEPTH = 100
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _FILE_MODE = 0o644  # the kernel takes the umask away
+
+T = TypeVar("T")
 
 
 def os_error_text(error: OSError) -> str:
@@ -81,6 +86,41 @@ def _is_deep(value: dict[str, Any]) -> bool:
         if not level:
             return False
     return True
+
+
+def from_json(kind: type[T], value: Any) -> T:
+    """JSON `value` as the dataclass `kind`, whose fields are numbers, text, tuples and dataclasses.
+
+    The inverse of `asdict`. Fields with a default may be missing, and keys that are no field are left out.
+    `TypeError` or `ValueError` for anything else, such as a number that is infinite or none.
+    """
+    if not isinstance(value, dict):
+        raise TypeError(f"{shown(value)} is no {kind.__name__}")
+    assert is_dataclass(kind)
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind) if field.name in value]
+    return kind(**{name: _typed(hints[name], value[name], name) for name in names})
+
+
+def _typed(hint: Any, value: Any, name: str) -> Any:
+    """`value` as the type `hint` of the field `name`."""
+    if get_origin(hint) is UnionType:
+        (hint,) = (option for option in get_args(hint) if option is not type(None))
+        return None if value is None else _typed(hint, value, name)
+    if is_dataclass(hint):
+        return from_json(hint, value)  # type: ignore[arg-type]
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{name} is {shown(value)}")
+        kinds = get_args(hint)
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value)
+        return tuple(_typed(kind, item, name) for kind, item in zip(kinds, value, strict=True))
+    if hint is float and type(value) is int and abs(value) < 1 << 1023:
+        value = float(value)
+    if type(value) is not hint or (hint is float and not math.isfinite(value)):
+        raise TypeError(f"{name} is {shown(value)}")
+    return value
 
 
 class RepeatedKeyError(ValueError):

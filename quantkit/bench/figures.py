@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UsageError
-from quantkit.files import os_error_text
+from quantkit.files import from_json, os_error_text
 
 
 @dataclass(frozen=True)
@@ -116,23 +116,6 @@ class Speed:
         """JSON-able form."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Speed":
-        """Parse `to_dict`; `TypeError` or `KeyError` for anything else."""
-        cells = [
-            Cell(**{**cell, **{key: Spread(**cell[key]) for key in ("first_token", "prefill", "decode")}})
-            for cell in data["cells"]
-        ]
-        return cls(
-            **{
-                **data,
-                "memory": Memory(**data["memory"]),
-                "machine": Machine(**data["machine"]),
-                "cells": tuple(cells),
-                "notes": tuple(data["notes"]),
-            }
-        )
-
 
 @dataclass(frozen=True)
 class Load:
@@ -171,15 +154,13 @@ class Serving:
         """JSON-able form."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Serving":
-        """Parse `to_dict`; `TypeError` or `KeyError` for anything else."""
-        kinds = ("first_token", "token", "end_to_end")
-        loads = [
-            Load(**{**load, **{kind: Percentiles(**load[kind]) for kind in kinds}}) for load in data["loads"]
-        ]
-        ranges = {key: (data[key][0], data[key][1]) for key in ("prompt_tokens", "new_tokens")}
-        return cls(**{**data, **ranges, "machine": Machine(**data["machine"]), "loads": tuple(loads)})
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What a file of `bench` has: speeds, or latencies under load; None for what it has not."""
+
+    speed: tuple[Speed, ...] | None = None
+    serving: tuple[Serving, ...] | None = None
 
 
 VERSION = 1
@@ -198,13 +179,15 @@ def to_json(found: Sequence[Speed] | Sequence[Serving]) -> str:
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
-def read_speed(path: Path) -> tuple[Speed, ...]:
-    """What `to_json` wrote of speeds; `UsageError` for any other file."""
+def read_benchmark(path: Path) -> Benchmark:
+    """What `to_json` wrote; `UsageError` for any other file."""
     try:
         data = json.loads(path.read_bytes())
         if data["version"] != VERSION:
             raise KeyError("version")
-        return tuple(Speed.from_dict(one) for one in data["speed"])
+        found = from_json(Benchmark, data)
+        if found == Benchmark():
+            raise KeyError("speed")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {os_error_text(error)}. Check the path.") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -212,3 +195,4 @@ def read_speed(path: Path) -> tuple[Speed, ...]:
             f"{path} is not what `quantkit bench --json` writes ({type(error).__name__}: {error}). Give that "
             "file."
         ) from error
+    return found

@@ -40,7 +40,7 @@ _SPEED_RULES = (
     "what torch allocated there. Each model is measured in a process of its own.",
     "Loading reads files that may be in the page cache, and includes the layouts that kernels want.",
 )
-_SERVING_RULES = (
+SERVING_RULES = (
     "Requests arrive as a Poisson process, whether earlier ones are done or not; lengths of prompts and "
     "answers are drawn log-uniformly from their ranges. Every rate has the same requests, only closer "
     "together.",
@@ -73,20 +73,12 @@ def speed_document(found: Sequence[Speed], command: Sequence[str]) -> Document:
 
 def serving_document(found: Sequence[Serving], command: Sequence[str]) -> Document:
     """What `bench --serve-like` measured of at least one model; `command` is what was typed."""
-    first = found[0]
-    settings = (
-        f"{first.requests} requests per rate, seed {first.seed}; prompts of {first.prompt_tokens[0]} to "
-        f"{first.prompt_tokens[1]} tokens, answers of {first.new_tokens[0]} to {first.new_tokens[1]}; "
-        f"attention {first.attention}; activations in "
-        f"{', '.join(dict.fromkeys(one.dtype for one in found))}."
-    )
+    how = (*_how(found[0].machine, serving_settings(found), command), Bullets(SERVING_RULES))
     return Document(
         "Latency under load",
         (
             Section("Latency", (serving_table(found), _serving_figure(found))),
-            Section(
-                "How it was measured", (*_how(first.machine, settings, command), Bullets(_SERVING_RULES))
-            ),
+            Section("How it was measured", how),
         ),
     )
 
@@ -151,6 +143,17 @@ def serving_table(found: Sequence[Serving]) -> Table:
     )
 
 
+def serving_settings(found: Sequence[Serving]) -> str:
+    """What the requests were that at least one model answered, and how it did."""
+    first = found[0]
+    return (
+        f"{first.requests} requests per rate, seed {first.seed}; prompts of {first.prompt_tokens[0]} to "
+        f"{first.prompt_tokens[1]} tokens, answers of {first.new_tokens[0]} to {first.new_tokens[1]}; "
+        f"attention {first.attention}; activations in "
+        f"{', '.join(dict.fromkeys(one.dtype for one in found))}."
+    )
+
+
 def _load_cells(load: Load) -> tuple[str, ...]:
     def three(found: Percentiles) -> Iterable[str]:
         return map(_seconds, (found.p50, found.p90, found.p99))
@@ -166,12 +169,16 @@ def _load_cells(load: Load) -> tuple[str, ...]:
 
 
 def _how(machine: Machine, settings: str, command: Sequence[str]) -> tuple[Block, ...]:
+    return Text(machine_text(machine)), Text(settings), Command(shlex.join(command))
+
+
+def machine_text(machine: Machine) -> str:
+    """One sentence on where figures were measured."""
     threads = f", {machine.threads} threads" if machine.device == "cpu" else ""
-    where = (
+    return (
         f"{machine.name} ({machine.device}{threads}), which reads {size_text(machine.read_bandwidth)}/s; "
         f"quantkit {machine.quantkit}, torch {machine.torch}, transformers {machine.transformers}."
     )
-    return Text(where), Text(settings), Command(shlex.join(command))
 
 
 def _speed_figures(found: Sequence[Speed]) -> tuple[Figure, ...]:

@@ -16,6 +16,7 @@ from quantkit.bench.figures import Serving, Speed
 from quantkit.bench.serving import Traffic, measure_serving
 from quantkit.bench.speed import Settings, measure_speed
 from quantkit.errors import EnvironmentProblem, QuantkitError
+from quantkit.files import from_json
 from quantkit.progress import Progress
 
 _PROGRAM = "from quantkit.bench.worker import main; main()"
@@ -26,12 +27,12 @@ def speed_of(
 ) -> Speed:
     """`measure_speed` in a fresh process."""
     wanted = {"speed": asdict(settings), "profile": None if profile is None else str(profile)}
-    return Speed.from_dict(_run({"source": source, **wanted}, progress))
+    return from_json(Speed, _run({"source": source, **wanted}, progress))
 
 
 def serving_of(source: str, traffic: Traffic, *, progress: Progress | None = None) -> Serving:
     """`measure_serving` in a fresh process."""
-    return Serving.from_dict(_run({"source": source, "traffic": asdict(traffic)}, progress))
+    return from_json(Serving, _run({"source": source, "traffic": asdict(traffic)}, progress))
 
 
 def _run(wanted: dict[str, Any], progress: Progress | None) -> dict[str, Any]:

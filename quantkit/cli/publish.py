@@ -1,5 +1,6 @@
 """`quantkit report` and `quantkit push`: the model card, and the upload to the hub."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,11 @@ _Evaluation = Annotated[
     Path | None,
     typer.Option("--eval", metavar="FILE", help="Figures of 'quantkit eval': report.json or eval.json."),
 ]
-_Benchmark = Annotated[
-    Path | None, typer.Option("--bench", metavar="FILE", help="Figures of 'quantkit bench': bench.json.")
+_Benchmarks = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--bench", metavar="FILE", help="Figures of 'quantkit bench': bench.json, serve.json; repeatable."
+    ),
 ]
 _BaseModel = Annotated[
     str | None,
@@ -35,7 +39,7 @@ def report(
         Path, typer.Option("--out", "-o", metavar="DIR", help="Where README.md and plots go.")
     ] = Path("card"),
     evaluation: _Evaluation = None,
-    benchmark: _Benchmark = None,
+    benchmarks: _Benchmarks = None,
     repo: Annotated[
         str | None,
         typer.Option(metavar="ORG/NAME", help="Where it will be on the hub.", show_default="the name of DIR"),
@@ -50,7 +54,8 @@ def report(
     nothing was measured.
     """
     make_directory(out_directory)
-    for name, data in _card_files(directory, evaluation, benchmark, repo, base_model, license).items():
+    files = _card_files(directory, evaluation, benchmarks or (), repo, base_model, license)
+    for name, data in files.items():
         write_file(out_directory / name, data)
     say(f"wrote {out_directory / 'README.md'}")
 
@@ -85,9 +90,7 @@ def push(
 
     if card is not None and (base_model or license):
         raise UsageError("--card has its own base model and license; give those to 'quantkit report'.")
-    files = (
-        _card_files(directory, None, None, repo, base_model, license) if card is None else _read_card(card)
-    )
+    files = _card_files(directory, None, (), repo, base_model, license) if card is None else _read_card(card)
     with progress("verifying") as advance:
         prepared = uploading.prepare(directory, files, advance)
     sizes = prepared.sizes
@@ -113,7 +116,7 @@ def push(
 def _card_files(
     directory: Path,
     evaluation: Path | None,
-    benchmark: Path | None,
+    benchmarks: Sequence[Path],
     repo: str | None,
     base_model: str | None,
     license: str | None,
@@ -121,8 +124,8 @@ def _card_files(
     """README.md and the plots beside the files with the figures, by name."""
     from quantkit.publish.card import CARD_NAME, make_card, plots_beside, read_measurements
 
-    measurements = read_measurements(directory, evaluation, benchmark)
-    plots = plots_beside(evaluation, benchmark)
+    measurements = read_measurements(directory, evaluation, benchmarks)
+    plots = plots_beside(evaluation, benchmarks)
     card = make_card(directory, measurements, plots, repo=repo, base_model=base_model, license=license)
     for line in card.notes:
         note(line)

@@ -11,10 +11,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from quantkit.bench.figures import Speed, read_speed
-from quantkit.bench.report import models_table, speed_table
+from quantkit.bench.figures import Serving, Speed, read_benchmark
+from quantkit.bench.report import (
+    SERVING_RULES,
+    machine_text,
+    models_table,
+    serving_settings,
+    serving_table,
+    speed_table,
+)
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import UsageError
 from quantkit.eval.document import Block, Bullets, Command, Document, Figure, Section, Table, Text
@@ -26,6 +33,7 @@ CARD_NAME = "README.md"
 _HUB_ID = re.compile(r"[\w.\-]+/[\w.\-]+", re.ASCII)
 #: An image of a report: its caption, and its name, which leads nowhere else.
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([\w\-]+)\.png\)")
+_Measured = TypeVar("_Measured", bound=Speed | Serving)
 #: Of the source's card, what holds for every copy of its weights.
 _CARRIED = ("license", "license_name", "license_link", "language")
 
@@ -56,12 +64,16 @@ class TaskAccuracy:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured of a model, and how: nothing at all, if so."""
+    """What was measured of a model, and how: nothing at all, if so.
+
+    Of `speed` and `serving` the first is the model, the others the original.
+    """
 
     accuracy: tuple[Accuracy, ...] = ()
     tasks: tuple[TaskAccuracy, ...] = ()
     accuracy_how: str = ""
     speed: tuple[Speed, ...] = ()
+    serving: tuple[Serving, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,29 +102,47 @@ class Card:
         return f"---\n{front}---\n\n{self.document.markdown()}"
 
 
-def read_measurements(directory: Path, evaluation: Path | None, benchmark: Path | None) -> Measurements:
-    """What the files of `eval` and `bench` have of the model in `directory`.
+def read_measurements(
+    directory: Path, evaluation: Path | None, benchmarks: Sequence[Path] = ()
+) -> Measurements:
+    """What a file of `eval` and files of `bench` have of the model in `directory`.
 
-    `UsageError` for other files, and for files that are about other models only.
+    `UsageError` for other files, for files that are about other models only, and for two files of `bench`
+    with the same kind of figures.
     """
     found = Measurements() if evaluation is None else _evaluated(directory, evaluation)
-    speed: tuple[Speed, ...] = ()
-    if benchmark is not None:
-        speed = read_speed(benchmark)
-        own = [one for one in speed if _is_model(directory, one.model)]
-        if not own:
-            raise _other_model(directory, benchmark, [one.model for one in speed])
-        # The original, which has no packed format, stays beside it.
-        speed = (own[0], *(one for one in speed if one.format == "dense" and one is not own[0]))
-    return replace(found, speed=speed)
+    files = [(path, read_benchmark(path)) for path in benchmarks]
+    return replace(
+        found,
+        speed=_with_original(directory, [(path, one.speed) for path, one in files]),
+        serving=_with_original(directory, [(path, one.serving) for path, one in files]),
+    )
 
 
-def plots_beside(evaluation: Path | None, benchmark: Path | None) -> tuple[Plot, ...]:
+def _with_original(
+    directory: Path, files: Sequence[tuple[Path, tuple[_Measured, ...] | None]]
+) -> tuple[_Measured, ...]:
+    """The model in `directory` and the original, of the one file that has figures of a kind, if one has."""
+    having = [(path, figures) for path, figures in files if figures is not None]
+    if not having:
+        return ()
+    path, figures = having[0]
+    if len(having) > 1:
+        raise UsageError(f"{path} and {having[1][0]} have figures of the same kind. Give one of the two.")
+    own = next((one for one in figures if _is_model(directory, one.model)), None)
+    if own is None:
+        raise _other_model(directory, path, [one.model for one in figures])
+    # The original has no packed format.
+    return (own, *(one for one in figures if one.format == "dense" and one is not own))
+
+
+def plots_beside(evaluation: Path | None, benchmarks: Sequence[Path] = ()) -> tuple[Plot, ...]:
     """The plots of the reports that `eval` and `bench` wrote beside their figures, as they show them."""
     found = []
-    for part, path in (("eval", evaluation), ("bench", benchmark)):
-        text = path.with_suffix(".md") if path is not None else None
-        if text is None or not text.is_file():
+    parts = [("bench", path) for path in benchmarks]
+    for part, path in parts if evaluation is None else [("eval", evaluation), *parts]:
+        text = path.with_suffix(".md")
+        if not text.is_file():
             continue
         for caption, name in _IMAGE.findall(text.read_text(encoding="utf-8")):
             if (text.parent / f"{name}.png").is_file():
@@ -335,17 +365,20 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def _speed_blocks(measurements: Measurements) -> Iterator[Block]:
-    if not measurements.speed:
+    speed, serving = measurements.speed, measurements.serving
+    if speed:
+        yield models_table(speed)
+        yield speed_table(speed)
+        yield Text(
+            f"{machine_text(speed[0].machine)} Medians of {speed[0].repeats} repetitions with the smallest "
+            "and the largest."
+        )
+    if serving:
+        yield serving_table(serving)
+        yield Text(f"{machine_text(serving[0].machine)} {serving_settings(serving)}")
+        yield Bullets(SERVING_RULES)
+    if not (speed or serving):
         yield Text("Nothing was measured.")
-        return
-    yield models_table(measurements.speed)
-    yield speed_table(measurements.speed)
-    first = measurements.speed[0]
-    yield Text(
-        f"{first.machine.name} ({first.machine.device}), quantkit {first.machine.quantkit}, torch "
-        f"{first.machine.torch}, transformers {first.machine.transformers}; medians of {first.repeats} "
-        "repetitions with the smallest and the largest."
-    )
 
 
 def _running(record: ModelRecord, name: str) -> Iterator[Block]:

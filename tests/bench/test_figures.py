@@ -1,12 +1,12 @@
 """Figures: percentiles, spreads, and that JSON gives back what went in."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quantkit.bench.figures import (
+    Benchmark,
     Cell,
     Load,
     Machine,
@@ -17,7 +17,7 @@ from quantkit.bench.figures import (
     Spread,
     label_of,
     percentile,
-    read_speed,
+    read_benchmark,
     to_json,
 )
 from quantkit.bench.report import speed_table, write_serving, write_speed
@@ -94,8 +94,9 @@ def test_spread() -> None:
 def test_json_gives_back_what_went_in(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text(to_json([SPEED, replace(SPEED, weight_bytes=None)]))
-    assert read_speed(path) == (SPEED, replace(SPEED, weight_bytes=None))
-    assert Serving.from_dict(json.loads(to_json([SERVING]))["serving"][0]) == SERVING
+    assert read_benchmark(path) == Benchmark(speed=(SPEED, replace(SPEED, weight_bytes=None)))
+    path.write_text(to_json([SERVING]))
+    assert read_benchmark(path) == Benchmark(serving=(SERVING,))
 
 
 @pytest.mark.parametrize(
@@ -106,17 +107,22 @@ def test_json_gives_back_what_went_in(tmp_path: Path) -> None:
         ('{"version": 2, "speed": []}', "version"),
         ('{"version": 1}', "'speed'"),
         ('{"version": 1, "speed": [{"cells": []}]}', "'memory'"),
-        (to_json([SERVING]), "'speed'"),
+        ('{"version": 1, "serving": [3]}', "3 is no Serving"),
+        (to_json([SERVING]).replace('"p50": 1', '"p50": "1"'), "p50 is '1'"),
+        (to_json([SERVING]).replace('"p50": 1', '"p50": true'), "p50 is True"),
+        (to_json([SERVING]).replace('"p50": 1', '"p50": NaN'), "p50 is nan"),
+        (to_json([SERVING]).replace('"p50": 1', '"p50": 1' + 400 * "0"), "p50 is 1000"),
+        (to_json([SPEED]).replace('"batch": 1', '"batch": 1.5'), "batch is 1.5"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(UsageError, match="is not what `quantkit bench --json` writes") as raised:
-        read_speed(path)
+        read_benchmark(path)
     assert message in str(raised.value)
     with pytest.raises(UsageError, match="Check the path"):
-        read_speed(tmp_path / "none.json")
+        read_benchmark(tmp_path / "none.json")
 
 
 def test_table() -> None:
@@ -142,5 +148,5 @@ def test_reports(tmp_path: Path) -> None:
     assert "5 repetitions of 32 new tokens; prompts: random tokens, seed 0; activations in bfloat16." in text
     assert "a CPU (cpu, 2 threads), which reads 10.00 GB/s; quantkit 0.1.0" in text
     assert "- int4: prompts of 512 tokens were left out" in text
-    assert read_speed(tmp_path / "bench.json") == (SPEED, graph)
+    assert read_benchmark(tmp_path / "bench.json").speed == (SPEED, graph)
     assert "8 requests per rate, seed 0; prompts of 16 to 256 tokens" in (tmp_path / "serve.md").read_text()

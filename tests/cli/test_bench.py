@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.bench import machine, worker
-from quantkit.bench.figures import read_speed
+from quantkit.bench.figures import read_benchmark
 from quantkit.bench.speed import measure_speed
 
 from .conftest import SOURCE, Run
@@ -28,8 +28,8 @@ def test_bench_writes_what_it_prints(
     assert done.code == 0
     for line in (f"wrote {file}", f"wrote {report / 'bench.md'}", f"wrote {trace}"):
         assert line in done.out
-    found = read_speed(file)
-    assert found == read_speed(report / "bench.json")
+    found = read_benchmark(file).speed
+    assert found is not None and found == read_benchmark(report / "bench.json").speed
     assert [one.label for one in found] == ["int4", "stories260K"]
     assert [(cell.batch, cell.prompt) for one in found for cell in one.cells] == [(1, 4), (2, 4)] * 2
     for cell in found[0].cells:

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 import quantkit
-from quantkit.bench.figures import Cell, Machine, Memory, Speed, Spread, to_json
+from quantkit.bench.figures import Cell, Load, Machine, Memory, Percentiles, Serving, Speed, Spread, to_json
 from quantkit.errors import UsageError
 from quantkit.publish import card as card_module
 from quantkit.publish.card import Measurements, make_card, plots_beside, read_measurements, source_metadata
@@ -26,6 +26,13 @@ def speed_of(model: Path | str, format: str = "int4") -> Speed:
     memory = Memory(10, 20, 30)
     return Speed(
         name, str(model), format, "bfloat16", 9, 1.0, None, memory, MACHINE, (CELL,), 8, 5, "random", ()
+    )
+
+
+def serving_of(model: Path | str, format: str = "int4") -> Serving:
+    load = Load(2.0, Percentiles(0.1, 0.2, 0.3), Percentiles(0.01, 0.02, 0.03), Percentiles(1, 2, 3), 1.5, 30)
+    return Serving(
+        Path(model).name, str(model), format, "bfloat16", "sdpa", MACHINE, (load,), 8, 0, (16, 256), (8, 64)
     )
 
 
@@ -106,7 +113,7 @@ def test_figures_are_those_of_the_files(packed: Path, evaluation: Path, tmp_path
     bench = tmp_path / "bench.json"
     dense = speed_of(SOURCE, "dense")
     bench.write_text(to_json([speed_of("other/fp6"), dense, speed_of(packed)]))
-    found = read_measurements(packed, evaluation, bench)
+    found = read_measurements(packed, evaluation, [bench])
     assert [one.label for one in found.speed] == ["tiny-int4", "stories260K"]
     (text,) = json.loads(evaluation.read_text())["texts"].values()
     assert (found.accuracy[0].perplexity, found.accuracy[0].kl_mean) == (text["perplexity"], text["kl_mean"])
@@ -117,23 +124,49 @@ def test_figures_are_those_of_the_files(packed: Path, evaluation: Path, tmp_path
     data = json.loads(evaluation.read_text())
     task = {"task": "piqa", "metric": "acc", "items": 200, "accuracy": 0.615, "accuracy_se": 0.0345}
     evaluation.write_text(json.dumps({**data, "tasks": [task]}))
-    again = read_measurements(packed, evaluation, None)
+    again = read_measurements(packed, evaluation)
     assert "| piqa | acc | 200 | 61.50 % ± 3 |" in make_card(packed, again).markdown()
     evaluation.write_text(json.dumps(data))
     report = tmp_path / "report.json"
     report.write_text(json.dumps({"version": 1, "reports": [json.loads(evaluation.read_text())]}))
-    assert read_measurements(packed, report, None).accuracy == found.accuracy
+    assert read_measurements(packed, report).accuracy == found.accuracy
+
+
+def test_latency_under_load_is_shown_as_in_the_report(packed: Path, tmp_path: Path) -> None:
+    serve, bench = tmp_path / "serve.json", tmp_path / "bench.json"
+    serve.write_text(to_json([serving_of("other/fp6"), serving_of(packed), serving_of(SOURCE, "dense")]))
+    bench.write_text(to_json([speed_of(packed)]))
+    (tmp_path / "serve.md").write_text("![Latency against load.](load.png)\n")
+    (tmp_path / "load.png").write_bytes(b"load")
+    for files in ([serve], [bench, serve]):
+        found = read_measurements(packed, None, files)
+        assert [one.label for one in found.serving] == ["tiny-int4", "stories260K"]
+        assert len(found.speed) == len(files) - 1
+        shown = make_card(packed, found, plots_beside(None, files)).markdown()
+        assert (
+            "| tiny-int4 | 2 | 100 ms | 200 ms | 300 ms | 10 ms | 30 ms | 1 s | 2 s | 3 s | 1.5 | 30 |"
+            in shown
+        )
+        assert "8 requests per rate, seed 0; prompts of 16 to 256 tokens, answers of 8 to 64;" in shown
+        assert "![Latency against load.](bench-load.png)" in shown and "fp6" not in shown
+        assert shown.count("Nothing was measured.") == 1
+        assert ("77 (76 to 78)" in shown) == (bench in files)
+    with pytest.raises(UsageError, match=r"serve\.json and .*serve\.json have figures of the same kind"):
+        read_measurements(packed, None, [serve, bench, serve])
+    serve.write_text(to_json([serving_of("other/fp6")]))
+    with pytest.raises(UsageError, match=r"serve\.json is about other/fp6, not .*tiny-int4"):
+        read_measurements(packed, None, [bench, serve])
 
 
 def test_files_about_other_models_are_refused(packed: Path, evaluation: Path, tmp_path: Path) -> None:
     bench = tmp_path / "bench.json"
     bench.write_text(to_json([speed_of("other/fp6")]))
     with pytest.raises(UsageError, match=r"bench\.json is about other/fp6, not .*tiny-int4"):
-        read_measurements(packed, None, bench)
+        read_measurements(packed, None, [bench])
     edited = {**json.loads(evaluation.read_text()), "model": "other/fp6"}
     evaluation.write_text(json.dumps(edited))
     with pytest.raises(UsageError, match=r"eval\.json is about other/fp6, not .*tiny-int4"):
-        read_measurements(packed, evaluation, None)
+        read_measurements(packed, evaluation)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{}", '{"reports": 3}', '{"model": "a/tiny-int4"}'])
@@ -141,14 +174,14 @@ def test_other_files_are_refused(packed: Path, tmp_path: Path, content: str) -> 
     path = tmp_path / "eval.json"
     path.write_text(content)
     with pytest.raises(UsageError, match="is not what `quantkit eval` writes"):
-        read_measurements(packed, path, None)
+        read_measurements(packed, path)
 
 
 def test_plots_are_those_of_the_report(packed: Path, tmp_path: Path) -> None:
     for name in ("memory", "unrelated"):
         (tmp_path / f"{name}.png").write_bytes(name.encode())
     (tmp_path / "bench.md").write_text("![Memory.](memory.png)\n![x](../up.png)\n![gone](gone.png)\n")
-    plots = plots_beside(tmp_path / "eval.json", tmp_path / "bench.json")
+    plots = plots_beside(tmp_path / "eval.json", [tmp_path / "bench.json"])
     assert [(plot.name, plot.caption, plot.png) for plot in plots] == [("bench-memory", "Memory.", b"memory")]
     assert "![Memory.](bench-memory.png)" in make_card(packed, Measurements(), plots).markdown()
 
@@ -167,4 +200,4 @@ def test_how_to_run_what_others_cannot(packed: Path, monkeypatch: pytest.MonkeyP
 def test_the_original_is_not_measured_as_the_model(packed: Path, tmp_path: Path) -> None:
     bench = tmp_path / "bench.json"
     bench.write_text(to_json([replace(speed_of(packed), format="dense")]))
-    assert len(read_measurements(packed, None, bench).speed) == 1
+    assert len(read_measurements(packed, None, [bench]).speed) == 1

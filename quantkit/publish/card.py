@@ -25,7 +25,9 @@ from quantkit.bench.report import (
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import UsageError
 from quantkit.eval.document import Block, Bullets, Command, Document, Figure, Section, Table, Text
-from quantkit.files import os_error_text
+from quantkit.eval.report import TASK_EXPLANATION, floor_label, task_table
+from quantkit.eval.tasks import TaskMetrics
+from quantkit.files import from_json, os_error_text
 from quantkit.model.notes import fused_sets
 from quantkit.model.record import LayerRecord, ModelRecord
 
@@ -52,25 +54,15 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class TaskAccuracy:
-    """How often a task was answered right, with the standard error if there is one."""
-
-    task: str
-    metric: str
-    items: int
-    accuracy: float
-    accuracy_se: float | None
-
-
-@dataclass(frozen=True)
 class Measurements:
     """What was measured of a model, and how: nothing at all, if so.
 
-    Of `speed` and `serving` the first is the model, the others the original.
+    `tasks` are the metrics of the model by its name, and with a noise floor those of the original in another
+    dtype by what tables call that. Of `speed` and `serving` the first is the model, the others the original.
     """
 
     accuracy: tuple[Accuracy, ...] = ()
-    tasks: tuple[TaskAccuracy, ...] = ()
+    tasks: tuple[tuple[str, tuple[TaskMetrics, ...]], ...] = ()
     accuracy_how: str = ""
     speed: tuple[Speed, ...] = ()
     serving: tuple[Serving, ...] = ()
@@ -244,15 +236,16 @@ def _evaluated(directory: Path, path: Path) -> Measurements:
         own = next((one for one in reports if _is_model(directory, one["model"])), None)
         if own is None:
             raise _other_model(directory, path, models)
-        names = ("tokens", "perplexity", "reference_perplexity", "kl_mean", "kl_mean_se", "same_top1")
-        rows = tuple(
-            Accuracy(text, **{name: _number(metrics[name]) for name in names})
-            for text, metrics in own["texts"].items()
-        )
-        numbers = ("items", "accuracy", "accuracy_se")
-        tasks = tuple(
-            TaskAccuracy(one["task"], one["metric"], **{name: _number(one[name]) for name in numbers})
-            for one in own["tasks"]
+        rows = tuple(from_json(Accuracy, {**metrics, "text": text}) for text, metrics in own["texts"].items())
+        tasks = [(Path(own["model"]).name, own["tasks"])]
+        floor = own.get("noise_floor")
+        if floor is not None:
+            # Of older files it is on texts alone.
+            tasks.append((floor_label(own["against"], floor["dtype"]), floor.get("tasks", ())))
+        answers = tuple(
+            (label, tuple(from_json(TaskMetrics, one) for one in metrics))
+            for label, metrics in tasks
+            if metrics
         )
         how = (
             f"Windows of {own['window']} tokens, activations in {own['dtype']} on {own['device']}; quantkit "
@@ -265,13 +258,7 @@ def _evaluated(directory: Path, path: Path) -> Measurements:
             f"{path} is not what `quantkit eval` writes ({type(error).__name__}: {error}). Give its "
             "report.json or the file of --json."
         ) from error
-    return Measurements(rows, tasks, how)
-
-
-def _number(value: Any) -> Any:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise TypeError(f"{value!r} is no number")
-    return value
+    return Measurements(rows, answers, how)
 
 
 def _formats(record: ModelRecord) -> list[str]:
@@ -323,14 +310,18 @@ def _accuracy_blocks(measurements: Measurements) -> Iterator[Block]:
         return
     if measurements.accuracy:
         yield _texts_table(measurements.accuracy)
-    if measurements.tasks:
-        yield _tasks_table(measurements.tasks)
+    if any(one.paired for _, tasks in measurements.tasks for one in tasks):
+        yield task_table(measurements.tasks)
+        yield Text(TASK_EXPLANATION)
+    elif measurements.tasks:
+        yield _tasks_table(measurements.tasks[0][1])
     yield Text(measurements.accuracy_how)
 
 
-def _tasks_table(tasks: Sequence[TaskAccuracy]) -> Table:
+def _tasks_table(tasks: Sequence[TaskMetrics]) -> Table:
+    """What was answered right, of a model without a reference."""
     rows = [
-        (one.task, one.metric, str(one.items), f"{100 * one.accuracy:.2f} %" + _error(one.accuracy_se, 100))
+        (one.task, one.metric, str(one.items), f"{100 * one.accuracy:.2f} %" + _error_points(one.accuracy_se))
         for one in tasks
     ]
     return Table(("task", "metric", "items", "right"), rows, frozenset({"task", "metric"}))
@@ -352,8 +343,12 @@ def _texts_table(texts: Sequence[Accuracy]) -> Table:
     return Table(headings, rows, frozenset({"text"}))
 
 
-def _error(value: float | None, unit: float = 1.0) -> str:
-    return "" if value is None else f" ± {unit * value:.1g}"
+def _error(value: float | None) -> str:
+    return "" if value is None else f" ± {value:.1g}"
+
+
+def _error_points(value: float | None) -> str:
+    return "" if value is None else f" ± {100 * value:.2f}"
 
 
 def _images(plots: Sequence[Plot], part: str) -> Iterator[Block]:

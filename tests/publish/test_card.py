@@ -12,6 +12,10 @@ from huggingface_hub import ModelCard
 import quantkit
 from quantkit.bench.figures import Cell, Load, Machine, Memory, Percentiles, Serving, Speed, Spread, to_json
 from quantkit.errors import UsageError
+from quantkit.eval.evaluate import NoiseFloor
+from quantkit.eval.paired import compare
+from quantkit.eval.report import document
+from quantkit.eval.tasks import TaskMetrics
 from quantkit.publish import card as card_module
 from quantkit.publish.card import Measurements, make_card, plots_beside, read_measurements, source_metadata
 
@@ -125,11 +129,40 @@ def test_figures_are_those_of_the_files(packed: Path, evaluation: Path, tmp_path
     task = {"task": "piqa", "metric": "acc", "items": 200, "accuracy": 0.615, "accuracy_se": 0.0345}
     evaluation.write_text(json.dumps({**data, "tasks": [task]}))
     again = read_measurements(packed, evaluation)
-    assert "| piqa | acc | 200 | 61.50 % ± 3 |" in make_card(packed, again).markdown()
+    assert "| piqa | acc | 200 | 61.50 % ± 3.45 |" in make_card(packed, again).markdown()
     evaluation.write_text(json.dumps(data))
     report = tmp_path / "report.json"
     report.write_text(json.dumps({"version": 1, "reports": [json.loads(evaluation.read_text())]}))
     assert read_measurements(packed, report).accuracy == found.accuracy
+
+
+def test_tasks_with_a_reference_are_shown_as_in_the_report(packed: Path, tmp_path: Path) -> None:
+    text = SOURCE.parent / "stories.txt"
+    report = quantkit.evaluate(packed, against=SOURCE, texts=[text], window=64, max_windows=1, device="cpu")
+    reference = [True, True, False, True]
+
+    def metrics(correct: list[bool]) -> TaskMetrics:
+        paired = compare(correct, reference)
+        return TaskMetrics("piqa", "acc", 4, sum(correct) / 4, 0.25, paired)
+
+    floor = NoiseFloor("bfloat16", report.texts, (metrics([True, True, True, True]),))
+    report = replace(report, tasks=(metrics([False, False, True, True]),), noise_floor=floor)
+    path = tmp_path / "eval.json"
+    path.write_text(report.to_json())
+    shown = make_card(packed, read_measurements(packed, path)).markdown().splitlines()
+    rows = [line for line in document([report]).markdown().splitlines() if line.startswith("| piqa ")]
+    assert [line for line in shown if line.startswith("| piqa ")] == rows
+    assert rows[0].endswith(
+        "| tiny-int4 | 4 | 50.00 % ± 25.00 | 75.00 % | -25.00 ± 47.87 | 1, 2 (75.00 %) | 1 |"
+    )
+    assert "| noise floor: stories260K in bfloat16 | 4 | 100.00 %" in rows[1]
+    assert any("McNemar" in line for line in shown)
+    # As it was written before tasks had a noise floor.
+    data = report.to_dict()
+    del data["noise_floor"]["tasks"]
+    path.write_text(json.dumps(data))
+    older = make_card(packed, read_measurements(packed, path)).markdown().splitlines()
+    assert [line for line in older if line.startswith("| piqa ")] == rows[:1]
 
 
 def test_latency_under_load_is_shown_as_in_the_report(packed: Path, tmp_path: Path) -> None:
@@ -167,6 +200,28 @@ def test_files_about_other_models_are_refused(packed: Path, evaluation: Path, tm
     evaluation.write_text(json.dumps(edited))
     with pytest.raises(UsageError, match=r"eval\.json is about other/fp6, not .*tiny-int4"):
         read_measurements(packed, evaluation)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("accuracy", None, "accuracy is None"),
+        ("items", 1.5, "items is 1.5"),
+        ("items", True, "items is True"),
+        ("accuracy_se", "0.1", "accuracy_se is '0.1'"),
+        ("paired", {"gained": 3}, "missing"),
+        ("paired", [], "is no Paired"),
+    ],
+)
+def test_figures_that_are_no_numbers_are_refused(
+    packed: Path, evaluation: Path, key: str, value: Any, message: str
+) -> None:
+    data = json.loads(evaluation.read_text())
+    task = {"task": "piqa", "metric": "acc", "items": 200, "accuracy": 0.615, "accuracy_se": None}
+    evaluation.write_text(json.dumps({**data, "tasks": [{**task, key: value}]}))
+    with pytest.raises(UsageError, match="is not what `quantkit eval` writes") as raised:
+        read_measurements(packed, evaluation)
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{}", '{"reports": 3}', '{"model": "a/tiny-int4"}'])

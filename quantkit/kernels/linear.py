@@ -317,7 +317,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    parts, layout = list(ctx.saved_tensors[: ctx.parts]), list(ctx.saved_tensors[ctx.parts :])
+    # Read once: a checkpoint computes them anew and hands them out a single time.
+    saved = list(ctx.saved_tensors)
+    parts, layout = saved[: ctx.parts], saved[ctx.parts :]
     needs = ctx.needs_input_grad
     if any(needs[1]):
         raise KernelError(

@@ -141,6 +141,19 @@ def test_gradients_pass_a_checkpoint():
     torch.testing.assert_close(x.grad, expected.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast_reaches_packed_linears(dtype, compiled):
+    layer, dense = make()
+    x = torch.randn(5, 96, dtype=dtype)
+    run = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, expected = run(x), dense(x)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    assert layer(x.float()).dtype == torch.float32
+
+
 def test_a_cast_of_the_scales_changes_no_code():
     layer, dense = make("int4-fp32")
     x = torch.randn(3, 96)

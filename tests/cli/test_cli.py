@@ -556,6 +556,8 @@ def test_generate(run: Run, packed: Path) -> None:
         (("-n", "0"), "Invalid value for '--max-new-tokens'"),
         (("--temperature", "-1"), "Invalid value for '--temperature'"),
         (("--temperature", "nan"), "Invalid value for '--temperature'"),
+        (("--seed", str(1 << 64)), f"seed is {1 << 64}; use 0 to {(1 << 63) - 1}."),
+        (("--kv-cache", "int3"), "unknown format of a KV cache 'int3'"),
         (("--dtype", "int3"), "unknown dtype 'int3'"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
     ],

@@ -90,7 +90,7 @@ def evaluate(
     """
     names = () if tasks is None else tuple(options.parse_list(tasks, "--tasks"))
     comparing = {"--noise-floor": noise_floor, "--per-block": per_block}
-    _check(text, names, against=against, comparing=comparing, task_path=task_path)
+    _check(text, names, against=against, comparing=comparing, task_path=task_path, limit=limit)
     if report is not None:
         make_directory(report)
     from quantkit.cli.figures import print_reports
@@ -150,6 +150,7 @@ def _check(
     against: str | None,
     comparing: Mapping[str, bool | None],
     task_path: Path | None,
+    limit: int | None,
 ) -> None:
     """Refuse at once what would fail, or be ignored, after the work."""
     if not text and not names:
@@ -159,6 +160,10 @@ def _check(
             raise UsageError(f"{option} is of the original on texts: give --against and --text as well.")
     if task_path is not None and not names:
         raise UsageError("--task-path has task files but none is to run: name them with --tasks.")
+    if limit is not None and not names:
+        raise UsageError(
+            "--limit is of tasks and none is to run: name them with --tasks, or use --max-windows for texts."
+        )
     if names and find_spec("lm_eval") is None:
         raise EnvironmentProblem("--tasks needs lm-eval. Install it with `pip install 'quantkit[eval]'`.")
 

@@ -17,6 +17,7 @@ import torch
 from quantkit.bench.figures import Cell, Memory, Speed, Spread, label_of, percentile
 from quantkit.bench.machine import EnergyMeter, machine, peak_bytes, used_bytes
 from quantkit.calibrate.documents import read_text
+from quantkit.calibrate.samples import check_seed
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
@@ -63,6 +64,7 @@ class Settings:
                 f"batches {self.batches}, prompts {self.prompts}, repeats {self.repeats}, new tokens "
                 f"{self.new_tokens}: all are at least 1, and new tokens 2, between which there is a time."
             )
+        check_seed(self.seed)
         if self.dtype != "auto":
             dtype_named(self.dtype)
 

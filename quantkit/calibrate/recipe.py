@@ -289,7 +289,7 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
         found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
         raise UsageError(f"recipe {path} {found}; rename it to end in one of {', '.join(SYNTAXES)}.")
     try:
-        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:
             raise ValueError(
@@ -310,7 +310,7 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
                 "'rule' must be an array of tables: [[rule]] in TOML, items '- match: ...' in YAML."
             )
         rotate = _flag(data.get("rotate", False))
-        return Recipe(base, tuple(_rule(rule, base) for rule in rules), rotate)
+        return Recipe(base, tuple(_written_rule(rule, base) for rule in rules), rotate)
     except QuantkitError as error:
         raise UsageError(f"recipe {path}: {error}") from error
 
@@ -326,6 +326,18 @@ def _rule(data: dict[str, Any], default: Choice) -> Rule:
     if not isinstance(match, str) or not match:
         raise UsageError(f"a rule needs a 'match' pattern; found {match!r}.")
     return Rule(match, _choice({k: v for k, v in data.items() if k != "match"}, default))
+
+
+def _written_rule(data: dict[str, Any], default: Choice) -> Rule:
+    """A rule of a file, all of whose keys are to have an effect."""
+    rule = _rule(data, default)
+    idle = sorted(data.keys() - {"match", "keep"})
+    if rule.choice.keep and idle:
+        raise UsageError(
+            f"rule {rule.match!r} keeps its linears dense, so {idle} would do nothing; set 'keep' to false, "
+            "or leave that out."
+        )
+    return rule
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -1,6 +1,7 @@
 """What must hold before a run may write into an output directory; each refusal names its remedy."""
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,7 +51,7 @@ def make_directory(out: Path) -> bool:
         if not out.parent.is_dir():
             raise OutputError(
                 f"the parent directory {out.parent} of the output does not exist. "
-                f"Create it with: mkdir -p {out.parent}"
+                f"Create it with: mkdir -p {shlex.quote(str(out.parent))}"
             )
         out.mkdir()
     except FileExistsError:

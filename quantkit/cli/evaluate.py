@@ -89,7 +89,7 @@ def evaluate(
     the original's, KL the divergence of the next-token distributions, both in nats per token.
     """
     names = () if tasks is None else tuple(options.parse_list(tasks, "--tasks"))
-    _check(text, names, task_path, against, noise_floor=noise_floor, per_block=per_block)
+    _check(text, names, task_path, limit, against=against, noise_floor=noise_floor, per_block=per_block)
     if report is not None:
         make_directory(report)
     from quantkit.cli.figures import print_reports
@@ -146,8 +146,9 @@ def _check(
     text: list[Path] | None,
     names: Sequence[str],
     task_path: Path | None,
-    against: str | None,
+    limit: int | None,
     *,
+    against: str | None,
     noise_floor: bool | None,
     per_block: bool | None,
 ) -> None:
@@ -160,6 +161,10 @@ def _check(
         raise UsageError("--per-block is of the original on texts: give --against and --text as well.")
     if task_path is not None and not names:
         raise UsageError("--task-path has task files but none is to run: name them with --tasks.")
+    if limit is not None and not names:
+        raise UsageError(
+            "--limit is of tasks and none is to run: name them with --tasks, or use --max-windows for texts."
+        )
     if names and find_spec("lm_eval") is None:
         raise EnvironmentProblem("--tasks needs lm-eval. Install it with `pip install 'quantkit[eval]'`.")
 

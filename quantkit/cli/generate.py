@@ -30,7 +30,8 @@ def generate(
     The text goes to stdout as it comes, the speed to stderr.
     """
     from quantkit.cli.models import log_kernels, open_model
-    from quantkit.model.generate import generate as run
+    from quantkit.model.generate import collect
+    from quantkit.model.generate import stream as model_text
     from quantkit.model.memory import enough_memory
 
     if verbose:
@@ -38,10 +39,8 @@ def generate(
     model, tokenizer = open_model(directory, device, dtype, compile=compile)
     # What is logged of the kernels would be in the middle of the text.
     streaming = not json and not verbose
-    if streaming:
-        stream(prompt)
     with enough_memory(directory, "Use --device cpu, or a shorter prompt."):
-        result = run(
+        chunks = model_text(
             model,
             tokenizer,
             prompt,
@@ -49,8 +48,10 @@ def generate(
             temperature=temperature,
             seed=seed,
             kv_cache=kv_cache,
-            on_text=stream if streaming else None,
         )
+        if streaming:
+            stream(prompt)
+        result = collect(chunks, stream if streaming else None)
     if json:
         print_json(
             {

@@ -9,6 +9,7 @@ from quantkit.cli import options
 from quantkit.cli.console import note, print_json, say
 from quantkit.cli.layers import print_layers, print_readers, totals
 from quantkit.cli.plots import check_png, draw_errors
+from quantkit.errors import UsageError
 
 
 def inspect(
@@ -34,6 +35,11 @@ def inspect(
     from quantkit.checkpoint.source import Checkpoint
     from quantkit.model.record import ModelRecord
 
+    if json and tensor_parallel:
+        raise UsageError(
+            "--json prints the manifest, which has no tensor parallel sizes; leave out --tensor-parallel or "
+            "--json."
+        )
     if plot is not None:
         check_png(plot)
     manifest = read_manifest(directory)

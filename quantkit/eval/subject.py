@@ -86,7 +86,7 @@ class Subject:
         # A stride that was no more than the window asked for is none than the window there is.
         stride = window if settings.stride is None else settings.stride
         if window < stride <= settings.window:
-            stride = window
+            stride, note = window, f"{note}; so was the stride of {stride}"
         texts = tuple(
             cut(name, tokenize(tokenizer, read_text(path)), window, settings.max_windows, stride)
             for name, path in zip(text_names(settings.texts), settings.texts, strict=True)

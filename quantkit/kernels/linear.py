@@ -18,6 +18,9 @@ from quantkit.kernels.unpack import block_rows
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
 
+#: torch refuses to be asked about others, such as meta.
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
 
 @dataclass(frozen=True, eq=False)
 class KernelLayout:
@@ -31,14 +34,16 @@ class KernelLayout:
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x [..., K] @ packed [N, K]^T + bias [N]`, in x's dtype (float32, bfloat16 or float16).
 
-    The first call per activation dtype outside torch.compile builds the layout that is fastest for
-    decoding and keeps it with `packed`; compiled code uses the layout if it is there already.
-    Gradients flow to x and bias. Raises `KernelError` where shapes, dtypes or devices do not fit.
+    Under torch.autocast x and bias are cast as those of `torch.nn.functional.linear` are. The first call
+    per activation dtype outside torch.compile builds the layout that is fastest for decoding and keeps it
+    with `packed`; compiled code uses the layout if it is there already. Gradients flow to x and bias.
+    Raises `KernelError` where shapes, dtypes or devices do not fit.
     """
     if not isinstance(packed, PackedTensor):
         raise KernelError(
             f"the weight is a {type(packed).__name__}; quantize it first: quantize_tensor(weight)."
         )
+    x, bias = autocast(x), None if bias is None else autocast(bias)
     _check_operands(x, packed, bias)
     cached: tuple[str, KernelLayout | None] | None = packed.kernel_cache.get(_cache_key(x.dtype))
     if not torch.compiler.is_compiling() and (cached is None or cached[0] != forced_row()):
@@ -47,6 +52,21 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
         packed.kernel_cache[_cache_key(x.dtype)] = cached
     layout = None if cached is None else cached[1]
     return linear_parts(x, packed.tensors, bias, packed.scheme, packed.shape[0], layout)
+
+
+def autocast(operand: torch.Tensor) -> torch.Tensor:
+    """`operand` of a product in the dtype that torch.autocast asks for, as it is where that is off.
+
+    Before the operator, as layouts belong to a dtype; scales of a weight keep theirs.
+    """
+    device = operand.device.type
+    if (
+        device not in _AUTOCAST_DEVICES
+        or not torch.is_autocast_enabled(device)
+        or operand.dtype not in ACTIVATION_DTYPES
+    ):
+        return operand
+    return operand.to(torch.get_autocast_dtype(device))
 
 
 def linear_parts(
@@ -317,7 +337,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    parts, layout = list(ctx.saved_tensors[: ctx.parts]), list(ctx.saved_tensors[ctx.parts :])
+    # Read once: a checkpoint computes them anew and hands them out a single time.
+    saved = list(ctx.saved_tensors)
+    parts, layout = saved[: ctx.parts], saved[ctx.parts :]
     needs = ctx.needs_input_grad
     if any(needs[1]):
         raise KernelError(

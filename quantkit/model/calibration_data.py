@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.documents import Document
-from quantkit.calibrate.samples import DEFAULT_LENGTH, DEFAULT_SAMPLES, Samples, draw, merge
+from quantkit.calibrate.samples import DEFAULT_LENGTH, DEFAULT_SAMPLES, Samples, check_seed, draw, merge
 from quantkit.calibrate.sources import parse_sources, read_source, shares
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
@@ -29,8 +29,7 @@ class CalibrationOptions:
         for name, value, least in (("samples", self.samples, 1), ("length", self.length, 2)):
             if value is not None and value < least:
                 raise UsageError(f"calibration {name} is {value}; use at least {least}.")
-        if not 0 <= self.seed < 1 << 63:
-            raise UsageError(f"seed is {self.seed}; use 0 to {(1 << 63) - 1}.")
+        check_seed(self.seed)
 
 
 def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int) -> Samples:

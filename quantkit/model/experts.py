@@ -14,7 +14,7 @@ from quantkit.kernels.experts import (
     order_pairs,
     weigh_pairs,
 )
-from quantkit.kernels.linear import KernelLayout
+from quantkit.kernels.linear import KernelLayout, autocast
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import warn_looped
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
@@ -127,14 +127,15 @@ class PackedExperts(PackedModule):
 
         An index that is not below the number of experts stands for none, as in transformers.
         """
-        gate_up = self._grouped_layout(GATE_UP, hidden_states.dtype)
-        down = self._grouped_layout(DOWN, hidden_states.dtype)
+        x = autocast(hidden_states)
+        gate_up = self._grouped_layout(GATE_UP, x.dtype)
+        down = self._grouped_layout(DOWN, x.dtype)
         if gate_up is None or down is None or self._is_trained(hidden_states, top_k_weights):
             return self._one_by_one(hidden_states, top_k_index, top_k_weights)
         order, segments = order_pairs(top_k_index, gate_up.experts)
-        gate, up = experts_linear(hidden_states, order, segments, gate_up).chunk(2, -1)
-        y = experts_linear(self.act_fn(gate) * up, order, segments, down)
-        return weigh_pairs(y, top_k_index, top_k_weights, gate_up.experts)
+        gate, up = experts_linear(x, order, segments, gate_up).chunk(2, -1)
+        y = experts_linear(autocast(self.act_fn(gate) * up), order, segments, down)
+        return weigh_pairs(y, top_k_index, top_k_weights, gate_up.experts).to(hidden_states.dtype)
 
     def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
         """Whether gradients are asked for, which only products with one expert after the other have."""
@@ -210,6 +211,7 @@ class PackedExperts(PackedModule):
             yield Matrix.of(parts, scheme, columns)
 
     def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:
+        x = autocast(x)
         return [
             self._product(parameter, index, matrix, x) for index, matrix in self._numbered(parameter, expert)
         ]

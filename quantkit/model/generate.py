@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quantkit.calibrate.samples import check_seed
 from quantkit.errors import UsageError
 
 
@@ -32,6 +33,10 @@ class Generation:
         return decoded / self.decode_seconds if decoded > 0 and self.decode_seconds > 0 else 0.0
 
 
+#: Pieces of text as they come, and in the end what it took.
+Chunks = Generator[str, None, Generation]
+
+
 def generate(
     model: Any,
     tokenizer: Any,
@@ -53,6 +58,11 @@ def generate(
         seed=seed,
         kv_cache=kv_cache,
     )
+    return collect(chunks, on_text)
+
+
+def collect(chunks: Chunks, on_text: Callable[[str], object] | None = None) -> Generation:
+    """What `stream` returned, read to its end; `on_text` gets each piece of text as it comes."""
     while True:
         try:
             text = next(chunks)
@@ -63,7 +73,6 @@ def generate(
             on_text(text)
 
 
-@torch.no_grad()
 def stream(
     model: Any,
     tokenizer: Any,
@@ -73,19 +82,25 @@ def stream(
     temperature: float = 0.0,
     seed: int = 0,
     kv_cache: str | None = None,
-) -> Generator[str, None, Generation]:
-    """Yield the continuation of `prompt` piece by piece; the generator returns the `Generation`.
+) -> Chunks:
+    """The continuation of `prompt` piece by piece; the generator returns the `Generation`.
 
     Greedy at temperature 0, else sampled with `seed`. Ends after `max_new_tokens`, at an end-of-text token
     of the model's generation config, or when the model has no positions left. `kv_cache` is the format of
     the KV cache, one of `kv_cache.KV_SCHEMES`, by default the dtype of the model. Raises `UsageError` for a
-    prompt without tokens or too long, or arguments out of range.
+    prompt without tokens or too long, or arguments out of range, before the first piece is asked for.
     """
     if max_new_tokens < 1 or temperature < 0:
         raise UsageError(
             f"max_new_tokens is {max_new_tokens} and temperature {temperature}; "
             "use at least 1 and at least 0."
         )
+    check_seed(seed)
+    packed_cache = None
+    if kv_cache is not None:
+        from quantkit.model.kv_cache import PackedCache
+
+        packed_cache = PackedCache(model.config, kv_cache)
     ids: torch.Tensor = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     if ids.shape[1] == 0:
         raise UsageError("the prompt has no tokens; write something.")
@@ -97,16 +112,20 @@ def stream(
             f"the prompt has {prompt_tokens} tokens and the model {positions} positions; shorten the prompt."
         )
     room = max_new_tokens if positions is None else min(max_new_tokens, positions - prompt_tokens)
+    return _decoded(model, tokenizer, ids, room, temperature, seed, packed_cache)
+
+
+@torch.no_grad()
+def _decoded(
+    model: Any, tokenizer: Any, ids: torch.Tensor, room: int, temperature: float, seed: int, cache: Any
+) -> Chunks:
+    """At most `room` tokens after `ids` [1, P]; `cache` is the packed one, None for that of the model."""
+    prompt_tokens = ids.shape[1]
     ends = _end_tokens(model)
     generator = torch.Generator(device=ids.device).manual_seed(seed)
     text = _TextOf(tokenizer, ids[0].tolist())
     forward = model
-    cache: Any = None
-    if kv_cache is not None:
-        from quantkit.model.kv_cache import PackedCache
-
-        cache = PackedCache(model.config, kv_cache)
-    elif model.device.type == "cuda":
+    if cache is None and model.device.type == "cuda":
         from quantkit.model.decoding import forward_of, static_cache
 
         forward, cache = forward_of(model), static_cache(model, prompt_tokens + room)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quantkit.errors import FormatError
-from quantkit.kernels.linear import KernelLayout
+from quantkit.kernels.linear import KernelLayout, autocast
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts, is_fused_experts, why_not_packable_experts
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.model.shared_input import SharedInput
@@ -137,7 +137,8 @@ class PackedLinear(PackedModule):
             if y is not None:
                 return y
         bias: torch.Tensor | None = self._parameters["bias"]
-        return self._product("weight", 0, self.matrix, x, bias)
+        bias = None if bias is None else autocast(bias)
+        return self._product("weight", 0, self.matrix, autocast(x), bias)
 
     def extra_repr(self) -> str:
         return (

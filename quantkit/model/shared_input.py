@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quantkit.kernels.linear import KernelLayout, join_layouts, linear_parts
+from quantkit.kernels.linear import KernelLayout, autocast, join_layouts, linear_parts
 
 if TYPE_CHECKING:
     from quantkit.model.modules import PackedLinear
@@ -65,11 +65,12 @@ class SharedInput:
                 self._forget()
             return y
         self._forget()
-        if index or x.dtype not in self._joined or not self._valid():
+        operand = autocast(x)
+        if index or operand.dtype not in self._joined or not self._valid():
             return None
-        layout, bias = self._joined[x.dtype]
+        layout, bias = self._joined[operand.dtype]
         rows = self._rows()
-        y = linear_parts(x, (), bias, self._members[0].matrix.scheme, sum(rows), layout)
+        y = linear_parts(operand, (), bias, self._members[0].matrix.scheme, sum(rows), layout)
         first, *rest = torch.split(y, rows, dim=-1)
         self._x, self._rest = x, dict(enumerate(rest, 1))
         return first

@@ -240,6 +240,15 @@ REFUSED = [
     ("[default]\nformat = 'int9'", "unknown format 'int9'"),
     ("[default]\nmethod = 'sqrt'", "unknown method 'sqrt'"),
     ("[[rule]]\nmatch = 'a'\nformat = 'fp6'\nzero_point = 'float'", "has no zero-point"),
+    (
+        "[[rule]]\nmatch = 'a'\nformat = 'int8'\nmethod = 'rtn'\nkeep = true",
+        r"rule 'a' keeps its linears dense, so \['format', 'method'\] would do nothing",
+    ),
+    (
+        "[default]\nkeep = true\n[[rule]]\nmatch = 'a'\ngroup_size = 32",
+        r"rule 'a' keeps its linears dense, so \['group_size'\] would do nothing; set 'keep' to false, or "
+        "leave that out",
+    ),
 ]
 
 
@@ -309,6 +318,12 @@ def test_the_same_recipe_in_toml_and_yaml_is_the_same(tmp_path, name, text):
     expected = read_recipe(write(tmp_path, TOML), default)
     assert len(expected.rules) == 3
     assert read_recipe(write(tmp_path, text, name), default) == expected
+
+
+def test_toml_may_begin_with_a_byte_order_mark(tmp_path):
+    assert read_recipe(write(tmp_path, "\ufeff" + TOML), Choice()) == read_recipe(
+        write(tmp_path, TOML, "plain.toml"), Choice()
+    )
 
 
 @pytest.mark.parametrize(

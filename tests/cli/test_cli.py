@@ -431,6 +431,9 @@ def test_inspect_json_is_the_manifest(run: Run, packed: Path) -> None:
     done = run("inspect", packed, "--json")
     assert json.loads(done.out) == json.loads((packed / MANIFEST_NAME).read_text())
     assert done.err == ""
+    both = run("inspect", packed, "--json", "--tensor-parallel")
+    assert (both.code, both.out) == (2, "")
+    assert "--json prints the manifest, which has no tensor parallel sizes" in both.err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
@@ -452,6 +455,7 @@ def test_what_is_no_packed_checkpoint(run: Run, command: str) -> None:
         (("--text", STORIES, "--noise-floor"), 2, "give --against as well"),
         (("--tasks", "x", "--against", SOURCE, "--per-block"), 2, "give --against and --text as well"),
         (("--text", STORIES, "--task-path", "."), 2, "name them with --tasks"),
+        (("--text", STORIES, "--limit", "3"), 2, "--limit is of tasks and none is to run"),
         (("--text", STORIES, "--window", "64", "--stride", "65"), 2, "stride is 65; use 1 to 64"),
         (("--text", STORIES, "--logits-space", "much"), 2, "size 'much' is not"),
         (("--text", STORIES, "--dtype", "int3"), 2, "unknown dtype 'int3'"),
@@ -515,7 +519,12 @@ def test_eval_without_a_reference(run: Run, packed: Path) -> None:
     assert done.code == 0
     assert "KL" not in done.out
     assert "int4: not compared with a reference" in done.out
-    assert "window 4096 was cut to 512" in done.err
+    assert "window 4096 was cut to 512" in done.err and "stride" not in done.err
+    done = run("eval", packed, "--text", STORIES, "--window", 4096, "--stride", 600, "--max-windows", 1)
+    assert (
+        "window 4096 was cut to 512, the positions that the model has; so was the stride of 600"
+        in " ".join(done.err.split())
+    )
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])
@@ -557,6 +566,8 @@ def test_generate(run: Run, packed: Path) -> None:
         (("-n", "0"), "Invalid value for '--max-new-tokens'"),
         (("--temperature", "-1"), "Invalid value for '--temperature'"),
         (("--temperature", "nan"), "Invalid value for '--temperature'"),
+        (("--seed", str(1 << 64)), f"seed is {1 << 64}; use 0 to {(1 << 63) - 1}."),
+        (("--kv-cache", "int3"), "unknown format of a KV cache 'int3'"),
         (("--dtype", "int3"), "unknown dtype 'int3'"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
     ],

@@ -57,6 +57,17 @@ def test_opcheck_of_the_gradient(name, make_packed):
     torch.library.opcheck(torch.ops.quantkit.linear_grad_x, operands, test_utils=checks(packed))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_casts_x_and_bias(dtype, make_packed):
+    packed = make_packed("int4", (17, 60), group_size=32)
+    x, bias = torch.randn(3, 60, dtype=dtype), torch.randn(17)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, expected = linear(x, packed, bias), torch.nn.functional.linear(x, packed.dequantize(), bias)
+    assert y.dtype == expected.dtype
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(y, linear(x.bfloat16(), packed, bias.bfloat16()), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("warm", [False, True], ids=["no layout", "layout"])
 def test_compiles_in_one_graph(warm, make_packed, monkeypatch):
     packed = make_packed("int4", (512, 256), exact=True)

@@ -93,6 +93,19 @@ def test_few_tokens(tokens):
     assert packed(hidden, index, torch.ones(tokens, 2)).shape == (tokens, 64)
 
 
+def test_autocast_reaches_packed_experts():
+    dense = experts_of("mixtral", "MixtralExperts")
+    packed = PackedExperts.replacing(dense, SCHEMES["int4"], SCHEMES["int4"], "quantkit")
+    pack_into(packed, dense, {GATE_UP: SCHEMES["int4"], DOWN: SCHEMES["int4"]})
+    x, index, weights = torch.randn(5, 64), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+    dtypes = []
+    packed.act_fn.register_forward_hook(lambda _, inputs, output: dtypes.append(output.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, expected = packed(x, index, weights), dense(x, index, weights)
+    assert set(dtypes) == {torch.bfloat16} and y.dtype == expected.dtype
+    assert float((y - expected).abs().max()) < 2e-2 * float(expected.abs().max())
+
+
 def test_an_index_past_the_experts_is_no_expert():
     dense = experts_of("mixtral", "MixtralExperts")
     packed = PackedExperts.replacing(dense, SCHEMES["int4"], SCHEMES["int4"], "quantkit")

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from quantkit.kernels import linear as kernels
@@ -129,6 +130,28 @@ def test_gradients_reach_the_input():
     found, x.grad = x.grad, None
     dense(x).square().sum().backward()
     torch.testing.assert_close(found, x.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_pass_a_checkpoint():
+    layer, dense = make(bias=False)
+    x = torch.randn(5, 96, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+    expected = x.detach().requires_grad_(True)
+    dense(expected).square().sum().backward()
+    torch.testing.assert_close(x.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast_reaches_packed_linears(dtype, compiled):
+    layer, dense = make()
+    x = torch.randn(5, 96, dtype=dtype)
+    run = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, expected = run(x), dense(x)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    assert layer(x.float()).dtype == torch.float32
 
 
 def test_a_cast_of_the_scales_changes_no_code():

@@ -123,6 +123,16 @@ def test_a_module_called_with_something_else_computes_its_own(launches):
     assert all(shared._x is None and not shared._rest for shared in [model.q_proj._shared[0]])
 
 
+def test_one_launch_computes_all_under_autocast(launches):
+    model = joined(Attention(), torch.bfloat16)
+    x = torch.randn(3, 96)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        ys, expected = model(x), model.alone(x)
+    assert launches == [96]
+    for y, other in zip(ys, expected, strict=True):
+        torch.testing.assert_close(y, other, rtol=2e-2, atol=2e-2)
+
+
 def test_with_gradients_each_computes_its_own(launches):
     model = joined(Attention(bias=(True,) * 3))
     x = torch.randn(2, 96, requires_grad=True)

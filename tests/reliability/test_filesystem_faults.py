@@ -151,6 +151,8 @@ def test_a_parent_that_is_not_there_or_a_file(
     no_weight_is_read(monkeypatch)
     message = Message(out, "does not exist", "the parent directory", f"Create it with: mkdir -p {out}")
     refused(run, ("quantize", source, out / "deep", *more), OutputError, message, source.parent)
+    message = Message(out, "does not exist", "the parent directory", f"mkdir -p '{out} of mine'")
+    refused(run, ("quantize", source, f"{out} of mine/deep", *more), OutputError, message, source.parent)
     out.write_bytes(b"notes")
     message = Message(out, "is a file", "not a directory", "Choose another name")
     refused(run, ("quantize", source, out, *more), OutputError, message, source.parent)

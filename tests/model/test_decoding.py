@@ -9,24 +9,37 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import (
+    ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     StaticCache,
 )
 
 import quantkit
 from quantkit.errors import UsageError
 from quantkit.kernels.linear import KernelLayout
-from quantkit.model import decoding
-from quantkit.model.attention import NAME, use_decode_attention
+from quantkit.model import attention, decoding
+from quantkit.model.attention import use_decode_attention
 from quantkit.model.decoding import GraphedForward, forward_of, graph_decoding, static_cache
 
 LAYOUT = KernelLayout("fragments", torch.float16, (torch.zeros(3),))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: Of a tiny model.
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +194,7 @@ def test_graphs_are_few_and_let_caches_go(model: Any, recorded: list[int]) -> No
         lambda model: model.model.layers[0].self_attn.q_proj._layouts.update({"another": LAYOUT}),
         lambda model: model.model.norm.register_forward_hook(lambda *_: None),
         lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[1].mlp)),
-        lambda model: (
-            model.set_attn_implementation("sdpa") if DEVICE == "cuda" else use_decode_attention(model)
-        ),
+        lambda model: model.set_attn_implementation("eager"),
     ],
     ids=["moved", "layouts", "hook", "module", "attention"],
 )
@@ -332,8 +343,7 @@ def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int]) -> Non
 
 @pytest.mark.usefixtures("compiling")
 def test_sliding_windows_come_from_masks(recorded: list[int]) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MistralConfig(vocab_size=512, num_hidden_layers=2, sliding_window=5, **sizes)
+    config = MistralConfig(sliding_window=5, **SIZES)
     torch.manual_seed(0)
     model = MistralForCausalLM(config).to(DEVICE).eval()
     cache = static_cache(model, 30)
@@ -351,13 +361,88 @@ def test_sliding_windows_come_from_masks(recorded: list[int]) -> None:
     assert "not one of static layers" in next(iter(graphed.refused))
 
 
-def test_our_attention_is_for_one_token_and_sdpa_for_more(model: Any) -> None:
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The queries of a sequence in each call of our attention, which here takes tensors on a CPU."""
+    pytest.importorskip("triton")
+    tokens: list[int] = []
+    real, reason = attention.decode_attention, attention.why_not
+
+    def decode_attention(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        tokens.append(query.shape[2])
+        if query.is_cuda:
+            return real(query, *others)
+        key, value, mask, scaling = others
+        found = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+        return found.transpose(1, 2)
+
+    def why_not(*operands: Any) -> str | None:
+        found = reason(*operands)
+        return None if found == "it runs on cuda, the tensors are on cpu" else found
+
+    monkeypatch.setattr(attention, "decode_attention", decode_attention)
+    monkeypatch.setattr(attention, "why_not", why_not)
+    return tokens
+
+
+def test_our_attention_is_for_one_token_and_sdpa_for_more(model: Any, attended: list[int]) -> None:
     prompt = ids()
     expected = decode_whole(model, prompt, 4)
     use_decode_attention(model)
-    assert model.config._attn_implementation == NAME
     close(decode(model, model, static_cache(model, 20), prompt, 4), expected)
     close(decode_whole(model, prompt, 4), expected)
+    assert attended == [1] * 4 * model.config.num_hidden_layers
+
+
+def test_our_attention_is_that_of_models_that_ask_for_it(model: Any, attended: list[int]) -> None:
+    other = copy.deepcopy(model)
+    use_decode_attention(model)
+    decode(other, other, static_cache(other, 20), ids(), 1)
+    if DEVICE == "cpu":
+        assert not attended
+    model.set_attn_implementation("eager")
+    attended.clear()
+    decode(model, model, static_cache(model, 20), ids(), 1)
+    assert not attended
+
+
+@torch.no_grad()
+def test_our_attention_runs_in_mixtures_of_experts(attended: list[int]) -> None:
+    """They tell their attention that nobody asked for what routers found."""
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(num_local_experts=2, **SIZES)).to(DEVICE).eval()
+    expected = decode(model, model, static_cache(model, 20), ids(), 2)
+    use_decode_attention(model)
+    assert not attended
+    close(decode(model, model, static_cache(model, 20), ids(), 2), expected)
+    assert attended == [1] * 4
+
+
+@torch.no_grad()
+def test_sparse_attention_stays_sparse(attended: list[int]) -> None:
+    """The model chooses keys by a mask, for implementations that it knows by name."""
+    family = pytest.importorskip("transformers.models.deepseek_v32")
+    sizes = SIZES | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4}
+    sizes |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    sizes |= {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    sizes |= {"v_head_dim": 8, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 8}
+    torch.manual_seed(0)
+    model = family.DeepseekV32ForCausalLM(family.DeepseekV32Config(**sizes)).to(DEVICE).eval()
+    expected = model(input_ids=ids(), use_cache=False).logits
+    use_decode_attention(model)
+    close(model(input_ids=ids(), use_cache=False).logits, expected)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="it takes most of the GPU's memory")
+def test_our_attention_lets_continuous_batching_run(model: Any, attended: list[int]) -> None:
+    use_decode_attention(model)
+    sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    options = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    (answer,) = model.generate_batch(
+        ids(batch=1).tolist(), options, continuous_batching_config=sizes, progress_bar=False
+    ).values()
+    expected = model.generate(ids(batch=1), **{**SEVEN, "max_new_tokens": 3})
+    assert answer.generated_tokens == expected[0, -3:].tolist()
 
 
 def test_compiled_steps_are_for_one_gpu(packed: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
 from quantkit.kernels.table import forced_row
 from quantkit.model.attention import use_decode_attention
@@ -102,7 +102,10 @@ class GraphedForward:
         cache = None if tokens is None else static_cache(self._model, tokens)
         if cache is not None:
             options["past_key_values"] = cache
-        return cls.generate(self._model, *arguments, **options)
+        found = cls.generate(self._model, *arguments, **options)
+        if cache is not None and getattr(found, "past_key_values", None) is cache:
+            found.past_key_values = _growing(cache, self._model)
+        return found
 
     def _plainly(self, inputs: Inputs, reason: str) -> Any:
         if reason not in self.refused:
@@ -170,7 +173,9 @@ def _tokens_of(asked: Mapping[str, Any], defaults: Any) -> int | None:
     config = asked.get("generation_config")
 
     def said(name: str) -> Any:
-        values = (asked.get(name), getattr(config, name, None), getattr(defaults, name, None))
+        if name in asked:
+            return asked[name]
+        values = (getattr(config, name, None), getattr(defaults, name, None))
         return next((value for value in values if value is not None), None)
 
     # "hybrid" is what old checkpoints of sliding windows say, which transformers takes for nothing.
@@ -190,10 +195,22 @@ def static_cache(model: Any, tokens: int) -> Cache | None:
     """
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if not kinds <= _ATTENTION or getattr(config, "is_encoder_decoder", False):
+    # transformers says of a model that it compiles if it runs with keys and values of a length that is fixed.
+    compiles = getattr(model, "_can_compile_fullgraph", False)
+    if not kinds <= _ATTENTION or getattr(config, "is_encoder_decoder", False) or not compiles:
         return None
     length = -(-tokens // BUCKET) * BUCKET
     return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(config.num_hidden_layers)])
+
+
+def _growing(cache: Cache, model: Any) -> Cache:
+    """A cache as transformers makes it, which has room for more tokens, with what `cache` holds."""
+    grown = DynamicCache(config=model.config.get_text_config(decoder=True))
+    for number, layer in enumerate(cache.layers):
+        if layer.is_initialized:
+            held = int(layer.get_seq_length())
+            grown.update(layer.keys[:, :, :held], layer.values[:, :, :held], number)
+    return grown
 
 
 @dataclass(eq=False)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
@@ -310,6 +312,42 @@ def test_generate_takes_caches_and_ways_that_need_their_own(model: Any, recorded
     assert torch.equal(model.generate(prompt, num_beams=2, **SEVEN)[:, : prompt.shape[1]], prompt)
 
 
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_cache_that_a_generation_returns_has_room_for_more(window: int | None) -> None:
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(sliding_window=window, **SIZES)).to(DEVICE).eval()
+    options = SEVEN | {"max_new_tokens": decoding.BUCKET}
+
+    def turns() -> torch.Tensor:
+        first = model.generate(ids(), **SEVEN, return_dict_in_generate=True)
+        tokens = torch.cat([first.sequences, ids(seed=1)], 1)
+        found: torch.Tensor = model.generate(tokens, past_key_values=first.past_key_values, **options)
+        return found
+
+    expected = turns()
+    graph_decoding(model)
+    assert torch.equal(turns(), expected)
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize("family", ["mpt", "openai-gpt"])
+def test_models_that_need_another_cache_have_theirs(family: str, recorded: list[int]) -> None:
+    """Biases of positions that are as long as the keys; models that take no cache at all."""
+    sizes = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_layers": 2, "n_heads": 4}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes, **{"d_model" if family == "mpt" else "n_embd": 32})
+    model = AutoModelForCausalLM.from_config(config).to(DEVICE).eval()
+    for weight in model.parameters():
+        # Large ones, so that attention matters.
+        torch.nn.init.normal_(weight, std=0.2)
+    options = SEVEN | {"return_dict_in_generate": True, "output_logits": True, "use_cache": True}
+    expected = model.generate(ids(), **options).logits
+    graph_decoding(model)
+    close(torch.stack(model.generate(ids(), **options).logits), torch.stack(expected))
+    assert not recorded
+
+
 def test_the_most_tokens_of_a_generation() -> None:
     def most(**asked: Any) -> int | None:
         return decoding._tokens_of(asked, GenerationConfig(max_length=100))
@@ -322,6 +360,9 @@ def test_the_most_tokens_of_a_generation() -> None:
     assert most(inputs=ids(tokens=110)) == 130
     assert most(inputs=prompt, past_key_values=None, cache_implementation="hybrid") == 120
     assert most(max_new_tokens=7) == 8
+    # What an argument says is meant, also where it is nothing.
+    defaults = GenerationConfig(max_new_tokens=5)
+    assert decoding._tokens_of({"inputs": prompt, "max_new_tokens": None, "max_length": 300}, defaults) == 320
 
 
 @pytest.mark.usefixtures("compiling")

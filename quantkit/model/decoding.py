@@ -57,13 +57,13 @@ class GraphedForward:
     def __init__(self, model: Any, *, compiled: bool = False) -> None:
         self._model = model
         self._compiled = compiled
-        self._graphs: OrderedDict[tuple[Any, ...], _Graph | _NotRecorded] = OrderedDict()
+        self._graphs: OrderedDict[tuple[Any, ...], _Graph | str] = OrderedDict()
         self._recorded: tuple[Any, ...] = ()
-        self._adapted: str | None = None
+        self._unfit: str | None = None
         self.refused: dict[str, None] = {}
 
     def __call__(self, **inputs: Any) -> Any:
-        reason = self._adapted or why_not(inputs)
+        reason = self._unfit or why_not(inputs)
         if reason is not None:
             return self._plainly(inputs, reason)
         cache = inputs["past_key_values"]
@@ -73,12 +73,13 @@ class GraphedForward:
                 forward = _compiled(self._model) if self._compiled else self._model
                 self._graphs[key] = _record(forward, inputs)
             except _NotRecorded as error:
-                self._graphs[key] = error
+                # Not the error, whose traceback keeps the inputs and what else the step had.
+                self._graphs[key] = str(error)
             if len(self._graphs) > GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         graph = self._graphs[key]
-        return self._plainly(inputs, str(graph)) if isinstance(graph, _NotRecorded) else graph.replay(inputs)
+        return self._plainly(inputs, graph) if isinstance(graph, str) else graph.replay(inputs)
 
     def renew(self, *_: Any) -> "GraphedForward":
         """Drop the graphs if the model is not what it was when they were recorded.
@@ -89,8 +90,7 @@ class GraphedForward:
         if now != self._recorded:
             self._graphs.clear()
             self._recorded = now
-        adapted = any(type(module).__module__.split(".")[0] == "peft" for module in self._model.modules())
-        self._adapted = "adapters may change what it computes from step to step" if adapted else None
+        self._unfit = _why_unfit(self._model)
         return self
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
@@ -114,7 +114,7 @@ class GraphedForward:
         return self._model(**inputs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(GraphedForward(self._model, compiled=self._compiled)), "_adapted": self._adapted}
+        return {**vars(GraphedForward(self._model, compiled=self._compiled)), "_unfit": self._unfit}
 
 
 def graph_decoding(model: Any, *, compiled: bool = False) -> None:
@@ -136,13 +136,26 @@ def forward_of(model: Any) -> Any:
 
 def _fingerprint(model: Any) -> tuple[Any, ...]:
     """What a graph of `model` depends on besides its inputs: its modules, and where their tensors lie."""
-    modules = tuple(
-        (id(module), len(module._forward_hooks), len(module._forward_pre_hooks), module.training)
-        for module in model.modules()
-    )
+    modules = tuple((id(module), module.training) for module in model.modules())
     tensors = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
     layouts = tuple(layout for _, module in packed_modules(model) for layout in module.layout_addresses())
     return modules, tensors, layouts, model.config._attn_implementation, forced_row()
+
+
+def _why_unfit(model: Any) -> str | None:
+    """None if a step of `model` may be recorded, else the reason it may not: what the host does at each."""
+    for name, module in model.named_modules():
+        if _package(type(module)) == "peft":
+            return "adapters may change what it computes from step to step"
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            # Those of transformers do nothing until somebody asks for outputs.
+            if _package(hook) != "transformers":
+                return f"a hook of {name or type(module).__name__!r} is to be called at each"
+    return None
+
+
+def _package(of: Any) -> str:
+    return str(getattr(of, "__module__", "")).partition(".")[0]
 
 
 class _NotRecorded(Exception):
@@ -162,7 +175,12 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
         return "the model is on several devices"
     asked = [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
     asked += ["a gradient"] * torch.is_grad_enabled()
-    return f"{asked[0]} is asked for" if asked else None
+    # What it casts weights to is freed when its block ends.
+    asked += ["autocast"] * torch.is_autocast_enabled(ids.device.type)
+    if asked:
+        return f"{asked[0]} is asked for"
+    odd = [name for name, value in inputs.items() if value is not cache and not _is_plain(value)]
+    return f"{odd[0]} is a {type(inputs[odd[0]]).__name__}" if odd else None
 
 
 def _tokens_of(asked: Mapping[str, Any], defaults: Any) -> int | None:
@@ -324,13 +342,24 @@ def capture(step: Callable[[], Any], rewind: Callable[[], None]) -> tuple[Any, C
 
 def _key(inputs: Inputs, cache: Any) -> tuple[Any, ...]:
     """What two steps have in common if the graph of one does for the other."""
-    shapes = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(inputs))
-    plain = tuple(
-        (name, value) for name, value in inputs.items() if value is None or isinstance(value, int | str)
-    )
-    names = tuple(inputs)
+    given = _outline({name: value for name, value in inputs.items() if value is not cache})
     layers = tuple((layer.keys.shape, layer.values.shape, layer.keys.dtype) for layer in cache.layers)
-    return names, shapes, plain, layers, torch.is_inference_mode_enabled()
+    return given, layers, torch.is_inference_mode_enabled()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an input is one that `_outline` says all of but the numbers in tensors."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(part) for part in value.values())
+    return value is None or isinstance(value, torch.Tensor | int | float | str)
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, Mapping):
+        return tuple((name, _outline(part)) for name, part in value.items())
+    return value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -345,7 +374,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _cloned(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
-    return {name: _cloned(part) for name, part in value.items()} if isinstance(value, dict) else value
+    return {name: _cloned(part) for name, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def _state(layer: Any) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,11 +195,10 @@ def test_graphs_are_few_and_let_caches_go(model: Any, recorded: list[int]) -> No
     [
         lambda model: model.to(torch.float64).to(torch.float32),
         lambda model: model.model.layers[0].self_attn.q_proj._layouts.update({"another": LAYOUT}),
-        lambda model: model.model.norm.register_forward_hook(lambda *_: None),
         lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[1].mlp)),
         lambda model: model.set_attn_implementation("eager"),
     ],
-    ids=["moved", "layouts", "hook", "module", "attention"],
+    ids=["moved", "layouts", "module", "attention"],
 )
 def test_a_changed_model_is_recorded_anew(
     model: Any, recorded: list[int], change: Callable[[Any], Any]
@@ -232,12 +232,58 @@ def test_what_cannot_be_recorded_runs_and_is_said_once(
     assert "cache is empty" in reasons(input_ids=ids(tokens=1), past_key_values=static_cache(model, 9))
     asked = reasons(input_ids=ids(tokens=1), past_key_values=cache, output_hidden_states=True)
     assert asked == "output_hidden_states is asked for"
+    # Numbers that no tensor has would be those of the recorded step for ever.
+    assert reasons(input_ids=ids(tokens=1), past_key_values=cache, given=[1.0]) == "given is a list"
+    assert "given is a dict" in reasons(input_ids=ids(tokens=1), past_key_values=cache, given={"a": object})
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert reasons(input_ids=ids(tokens=1), past_key_values=cache) == "autocast is asked for"
     recorded.clear()
     monkeypatch.setattr(decoding, "capture", failing)
     found = GraphedForward(model)
     close(decode(model, found, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
     assert list(found.refused) == ["operation not permitted when stream is capturing"]
     assert len(attempts) == 1, "it is not tried again at every step"
+
+
+def test_other_values_of_inputs_are_other_graphs(model: Any, recorded: list[int]) -> None:
+    forward = model.forward
+
+    def scaled(*arguments: Any, by: Any, **inputs: Any) -> Any:
+        output = forward(*arguments, **inputs)
+        output.logits = output.logits * (by["all"] if isinstance(by, dict) else by)
+        return output
+
+    model.forward = scaled
+    graphed, cache = GraphedForward(model), static_cache(model, 40)
+    given = {"input_ids": ids(tokens=1), "past_key_values": cache}
+    with torch.no_grad():
+        model(input_ids=ids(), past_key_values=cache, by=1)
+        first, second, third = (graphed(**given, by=by).logits.norm() for by in (1.0, 1000.0, {"all": 0.0}))
+    assert second > 100 * first and third == 0 and len(recorded) == 3
+
+
+def test_hooks_are_called_at_each_step(model: Any, recorded: list[int]) -> None:
+    seen: list[Any] = []
+    handle = model.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    graph_decoding(model)
+    decode(model, forward_of(model), static_cache(model, 20), ids(), 6)
+    assert len(seen) == 7 and not recorded
+    assert list(forward_of(model).refused) == ["a hook of 'model.norm' is to be called at each"]
+    handle.remove()
+    # Once somebody asked for outputs, transformers has hooks that do nothing else.
+    model(input_ids=ids(), output_hidden_states=True)
+    decode(model, forward_of(model), static_cache(model, 20), ids(), 6)
+    assert len(seen) == 7 and len(recorded) == 1
+
+
+def test_a_step_that_could_not_be_recorded_keeps_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "capture", failing)
+    graphed, cache = GraphedForward(model), static_cache(model, 20)
+    decode(model, graphed, cache, ids())
+    kept = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert kept() is None
 
 
 attempts: list[int] = []

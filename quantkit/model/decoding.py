@@ -304,7 +304,7 @@ def _record(forward: Any, inputs: Inputs) -> _Graph:
             tensor.copy_(before)
 
     host = [_host_state(layer) for layer in own.layers]
-    output, run = capture(step, rewind)
+    output, run = capture(step, rewind, inputs["input_ids"].device)
     if [_host_state(layer) for layer in own.layers] != host:
         raise _NotRecorded("the cache counts its tokens on the host")
     others = [
@@ -317,26 +317,30 @@ def _record(forward: Any, inputs: Inputs) -> _Graph:
     return _Graph(given, state, output, run, weakref.ref(cache))
 
 
-def capture(step: Callable[[], Any], rewind: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
-    """What `step` returns, and a function that runs it again on the same memory.
+def capture(
+    step: Callable[[], Any], rewind: Callable[[], None], device: torch.device
+) -> tuple[Any, Callable[[], None]]:
+    """What `step`, which runs on `device`, returns, and a function that runs it again on the same memory.
 
     `step` runs once, for what kernels do when they are first launched; `rewind` takes that back.
     """
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.stream(stream):
-            step()
+    with torch.cuda.device(device):
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                step()
+                rewind()
+            torch.cuda.current_stream().wait_stream(stream)
+            # torch's own stream for this is on the device that was current when it was first used.
+            with torch.cuda.graph(graph, stream=stream):
+                output = step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
             rewind()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            output = step()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        rewind()
-        raise _NotRecorded(str(error).partition("\n")[0]) from error
+            raise _NotRecorded(str(error).partition("\n")[0]) from error
     return output, graph.replay
 
 

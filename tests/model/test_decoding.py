@@ -4,8 +4,10 @@ import copy
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from quantkit.model import attention, decoding
 from quantkit.model.attention import use_decode_attention
 from quantkit.model.decoding import GraphedForward, forward_of, graph_decoding, static_cache
 
+CAPTURE = decoding.capture
 LAYOUT = KernelLayout("fragments", torch.float16, (torch.zeros(3),))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Of a tiny model.
@@ -63,10 +66,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     count: list[int] = []
     real = decoding.capture
 
-    def capture(step: Callable[[], Any], rewind: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
+    def capture(
+        step: Callable[[], Any], rewind: Callable[[], None], device: torch.device
+    ) -> tuple[Any, Callable[[], None]]:
         count.append(1)
         if DEVICE == "cuda":
-            return real(step, rewind)
+            return real(step, rewind, device)
         step()
         rewind()
         output = step()
@@ -289,7 +294,7 @@ def test_a_step_that_could_not_be_recorded_keeps_nothing(model: Any, monkeypatch
 attempts: list[int] = []
 
 
-def failing(step: Callable[[], Any], rewind: Callable[[], None]) -> Any:
+def failing(step: Callable[[], Any], rewind: Callable[[], None], device: torch.device) -> Any:
     attempts.append(1)
     step()
     rewind()
@@ -530,6 +535,52 @@ def test_our_attention_lets_continuous_batching_run(model: Any, attended: list[i
     ).values()
     expected = model.generate(ids(batch=1), **{**SEVEN, "max_new_tokens": 3})
     assert answer.generated_tokens == expected[0, -3:].tolist()
+
+
+class Gpus:
+    """Of `torch.cuda`, what says which device is current and which stream is captured."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.own = SimpleNamespace(device=0, wait_stream=lambda _: None)
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self.current = self.current, torch.device(device).index
+        yield
+        self.current = before
+
+    def Stream(self) -> Any:
+        return SimpleNamespace(device=self.current, wait_stream=lambda _: None)
+
+    current_stream = Stream
+
+    def stream(self, stream: Any) -> Any:
+        return self.device(f"cuda:{stream.device}")
+
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(replay=None)
+
+    def graph(self, _: Any, stream: Any = None) -> Any:
+        return self.stream(stream or self.own)
+
+
+def test_a_step_is_recorded_on_the_gpu_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on another than that of the stream is not in the graph."""
+    gpus = Gpus()
+    monkeypatch.setattr(torch, "cuda", gpus)
+    found: list[int] = []
+    CAPTURE(lambda: found.append(gpus.current), lambda: None, torch.device("cuda:1"))
+    assert found == [1, 1] and gpus.current == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
+def test_graphs_of_another_gpu_than_the_current_one(packed: Path, recorded: list[int]) -> None:
+    model = quantkit.load(packed, device="cuda:1", dtype=torch.float32)
+    prompt = ids().to("cuda:1")
+    found = decode(model, forward_of(model), static_cache(model, 20), prompt)
+    close(found, decode_whole(model, prompt, 6))
+    assert len(recorded) == 1 and not forward_of(model).refused
 
 
 def test_compiled_steps_are_for_one_gpu(packed: Path) -> None:

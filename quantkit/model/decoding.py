@@ -8,6 +8,7 @@ both, the cache and a forward that replays. The first step of a new shape runs o
 import copy
 import inspect
 import logging
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -60,14 +61,23 @@ class GraphedForward:
         self._graphs: OrderedDict[tuple[Any, ...], _Graph | str] = OrderedDict()
         self._recorded: tuple[Any, ...] = ()
         self._unfit: str | None = None
+        self._lock = threading.Lock()
         self.refused: dict[str, None] = {}
 
     def __call__(self, **inputs: Any) -> Any:
         reason = self._unfit or why_not(inputs)
         if reason is not None:
             return self._plainly(inputs, reason)
-        cache = inputs["past_key_values"]
-        key = _key(inputs, cache)
+        # All threads that generate have the same memory for inputs and outputs.
+        with self._lock:
+            graph = self._graph_of(inputs)
+            if not isinstance(graph, str):
+                return graph.replay(inputs)
+        return self._plainly(inputs, graph)
+
+    def _graph_of(self, inputs: Inputs) -> "_Graph | str":
+        """The graph for such inputs, recorded unless it is there, or why there is none."""
+        key = _key(inputs, inputs["past_key_values"])
         if key not in self._graphs:
             try:
                 forward = _compiled(self._model) if self._compiled else self._model
@@ -78,8 +88,7 @@ class GraphedForward:
             if len(self._graphs) > GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        graph = self._graphs[key]
-        return self._plainly(inputs, graph) if isinstance(graph, str) else graph.replay(inputs)
+        return self._graphs[key]
 
     def renew(self, *_: Any) -> "GraphedForward":
         """Drop the graphs if the model is not what it was when they were recorded.
@@ -87,9 +96,10 @@ class GraphedForward:
         transformers calls this, as the model's `get_compiled_call`, once for each generation.
         """
         now = _fingerprint(self._model)
-        if now != self._recorded:
-            self._graphs.clear()
-            self._recorded = now
+        with self._lock:
+            if now != self._recorded:
+                self._graphs.clear()
+                self._recorded = now
         self._unfit = _why_unfit(self._model)
         return self
 
@@ -113,8 +123,13 @@ class GraphedForward:
             logger.warning("decoding steps are launched one kernel at a time: %s", reason)
         return self._model(**inputs)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(GraphedForward(self._model, compiled=self._compiled)), "_unfit": self._unfit}
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies have graphs of their own.
+        return _graphed, (self._model, self._compiled)
+
+
+def _graphed(model: Any, compiled: bool) -> GraphedForward:
+    return GraphedForward(model, compiled=compiled)
 
 
 def graph_decoding(model: Any, *, compiled: bool = False) -> None:

@@ -3,9 +3,12 @@
 import copy
 import gc
 import logging
+import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +167,29 @@ def test_two_generations_at_a_time_do_not_mix(model: Any, recorded: list[int]) -
     for steps, prompt in zip(found, prompts, strict=True):
         close(torch.stack(steps), decode_whole(model, prompt, 6))
     assert len(recorded) == 1
+
+
+def test_threads_that_generate_do_not_mix(model: Any) -> None:
+    """A step waits here for the other thread to come along."""
+    graphed = GraphedForward(model)
+    prompts = [ids(seed=1), ids(seed=2)]
+    decode(model, graphed, static_cache(model, 30), prompts[0], 1)
+    (graph,) = graphed._graphs.values()
+    assert not isinstance(graph, str)
+    run, meeting = graph.run, threading.Barrier(2)
+
+    def slowly() -> None:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(0.05)
+        run()
+
+    graph.run = slowly
+    with ThreadPoolExecutor(2) as threads:
+        found = list(
+            threads.map(lambda prompt: decode(model, graphed, static_cache(model, 30), prompt, 3), prompts)
+        )
+    for steps, prompt in zip(found, prompts, strict=True):
+        close(steps, decode_whole(model, prompt, 3))
 
 
 def test_a_cache_that_lost_its_graph_goes_on(model: Any) -> None:
@@ -428,6 +454,7 @@ def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int]) -> Non
     graph_decoding(model)
     decode(model, forward_of(model), static_cache(model, 20), ids())
     twin = copy.deepcopy(model)
+    assert pickle.loads(pickle.dumps(model)).generate.__self__._compiled is False
     assert forward_of(twin)._model is twin and not forward_of(twin)._graphs
     assert twin.generate.__self__ is forward_of(twin)
     assert forward_of(object.__new__(type("Plain", (), {}))) is not None

@@ -8,7 +8,7 @@ tensor, takes its part of it. A module that is called with anything else compute
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -85,9 +85,6 @@ class SharedInput:
     def _forget(self) -> None:
         self._x, self._rest = None, {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_joined": {}, "_owners": (), "_x": None, "_rest": {}}
-
 
 def shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
     """The siblings of `model` that are packed alike."""
@@ -98,7 +95,8 @@ def shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
             found = [parent._modules.get(name) for name in names]
             members = [module for module in found if isinstance(module, PackedLinear)]
             alike = {(member.scheme, member.in_features) for member in members}
-            # Column scales of its own are what each has to multiply x with.
-            own = any(member.scheme.column_scale for member in members)
+            # Column scales of its own are what each has to multiply x with; where ranks divide linears,
+            # transformers gives each another tensor with the numbers of x.
+            own = any(member.scheme.column_scale or member.tensor_parallel for member in members)
             if len(members) == len(names) and len(alike) == 1 and not own:
                 yield SharedInput(members)

@@ -16,6 +16,7 @@ from quantkit.kernels import table
 from quantkit.kernels.problem import KernelRow, Layout, always
 from quantkit.model.modules import PackedLinear
 from quantkit.model.shared_input import shared_inputs
+from quantkit.model.tensor_parallel import TensorParallelPlan
 from quantkit.packing.schemes import scheme
 
 MODELS = Path(__file__).parents[2] / "examples"
@@ -201,6 +202,29 @@ def test_copies_do_not_share_with_the_original(launches):
             layer.drop_kernel_layouts()
         close(twin(x), twin.alone(x))
         close(model(x), model.alone(x))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@torch.no_grad()
+def test_a_copy_of_one_linear_is_that_one_alone(launches, duplicate):
+    model, x = joined(Attention()), torch.randn(2, 96)
+    one = duplicate(model.q_proj)
+    close(one(x), model.alone(x)[0])
+    one.weight = nn.Parameter(~model.q_proj.weight, requires_grad=False)
+    close(one(x), nn.functional.linear(x, one.packed.dequantize()))
+    assert len(pickle.dumps(model.k_proj)) < len(pickle.dumps(model.q_proj))
+
+
+@torch.no_grad()
+def test_what_ranks_divide_does_not_share(launches):
+    """transformers calls each of their linears with a tensor of its own."""
+    model, x = Attention(), torch.randn(2, 96)
+    for layer in model.children():
+        layer.tensor_parallel = TensorParallelPlan("", ())
+        layer.register_forward_pre_hook(lambda _, args: (args[0].view_as(args[0]),))
+    joined(model)
+    close(model(x), model.alone(x))
+    assert launches == [64, 16, 16]
 
 
 @torch.no_grad()

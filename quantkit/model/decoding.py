@@ -40,6 +40,8 @@ _OWN_CACHE = (
     "is_assistant",
     "custom_generate",
 )
+#: Shapes that the forward of a model may be compiled for: more than there are.
+_SHAPES = 1 << 20
 #: New tokens that `generate` makes where nobody says how many.
 _NEW_TOKENS = 20
 
@@ -80,8 +82,7 @@ class GraphedForward:
         key = _key(inputs, inputs["past_key_values"])
         if key not in self._graphs:
             try:
-                forward = _compiled(self._model) if self._compiled else self._model
-                self._graphs[key] = _record(forward, inputs)
+                self._graphs[key] = self._recorded_for(inputs)
             except _NotRecorded as error:
                 # Not the error, whose traceback keeps the inputs and what else the step had.
                 self._graphs[key] = str(error)
@@ -89,6 +90,14 @@ class GraphedForward:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]
+
+    def _recorded_for(self, inputs: Inputs) -> "_Graph":
+        if self._compiled:
+            try:
+                return _record(_compiled(self._model), inputs)
+            except _NotRecorded as error:
+                logger.warning("decoding steps are recorded without torch.compile: %s", error)
+        return _record(self._model, inputs)
 
     def renew(self, *_: Any) -> "GraphedForward":
         """Drop the graphs if the model is not what it was when they were recorded.
@@ -292,7 +301,14 @@ class _Graph:
 
 def _compiled(model: Any) -> Any:
     """The forward of `model` compiled for shapes that do not vary."""
-    return torch.compile(model.forward, fullgraph=True, dynamic=False)
+    compiled: Any = torch.compile(model.forward, fullgraph=True, dynamic=False)
+
+    def forward(**inputs: Any) -> Any:
+        # torch stops at some shapes, so that not every call compiles; here each is compiled once.
+        with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
+            return compiled(**inputs)
+
+    return forward
 
 
 def _record(forward: Any, inputs: Inputs) -> _Graph:

@@ -615,9 +615,9 @@ def test_compiled_steps_are_for_one_gpu(packed: Path) -> None:
         quantkit.load(packed, device="cpu", compile=True)
 
 
-def test_a_step_is_compiled_before_it_is_recorded(
-    model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The options of each compilation, which on a CPU is none by inductor."""
     calls: list[Any] = []
     backend = "eager" if DEVICE == "cpu" else "inductor"
     real = torch.compile
@@ -627,7 +627,36 @@ def test_a_step_is_compiled_before_it_is_recorded(
         return real(forward, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", compile)
+    return calls
+
+
+def test_a_step_is_compiled_before_it_is_recorded(model: Any, compiled: list[Any]) -> None:
     graphed = GraphedForward(model, compiled=True)
     close(decode(model, graphed, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
-    assert calls == [{"fullgraph": True, "dynamic": False}] and not graphed.refused
+    assert compiled == [{"fullgraph": True, "dynamic": False}] and not graphed.refused
     assert copy.deepcopy(graphed)._compiled
+
+
+def test_each_shape_is_compiled(model: Any, compiled: list[Any], recorded: list[int]) -> None:
+    graphed = GraphedForward(model, compiled=True)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for batch in (1, 2, 3):
+            decode(model, graphed, static_cache(model, 20), ids(batch), 2)
+    assert len(recorded) == 3 and not graphed.refused
+
+
+def test_a_step_that_does_not_compile_is_recorded_as_it_is(
+    model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile(forward: Any, **options: Any) -> Any:
+        def fail(**inputs: Any) -> Any:
+            raise decoding._NotRecorded("no compiler")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile)
+    graphed = GraphedForward(model, compiled=True)
+    with caplog.at_level(logging.WARNING):
+        close(decode(model, graphed, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
+    assert len(recorded) == 2 and not graphed.refused
+    assert "recorded without torch.compile: no compiler" in caplog.text

@@ -193,9 +193,10 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
         return "it is not one token of each sequence"
     if cache is None or not all(type(layer) is StaticLayer for layer in cache.layers):
         return "the cache is not one of static layers for all keys and values"
-    if not all(layer.is_initialized for layer in cache.layers):
+    used = _used(cache)
+    if not used:
         return "the cache is empty"
-    if len({layer.keys.device for layer in cache.layers} | {ids.device}) > 1:
+    if len({layer.keys.device for layer in used} | {ids.device}) > 1:
         return "the model is on several devices"
     asked = [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
     asked += ["a gradient"] * torch.is_grad_enabled()
@@ -260,6 +261,7 @@ class _Graph:
     """A recorded step: the tensors it reads, the tensors of the cache it writes, and its output."""
 
     given: dict[str, Any]
+    #: Of each layer that is used.
     state: list[dict[str, torch.Tensor]]
     output: Any
     run: Callable[[], None]
@@ -279,20 +281,21 @@ class _Graph:
 
     def _attach(self, cache: Any) -> None:
         """Give `cache` the tensors of `state`, with what it holds in them."""
+        layers = _used(cache)
         if all(
             getattr(layer, name) is tensor
-            for layer, state in zip(cache.layers, self.state, strict=True)
+            for layer, state in zip(layers, self.state, strict=True)
             for name, tensor in state.items()
         ):
             return
         before = self.cache()
         if before is not None and before is not cache:
             # It is somebody's: it keeps what it holds.
-            for layer, state in zip(before.layers, self.state, strict=True):
+            for layer, state in zip(_used(before), self.state, strict=True):
                 for name, tensor in state.items():
                     if getattr(layer, name) is tensor:
                         setattr(layer, name, tensor.clone())
-        for layer, state in zip(cache.layers, self.state, strict=True):
+        for layer, state in zip(layers, self.state, strict=True):
             for name, tensor in state.items():
                 tensor.copy_(getattr(layer, name))
                 setattr(layer, name, tensor)
@@ -317,7 +320,7 @@ def _record(forward: Any, inputs: Inputs) -> _Graph:
     # A cache of the graph's own, on the same tensors: the caller's is not kept alive, nor its layers changed.
     own = copy.copy(cache)
     own.layers = [copy.copy(layer) for layer in cache.layers]
-    state = [_state(layer) for layer in own.layers]
+    state = [_state(layer) for layer in _used(own)]
     given = {name: _cloned(value) for name, value in inputs.items()} | {"past_key_values": own}
     # Keys and values that a step writes lie where the next step writes its own.
     counters = [
@@ -378,8 +381,13 @@ def capture(
 def _key(inputs: Inputs, cache: Any) -> tuple[Any, ...]:
     """What two steps have in common if the graph of one does for the other."""
     given = _outline({name: value for name, value in inputs.items() if value is not cache})
-    layers = tuple((layer.keys.shape, layer.values.shape, layer.keys.dtype) for layer in cache.layers)
+    layers = tuple((layer.keys.shape, layer.values.shape, layer.keys.dtype) for layer in _used(cache))
     return given, layers, torch.is_inference_mode_enabled()
+
+
+def _used(cache: Any) -> list[Any]:
+    """The layers of `cache` that hold something: those that attend to what another holds never do."""
+    return [layer for layer in cache.layers if layer.is_initialized]
 
 
 def _is_plain(value: Any) -> bool:

@@ -504,6 +504,28 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tokens
 
 
+def test_layers_that_share_keys_with_others_are_recorded(recorded: list[int]) -> None:
+    """Their part of the cache stays empty."""
+    family = pytest.importorskip("transformers.models.gemma3n")
+    config = family.Gemma3nTextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        vocab_size_per_layer_input=512,
+        hidden_size_per_layer_input=8,
+        head_dim=8,
+        laurel_rank=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    torch.manual_seed(0)
+    model = family.Gemma3nForCausalLM(config).to(DEVICE).eval()
+    graphed = GraphedForward(model)
+    for seed in (0, 1):
+        prompt = ids(seed=seed)
+        close(decode(model, graphed, static_cache(model, 20), prompt), decode_whole(model, prompt, 6))
+    assert len(recorded) == 1 and not graphed.refused
+
+
 def test_our_attention_is_for_one_token_and_sdpa_for_more(model: Any, attended: list[int]) -> None:
     prompt = ids()
     expected = decode_whole(model, prompt, 4)

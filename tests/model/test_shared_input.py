@@ -164,6 +164,25 @@ def test_joined_layouts_do_not_survive_a_change_of_the_words(launches, change):
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.bias.add_(1),
+        lambda layer: layer.bias.data.copy_(torch.arange(16.0)),
+        lambda layer: setattr(layer, "bias", nn.Parameter(torch.arange(16.0), requires_grad=False)),
+        lambda layer: layer._parameters.__setitem__("bias", nn.Parameter(torch.arange(16.0))),
+        lambda layer: setattr(layer, "bias", None),
+    ],
+    ids=["in place", "data", "setattr", "behind its back", "none"],
+)
+@torch.no_grad()
+def test_a_changed_bias_is_seen(launches, change):
+    model, x = joined(Attention(bias=(True,) * 3)), torch.randn(2, 96)
+    model(x)
+    change(model.k_proj)
+    close(model(x), model.alone(x))
+
+
+@pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"rows": (60, 16, 16)}, "row tiles"),

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.launcher import Launch, overlap
-from quantkit.kernels.problem import device_features, gpu_of
+from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features, gpu_of
 
 #: The most features that a head may have.
 MOST_FEATURES = 256
@@ -22,8 +22,9 @@ def why_not(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> str | None:
     """None if `decode_attention` takes these, else the reason it does not."""
-    (_, heads, tokens, size), (_, key_heads, length, _) = query.shape, key.shape
+    (batch, heads, tokens, size), (_, key_heads, length, _) = query.shape, key.shape
     wanted = (1, 1, length)
+    same = query.dtype == key.dtype == value.dtype
     reasons = (
         (tokens != 1, f"there are {tokens} new tokens"),
         (max(size, value.shape[-1]) > MOST_FEATURES, f"heads have more than {MOST_FEATURES} features"),
@@ -31,6 +32,19 @@ def why_not(
         (
             mask is not None and mask.shape[1:] != wanted,
             f"the mask {None if mask is None else list(mask.shape)} is not [batch, 1, 1, {length}]",
+        ),
+        (
+            mask is not None and mask.dtype != torch.bool and not mask.is_floating_point(),
+            f"the mask is {None if mask is None else mask.dtype}",
+        ),
+        (
+            any(part.shape[0] != batch for part in (key, value))
+            or (mask is not None and mask.shape[0] not in (1, batch)),
+            "it has other sequences than keys, values or the mask",
+        ),
+        (
+            not same or query.dtype not in ACTIVATION_DTYPES,
+            f"it is of {query.dtype}, {key.dtype} and {value.dtype}",
         ),
         (
             torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)),

@@ -1,23 +1,25 @@
 """Attention for transformers: `decode_attention` for one new token on a GPU, SDPA for everything else.
 
-It is registered under the name "quantkit" in transformers' table of attention implementations, with the masks
-of SDPA.
+It is what transformers calls for "sdpa", and SDPA itself for models that did not ask for it. It has no name
+of its own: models with sparse attention mask keys for names that they know, and continuous batching takes
+those alone.
 """
 
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantkit.kernels.attention import decode_attention, why_not
 from quantkit.kernels.problem import device_features
 
-NAME = "quantkit"
 #: What SDPA's implementation is called with and `decode_attention` needs not know.
 _KNOWN = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "sliding_window"})
+#: Set in the modules of models that use it.
+_MARK = "_quantkit_attention"
+
+_sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def attention_forward(
@@ -30,9 +32,9 @@ def attention_forward(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention [B, T, H, V] of queries [B, H, T, D] as transformers' attention layers ask for it."""
-    unknown = any(value is not None and name not in _KNOWN for name, value in options.items())
-    if unknown or options.get("dropout") or why_not(query, key, value, attention_mask) is not None:
-        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+    ours = getattr(module, _MARK, False) and not _asks_for_more(options)
+    if not ours or why_not(query, key, value, attention_mask) is not None:
+        result: tuple[torch.Tensor, None] = _sdpa(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
         return result
@@ -40,11 +42,16 @@ def attention_forward(
     return decode_attention(query, key, value, attention_mask, scale), None
 
 
+def _asks_for_more(options: dict[str, Any]) -> bool:
+    """Whether options ask for what `decode_attention` has not; flags that are off, as of routers, do not."""
+    unknown = [value for name, value in options.items() if name not in _KNOWN]
+    return bool(options.get("dropout")) or any(value is not None and value is not False for value in unknown)
+
+
 def use_decode_attention(model: Any) -> None:
-    """Make `model` use `attention_forward` where it would use SDPA, if there is Triton to run it."""
+    """Make `model` use `decode_attention` where it would use SDPA, if there is Triton to run it."""
     if "triton" not in device_features("cuda"):
         return
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", attention_forward)
+    for module in model.modules():
+        setattr(module, _MARK, True)

@@ -8,6 +8,7 @@ both, the cache and a forward that replays. The first step of a new shape runs o
 import copy
 import inspect
 import logging
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
 from quantkit.kernels.table import forced_row
 from quantkit.model.attention import use_decode_attention
@@ -39,6 +40,8 @@ _OWN_CACHE = (
     "is_assistant",
     "custom_generate",
 )
+#: Shapes that the forward of a model may be compiled for: more than there are.
+_SHAPES = 1 << 20
 #: New tokens that `generate` makes where nobody says how many.
 _NEW_TOKENS = 20
 
@@ -57,28 +60,44 @@ class GraphedForward:
     def __init__(self, model: Any, *, compiled: bool = False) -> None:
         self._model = model
         self._compiled = compiled
-        self._graphs: OrderedDict[tuple[Any, ...], _Graph | _NotRecorded] = OrderedDict()
+        self._graphs: OrderedDict[tuple[Any, ...], _Graph | str] = OrderedDict()
         self._recorded: tuple[Any, ...] = ()
-        self._adapted: str | None = None
+        self._unfit: str | None = None
+        self._lock = threading.Lock()
         self.refused: dict[str, None] = {}
 
     def __call__(self, **inputs: Any) -> Any:
-        reason = self._adapted or why_not(inputs)
+        reason = self._unfit or why_not(inputs)
         if reason is not None:
             return self._plainly(inputs, reason)
-        cache = inputs["past_key_values"]
-        key = _key(inputs, cache)
+        # All threads that generate have the same memory for inputs and outputs.
+        with self._lock:
+            graph = self._graph_of(inputs)
+            if not isinstance(graph, str):
+                return graph.replay(inputs)
+        return self._plainly(inputs, graph)
+
+    def _graph_of(self, inputs: Inputs) -> "_Graph | str":
+        """The graph for such inputs, recorded unless it is there, or why there is none."""
+        key = _key(inputs, inputs["past_key_values"])
         if key not in self._graphs:
             try:
-                forward = _compiled(self._model) if self._compiled else self._model
-                self._graphs[key] = _record(forward, inputs)
+                self._graphs[key] = self._recorded_for(inputs)
             except _NotRecorded as error:
-                self._graphs[key] = error
+                # Not the error, whose traceback keeps the inputs and what else the step had.
+                self._graphs[key] = str(error)
             if len(self._graphs) > GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        graph = self._graphs[key]
-        return self._plainly(inputs, str(graph)) if isinstance(graph, _NotRecorded) else graph.replay(inputs)
+        return self._graphs[key]
+
+    def _recorded_for(self, inputs: Inputs) -> "_Graph":
+        if self._compiled:
+            try:
+                return _record(_compiled(self._model), inputs)
+            except _NotRecorded as error:
+                logger.warning("decoding steps are recorded without torch.compile: %s", error)
+        return _record(self._model, inputs)
 
     def renew(self, *_: Any) -> "GraphedForward":
         """Drop the graphs if the model is not what it was when they were recorded.
@@ -86,11 +105,11 @@ class GraphedForward:
         transformers calls this, as the model's `get_compiled_call`, once for each generation.
         """
         now = _fingerprint(self._model)
-        if now != self._recorded:
-            self._graphs.clear()
-            self._recorded = now
-        adapted = any(type(module).__module__.split(".")[0] == "peft" for module in self._model.modules())
-        self._adapted = "adapters may change what it computes from step to step" if adapted else None
+        with self._lock:
+            if now != self._recorded:
+                self._graphs.clear()
+                self._recorded = now
+        self._unfit = _why_unfit(self._model)
         return self
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
@@ -102,7 +121,10 @@ class GraphedForward:
         cache = None if tokens is None else static_cache(self._model, tokens)
         if cache is not None:
             options["past_key_values"] = cache
-        return cls.generate(self._model, *arguments, **options)
+        found = cls.generate(self._model, *arguments, **options)
+        if cache is not None and getattr(found, "past_key_values", None) is cache:
+            found.past_key_values = _growing(cache, self._model)
+        return found
 
     def _plainly(self, inputs: Inputs, reason: str) -> Any:
         if reason not in self.refused:
@@ -110,8 +132,13 @@ class GraphedForward:
             logger.warning("decoding steps are launched one kernel at a time: %s", reason)
         return self._model(**inputs)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(GraphedForward(self._model, compiled=self._compiled)), "_adapted": self._adapted}
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies have graphs of their own.
+        return _graphed, (self._model, self._compiled)
+
+
+def _graphed(model: Any, compiled: bool) -> GraphedForward:
+    return GraphedForward(model, compiled=compiled)
 
 
 def graph_decoding(model: Any, *, compiled: bool = False) -> None:
@@ -133,13 +160,26 @@ def forward_of(model: Any) -> Any:
 
 def _fingerprint(model: Any) -> tuple[Any, ...]:
     """What a graph of `model` depends on besides its inputs: its modules, and where their tensors lie."""
-    modules = tuple(
-        (id(module), len(module._forward_hooks), len(module._forward_pre_hooks), module.training)
-        for module in model.modules()
-    )
+    modules = tuple((id(module), module.training) for module in model.modules())
     tensors = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
     layouts = tuple(layout for _, module in packed_modules(model) for layout in module.layout_addresses())
     return modules, tensors, layouts, model.config._attn_implementation, forced_row()
+
+
+def _why_unfit(model: Any) -> str | None:
+    """None if a step of `model` may be recorded, else the reason it may not: what the host does at each."""
+    for name, module in model.named_modules():
+        if _package(type(module)) == "peft":
+            return "adapters may change what it computes from step to step"
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            # Those of transformers do nothing until somebody asks for outputs.
+            if _package(hook) != "transformers":
+                return f"a hook of {name or type(module).__name__!r} is to be called at each"
+    return None
+
+
+def _package(of: Any) -> str:
+    return str(getattr(of, "__module__", "")).partition(".")[0]
 
 
 class _NotRecorded(Exception):
@@ -153,13 +193,19 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
         return "it is not one token of each sequence"
     if cache is None or not all(type(layer) is StaticLayer for layer in cache.layers):
         return "the cache is not one of static layers for all keys and values"
-    if not all(layer.is_initialized for layer in cache.layers):
+    used = _used(cache)
+    if not used:
         return "the cache is empty"
-    if len({layer.keys.device for layer in cache.layers} | {ids.device}) > 1:
+    if len({layer.keys.device for layer in used} | {ids.device}) > 1:
         return "the model is on several devices"
     asked = [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
     asked += ["a gradient"] * torch.is_grad_enabled()
-    return f"{asked[0]} is asked for" if asked else None
+    # What it casts weights to is freed when its block ends.
+    asked += ["autocast"] * torch.is_autocast_enabled(ids.device.type)
+    if asked:
+        return f"{asked[0]} is asked for"
+    odd = [name for name, value in inputs.items() if value is not cache and not _is_plain(value)]
+    return f"{odd[0]} is a {type(inputs[odd[0]]).__name__}" if odd else None
 
 
 def _tokens_of(asked: Mapping[str, Any], defaults: Any) -> int | None:
@@ -170,7 +216,9 @@ def _tokens_of(asked: Mapping[str, Any], defaults: Any) -> int | None:
     config = asked.get("generation_config")
 
     def said(name: str) -> Any:
-        values = (asked.get(name), getattr(config, name, None), getattr(defaults, name, None))
+        if name in asked:
+            return asked[name]
+        values = (getattr(config, name, None), getattr(defaults, name, None))
         return next((value for value in values if value is not None), None)
 
     # "hybrid" is what old checkpoints of sliding windows say, which transformers takes for nothing.
@@ -190,10 +238,22 @@ def static_cache(model: Any, tokens: int) -> Cache | None:
     """
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if not kinds <= _ATTENTION or getattr(config, "is_encoder_decoder", False):
+    # transformers says of a model that it compiles if it runs with keys and values of a length that is fixed.
+    compiles = getattr(model, "_can_compile_fullgraph", False)
+    if not kinds <= _ATTENTION or getattr(config, "is_encoder_decoder", False) or not compiles:
         return None
     length = -(-tokens // BUCKET) * BUCKET
     return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(config.num_hidden_layers)])
+
+
+def _growing(cache: Cache, model: Any) -> Cache:
+    """A cache as transformers makes it, which has room for more tokens, with what `cache` holds."""
+    grown = DynamicCache(config=model.config.get_text_config(decoder=True))
+    for number, layer in enumerate(cache.layers):
+        if layer.is_initialized:
+            held = int(layer.get_seq_length())
+            grown.update(layer.keys[:, :, :held], layer.values[:, :, :held], number)
+    return grown
 
 
 @dataclass(eq=False)
@@ -201,6 +261,7 @@ class _Graph:
     """A recorded step: the tensors it reads, the tensors of the cache it writes, and its output."""
 
     given: dict[str, Any]
+    #: Of each layer that is used.
     state: list[dict[str, torch.Tensor]]
     output: Any
     run: Callable[[], None]
@@ -220,20 +281,21 @@ class _Graph:
 
     def _attach(self, cache: Any) -> None:
         """Give `cache` the tensors of `state`, with what it holds in them."""
+        layers = _used(cache)
         if all(
             getattr(layer, name) is tensor
-            for layer, state in zip(cache.layers, self.state, strict=True)
+            for layer, state in zip(layers, self.state, strict=True)
             for name, tensor in state.items()
         ):
             return
         before = self.cache()
         if before is not None and before is not cache:
             # It is somebody's: it keeps what it holds.
-            for layer, state in zip(before.layers, self.state, strict=True):
+            for layer, state in zip(_used(before), self.state, strict=True):
                 for name, tensor in state.items():
                     if getattr(layer, name) is tensor:
                         setattr(layer, name, tensor.clone())
-        for layer, state in zip(cache.layers, self.state, strict=True):
+        for layer, state in zip(layers, self.state, strict=True):
             for name, tensor in state.items():
                 tensor.copy_(getattr(layer, name))
                 setattr(layer, name, tensor)
@@ -242,7 +304,14 @@ class _Graph:
 
 def _compiled(model: Any) -> Any:
     """The forward of `model` compiled for shapes that do not vary."""
-    return torch.compile(model.forward, fullgraph=True, dynamic=False)
+    compiled: Any = torch.compile(model.forward, fullgraph=True, dynamic=False)
+
+    def forward(**inputs: Any) -> Any:
+        # torch stops at some shapes, so that not every call compiles; here each is compiled once.
+        with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
+            return compiled(**inputs)
+
+    return forward
 
 
 def _record(forward: Any, inputs: Inputs) -> _Graph:
@@ -251,7 +320,7 @@ def _record(forward: Any, inputs: Inputs) -> _Graph:
     # A cache of the graph's own, on the same tensors: the caller's is not kept alive, nor its layers changed.
     own = copy.copy(cache)
     own.layers = [copy.copy(layer) for layer in cache.layers]
-    state = [_state(layer) for layer in own.layers]
+    state = [_state(layer) for layer in _used(own)]
     given = {name: _cloned(value) for name, value in inputs.items()} | {"past_key_values": own}
     # Keys and values that a step writes lie where the next step writes its own.
     counters = [
@@ -269,7 +338,7 @@ def _record(forward: Any, inputs: Inputs) -> _Graph:
             tensor.copy_(before)
 
     host = [_host_state(layer) for layer in own.layers]
-    output, run = capture(step, rewind)
+    output, run = capture(step, rewind, inputs["input_ids"].device)
     if [_host_state(layer) for layer in own.layers] != host:
         raise _NotRecorded("the cache counts its tokens on the host")
     others = [
@@ -282,38 +351,58 @@ def _record(forward: Any, inputs: Inputs) -> _Graph:
     return _Graph(given, state, output, run, weakref.ref(cache))
 
 
-def capture(step: Callable[[], Any], rewind: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
-    """What `step` returns, and a function that runs it again on the same memory.
+def capture(
+    step: Callable[[], Any], rewind: Callable[[], None], device: torch.device
+) -> tuple[Any, Callable[[], None]]:
+    """What `step`, which runs on `device`, returns, and a function that runs it again on the same memory.
 
     `step` runs once, for what kernels do when they are first launched; `rewind` takes that back.
     """
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.stream(stream):
-            step()
+    with torch.cuda.device(device):
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                step()
+                rewind()
+            torch.cuda.current_stream().wait_stream(stream)
+            # torch's own stream for this is on the device that was current when it was first used.
+            with torch.cuda.graph(graph, stream=stream):
+                output = step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
             rewind()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            output = step()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        rewind()
-        raise _NotRecorded(str(error).partition("\n")[0]) from error
+            raise _NotRecorded(str(error).partition("\n")[0]) from error
     return output, graph.replay
 
 
 def _key(inputs: Inputs, cache: Any) -> tuple[Any, ...]:
     """What two steps have in common if the graph of one does for the other."""
-    shapes = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(inputs))
-    plain = tuple(
-        (name, value) for name, value in inputs.items() if value is None or isinstance(value, int | str)
-    )
-    names = tuple(inputs)
-    layers = tuple((layer.keys.shape, layer.values.shape, layer.keys.dtype) for layer in cache.layers)
-    return names, shapes, plain, layers, torch.is_inference_mode_enabled()
+    given = _outline({name: value for name, value in inputs.items() if value is not cache})
+    layers = tuple((layer.keys.shape, layer.values.shape, layer.keys.dtype) for layer in _used(cache))
+    return given, layers, torch.is_inference_mode_enabled()
+
+
+def _used(cache: Any) -> list[Any]:
+    """The layers of `cache` that hold something: those that attend to what another holds never do."""
+    return [layer for layer in cache.layers if layer.is_initialized]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an input is one that `_outline` says all of but the numbers in tensors."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(part) for part in value.values())
+    return value is None or isinstance(value, torch.Tensor | int | float | str)
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, Mapping):
+        return tuple((name, _outline(part)) for name, part in value.items())
+    return value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -328,7 +417,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _cloned(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
-    return {name: _cloned(part) for name, part in value.items()} if isinstance(value, dict) else value
+    return {name: _cloned(part) for name, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def _state(layer: Any) -> dict[str, torch.Tensor]:

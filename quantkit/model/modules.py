@@ -130,6 +130,10 @@ class PackedLinear(PackedModule):
         if self._shared is not None:
             self._shared[0].drop()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no layouts that could be joined, and words of its own.
+        return {**super().__getstate__(), "_shared": None}
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._shared is not None and not torch.is_grad_enabled():
             shared, index = self._shared

@@ -8,7 +8,7 @@ tensor, takes its part of it. A module that is called with anything else compute
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 SIBLINGS: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+_Ref = weakref.ref[torch.Tensor]
+
+
 class SharedInput:
     """Packed linears of one scheme with the same input, in the order in which they are called."""
 
     def __init__(self, members: Sequence["PackedLinear"]) -> None:
         self._members = tuple(members)
         self._joined: dict[torch.dtype, tuple[KernelLayout, torch.Tensor | None]] = {}
-        self._owners: tuple[weakref.ref[torch.Tensor], ...] = ()
+        #: The words of each member, and its bias if it has one.
+        self._owners: tuple[tuple[_Ref, _Ref | None], ...] = ()
         self._x: torch.Tensor | None = None
         self._rest: dict[int, torch.Tensor] = {}
         for index, member in enumerate(members):
@@ -49,8 +53,21 @@ class SharedInput:
         whole, parts = joined
         for member, part in zip(self._members, parts, strict=True):
             member.replace_layout(part)
-        self._owners = tuple(weakref.ref(member.words) for member in self._members)
-        self._joined[dtype] = whole, torch.cat([bias.detach() for bias in biases]) if biases else None
+        self._owners = tuple(
+            (weakref.ref(member.words), None if member.own_bias is None else weakref.ref(member.own_bias))
+            for member in self._members
+        )
+        self._joined[dtype] = whole, self._join(biases)
+
+    def _join(self, biases: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Biases one after the other, None without; each is a view of them then, as are layouts."""
+        if not biases:
+            return None
+        with torch.inference_mode(False):
+            whole = torch.cat([bias.detach() for bias in biases])
+            for bias, part in zip(biases, torch.split(whole, self._rows()), strict=True):
+                bias.data = part
+        return whole
 
     def drop(self) -> None:
         """Forget the joined layouts: those of a member are no longer valid."""
@@ -80,14 +97,18 @@ class SharedInput:
         return [member.words.shape[0] for member in self._members]
 
     def _valid(self) -> bool:
-        """Whether the joined layouts are of the words that the members have now."""
-        return all(owner() is member.words for owner, member in zip(self._owners, self._members, strict=True))
+        """Whether what was joined are the words and biases that the members have now."""
+        return all(
+            words() is member.words and _refers(bias, member.own_bias)
+            for (words, bias), member in zip(self._owners, self._members, strict=True)
+        )
 
     def _forget(self) -> None:
         self._x, self._rest = None, {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_joined": {}, "_owners": (), "_x": None, "_rest": {}}
+
+def _refers(reference: _Ref | None, tensor: torch.Tensor | None) -> bool:
+    return tensor is None if reference is None else tensor is not None and reference() is tensor
 
 
 def shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
@@ -99,7 +120,8 @@ def shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
             found = [parent._modules.get(name) for name in names]
             members = [module for module in found if isinstance(module, PackedLinear)]
             alike = {(member.scheme, member.in_features) for member in members}
-            # Column scales of its own are what each has to multiply x with.
-            own = any(member.scheme.column_scale for member in members)
+            # Column scales of its own are what each has to multiply x with; where ranks divide linears,
+            # transformers gives each another tensor with the numbers of x.
+            own = any(member.scheme.column_scale or member.tensor_parallel for member in members)
             if len(members) == len(names) and len(alike) == 1 and not own:
                 yield SharedInput(members)

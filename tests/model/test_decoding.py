@@ -3,30 +3,52 @@
 import copy
 import gc
 import logging
-from collections.abc import Callable
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     StaticCache,
 )
 
 import quantkit
 from quantkit.errors import UsageError
 from quantkit.kernels.linear import KernelLayout
-from quantkit.model import decoding
-from quantkit.model.attention import NAME, use_decode_attention
+from quantkit.model import attention, decoding
+from quantkit.model.attention import use_decode_attention
 from quantkit.model.decoding import GraphedForward, forward_of, graph_decoding, static_cache
 
+CAPTURE = decoding.capture
 LAYOUT = KernelLayout("fragments", torch.float16, (torch.zeros(3),))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: Of a tiny model.
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +69,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     count: list[int] = []
     real = decoding.capture
 
-    def capture(step: Callable[[], Any], rewind: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
+    def capture(
+        step: Callable[[], Any], rewind: Callable[[], None], device: torch.device
+    ) -> tuple[Any, Callable[[], None]]:
         count.append(1)
         if DEVICE == "cuda":
-            return real(step, rewind)
+            return real(step, rewind, device)
         step()
         rewind()
         output = step()
@@ -145,6 +169,29 @@ def test_two_generations_at_a_time_do_not_mix(model: Any, recorded: list[int]) -
     assert len(recorded) == 1
 
 
+def test_threads_that_generate_do_not_mix(model: Any) -> None:
+    """A step waits here for the other thread to come along."""
+    graphed = GraphedForward(model)
+    prompts = [ids(seed=1), ids(seed=2)]
+    decode(model, graphed, static_cache(model, 30), prompts[0], 1)
+    (graph,) = graphed._graphs.values()
+    assert not isinstance(graph, str)
+    run, meeting = graph.run, threading.Barrier(2)
+
+    def slowly() -> None:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(0.05)
+        run()
+
+    graph.run = slowly
+    with ThreadPoolExecutor(2) as threads:
+        found = list(
+            threads.map(lambda prompt: decode(model, graphed, static_cache(model, 30), prompt, 3), prompts)
+        )
+    for steps, prompt in zip(found, prompts, strict=True):
+        close(steps, decode_whole(model, prompt, 3))
+
+
 def test_a_cache_that_lost_its_graph_goes_on(model: Any) -> None:
     """After another generation took the tensors over, an eager forward on the first cache is right."""
     graphed, cache, prompt = GraphedForward(model), static_cache(model, 30), ids()
@@ -179,13 +226,10 @@ def test_graphs_are_few_and_let_caches_go(model: Any, recorded: list[int]) -> No
     [
         lambda model: model.to(torch.float64).to(torch.float32),
         lambda model: model.model.layers[0].self_attn.q_proj._layouts.update({"another": LAYOUT}),
-        lambda model: model.model.norm.register_forward_hook(lambda *_: None),
         lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[1].mlp)),
-        lambda model: (
-            model.set_attn_implementation("sdpa") if DEVICE == "cuda" else use_decode_attention(model)
-        ),
+        lambda model: model.set_attn_implementation("eager"),
     ],
-    ids=["moved", "layouts", "hook", "module", "attention"],
+    ids=["moved", "layouts", "module", "attention"],
 )
 def test_a_changed_model_is_recorded_anew(
     model: Any, recorded: list[int], change: Callable[[Any], Any]
@@ -219,6 +263,11 @@ def test_what_cannot_be_recorded_runs_and_is_said_once(
     assert "cache is empty" in reasons(input_ids=ids(tokens=1), past_key_values=static_cache(model, 9))
     asked = reasons(input_ids=ids(tokens=1), past_key_values=cache, output_hidden_states=True)
     assert asked == "output_hidden_states is asked for"
+    # Numbers that no tensor has would be those of the recorded step for ever.
+    assert reasons(input_ids=ids(tokens=1), past_key_values=cache, given=[1.0]) == "given is a list"
+    assert "given is a dict" in reasons(input_ids=ids(tokens=1), past_key_values=cache, given={"a": object})
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert reasons(input_ids=ids(tokens=1), past_key_values=cache) == "autocast is asked for"
     recorded.clear()
     monkeypatch.setattr(decoding, "capture", failing)
     found = GraphedForward(model)
@@ -227,10 +276,51 @@ def test_what_cannot_be_recorded_runs_and_is_said_once(
     assert len(attempts) == 1, "it is not tried again at every step"
 
 
+def test_other_values_of_inputs_are_other_graphs(model: Any, recorded: list[int]) -> None:
+    forward = model.forward
+
+    def scaled(*arguments: Any, by: Any, **inputs: Any) -> Any:
+        output = forward(*arguments, **inputs)
+        output.logits = output.logits * (by["all"] if isinstance(by, dict) else by)
+        return output
+
+    model.forward = scaled
+    graphed, cache = GraphedForward(model), static_cache(model, 40)
+    given = {"input_ids": ids(tokens=1), "past_key_values": cache}
+    with torch.no_grad():
+        model(input_ids=ids(), past_key_values=cache, by=1)
+        first, second, third = (graphed(**given, by=by).logits.norm() for by in (1.0, 1000.0, {"all": 0.0}))
+    assert second > 100 * first and third == 0 and len(recorded) == 3
+
+
+def test_hooks_are_called_at_each_step(model: Any, recorded: list[int]) -> None:
+    seen: list[Any] = []
+    handle = model.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    graph_decoding(model)
+    decode(model, forward_of(model), static_cache(model, 20), ids(), 6)
+    assert len(seen) == 7 and not recorded
+    assert list(forward_of(model).refused) == ["a hook of 'model.norm' is to be called at each"]
+    handle.remove()
+    # Once somebody asked for outputs, transformers has hooks that do nothing else.
+    model(input_ids=ids(), output_hidden_states=True)
+    decode(model, forward_of(model), static_cache(model, 20), ids(), 6)
+    assert len(seen) == 7 and len(recorded) == 1
+
+
+def test_a_step_that_could_not_be_recorded_keeps_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "capture", failing)
+    graphed, cache = GraphedForward(model), static_cache(model, 20)
+    decode(model, graphed, cache, ids())
+    kept = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert kept() is None
+
+
 attempts: list[int] = []
 
 
-def failing(step: Callable[[], Any], rewind: Callable[[], None]) -> Any:
+def failing(step: Callable[[], Any], rewind: Callable[[], None], device: torch.device) -> Any:
     attempts.append(1)
     step()
     rewind()
@@ -299,6 +389,42 @@ def test_generate_takes_caches_and_ways_that_need_their_own(model: Any, recorded
     assert torch.equal(model.generate(prompt, num_beams=2, **SEVEN)[:, : prompt.shape[1]], prompt)
 
 
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_cache_that_a_generation_returns_has_room_for_more(window: int | None) -> None:
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(sliding_window=window, **SIZES)).to(DEVICE).eval()
+    options = SEVEN | {"max_new_tokens": decoding.BUCKET}
+
+    def turns() -> torch.Tensor:
+        first = model.generate(ids(), **SEVEN, return_dict_in_generate=True)
+        tokens = torch.cat([first.sequences, ids(seed=1)], 1)
+        found: torch.Tensor = model.generate(tokens, past_key_values=first.past_key_values, **options)
+        return found
+
+    expected = turns()
+    graph_decoding(model)
+    assert torch.equal(turns(), expected)
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize("family", ["mpt", "openai-gpt"])
+def test_models_that_need_another_cache_have_theirs(family: str, recorded: list[int]) -> None:
+    """Biases of positions that are as long as the keys; models that take no cache at all."""
+    sizes = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_layers": 2, "n_heads": 4}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes, **{"d_model" if family == "mpt" else "n_embd": 32})
+    model = AutoModelForCausalLM.from_config(config).to(DEVICE).eval()
+    for weight in model.parameters():
+        # Large ones, so that attention matters.
+        torch.nn.init.normal_(weight, std=0.2)
+    options = SEVEN | {"return_dict_in_generate": True, "output_logits": True, "use_cache": True}
+    expected = model.generate(ids(), **options).logits
+    graph_decoding(model)
+    close(torch.stack(model.generate(ids(), **options).logits), torch.stack(expected))
+    assert not recorded
+
+
 def test_the_most_tokens_of_a_generation() -> None:
     def most(**asked: Any) -> int | None:
         return decoding._tokens_of(asked, GenerationConfig(max_length=100))
@@ -311,6 +437,9 @@ def test_the_most_tokens_of_a_generation() -> None:
     assert most(inputs=ids(tokens=110)) == 130
     assert most(inputs=prompt, past_key_values=None, cache_implementation="hybrid") == 120
     assert most(max_new_tokens=7) == 8
+    # What an argument says is meant, also where it is nothing.
+    defaults = GenerationConfig(max_new_tokens=5)
+    assert decoding._tokens_of({"inputs": prompt, "max_new_tokens": None, "max_length": 300}, defaults) == 320
 
 
 @pytest.mark.usefixtures("compiling")
@@ -325,6 +454,7 @@ def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int]) -> Non
     graph_decoding(model)
     decode(model, forward_of(model), static_cache(model, 20), ids())
     twin = copy.deepcopy(model)
+    assert pickle.loads(pickle.dumps(model)).generate.__self__._compiled is False
     assert forward_of(twin)._model is twin and not forward_of(twin)._graphs
     assert twin.generate.__self__ is forward_of(twin)
     assert forward_of(object.__new__(type("Plain", (), {}))) is not None
@@ -332,8 +462,7 @@ def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int]) -> Non
 
 @pytest.mark.usefixtures("compiling")
 def test_sliding_windows_come_from_masks(recorded: list[int]) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MistralConfig(vocab_size=512, num_hidden_layers=2, sliding_window=5, **sizes)
+    config = MistralConfig(sliding_window=5, **SIZES)
     torch.manual_seed(0)
     model = MistralForCausalLM(config).to(DEVICE).eval()
     cache = static_cache(model, 30)
@@ -351,13 +480,156 @@ def test_sliding_windows_come_from_masks(recorded: list[int]) -> None:
     assert "not one of static layers" in next(iter(graphed.refused))
 
 
-def test_our_attention_is_for_one_token_and_sdpa_for_more(model: Any) -> None:
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The queries of a sequence in each call of our attention, which here takes tensors on a CPU."""
+    pytest.importorskip("triton")
+    tokens: list[int] = []
+    real, reason = attention.decode_attention, attention.why_not
+
+    def decode_attention(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        tokens.append(query.shape[2])
+        if query.is_cuda:
+            return real(query, *others)
+        key, value, mask, scaling = others
+        found = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+        return found.transpose(1, 2)
+
+    def why_not(*operands: Any) -> str | None:
+        found = reason(*operands)
+        return None if found == "it runs on cuda, the tensors are on cpu" else found
+
+    monkeypatch.setattr(attention, "decode_attention", decode_attention)
+    monkeypatch.setattr(attention, "why_not", why_not)
+    return tokens
+
+
+def test_layers_that_share_keys_with_others_are_recorded(recorded: list[int]) -> None:
+    """Their part of the cache stays empty."""
+    family = pytest.importorskip("transformers.models.gemma3n")
+    config = family.Gemma3nTextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        vocab_size_per_layer_input=512,
+        hidden_size_per_layer_input=8,
+        head_dim=8,
+        laurel_rank=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    torch.manual_seed(0)
+    model = family.Gemma3nForCausalLM(config).to(DEVICE).eval()
+    graphed = GraphedForward(model)
+    for seed in (0, 1):
+        prompt = ids(seed=seed)
+        close(decode(model, graphed, static_cache(model, 20), prompt), decode_whole(model, prompt, 6))
+    assert len(recorded) == 1 and not graphed.refused
+
+
+def test_our_attention_is_for_one_token_and_sdpa_for_more(model: Any, attended: list[int]) -> None:
     prompt = ids()
     expected = decode_whole(model, prompt, 4)
     use_decode_attention(model)
-    assert model.config._attn_implementation == NAME
     close(decode(model, model, static_cache(model, 20), prompt, 4), expected)
     close(decode_whole(model, prompt, 4), expected)
+    assert attended == [1] * 4 * model.config.num_hidden_layers
+
+
+def test_our_attention_is_that_of_models_that_ask_for_it(model: Any, attended: list[int]) -> None:
+    other = copy.deepcopy(model)
+    use_decode_attention(model)
+    decode(other, other, static_cache(other, 20), ids(), 1)
+    if DEVICE == "cpu":
+        assert not attended
+    model.set_attn_implementation("eager")
+    attended.clear()
+    decode(model, model, static_cache(model, 20), ids(), 1)
+    assert not attended
+
+
+@torch.no_grad()
+def test_our_attention_runs_in_mixtures_of_experts(attended: list[int]) -> None:
+    """They tell their attention that nobody asked for what routers found."""
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(num_local_experts=2, **SIZES)).to(DEVICE).eval()
+    expected = decode(model, model, static_cache(model, 20), ids(), 2)
+    use_decode_attention(model)
+    assert not attended
+    close(decode(model, model, static_cache(model, 20), ids(), 2), expected)
+    assert attended == [1] * 4
+
+
+@torch.no_grad()
+def test_sparse_attention_stays_sparse(attended: list[int]) -> None:
+    """The model chooses keys by a mask, for implementations that it knows by name."""
+    family = pytest.importorskip("transformers.models.deepseek_v32")
+    sizes = SIZES | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4}
+    sizes |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    sizes |= {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    sizes |= {"v_head_dim": 8, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 8}
+    torch.manual_seed(0)
+    model = family.DeepseekV32ForCausalLM(family.DeepseekV32Config(**sizes)).to(DEVICE).eval()
+    expected = model(input_ids=ids(), use_cache=False).logits
+    use_decode_attention(model)
+    close(model(input_ids=ids(), use_cache=False).logits, expected)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="it takes most of the GPU's memory")
+def test_our_attention_lets_continuous_batching_run(model: Any, attended: list[int]) -> None:
+    use_decode_attention(model)
+    sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    options = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    (answer,) = model.generate_batch(
+        ids(batch=1).tolist(), options, continuous_batching_config=sizes, progress_bar=False
+    ).values()
+    expected = model.generate(ids(batch=1), **{**SEVEN, "max_new_tokens": 3})
+    assert answer.generated_tokens == expected[0, -3:].tolist()
+
+
+class Gpus:
+    """Of `torch.cuda`, what says which device is current and which stream is captured."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.own = SimpleNamespace(device=0, wait_stream=lambda _: None)
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self.current = self.current, torch.device(device).index
+        yield
+        self.current = before
+
+    def Stream(self) -> Any:
+        return SimpleNamespace(device=self.current, wait_stream=lambda _: None)
+
+    current_stream = Stream
+
+    def stream(self, stream: Any) -> Any:
+        return self.device(f"cuda:{stream.device}")
+
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(replay=None)
+
+    def graph(self, _: Any, stream: Any = None) -> Any:
+        return self.stream(stream or self.own)
+
+
+def test_a_step_is_recorded_on_the_gpu_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on another than that of the stream is not in the graph."""
+    gpus = Gpus()
+    monkeypatch.setattr(torch, "cuda", gpus)
+    found: list[int] = []
+    CAPTURE(lambda: found.append(gpus.current), lambda: None, torch.device("cuda:1"))
+    assert found == [1, 1] and gpus.current == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
+def test_graphs_of_another_gpu_than_the_current_one(packed: Path, recorded: list[int]) -> None:
+    model = quantkit.load(packed, device="cuda:1", dtype=torch.float32)
+    prompt = ids().to("cuda:1")
+    found = decode(model, forward_of(model), static_cache(model, 20), prompt)
+    close(found, decode_whole(model, prompt, 6))
+    assert len(recorded) == 1 and not forward_of(model).refused
 
 
 def test_compiled_steps_are_for_one_gpu(packed: Path) -> None:
@@ -365,9 +637,9 @@ def test_compiled_steps_are_for_one_gpu(packed: Path) -> None:
         quantkit.load(packed, device="cpu", compile=True)
 
 
-def test_a_step_is_compiled_before_it_is_recorded(
-    model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The options of each compilation, which on a CPU is none by inductor."""
     calls: list[Any] = []
     backend = "eager" if DEVICE == "cpu" else "inductor"
     real = torch.compile
@@ -377,7 +649,36 @@ def test_a_step_is_compiled_before_it_is_recorded(
         return real(forward, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", compile)
+    return calls
+
+
+def test_a_step_is_compiled_before_it_is_recorded(model: Any, compiled: list[Any]) -> None:
     graphed = GraphedForward(model, compiled=True)
     close(decode(model, graphed, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
-    assert calls == [{"fullgraph": True, "dynamic": False}] and not graphed.refused
+    assert compiled == [{"fullgraph": True, "dynamic": False}] and not graphed.refused
     assert copy.deepcopy(graphed)._compiled
+
+
+def test_each_shape_is_compiled(model: Any, compiled: list[Any], recorded: list[int]) -> None:
+    graphed = GraphedForward(model, compiled=True)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for batch in (1, 2, 3):
+            decode(model, graphed, static_cache(model, 20), ids(batch), 2)
+    assert len(recorded) == 3 and not graphed.refused
+
+
+def test_a_step_that_does_not_compile_is_recorded_as_it_is(
+    model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile(forward: Any, **options: Any) -> Any:
+        def fail(**inputs: Any) -> Any:
+            raise decoding._NotRecorded("no compiler")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile)
+    graphed = GraphedForward(model, compiled=True)
+    with caplog.at_level(logging.WARNING):
+        close(decode(model, graphed, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
+    assert len(recorded) == 2 and not graphed.refused
+    assert "recorded without torch.compile: no compiler" in caplog.text

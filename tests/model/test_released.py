@@ -427,7 +427,7 @@ def test_experts(name):
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama", "int4-asym"), ("llama", "nvfp4"), ("llama", "fp8"), ("qwen3_moe", "int4")],
+    [("llama", "int4-asym"), ("llama", "nvfp4"), ("llama", "fp8"), ("qwen2", "int4"), ("qwen3_moe", "int4")],
 )
 def test_a_model_is_saved_as_it_was(tiny, prompt, tmp_path, family, name):
     checkpoint = tiny(family, name)

@@ -16,6 +16,7 @@ from quantkit.kernels import table
 from quantkit.kernels.problem import KernelRow, Layout, always
 from quantkit.model.modules import PackedLinear
 from quantkit.model.shared_input import shared_inputs
+from quantkit.model.tensor_parallel import TensorParallelPlan
 from quantkit.packing.schemes import scheme
 
 MODELS = Path(__file__).parents[2] / "examples"
@@ -173,6 +174,25 @@ def test_joined_layouts_do_not_survive_a_change_of_the_words(launches, change):
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.bias.add_(1),
+        lambda layer: layer.bias.data.copy_(torch.arange(16.0)),
+        lambda layer: setattr(layer, "bias", nn.Parameter(torch.arange(16.0), requires_grad=False)),
+        lambda layer: layer._parameters.__setitem__("bias", nn.Parameter(torch.arange(16.0))),
+        lambda layer: setattr(layer, "bias", None),
+    ],
+    ids=["in place", "data", "setattr", "behind its back", "none"],
+)
+@torch.no_grad()
+def test_a_changed_bias_is_seen(launches, change):
+    model, x = joined(Attention(bias=(True,) * 3)), torch.randn(2, 96)
+    model(x)
+    change(model.k_proj)
+    close(model(x), model.alone(x))
+
+
+@pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"rows": (60, 16, 16)}, "row tiles"),
@@ -211,6 +231,29 @@ def test_copies_do_not_share_with_the_original(launches):
             layer.drop_kernel_layouts()
         close(twin(x), twin.alone(x))
         close(model(x), model.alone(x))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@torch.no_grad()
+def test_a_copy_of_one_linear_is_that_one_alone(launches, duplicate):
+    model, x = joined(Attention()), torch.randn(2, 96)
+    one = duplicate(model.q_proj)
+    close(one(x), model.alone(x)[0])
+    one.weight = nn.Parameter(~model.q_proj.weight, requires_grad=False)
+    close(one(x), nn.functional.linear(x, one.packed.dequantize()))
+    assert len(pickle.dumps(model.k_proj)) < len(pickle.dumps(model.q_proj))
+
+
+@torch.no_grad()
+def test_what_ranks_divide_does_not_share(launches):
+    """transformers calls each of their linears with a tensor of its own."""
+    model, x = Attention(), torch.randn(2, 96)
+    for layer in model.children():
+        layer.tensor_parallel = TensorParallelPlan("", ())
+        layer.register_forward_pre_hook(lambda _, args: (args[0].view_as(args[0]),))
+    joined(model)
+    close(model(x), model.alone(x))
+    assert launches == [64, 16, 16]
 
 
 @torch.no_grad()

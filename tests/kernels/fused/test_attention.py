@@ -119,6 +119,12 @@ def test_why_not():
     assert "the mask [2, 4, 1, 100] is not" in str(why_not(query, key, value, mask.expand(2, 4, 1, 100)))
     assert "is not [batch, 1, 1, 100]" in str(why_not(query, key, value, mask[..., :90]))
     assert "more than 256" in str(why_not(*inputs(1, 1, 5, 512, 16), None))
+    # What SDPA refuses, broadcasts or sums in its own way.
+    assert why_not(query, key, value, mask.long()) == "the mask is torch.int64"
+    assert "other sequences" in str(why_not(query, key[:1], value[:1], mask))
+    assert "other sequences" in str(why_not(query, key, value, mask[:1].expand(3, 1, 1, 100)))
+    assert "of torch.float64" in str(why_not(query.double(), key.double(), value.double(), mask))
+    assert "torch.float32, torch.float16" in str(why_not(query, key.half(), value.half(), mask))
     assert "gradients" in str(why_not(query.requires_grad_(), key, value, None))
 
 

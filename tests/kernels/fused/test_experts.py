@@ -223,6 +223,25 @@ def test_zero_points_and_factors_are_those_of_the_expert(
             assert relative(run_with(made, x, index, size, features, tile), expected) < LIMIT[DTYPE], tile
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_code_books_are_those_of_the_expert(
+    make_experts: Callable[..., Experts], poisoned: None, tokens: int
+) -> None:
+    made = make_experts("book4", 3, 2, (24, 128))
+    every = [weight for one in made.weights for weight in one]
+    for number, weight in enumerate(every):
+        book = weight.part("codebook")
+        assert book is not None
+        book.copy_(torch.linspace(-1, 1 + number, 16))
+    tensors = rows.stacked(every, len(every), DTYPE)
+    made = replace(made, layout=replace(made.layout, tensors=tensors))
+    x, index = numbers(tokens, 128), choices(tokens, 2, 3)
+    expected = product(made, x, index)
+    for features in FEATURES:
+        for size, tile in tiles(made):
+            assert relative(run_with(made, x, index, size, features, tile), expected) < LIMIT[DTYPE], tile
+
+
 def test_all_tokens_may_choose_one_expert(make_experts: Callable[..., Experts], poisoned: None) -> None:
     made = make_experts("int4", 8, 1, (16, 128))
     x, index = numbers(40, 128), torch.full((40, 1), 5, device=DEVICE)

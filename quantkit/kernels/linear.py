@@ -328,7 +328,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         grad_x = torch.ops.quantkit.linear_grad_x(
             grad, parts, layout, ctx.scheme, ctx.in_features, ctx.layout_name
         )
-    grad_bias = grad.flatten(0, -2).sum(0) if needs[3] else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[3] else None
     return grad_x, [None] * len(parts), [None] * ctx.layout_tensors, grad_bias, None, None, None
 
 

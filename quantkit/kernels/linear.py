@@ -61,7 +61,8 @@ def linear_parts(
 
     `parts` are those called `scheme.part_names`, in that order. `scheme` may be given as its token. A layout
     built for another activation dtype is not used. With one of the dtype of x that `can_restore`, the first
-    part, the words, may be left out. Joined weights have no parts, only a layout of that dtype.
+    part, the words, may be left out. Joined weights have no parts, only a layout of that dtype. That x has
+    as many columns as the weight is for the caller to see to: `check_features`.
     """
     token = scheme if isinstance(scheme, str) else scheme.token
     use = layout is not None and layout.dtype == x.dtype
@@ -146,12 +147,17 @@ def _cache_key(dtype: torch.dtype) -> str:
 
 def _check_operands(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
     rows, columns = packed.shape
+    check_features(x, columns)
+    _check_activations(x, packed.words, bias, rows)
+
+
+def check_features(x: torch.Tensor, columns: int) -> None:
+    """Raise `KernelError` unless rows of `x` are as long as those of a weight. Kernel layouts do not say."""
     if x.dim() == 0 or x.shape[-1] != columns:
         raise KernelError(
             f"x has shape {tuple(x.shape)}; its last dimension must be the packed weight's "
             f"{columns} input features."
         )
-    _check_activations(x, packed.words, bias, rows)
 
 
 def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quantkit.errors import FormatError
-from quantkit.kernels.linear import KernelLayout
+from quantkit.kernels.linear import KernelLayout, check_features
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts, is_fused_experts, why_not_packable_experts
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.model.shared_input import SharedInput
@@ -131,6 +131,7 @@ class PackedLinear(PackedModule):
             self._shared[0].drop()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        check_features(x, self._columns["weight"])
         if self._shared is not None and not torch.is_grad_enabled():
             shared, index = self._shared
             y = shared.product(index, x)

@@ -201,7 +201,7 @@ def stacked(weights: Iterable[PackedTensor], count: int, dtype: torch.dtype) -> 
     """The fragment layouts of `count` weights of one scheme and shape, one after the other in each part."""
     stacks: tuple[torch.Tensor, ...] = ()
     for index, weight in enumerate(weights):
-        layout = build(weight, dtype)
+        layout = FRAGMENTS.build(weight, dtype)
         stacks = stacks or tuple(part.new_empty(count, *part.shape) for part in layout)
         for stack, part in zip(stacks, layout, strict=True):
             stack[index] = part

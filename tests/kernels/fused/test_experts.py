@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -330,6 +332,23 @@ def test_layouts_of_single_matrices_are_in_the_same_memory(make_experts: Callabl
     for part, stack, alone in zip(one.tensors, made.layout.tensors, expected, strict=True):
         assert torch.equal(part, alone)
         assert part.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()
+
+
+def test_layouts_are_built_on_the_gpu_that_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are launched on the current one, which need not be it."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        current.append(which)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(rows, "wait_for", lambda which: None)
+    monkeypatch.setattr(rows, "build", lambda weight, dtype: (torch.tensor([one.index for one in current]),))
+    weights: list[Any] = [SimpleNamespace(device=torch.device("cuda", index)) for index in (1, 1)]
+    assert rows.stacked(weights, 2, DTYPE)[0].tolist() == [[1], [1]]
 
 
 # What is chosen, and what is said of it

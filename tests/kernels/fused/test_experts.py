@@ -24,6 +24,7 @@ from quantkit.kernels.fused import launch, rows
 from quantkit.kernels.fused.launch import Grouping, Operands, Pairs, SkinnyTile, Tile, most_segments
 from quantkit.kernels.fused.layout import geometry
 from quantkit.kernels.fused.tilings import segment_rows, skinny_tile, tiled_tile
+from quantkit.kernels.linear import linear_parts
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
 from quantkit.packing.schemes import scheme
@@ -349,6 +350,20 @@ def test_layouts_are_built_on_the_gpu_that_has_the_weights(monkeypatch: pytest.M
     monkeypatch.setattr(rows, "build", lambda weight, dtype: (torch.tensor([one.index for one in current]),))
     weights: list[Any] = [SimpleNamespace(device=torch.device("cuda", index)) for index in (1, 1)]
     assert rows.stacked(weights, 2, DTYPE)[0].tolist() == [[1], [1]]
+
+
+def test_layouts_built_in_inference_mode_serve_a_backward_pass(
+    make_packed: Callable[..., PackedTensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "why_not_grouped", lambda asked: None)
+    packed = make_packed("int4", (16, 128), exact=True).to(DEVICE)
+    with torch.inference_mode():
+        layout = build_experts_layout([packed], 1, 1, DTYPE)
+    assert layout is not None
+    x = torch.ones(2, 128, dtype=DTYPE, device=DEVICE, requires_grad=True)
+    # The words are where they are when they were released: in the layout only.
+    linear_parts(x, packed.tensors[1:], None, packed.scheme, 16, layout.of(0)).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad[0], packed.dequantize().sum(0).to(DTYPE))
 
 
 # What is chosen, and what is said of it

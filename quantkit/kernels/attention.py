@@ -126,7 +126,7 @@ def _chunk(length: int, parts: int, device: torch.device) -> int:
 
 
 def _features(device: torch.device) -> frozenset[str]:
-    return device_features("cuda") if device.type == "cuda" else frozenset()
+    return device_features(device) if device.type == "cuda" else frozenset()
 
 
 @lru_cache(maxsize=1024)

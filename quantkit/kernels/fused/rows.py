@@ -153,7 +153,7 @@ _Result = TypeVar("_Result")
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
     """`run` with what `device` can do, while it is the current one."""
-    features = device_features(device.type)
+    features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)
     with torch.cuda.device(device):

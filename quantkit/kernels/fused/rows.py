@@ -129,6 +129,8 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         bias: torch.Tensor | None,
         tile: Any = None,
     ) -> torch.Tensor:
+        if bias is not None:
+            bias = bias.contiguous()
         return _started(run, Operands(x, layout, bias, weight.scheme, weight.shape[0]), tile)
 
     return launched

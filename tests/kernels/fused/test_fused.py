@@ -466,7 +466,8 @@ def test_rows_launch_what_they_say(
     assert chosen.layout is not None
     asked = Problem(m, 40, 256, packed.scheme, dtype, "cuda", device_features("cuda"))
     tile = {} if chosen.tiling is None else {"tile": chosen.tiling.rule(asked)}
-    for bias in (op.bias, None):
+    assert op.bias is not None
+    for bias in (op.bias, None, op.bias.repeat_interleave(2)[::2]):
         y = chosen.launch(op.x, packed, chosen.layout.build(packed, dtype), bias, **tile)
         assert error(y, op.x, packed, torch.zeros_like(op.bias) if bias is None else bias) < LIMIT[dtype]
 

@@ -10,7 +10,7 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features, gpu_of
 
 #: The most features that a head may have.
 MOST_FEATURES = 256
-#: Keys of a step of a program.
+#: Keys of a step of a program, of 16 bits; of 32 there are half as many, which registers can hold.
 STEP = 64
 #: The most parts that the keys of a head are divided into.
 MOST_CHUNKS = 64
@@ -108,7 +108,10 @@ def _decode_attention(
     stats = torch.empty(parts, chunks, 2, group, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
-    attend, gather = _launches(parts, chunks, group, size, width, scaling, kind, _features(query.device))
+    features = _features(query.device)
+    attend, gather = _launches(
+        parts, chunks, group, size, width, scaling, kind, query.dtype.itemsize, features
+    )
     seen = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         attend(
@@ -140,7 +143,7 @@ def _chunk(length: int, parts: int, device: torch.device) -> int:
 
 
 def _features(device: torch.device) -> frozenset[str]:
-    return device_features("cuda") if device.type == "cuda" else frozenset()
+    return device_features(device) if device.type == "cuda" else frozenset()
 
 
 @lru_cache(maxsize=1024)
@@ -152,6 +155,7 @@ def _launches(
     width: int,
     scaling: float,
     mask: str,
+    itemsize: int,
     features: frozenset[str],
 ) -> tuple[Launch, Launch]:
     from quantkit.kernels.fused.attention import attend, gather
@@ -166,7 +170,7 @@ def _launches(
             G=max(16, _power_of_two(group)),
             D=size,
             DP=_power_of_two(size),
-            BN=STEP,
+            BN=STEP * 2 // itemsize,
             MASK=mask,
             **known,
             num_warps=4,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import KernelError
+from quantkit.kernels.building import building
 from quantkit.kernels.fused import launch, rows
 from quantkit.kernels.linear import KernelLayout
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
@@ -68,7 +69,8 @@ def build_experts_layout(
     if reason is not None:
         warn_looped(problem, experts, reason)
         return None
-    with torch.no_grad():
+    # Tensors of inference mode could not be kept for the backward pass of experts one after the other.
+    with torch.no_grad(), torch.inference_mode(False), building():
         tensors = rows.stacked(weights, len(weights), dtype)
     return ExpertsLayout(dtype, first.scheme.token, experts, matrices, first.shape[0], tensors)
 

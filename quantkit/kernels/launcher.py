@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 
 class Launch:
     """A kernel with its grid and all that it knows at compile time; called with the other arguments.
@@ -18,6 +20,8 @@ class Launch:
         # What a compiled kernel is called with after the other arguments, in the order of its signature.
         self._known = tuple(options[name] for name in kernel.arg_names if name in options)
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        # For AMD, Triton addresses memory of less than 2 GiB in 32 bits.
+        self._by_size = torch.version.hip is not None
 
     def __call__(self, *arguments: Any) -> None:
         """Launch on the current device; for operands on the meta device only compile."""
@@ -29,6 +33,8 @@ class Launch:
             first.get_device(),
             *[_kind(a) if isinstance(a, int) else (a.dtype, a.data_ptr() & 15) for a in arguments],
         )
+        if self._by_size:
+            key += tuple([a.untyped_storage().size() >> 31 for a in arguments if not isinstance(a, int)])
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[self._grid](*arguments, *self._known)

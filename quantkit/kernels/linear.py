@@ -81,7 +81,8 @@ def linear_parts(
 
     `parts` are those called `scheme.part_names`, in that order. `scheme` may be given as its token. A layout
     built for another activation dtype is not used. With one of the dtype of x that `can_restore`, the first
-    part, the words, may be left out. Joined weights have no parts, only a layout of that dtype.
+    part, the words, may be left out. Joined weights have no parts, only a layout of that dtype. That x has
+    as many columns as the weight is for the caller to see to: `check_features`.
     """
     token = scheme if isinstance(scheme, str) else scheme.token
     use = layout is not None and layout.dtype == x.dtype
@@ -166,12 +167,17 @@ def _cache_key(dtype: torch.dtype) -> str:
 
 def _check_operands(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
     rows, columns = packed.shape
+    check_features(x, columns)
+    _check_activations(x, packed.words, bias, rows)
+
+
+def check_features(x: torch.Tensor, columns: int) -> None:
+    """Raise `KernelError` unless rows of `x` are as long as those of a weight. Kernel layouts do not say."""
     if x.dim() == 0 or x.shape[-1] != columns:
         raise KernelError(
             f"x has shape {tuple(x.shape)}; its last dimension must be the packed weight's "
             f"{columns} input features."
         )
-    _check_activations(x, packed.words, bias, rows)
 
 
 def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
@@ -350,7 +356,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         grad_x = torch.ops.quantkit.linear_grad_x(
             grad, parts, layout, ctx.scheme, ctx.in_features, ctx.layout_name
         )
-    grad_bias = grad.flatten(0, -2).sum(0) if needs[3] else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[3] else None
     return grad_x, [None] * len(parts), [None] * ctx.layout_tensors, grad_bias, None, None, None
 
 

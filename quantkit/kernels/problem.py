@@ -72,7 +72,8 @@ class Problem:
         half_sums = (
             dtype == torch.float16 and kind == "cuda" and torch.backends.cuda.matmul.allow_fp16_accumulation
         )
-        return cls(m, n, k, scheme, dtype, kind, device_features(kind), layout, gpu_of(device), half_sums)
+        features, gpu = device_features(device), gpu_of(device)
+        return cls(m, n, k, scheme, dtype, kind, features, layout, gpu, half_sums)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -181,10 +182,14 @@ class KernelRow:
     tiling: Tiling | None = None
 
 
-@lru_cache(maxsize=16)
-def device_features(device: str) -> frozenset[str]:
-    """What a device type can do, as far as rows decide by it: vector instructions, what kernels may use."""
-    return _cpu_features() if device == "cpu" else _gpu_features()
+@lru_cache(maxsize=64)
+def device_features(device: torch.device | str) -> frozenset[str]:
+    """What a device can do, as far as rows decide by it: vector instructions, what kernels may use.
+
+    "cuda" is the GPU that is the current one when that is first asked.
+    """
+    device = torch.device(device)
+    return _cpu_features() if device.type == "cpu" else _gpu_features(device)
 
 
 @lru_cache(maxsize=64)
@@ -198,13 +203,13 @@ def gpu_of(device: torch.device) -> Gpu | None:
     return Gpu(facts.name, (facts.major, facts.minor), facts.multi_processor_count, int(shared))
 
 
-def _gpu_features() -> frozenset[str]:
-    """Those of `GPU_FEATURES` that the current GPU has."""
+def _gpu_features(device: torch.device) -> frozenset[str]:
+    """Those of `GPU_FEATURES` that a GPU has."""
     if importlib.util.find_spec("triton") is None:
         return frozenset()
     facts = {"triton"}
-    if torch.version.cuda is not None and torch.cuda.is_available():
-        major, _ = torch.cuda.get_device_capability()
+    if device.type == "cuda" and torch.version.cuda is not None and torch.cuda.is_available():
+        major, _ = torch.cuda.get_device_capability(device)
         # bfloat16 arithmetic came with 8.0, dependent launches with 9.0.
         facts |= {fact for fact, since in (("ptx", 8), ("overlap", 9)) if major >= since}
         facts |= {"wgmma"} if major == 9 else set()

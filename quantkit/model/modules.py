@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quantkit.errors import FormatError
-from quantkit.kernels.linear import KernelLayout, autocast
+from quantkit.kernels.linear import KernelLayout, autocast, check_features
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts, is_fused_experts, why_not_packable_experts
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.model.shared_input import SharedInput
@@ -135,6 +135,7 @@ class PackedLinear(PackedModule):
         return {**super().__getstate__(), "_shared": None}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        check_features(x, self._columns["weight"])
         if self._shared is not None and not torch.is_grad_enabled():
             shared, index = self._shared
             y = shared.product(index, x)

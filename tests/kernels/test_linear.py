@@ -231,6 +231,16 @@ def test_gradients_reach_x_and_bias(name, zero_point, make_packed):
     assert torch.equal(bias.grad, grad.sum(0))
 
 
+@pytest.mark.parametrize("sizes", [(), (0,), (2, 0), (1, 2)], ids=str)
+def test_gradients_of_any_leading_dimensions(sizes, make_packed):
+    packed = make_packed("int4", (24, 100), group_size=32, exact=True)
+    x = torch.ones(*sizes, 100).requires_grad_()
+    bias = torch.zeros(24, requires_grad=True)
+    linear(x, packed, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full((24,), float(math.prod(sizes))))
+    assert torch.equal(x.grad, packed.dequantize().sum(0).expand_as(x))
+
+
 def test_a_scale_that_wants_a_gradient_is_refused(make_packed):
     packed = make_packed("int4", (16, 64), group_size=32)
     scale = packed.scale.clone().requires_grad_()

@@ -182,3 +182,15 @@ def test_silent_unless_asked(caplog, make_packed):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without a GPU says")
 def test_features_of_a_gpu_that_is_not_there():
     assert device_features("cuda") <= {"triton"}
+
+
+def test_gpus_of_one_machine_have_features_of_their_own(monkeypatch):
+    capabilities = {0: (12, 0), 1: (8, 9), None: (12, 0)}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: capabilities[of and of.index])
+    device_features.cache_clear()
+    first, second, current = (device_features(torch.device(name)) for name in ("cuda:0", "cuda:1", "cuda"))
+    device_features.cache_clear()
+    assert {"ptx", "overlap"} <= first and first == current
+    assert "ptx" in second and "overlap" not in second

@@ -9,6 +9,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from quantkit.errors import KernelError
 from quantkit.kernels import linear as kernels
 from quantkit.model import packed_module
 from quantkit.model.modules import PackedLinear, why_not_packable
@@ -35,6 +36,14 @@ def test_forward(name, bias):
     x = torch.randn(2, 3, 96)
     torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer.packed.dequantize(), dense.weight.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [(), (64,), (2, 95), (2, 3, 128)], ids=str)
+def test_activations_have_its_features(size):
+    """A kernel layout is of whole steps, and does not say how many columns of the last there are."""
+    layer, _ = make()
+    with pytest.raises(KernelError, match=r"x has shape .*; its last dimension must be .* 96 input features"):
+        layer(torch.ones(size))
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,15 @@ def segment(segments, number):
 
 @triton.jit
 def of_matrix(
-    codes, scale, zero, factor, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
-    V: tl.constexpr,
+    codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr,
+    PLANES: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """The operands of matrix `matrix` of those that lie one after the other, all with N rows."""
+    BITS: tl.constexpr = 16 * TILES // PLANES
     row_tile = matrix.to(tl.int64) * ((N + 15) // 16)
     lanes = row_tile * (16 * BLOCKS * V)
-    return codes + row_tile * (SPANS * TILES * 256), scale + lanes, zero + lanes, factor + matrix
+    codes += row_tile * (SPANS * TILES * 256)
+    return codes, scale + lanes, zero + lanes, factor + matrix, lut + matrix * (1 << BITS)
 
 
 @triton.jit

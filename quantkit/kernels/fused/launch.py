@@ -1,7 +1,7 @@
 """From operands to a launch of a fused kernel: its constants, its tile, its grid."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -262,6 +262,9 @@ def skinny(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset(
     m, k = op.x.shape
     y = _outputs(op)
     m = m if op.grouping is None else op.grouping.rows
+    # What is present is loaded 16 bytes at a time.
+    if tile.present and op.x.data_ptr() % 16:
+        tile = replace(tile, present=False)
     launch = _skinny(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, op.grouping)
     launch(op.x, *op.layout, y if op.bias is None else op.bias, y, m, op.n, *op.grouped)
     return y

@@ -129,6 +129,8 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         bias: torch.Tensor | None,
         tile: Any = None,
     ) -> torch.Tensor:
+        if bias is not None:
+            bias = bias.contiguous()
         return _started(run, Operands(x, layout, bias, weight.scheme, weight.shape[0]), tile)
 
     return launched
@@ -153,7 +155,7 @@ _Result = TypeVar("_Result")
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
     """`run` with what `device` can do, while it is the current one."""
-    features = device_features(device.type)
+    features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)
     with torch.cuda.device(device):
@@ -201,7 +203,7 @@ def stacked(weights: Iterable[PackedTensor], count: int, dtype: torch.dtype) -> 
     """The fragment layouts of `count` weights of one scheme and shape, one after the other in each part."""
     stacks: tuple[torch.Tensor, ...] = ()
     for index, weight in enumerate(weights):
-        layout = build(weight, dtype)
+        layout = FRAGMENTS.build(weight, dtype)
         stacks = stacks or tuple(part.new_empty(count, *part.shape) for part in layout)
         for stack, part in zip(stacks, layout, strict=True):
             stack[index] = part

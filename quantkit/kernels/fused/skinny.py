@@ -67,8 +67,8 @@ def skinny(
         programs = last_tile // R + 1
         which = tl.program_id(1) // programs
         program = tl.program_id(1) % programs
-        codes, scale, zero, factor = of_matrix(
-            codes, scale, zero, factor, expert * MATRICES + which, N, SPANS, TILES, BLOCKS, V
+        codes, scale, zero, factor, lut = of_matrix(
+            codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
         )
         y += which * N
         order += first

@@ -68,8 +68,8 @@ def tiled(
             return
         which = pn // tl.cdiv(N, ROWS)
         pn = pn % tl.cdiv(N, ROWS)
-        codes, scale, zero, factor = of_matrix(
-            codes, scale, zero, factor, expert * MATRICES + which, N, SPANS, TILES, BLOCKS, V
+        codes, scale, zero, factor, lut = of_matrix(
+            codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
         )
         x += first.to(tl.int64) * KP
         y += which * N

@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from quantkit.kernels import attention
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.launch import (
     DENSE_WARPS,
@@ -47,7 +48,8 @@ class Case(NamedTuple):
 
     It is skinny, present (skinny that loads only rows of x that are there), tiled, halves (tiles with sums in
     float16), dense or order; skinny and tiled with "experts" for several weights at once; or one of those
-    that work on pairs of tokens and experts, count, sort and weigh.
+    that work on pairs of tokens and experts, count, sort and weigh. Or it is attend, with a dtype in place of
+    a preset, and the features of a head in place of M.
     """
 
     kernel: str
@@ -115,9 +117,34 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape, features))
 
 
+def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+    """Attention of eight heads that share keys, as it is launched."""
+    features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
+    dtype = getattr(torch, case.name)
+    launch, _ = attention._launches(1, 1, 8, case.m, case.m, 1.0, "bool", dtype.itemsize, features)
+    names, options = launch._kernel.arg_names, launch._options
+    known = {name: options[name] for name in names if name in options}
+    types = {
+        **dict.fromkeys(names, "i32"),
+        **dict.fromkeys(("q", "k", "v"), "*fp32" if dtype == torch.float32 else "*bf16"),
+        **dict.fromkeys(("sums", "stats"), "*fp32"),
+        "mask": "*u8",
+        **dict.fromkeys(known, "constexpr"),
+    }
+    # Pointers, and strides of q, k and v.
+    whole = [name for name in names if types[name][0] == "*" or re.match("[qkv]_", name)]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
+    code = ASTSource(launch._kernel, types, known, aligned)
+    others = {name: value for name, value in options.items() if name not in names}
+    found = Source(launch._kernel, known, options["num_warps"], options["num_stages"], None)
+    return triton.compile(code, target=target, options=others), found
+
+
 def build(case: Case) -> tuple[Any, Source]:
     amd = case.capability == 942
     target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", case.capability, 32)
+    if case.kernel == "attend":
+        return build_attention(case, target)
     dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
     row = scheme(case.name)
     found = source(case, row, dtype)

@@ -221,6 +221,15 @@ def test_kernels_with_experts_compile_for_other_targets() -> None:
                 assert_few_rows_stay_in_registers(case, found)
 
 
+def test_attention_fits_memory_and_registers() -> None:
+    cases: list[Case] = [("attend", "float32", 80, 128), ("attend", "bfloat16", 90, 256)]
+    # What takes the most, where there is the least.
+    cases += [("attend", "float32", 89, 256), ("attend", "float32", AMD, 256)]
+    for case, found in compiled(cases).items():
+        assert found["shared"] <= found["limit"], (case, found)
+        assert found["spills"] == 0, (case, found)
+
+
 def test_float16_sums_are_what_consumer_gpus_multiply_at_full_rate() -> None:
     for case, found in compiled([("halves", "int4", capability, 64) for capability in (80, 86, 89)]).items():
         assert found["sums"] == ["f16"], case

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from quantkit.kernels.fused import launch, rows
 from quantkit.kernels.fused.launch import Grouping, Operands, Pairs, SkinnyTile, Tile, most_segments
 from quantkit.kernels.fused.layout import geometry
 from quantkit.kernels.fused.tilings import segment_rows, skinny_tile, tiled_tile
+from quantkit.kernels.linear import linear_parts
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
 from quantkit.packing.schemes import scheme
@@ -223,6 +226,25 @@ def test_zero_points_and_factors_are_those_of_the_expert(
             assert relative(run_with(made, x, index, size, features, tile), expected) < LIMIT[DTYPE], tile
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_code_books_are_those_of_the_expert(
+    make_experts: Callable[..., Experts], poisoned: None, tokens: int
+) -> None:
+    made = make_experts("book4", 3, 2, (24, 128))
+    every = [weight for one in made.weights for weight in one]
+    for number, weight in enumerate(every):
+        book = weight.part("codebook")
+        assert book is not None
+        book.copy_(torch.linspace(-1, 1 + number, 16))
+    tensors = rows.stacked(every, len(every), DTYPE)
+    made = replace(made, layout=replace(made.layout, tensors=tensors))
+    x, index = numbers(tokens, 128), choices(tokens, 2, 3)
+    expected = product(made, x, index)
+    for features in FEATURES:
+        for size, tile in tiles(made):
+            assert relative(run_with(made, x, index, size, features, tile), expected) < LIMIT[DTYPE], tile
+
+
 def test_all_tokens_may_choose_one_expert(make_experts: Callable[..., Experts], poisoned: None) -> None:
     made = make_experts("int4", 8, 1, (16, 128))
     x, index = numbers(40, 128), torch.full((40, 1), 5, device=DEVICE)
@@ -311,6 +333,37 @@ def test_layouts_of_single_matrices_are_in_the_same_memory(make_experts: Callabl
     for part, stack, alone in zip(one.tensors, made.layout.tensors, expected, strict=True):
         assert torch.equal(part, alone)
         assert part.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()
+
+
+def test_layouts_are_built_on_the_gpu_that_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are launched on the current one, which need not be it."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        current.append(which)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(rows, "wait_for", lambda which: None)
+    monkeypatch.setattr(rows, "build", lambda weight, dtype: (torch.tensor([one.index for one in current]),))
+    weights: list[Any] = [SimpleNamespace(device=torch.device("cuda", index)) for index in (1, 1)]
+    assert rows.stacked(weights, 2, DTYPE)[0].tolist() == [[1], [1]]
+
+
+def test_layouts_built_in_inference_mode_serve_a_backward_pass(
+    make_packed: Callable[..., PackedTensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "why_not_grouped", lambda asked: None)
+    packed = make_packed("int4", (16, 128), exact=True).to(DEVICE)
+    with torch.inference_mode():
+        layout = build_experts_layout([packed], 1, 1, DTYPE)
+    assert layout is not None
+    x = torch.ones(2, 128, dtype=DTYPE, device=DEVICE, requires_grad=True)
+    # The words are where they are when they were released: in the layout only.
+    linear_parts(x, packed.tensors[1:], None, packed.scheme, 16, layout.of(0)).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad[0], packed.dequantize().sum(0).to(DTYPE))
 
 
 # What is chosen, and what is said of it

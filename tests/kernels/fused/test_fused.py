@@ -120,6 +120,23 @@ def test_kernels_multiply_with_the_dequantized_weight(
                 assert DEVICE == "cpu" or torch.equal(y, run()), name
 
 
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_x_may_begin_anywhere(
+    make_packed: Callable[..., PackedTensor], monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Loads of rows of x that are present are of 16 bytes, whatever Triton knows of the address."""
+    found, tiles = launch._skinny, []
+    monkeypatch.setattr(launch, "_skinny", lambda *given: tiles.append(given[6]) or found(*given))
+    op, packed = operands(make_packed, "int4", 16, 256, 2, DTYPES[0])
+    memory = torch.zeros(2 * 256 + 8, dtype=op.x.dtype, device=DEVICE)
+    x = memory[first : first + 2 * 256].view(2, 256).copy_(op.x)
+    for features in FEATURES:
+        y = launch.skinny(replace(op, x=x), SkinnyTile(present=True), features)
+        assert error(y, x, packed, op.bias) < LIMIT[x.dtype]
+    aligned = first * x.itemsize % 16 == 0
+    assert [tile.present for tile in tiles] == [aligned] * len(FEATURES)
+
+
 @each_case
 def test_dequantize_writes_the_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str
@@ -449,7 +466,8 @@ def test_rows_launch_what_they_say(
     assert chosen.layout is not None
     asked = Problem(m, 40, 256, packed.scheme, dtype, "cuda", device_features("cuda"))
     tile = {} if chosen.tiling is None else {"tile": chosen.tiling.rule(asked)}
-    for bias in (op.bias, None):
+    assert op.bias is not None
+    for bias in (op.bias, None, op.bias.repeat_interleave(2)[::2]):
         y = chosen.launch(op.x, packed, chosen.layout.build(packed, dtype), bias, **tile)
         assert error(y, op.x, packed, torch.zeros_like(op.bias) if bias is None else bias) < LIMIT[dtype]
 

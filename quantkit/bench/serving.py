@@ -17,6 +17,7 @@ import torch
 
 from quantkit.bench.figures import Load, Percentiles, Serving, label_of
 from quantkit.bench.machine import machine
+from quantkit.calibrate.samples import check_seed
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, UsageError
@@ -60,6 +61,7 @@ class Traffic:
                 raise UsageError(
                     f"{what} of {lengths[0]} to {lengths[1]} tokens; use 1 or more, smaller first."
                 )
+        check_seed(self.seed)
         if self.dtype != "auto":
             dtype_named(self.dtype)
 

@@ -370,10 +370,10 @@ def capture(
             # torch's own stream for this is on the device that was current when it was first used.
             with torch.cuda.graph(graph, stream=stream):
                 output = step()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             rewind()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise _NotRecorded(str(error).partition("\n")[0]) from error
     return output, graph.replay
 

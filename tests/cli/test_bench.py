@@ -65,6 +65,7 @@ def test_serve_like(run: Run, packed: Path, tmp_path: Path) -> None:
         (("--serve-like", "--prompt-range", "8-4"), "prompts of 8 to 4 tokens"),
         (("--serve-like", "--prompt-range", "8-"), "--prompt-range is '8-'; it is a number of tokens"),
         (("--dtype", "int3"), "unknown dtype 'int3'"),
+        (("--serve-like", "--seed", "-5"), "seed is -5; use 0 to"),
         (("--seed", str(1 << 64)), f"seed is {1 << 64}; use 0 to {(1 << 63) - 1}."),
     ],
 )

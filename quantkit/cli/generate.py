@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import err, print_json, stream
+from quantkit.cli.console import err, note, print_json, stream
 
 
 def generate(
@@ -30,7 +30,7 @@ def generate(
     The text goes to stdout as it comes, the speed to stderr.
     """
     from quantkit.cli.models import log_kernels, open_model
-    from quantkit.model.generate import collect
+    from quantkit.model.generate import POSITIONS, collect
     from quantkit.model.generate import stream as model_text
     from quantkit.model.memory import enough_memory
 
@@ -61,8 +61,11 @@ def generate(
                 "prefill_seconds": result.prefill_seconds,
                 "decode_seconds": result.decode_seconds,
                 "tokens_per_second": result.tokens_per_second,
+                "end": result.end,
             }
         )
         return
     stream("\n" if streaming else f"{prompt}{result.text}\n")
+    if result.end == POSITIONS:
+        note(f"stopped at {len(result.tokens)} of {max_new_tokens} tokens: the model has no more positions")
     err.print(f"{len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s", style="dim")

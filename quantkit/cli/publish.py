@@ -87,9 +87,11 @@ def push(
     is not whole is refused.
     """
     from quantkit.publish import upload as uploading
+    from quantkit.publish.card import check_repo_id
 
     if card is not None and (base_model or license):
         raise UsageError("--card has its own base model and license; give those to 'quantkit report'.")
+    check_repo_id(repo)
     files = _card_files(directory, None, (), repo, base_model, license) if card is None else _read_card(card)
     with progress("verifying") as advance:
         prepared = uploading.prepare(directory, files, advance)

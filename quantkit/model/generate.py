@@ -11,16 +11,23 @@ import torch
 from quantkit.calibrate.samples import check_seed
 from quantkit.errors import UsageError
 
+#: The model ended the text; as many tokens as were asked for; the model has no more positions.
+ENDS = (END_OF_TEXT, MAX_NEW_TOKENS, POSITIONS) = ("end_of_text", "max_new_tokens", "positions")
+
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated, and in how many seconds: the prompt's forward, then one per token."""
+    """What was generated, and in how many seconds: the prompt's forward, then one per token.
+
+    `end` is why there is no more: one of `ENDS`.
+    """
 
     text: str
     tokens: tuple[int, ...]
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    end: str
 
     @property
     def seconds(self) -> float:
@@ -111,18 +118,30 @@ def stream(
         raise UsageError(
             f"the prompt has {prompt_tokens} tokens and the model {positions} positions; shorten the prompt."
         )
-    room = max_new_tokens if positions is None else min(max_new_tokens, positions - prompt_tokens)
-    return _decoded(model, tokenizer, ids, room, temperature, seed, packed_cache)
+    room, end = max_new_tokens, MAX_NEW_TOKENS
+    if positions is not None and positions - prompt_tokens < room:
+        room, end = positions - prompt_tokens, POSITIONS
+    generator = torch.Generator(device=ids.device).manual_seed(seed)
+    return _decoded(model, tokenizer, ids, room, end, temperature, generator, packed_cache)
 
 
 @torch.no_grad()
 def _decoded(
-    model: Any, tokenizer: Any, ids: torch.Tensor, room: int, temperature: float, seed: int, cache: Any
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    room: int,
+    end: str,
+    temperature: float,
+    generator: torch.Generator,
+    cache: Any,
 ) -> Chunks:
-    """At most `room` tokens after `ids` [1, P]; `cache` is the packed one, None for that of the model."""
+    """Up to `room` tokens after `ids` [1, P], where `end` is why they are no more.
+
+    `cache` is the packed one, None for that of the model.
+    """
     prompt_tokens = ids.shape[1]
     ends = _end_tokens(model)
-    generator = torch.Generator(device=ids.device).manual_seed(seed)
     text = _TextOf(tokenizer, ids[0].tolist())
     forward = model
     if cache is None and model.device.type == "cuda":
@@ -146,7 +165,14 @@ def _decoded(
             yield piece
         if last:
             break
-    return Generation(text.text, tuple(text.tokens), prompt_tokens, prefilled - started, now - prefilled)
+    return Generation(
+        text.text,
+        tuple(text.tokens),
+        prompt_tokens,
+        prefilled - started,
+        now - prefilled,
+        END_OF_TEXT if token in ends else end,
+    )
 
 
 def last_logits(model: Any) -> dict[str, int]:

@@ -158,6 +158,9 @@ def make_card(
     `base_model` (a hub id) is by default the source, if that was a hub id; `license` what the card of the
     source says.
     """
+    for name in (repo, base_model):
+        if name is not None:
+            check_repo_id(name)
     record = ModelRecord.from_manifest(read_manifest(directory))
     base = base_model or (record.source if _came_from_hub(record.source) else None)
     source = source_metadata(base or record.source)
@@ -190,6 +193,17 @@ def make_card(
         Section("How to run it", tuple(_running(record, name))),
     )
     return Card(front, Document(name, sections), tuple(notes))
+
+
+def check_repo_id(name: str) -> None:
+    """`UsageError` for what no repository of the hub can be called."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UsageError(f"{name!r} is no repository id: {error} Give one such as org/name.") from error
 
 
 def source_metadata(source: str) -> dict[str, Any]:

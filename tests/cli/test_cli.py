@@ -550,6 +550,7 @@ def test_generate(run: Run, packed: Path) -> None:
     assert len(result["tokens"]) == 6
     assert result["prompt_tokens"] == 5
     assert result["decode_seconds"] > 0
+    assert result["end"] == "max_new_tokens"
 
     def sampled(seed: int) -> str:
         return run("generate", packed, "One", "-n", 12, "--temperature", 2, "--seed", seed).out
@@ -558,6 +559,16 @@ def test_generate(run: Run, packed: Path) -> None:
     done = run("generate", packed, "One", "-n", 2, "--verbose")
     assert done.out.startswith("One")
     assert os.environ["QUANTKIT_VERBOSE"] == "1"
+
+
+def test_generate_stops_where_positions_end(run: Run, packed: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(packed, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 12}))
+    done = run("generate", short, "Once upon a time", "-n", 100)
+    assert done.code == 0
+    assert "note: stopped at 7 of 100 tokens: the model has no more positions" in done.err
 
 
 @pytest.mark.parametrize(

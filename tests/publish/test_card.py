@@ -97,6 +97,13 @@ def test_front_matter(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert other.front_matter["license"] == "apache-2.0" and "license_name" not in other.front_matter
 
 
+@pytest.mark.parametrize("name", ["two words", "a/b/c", "org/-x", "", "org/" + 100 * "x"])
+def test_names_that_no_repository_can_have(packed: Path, name: str) -> None:
+    for given in ({"repo": name}, {"base_model": name}):
+        with pytest.raises(UsageError, match=f"'{name}' is no repository id: .* such as org/name"):
+            make_card(packed, Measurements(), **given)
+
+
 def test_metadata_of_a_local_source(tmp_path: Path) -> None:
     assert source_metadata(str(tmp_path)) == {}
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")

@@ -266,8 +266,11 @@ def test_what_cannot_be_recorded_runs_and_is_said_once(
     # Numbers that no tensor has would be those of the recorded step for ever.
     assert reasons(input_ids=ids(tokens=1), past_key_values=cache, given=[1.0]) == "given is a list"
     assert "given is a dict" in reasons(input_ids=ids(tokens=1), past_key_values=cache, given={"a": object})
-    with torch.autocast(DEVICE, torch.bfloat16):
-        assert reasons(input_ids=ids(tokens=1), past_key_values=cache) == "autocast is asked for"
+    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
+        # Its keys and values are those of autocast too.
+        cast = static_cache(model, 40)
+        model(input_ids=ids(), past_key_values=cast)
+        assert reasons(input_ids=ids(tokens=1), past_key_values=cast) == "autocast is asked for"
     recorded.clear()
     monkeypatch.setattr(decoding, "capture", failing)
     found = GraphedForward(model)

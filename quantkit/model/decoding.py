@@ -242,6 +242,9 @@ def static_cache(model: Any, tokens: int) -> Cache | None:
     compiles = getattr(model, "_can_compile_fullgraph", False)
     if not kinds <= _ATTENTION or getattr(config, "is_encoder_decoder", False) or not compiles:
         return None
+    # Keys and values may have two dtypes then, for which a static layer has one.
+    if torch.is_autocast_enabled(model.device.type):
+        return None
     length = -(-tokens // BUCKET) * BUCKET
     return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(config.num_hidden_layers)])
 

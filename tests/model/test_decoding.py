@@ -267,10 +267,8 @@ def test_what_cannot_be_recorded_runs_and_is_said_once(
     assert reasons(input_ids=ids(tokens=1), past_key_values=cache, given=[1.0]) == "given is a list"
     assert "given is a dict" in reasons(input_ids=ids(tokens=1), past_key_values=cache, given={"a": object})
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
-        # Its keys and values are those of autocast too.
-        cast = static_cache(model, 40)
-        model(input_ids=ids(), past_key_values=cast)
-        assert reasons(input_ids=ids(tokens=1), past_key_values=cast) == "autocast is asked for"
+        step = {"input_ids": ids(tokens=1), "past_key_values": cache}
+        assert decoding.why_not(step) == "autocast is asked for"
     recorded.clear()
     monkeypatch.setattr(decoding, "capture", failing)
     found = GraphedForward(model)
@@ -408,6 +406,15 @@ def test_the_cache_that_a_generation_returns_has_room_for_more(window: int | Non
     expected = turns()
     graph_decoding(model)
     assert torch.equal(turns(), expected)
+
+
+@pytest.mark.usefixtures("compiling")
+def test_generate_under_autocast_has_the_cache_of_transformers(model: Any, recorded: list[int]) -> None:
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected = model.generate(ids(), **SEVEN)
+        graph_decoding(model)
+        assert torch.equal(model.generate(ids(), **SEVEN), expected)
+    assert not recorded
 
 
 @pytest.mark.usefixtures("compiling")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import quantkit
 from quantkit.errors import KernelError
@@ -282,3 +283,22 @@ def test_a_model_has_fewer_launches_and_the_same_logits(launches, tmp_path):
     torch.testing.assert_close(found, again(ids).logits, rtol=1e-4, atol=1e-4)
     assert len(launches) == 7 * layers
     assert saved.keys() == again.state_dict().keys()
+
+
+def test_joined_biases_are_saved_apart(launches, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    source = Qwen2ForCausalLM(Qwen2Config(vocab_size=512, num_hidden_layers=2, **sizes))
+    for name, parameter in source.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    source.save_pretrained(tmp_path / "dense")
+    quantkit.quantize(tmp_path / "dense", tmp_path / "packed", format="int4", group_size=32)
+    model = quantkit.load(tmp_path / "packed", device="cpu", dtype=torch.float32)
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.bias.untyped_storage().data_ptr() == (
+        attention.k_proj.bias.untyped_storage().data_ptr()
+    )
+    model.save_pretrained(tmp_path / "saved")
+    found, again = model.state_dict(), quantkit.load(tmp_path / "saved", device="cpu").state_dict()
+    assert found.keys() == again.keys()
+    assert all(torch.equal(found[name], again[name].to(found[name].dtype)) for name in found)

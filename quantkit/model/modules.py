@@ -177,12 +177,13 @@ def packed_replacement(
 ) -> PackedModule | None:
     """The uninitialised stand-in for `module`, called `name` in the model; None if it stays dense.
 
-    Raises `FormatError` if a scheme is assigned to experts that cannot be packed.
+    Raises `FormatError` if a scheme is assigned to experts that cannot be packed, or to rows of no columns.
     """
     if type(module) is nn.Linear:
         scheme = scheme_of(name)
         if scheme is None:
             return None
+        _refuse_empty(name, module.in_features)
         return PackedLinear(
             module.in_features,
             module.out_features,
@@ -201,4 +202,13 @@ def packed_replacement(
     if reason is not None or gate_up is None or down is None:
         raise FormatError(f"experts {name!r} cannot be packed: {reason}. Quantize the model again.")
     experts: Any = module
+    _refuse_empty(name, *experts.down_proj.shape[1:])
     return PackedExperts.replacing(experts, gate_up, down, container)
+
+
+def _refuse_empty(name: str, *columns: int) -> None:
+    if min(columns) < 1:
+        raise FormatError(
+            f"{name!r} has {min(columns)} input features by config.json; packed weights have at least one. "
+            "Restore config.json, or quantize the model again."
+        )

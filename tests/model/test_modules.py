@@ -9,10 +9,10 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from quantkit.errors import KernelError
+from quantkit.errors import FormatError, KernelError
 from quantkit.kernels import linear as kernels
 from quantkit.model import packed_module
-from quantkit.model.modules import PackedLinear, why_not_packable
+from quantkit.model.modules import PackedLinear, packed_replacement, why_not_packable
 from quantkit.packing.tensor import PackedTensor
 
 from .conftest import SCHEMES, absmax_pack
@@ -273,3 +273,11 @@ def test_linear_is_packable_and_its_subclasses_are_not():
 
     assert why_not_packable(nn.Linear(4, 4)) is None
     assert why_not_packable(Special(4, 4)) == "Special is neither nn.Linear nor a fused experts module"
+
+
+def test_a_linear_without_inputs_is_refused_by_its_name():
+    for scheme in SCHEMES.values():
+        with pytest.raises(
+            FormatError, match=r"'a\.b' has 0 input features by config\.json; .* at least one"
+        ):
+            packed_replacement("a.b", nn.Linear(0, 8), lambda _, scheme=scheme: scheme, "quantkit")

@@ -118,19 +118,26 @@ class GraphedForward:
         bound = inspect.signature(cls.generate).bind_partial(self._model, *arguments, **options).arguments
         asked = {**bound.pop("kwargs", {}), **bound}
         tokens = _tokens_of(asked, self._model.generation_config)
-        cache = None if tokens is None else static_cache(self._model, tokens)
-        if cache is not None:
-            options["past_key_values"] = cache
+        cache = None
+        if tokens is not None:
+            cache = static_cache(self._model, tokens)
+            if cache is None:
+                self._say(str(_why_no_static_cache(self._model)))
+            else:
+                options["past_key_values"] = cache
         found = cls.generate(self._model, *arguments, **options)
         if cache is not None and getattr(found, "past_key_values", None) is cache:
             found.past_key_values = _growing(cache, self._model)
         return found
 
     def _plainly(self, inputs: Inputs, reason: str) -> Any:
+        self._say(reason)
+        return self._model(**inputs)
+
+    def _say(self, reason: str) -> None:
         if reason not in self.refused:
             self.refused[reason] = None
             logger.warning("decoding steps are launched one kernel at a time: %s", reason)
-        return self._model(**inputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies have graphs of their own.
@@ -236,17 +243,24 @@ def static_cache(model: Any, tokens: int) -> Cache | None:
 
     Windows of sliding attention come from masks: every layer has room for all tokens.
     """
-    config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    # transformers says of a model that it compiles if it runs with keys and values of a length that is fixed.
-    compiles = getattr(model, "_can_compile_fullgraph", False)
-    if not kinds <= _ATTENTION or getattr(config, "is_encoder_decoder", False) or not compiles:
+    if _why_no_static_cache(model) is not None:
         return None
-    # Keys and values may have two dtypes then, for which a static layer has one.
-    if torch.is_autocast_enabled(model.device.type):
-        return None
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
     length = -(-tokens // BUCKET) * BUCKET
-    return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(config.num_hidden_layers)])
+    return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(layers)])
+
+
+def _why_no_static_cache(model: Any) -> str | None:
+    """None if keys and values of a length that is fixed do for `model`, else the reason they do not."""
+    config = model.config.get_text_config(decoder=True)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    if others:
+        return f"the model has layers of {others[0]}"
+    # transformers says of a model that it compiles if it runs with such keys and values.
+    if getattr(config, "is_encoder_decoder", False) or not getattr(model, "_can_compile_fullgraph", False):
+        return "transformers does not run the model with a static cache"
+    # Keys and values may have two dtypes then, for which a static layer has one.
+    return "autocast is asked for" if torch.is_autocast_enabled(model.device.type) else None
 
 
 def _growing(cache: Cache, model: Any) -> Cache:

@@ -4,15 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.core_model_loading import MergeModulelist, SplitModulelist
+from transformers.core_model_loading import MergeModulelist, SplitModulelist, build_glob_alternation
 
 from quantkit.model.modules import packed_modules
 
 
-def mend(model: Any) -> None:
-    """Mend what applies; does nothing with a version that needs nothing."""
+def mend(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Mend what applies; does nothing with a version that needs nothing.
+
+    `dtypes` are those that the parameters of `model` had before they were loaded.
+    """
     _keep_expert_shapes(model)
     _keep_offloaded_dtypes(model)
+    _cast_renamed(model, dtypes)
 
 
 def _keep_expert_shapes(model: Any) -> None:
@@ -42,6 +46,23 @@ def _keep_offloaded_dtypes(model: Any) -> None:
             entry = index.get(f"{getattr(weights, 'prefix', '')}{name}", {})
             if "safetensors_file" in entry and "dtype" in entry:
                 entry["dtype"] = str(parameter.dtype).removeprefix("torch.")
+
+
+def _cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give dense parameters the dtype that the model was asked for in.
+
+    In 5.12 and 5.17 those that are loaded under another name than that in the file, such as routers of
+    Mixtral, keep the file's, if anything of the model is packed.
+    """
+    plan = model._get_dtype_plan(model.dtype)
+    # Those that the model wants in another dtype than its own.
+    planned = build_glob_alternation(list(plan))[0] if plan else None
+    packed = {id(p) for _, module in packed_modules(model) for p in module.parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        dtype = dtypes.get(name, parameter.dtype)
+        known = id(parameter) in packed or parameter.is_meta or (planned and planned.search(name))
+        if parameter.dtype != dtype and not known:
+            parameter.data = parameter.data.to(dtype)
 
 
 class _Merge(MergeModulelist):  # type: ignore[misc]

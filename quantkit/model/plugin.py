@@ -65,11 +65,13 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         names = [stored.part_name("weight", part) for part in parts for stored in stored_formats(container)]
         self.serialized_names = {"weight": list(dict.fromkeys(names))}
         self._routes_on_host = False
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         swap_modules(model, self.quantization_config.parsed)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             divide_packed(model)
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         files = kwargs.get("checkpoint_files")
         if files:
             check_headers(model, self, [Path(file) for file in files])
@@ -89,7 +91,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         for _, module in packed_modules(model):
             if isinstance(module, PackedExperts) and not module.is_grouped(model.dtype):
                 self._routes_on_host = True
-        mend(model)
+        mend(model, self._dtypes)
         return model
 
     def _convert_model_for_quantization(self, model: nn.Module) -> None:

@@ -60,7 +60,11 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(packed: Path) -> Any:
-    return quantkit.load(packed, device=DEVICE, dtype=torch.float32)
+    """Without graphs, which it has on a GPU."""
+    found = quantkit.load(packed, device=DEVICE, dtype=torch.float32)
+    for name in ("generate", "get_compiled_call"):
+        vars(found).pop(name, None)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -533,7 +537,8 @@ def test_layers_that_share_keys_with_others_are_recorded(recorded: list[int]) ->
     for seed in (0, 1):
         prompt = ids(seed=seed)
         close(decode(model, graphed, static_cache(model, 20), prompt), decode_whole(model, prompt, 6))
-    assert len(recorded) == 1 and not graphed.refused
+    # A constant comes from the host at each step of this family, which no graph can have.
+    assert len(recorded) == 1 and len(graphed.refused) == (DEVICE == "cuda")
 
 
 def test_our_attention_is_for_one_token_and_sdpa_for_more(model: Any, attended: list[int]) -> None:

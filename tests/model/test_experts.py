@@ -239,6 +239,15 @@ def test_a_model_with_grouped_experts(tiny, grouped, monkeypatch):
         assert_close(found, model(ids).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_another_dtype_than_the_files(tiny, dtype):
+    """Routers too, which have another name in the files."""
+    model = AutoModelForCausalLM.from_pretrained(tiny("mixtral", "int4").packed, dtype=dtype)
+    assert {layer.mlp.gate.weight.dtype for layer in model.model.layers} == {dtype}
+    with torch.no_grad():
+        assert model(torch.tensor([[1, 5]])).logits.dtype == dtype
+
+
 # What can be packed
 
 

@@ -1,0 +1,103 @@
+"""Run the tests of kernels under compute-sanitizer, on a GPU: accesses out of bounds, and races.
+
+    python -m tests.kernels.sanitize                              memcheck, then racecheck
+    python -m tests.kernels.sanitize --tools memcheck --jobs 4
+    python -m tests.kernels.sanitize -k "powers_of_two and int4"  only these tests
+
+Every kernel in every format runs, with the tiles of the tests, on odd sizes. Each allocation is one of the
+driver, so that what is read beyond a tensor is not another tensor of torch's pool. Exit status 1 if a tool
+found anything, a test failed, or none ran.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+TESTS = Path(__file__).parent / "fused"
+#: All kernels in all formats; what repeats them, and what captures graphs, which allocations forbid, is not.
+SELECTED = (
+    "(multiply_with_the_dequantized_weight and 13) or (powers_of_two and not one_expert) or "
+    "dequantize_writes or builders_agree or (words_come_back and 333) or is_attention or one_expert_after or "
+    "sorted_as_by_hand or added_up_in_the_order or code_books"
+)
+PYTEST = (
+    *(sys.executable, "-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q"),
+    *("-p", "no:xdist", "-p", "no:cacheprovider"),
+)
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process found: its exit status, findings of the tool, passed tests, and all that it said."""
+
+    status: int
+    findings: int
+    passed: int
+    output: str
+
+
+def main() -> int:
+    """Parse the command line, share the tests among processes, print a line for each tool."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tools", nargs="+", default=("memcheck", "racecheck"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("-k", default=SELECTED, metavar="EXPRESSION", help="tests, as for pytest")
+    arguments = parser.parse_args()
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer is not there; it comes with the CUDA toolkit", file=sys.stderr)
+        return 1
+    tests = selected(arguments.k)
+    failed = not tests
+    for tool in arguments.tools:
+        shares = [tests[job :: arguments.jobs] for job in range(min(arguments.jobs, len(tests)))]
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            parts = list(pool.map(partial(run, tool), shares))
+        passed, findings = sum(part.passed for part in parts), sum(part.findings for part in parts)
+        print(f"{tool}: {passed} of {len(tests)} tests passed, {findings} findings", flush=True)
+        for part in parts:
+            if part.status:
+                failed = True
+                print(part.output[-8000:])
+    return int(failed)
+
+
+def selected(expression: str) -> list[str]:
+    """The names of tests that `expression` selects."""
+    done = subprocess.run(
+        [*PYTEST, "--collect-only", "-k", expression, str(TESTS)], capture_output=True, text=True, check=False
+    )
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def run(tool: str, tests: list[str]) -> Part:
+    """Run some tests under a tool in a process of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        listed = Path(scratch) / "tests"
+        listed.write_text("\n".join(tests))
+        done = subprocess.run(
+            ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *PYTEST, "-x", f"@{listed}"],
+            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    passed, found = re.search(r"(\d+) passed", done.stdout), SUMMARY.search(done.stdout)
+    # Without a summary the tool did not run.
+    status = done.returncode or int(found is None or passed is None)
+    return Part(status, int(found[1]) if found else 0, int(passed[1]) if passed else 0, done.stdout)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 #: Names of modules that models call with one input, in this order. Nothing but speed depends on them.
 SIBLINGS: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
+#: Rows of x from which weights of one size are multiplied with one by one. Launching takes no time beside
+#: that, and parts of a joined output are not contiguous, so that what comes next reads them more slowly.
+APART = 1024
 
 _Ref = weakref.ref[torch.Tensor]
 
@@ -87,6 +89,8 @@ class SharedInput:
             return None
         layout, bias = self._joined[operand.dtype]
         rows = self._rows()
+        if len(set(rows)) == 1 and operand.numel() >= APART * operand.shape[-1]:
+            return None
         y = linear_parts(operand, (), bias, self._members[0].matrix.scheme, sum(rows), layout)
         first, *rest = torch.split(y, rows, dim=-1)
         self._x, self._rest = x, dict(enumerate(rest, 1))

@@ -15,6 +15,7 @@ import quantkit
 from quantkit.errors import KernelError
 from quantkit.kernels import table
 from quantkit.kernels.problem import KernelRow, Layout, always
+from quantkit.model import shared_input
 from quantkit.model.modules import PackedLinear
 from quantkit.model.shared_input import shared_inputs
 from quantkit.model.tensor_parallel import TensorParallelPlan
@@ -91,6 +92,20 @@ def test_one_launch_computes_all(launches, bias):
         assert launches == [96] * min(1, math.prod(size))
         # The parts can be seen as heads, as models do.
         assert found[0].view(*size[:-1], 4, 16).shape[-1] == 16
+
+
+@torch.no_grad()
+def test_many_rows_are_multiplied_with_weights_of_one_size_one_by_one(launches, monkeypatch):
+    monkeypatch.setattr(shared_input, "APART", 8)
+    for rows, calls in (((32, 32, 32), [32] * 3), ((64, 16, 16), [96])):
+        model = joined(Attention(rows, bias=(True,) * 3))
+        for size, expected in (((7, 96), [sum(rows)]), ((8, 96), calls), ((2, 4, 96), calls)):
+            x = torch.randn(size)
+            launches.clear()
+            found = model(x)
+            close(found, model.alone(x))
+            assert launches == expected
+            assert len(expected) == 1 or all(part.is_contiguous() for part in found)
 
 
 @torch.no_grad()

@@ -69,9 +69,14 @@ class Solver:
 
     def _sums(self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]) -> dict[str, RunSum]:
         sums: dict[str, RunSum] = {}
-        for parts in self.in_order(function, items):
+
+        def add(parts: Sequence[Named]) -> None:
             for name, part in parts:
                 sums.setdefault(name, RunSum()).add(part)
+
+        # A function, as a loop would keep what was added until it has the next: a sum more in memory.
+        for _ in map(add, self.in_order(function, items)):
+            pass
         return sums
 
     def in_order(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:

@@ -255,9 +255,10 @@ FAULTS: dict[str, dict[int, Fault]] = {
         69: Fault(
             "a GPU without memory",
             "fallback",
-            "fewer rows at a time, with a note and the same codes; where no row fits, or a pass does not, "
-            "an error with the bytes asked for and free. Never to the CPU by itself, whose bytes differ. "
-            "Simulated: the allocation error is raised from the calculation",
+            "fewer rows at a time, with a note; where no row fits, or a pass does not, an error with the "
+            "bytes asked for and free. Never to the CPU by itself, whose bytes differ. Scales and codes are "
+            "the same, but for calibrated methods on a GPU, whose library multiplies other numbers of rows "
+            "in another order. Simulated, and on a GPU with a bound on what torch may allocate",
         ),
         70: Fault(
             "no GPU, no Triton, a GPU too old, other versions",

@@ -19,8 +19,22 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
 from quantkit.kernels.table import forced_row
+from quantkit.model import graphs, prompt_graphs
 from quantkit.model.attention import use_decode_attention
-from quantkit.model.modules import packed_modules
+from quantkit.model.graphs import (
+    Inputs,
+    NotRecorded,
+    check_output,
+    cloned,
+    copy_tensors,
+    is_plain,
+    outline,
+    own_output,
+    used_layers,
+    why_not_asked,
+)
+from quantkit.model.packed_module import PackedModule
+from quantkit.model.prompt_graphs import PromptGraphs
 
 logger = logging.getLogger("quantkit.model")
 
@@ -45,25 +59,28 @@ _SHAPES = 1 << 20
 #: New tokens that `generate` makes where nobody says how many.
 _NEW_TOKENS = 20
 
-Inputs = dict[str, Any]
-
 
 class GraphedForward:
-    """The forward of `model` for one new token of each sequence, as a CUDA graph.
+    """The forward of `model` for one new token of each sequence, as a CUDA graph; `forward` is for prompts.
 
-    Called as the model is. What cannot be recorded runs as it would have, is logged once with the reason, and
-    is in `refused`. The outputs are the caller's own. `renew` has to be called where the model may have
-    changed since: before each generation. With `compiled`, torch.compile fuses what is between the linears
-    before it is recorded, which takes a minute or so the first time.
+    Called as the model is. A step that cannot be recorded runs as it would have, is logged once with the
+    reason, and is in `refused`. The outputs are the caller's own. `renew` has to be called where the model
+    may have changed since: before each generation. With `compiled`, torch.compile fuses what is between the
+    linears of a step before it is recorded, which takes a minute or so the first time.
     """
 
-    def __init__(self, model: Any, *, compiled: bool = False) -> None:
+    def __init__(
+        self, model: Any, *, compiled: bool = False, plain: Callable[..., Any] | None = None
+    ) -> None:
         self._model = model
         self._compiled = compiled
+        #: The forward without graphs.
+        self.plain = _without_graphs(model.forward if plain is None else plain)
         self._graphs: OrderedDict[tuple[Any, ...], _Graph | str] = OrderedDict()
         self._recorded: tuple[Any, ...] = ()
         self._unfit: str | None = None
         self._lock = threading.Lock()
+        self._prompts = PromptGraphs(self.plain, self._lock)
         self.refused: dict[str, None] = {}
 
     def __call__(self, **inputs: Any) -> Any:
@@ -77,13 +94,25 @@ class GraphedForward:
                 return graph.replay(inputs)
         return self._plainly(inputs, graph)
 
+    def forward(self, *arguments: Any, **inputs: Any) -> Any:
+        """The model's forward, with prompts as graphs where they can be; `renew` is called for them."""
+        # What torch.compile traces is what the model computes.
+        traced = torch.compiler.is_compiling()
+        if not traced and not arguments and prompt_graphs.is_recordable(inputs, self._model):
+            self.renew()
+            if self._unfit is None and prompt_graphs.is_empty(inputs["past_key_values"]):
+                output = self._prompts.run(inputs)
+                if output is not None:
+                    return output
+        return self.plain(*arguments, **inputs)
+
     def _graph_of(self, inputs: Inputs) -> "_Graph | str":
         """The graph for such inputs, recorded unless it is there, or why there is none."""
         key = _key(inputs, inputs["past_key_values"])
         if key not in self._graphs:
             try:
                 self._graphs[key] = self._recorded_for(inputs)
-            except _NotRecorded as error:
+            except NotRecorded as error:
                 # Not the error, whose traceback keeps the inputs and what else the step had.
                 self._graphs[key] = str(error)
             if len(self._graphs) > GRAPHS:
@@ -94,8 +123,8 @@ class GraphedForward:
     def _recorded_for(self, inputs: Inputs) -> "_Graph":
         if self._compiled:
             try:
-                return _record(_compiled(self._model), inputs)
-            except _NotRecorded as error:
+                return _record(_compiled(self.plain), inputs)
+            except NotRecorded as error:
                 logger.warning("decoding steps are recorded without torch.compile: %s", error)
         return _record(self._model, inputs)
 
@@ -108,6 +137,8 @@ class GraphedForward:
         with self._lock:
             if now != self._recorded:
                 self._graphs.clear()
+                never = _why_no_static_cache(self._model) or prompt_graphs.why_never(self._model, self.plain)
+                self._prompts.clear(never)
                 self._recorded = now
         self._unfit = _why_unfit(self._model)
         return self
@@ -141,20 +172,40 @@ class GraphedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies have graphs of their own.
-        return _graphed, (self._model, self._compiled)
+        return _graphed, (self._model, self._compiled, self.plain)
 
 
-def _graphed(model: Any, compiled: bool) -> GraphedForward:
-    return GraphedForward(model, compiled=compiled)
+def _graphed(model: Any, compiled: bool, plain: Callable[..., Any]) -> GraphedForward:
+    return GraphedForward(model, compiled=compiled, plain=plain)
+
+
+class _ModelForward:
+    """What `model.forward` is with graphs: a callable that says it has the arguments of the model's own."""
+
+    def __init__(self, graphed: GraphedForward) -> None:
+        self.graphed = graphed
+
+    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
+        return self.graphed.forward(*arguments, **inputs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.graphed.plain)
+
+
+def _without_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward.graphed.plain if isinstance(forward, _ModelForward) else forward
 
 
 def graph_decoding(model: Any, *, compiled: bool = False) -> None:
     """Make `model`, on one GPU, decode by graphs: by `generate` of transformers, and by `forward_of`.
 
-    `generate` then uses a static cache where it is not told otherwise. `compiled` as for `GraphedForward`.
+    `generate` then uses a static cache where it is not told otherwise. Prompts are recorded wherever the
+    model is called with them. `compiled` as for `GraphedForward`.
     """
     use_decode_attention(model)
     graphed = GraphedForward(model, compiled=compiled)
+    model.forward = _ModelForward(graphed)
     model.get_compiled_call = graphed.renew
     model.generate = graphed.generate
 
@@ -167,10 +218,18 @@ def forward_of(model: Any) -> Any:
 
 def _fingerprint(model: Any) -> tuple[Any, ...]:
     """What a graph of `model` depends on besides its inputs: its modules, and where their tensors lie."""
-    modules = tuple((id(module), module.training) for module in model.modules())
-    tensors = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
-    layouts = tuple(layout for _, module in packed_modules(model) for layout in module.layout_addresses())
-    return modules, tensors, layouts, model.config._attn_implementation, forced_row()
+    modules = list(model.modules())
+    states = tuple((id(module), module.training) for module in modules)
+    # Each prompt waits for this: `model.parameters()` would go through the modules once more.
+    tensors = tuple(
+        tensor.data_ptr()
+        for module in modules
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    )
+    packed = (module for module in modules if isinstance(module, PackedModule))
+    layouts = tuple(address for module in packed for address in module.layout_addresses())
+    return states, tensors, layouts, model.config._attn_implementation, forced_row()
 
 
 def _why_unfit(model: Any) -> str | None:
@@ -189,10 +248,6 @@ def _package(of: Any) -> str:
     return str(getattr(of, "__module__", "")).partition(".")[0]
 
 
-class _NotRecorded(Exception):
-    """Why a step could not be recorded."""
-
-
 def why_not(inputs: Mapping[str, Any]) -> str | None:
     """None if a step with these inputs can be recorded, else the reason it cannot."""
     cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
@@ -200,18 +255,15 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
         return "it is not one token of each sequence"
     if cache is None or not all(type(layer) is StaticLayer for layer in cache.layers):
         return "the cache is not one of static layers for all keys and values"
-    used = _used(cache)
+    used = used_layers(cache)
     if not used:
         return "the cache is empty"
     if len({layer.keys.device for layer in used} | {ids.device}) > 1:
         return "the model is on several devices"
-    asked = [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
-    asked += ["a gradient"] * torch.is_grad_enabled()
-    # What it casts weights to is freed when its block ends.
-    asked += ["autocast"] * torch.is_autocast_enabled(ids.device.type)
-    if asked:
-        return f"{asked[0]} is asked for"
-    odd = [name for name, value in inputs.items() if value is not cache and not _is_plain(value)]
+    asked = why_not_asked(inputs, ids.device)
+    if asked is not None:
+        return asked
+    odd = [name for name, value in inputs.items() if value is not cache and not is_plain(value)]
     return f"{odd[0]} is a {type(inputs[odd[0]]).__name__}" if odd else None
 
 
@@ -289,16 +341,13 @@ class _Graph:
         """The output for `inputs`, whose cache has the tensors of `state` from then on."""
         cache = inputs["past_key_values"]
         self._attach(cache)
-        for static, tensor in zip(_tensors(self.given), _tensors(inputs), strict=True):
-            static.copy_(tensor)
+        copy_tensors(inputs, self.given)
         self.run()
-        fields = {name: part.clone() if torch.is_tensor(part) else part for name, part in self.output.items()}
-        fields["past_key_values"] = cache
-        return type(self.output)(**fields)
+        return own_output(self.output, cache)
 
     def _attach(self, cache: Any) -> None:
         """Give `cache` the tensors of `state`, with what it holds in them."""
-        layers = _used(cache)
+        layers = used_layers(cache)
         if all(
             getattr(layer, name) is tensor
             for layer, state in zip(layers, self.state, strict=True)
@@ -308,7 +357,7 @@ class _Graph:
         before = self.cache()
         if before is not None and before is not cache:
             # It is somebody's: it keeps what it holds.
-            for layer, state in zip(_used(before), self.state, strict=True):
+            for layer, state in zip(used_layers(before), self.state, strict=True):
                 for name, tensor in state.items():
                     if getattr(layer, name) is tensor:
                         setattr(layer, name, tensor.clone())
@@ -319,9 +368,9 @@ class _Graph:
         self.cache = weakref.ref(cache)
 
 
-def _compiled(model: Any) -> Any:
-    """The forward of `model` compiled for shapes that do not vary."""
-    compiled: Any = torch.compile(model.forward, fullgraph=True, dynamic=False)
+def _compiled(plain: Callable[..., Any]) -> Any:
+    """The forward of a model compiled for shapes that do not vary."""
+    compiled: Any = torch.compile(plain, fullgraph=True, dynamic=False)
 
     def forward(**inputs: Any) -> Any:
         # torch stops at some shapes, so that not every call compiles; here each is compiled once.
@@ -337,8 +386,8 @@ def _record(forward: Any, inputs: Inputs) -> _Graph:
     # A cache of the graph's own, on the same tensors: the caller's is not kept alive, nor its layers changed.
     own = copy.copy(cache)
     own.layers = [copy.copy(layer) for layer in cache.layers]
-    state = [_state(layer) for layer in _used(own)]
-    given = {name: _cloned(value) for name, value in inputs.items()} | {"past_key_values": own}
+    state = [_state(layer) for layer in used_layers(own)]
+    given = {name: cloned(value) for name, value in inputs.items()} | {"past_key_values": own}
     # Keys and values that a step writes lie where the next step writes its own.
     counters = [
         (tensor, tensor.clone())
@@ -355,86 +404,18 @@ def _record(forward: Any, inputs: Inputs) -> _Graph:
             tensor.copy_(before)
 
     host = [_host_state(layer) for layer in own.layers]
-    output, run = capture(step, rewind, inputs["input_ids"].device)
+    output, run = graphs.capture(step, rewind, inputs["input_ids"].device)
     if [_host_state(layer) for layer in own.layers] != host:
-        raise _NotRecorded("the cache counts its tokens on the host")
-    others = [
-        name
-        for name, value in output.items()
-        if value is not None and name not in ("logits", "past_key_values")
-    ]
-    if others:
-        raise _NotRecorded(f"the model returns {', '.join(others)}")
+        raise NotRecorded("the cache counts its tokens on the host")
+    check_output(output)
     return _Graph(given, state, output, run, weakref.ref(cache))
-
-
-def capture(
-    step: Callable[[], Any], rewind: Callable[[], None], device: torch.device
-) -> tuple[Any, Callable[[], None]]:
-    """What `step`, which runs on `device`, returns, and a function that runs it again on the same memory.
-
-    `step` runs once, for what kernels do when they are first launched; `rewind` takes that back.
-    """
-    with torch.cuda.device(device):
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(stream):
-                step()
-                rewind()
-            torch.cuda.current_stream().wait_stream(stream)
-            # torch's own stream for this is on the device that was current when it was first used.
-            with torch.cuda.graph(graph, stream=stream):
-                output = step()
-        except RuntimeError as error:
-            rewind()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise _NotRecorded(str(error).partition("\n")[0]) from error
-    return output, graph.replay
 
 
 def _key(inputs: Inputs, cache: Any) -> tuple[Any, ...]:
     """What two steps have in common if the graph of one does for the other."""
-    given = _outline({name: value for name, value in inputs.items() if value is not cache})
-    layers = tuple((layer.keys.shape, layer.values.shape, layer.keys.dtype) for layer in _used(cache))
+    given = outline({name: value for name, value in inputs.items() if value is not cache})
+    layers = tuple((layer.keys.shape, layer.values.shape, layer.keys.dtype) for layer in used_layers(cache))
     return given, layers, torch.is_inference_mode_enabled()
-
-
-def _used(cache: Any) -> list[Any]:
-    """The layers of `cache` that hold something: those that attend to what another holds never do."""
-    return [layer for layer in cache.layers if layer.is_initialized]
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether an input is one that `_outline` says all of but the numbers in tensors."""
-    if isinstance(value, Mapping):
-        return all(_is_plain(part) for part in value.values())
-    return value is None or isinstance(value, torch.Tensor | int | float | str)
-
-
-def _outline(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype
-    if isinstance(value, Mapping):
-        return tuple((name, _outline(part)) for name, part in value.items())
-    return value
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors among inputs, which may be in mappings, but not those of a cache."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [tensor for part in value.values() for tensor in _tensors(part)]
-    return []
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return {name: _cloned(part) for name, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def _state(layer: Any) -> dict[str, torch.Tensor]:

@@ -33,22 +33,14 @@ from transformers import (
 import quantkit
 from quantkit.errors import UsageError
 from quantkit.kernels.linear import KernelLayout
-from quantkit.model import attention, decoding
+from quantkit.model import attention, decoding, graphs
 from quantkit.model.attention import use_decode_attention
 from quantkit.model.decoding import GraphedForward, forward_of, graph_decoding, static_cache
 
-CAPTURE = decoding.capture
+from .graphed import DEVICE, SEVEN, SIZES, close, count_recordings, decode, decode_whole, ids
+
+CAPTURE = graphs.capture
 LAYOUT = KernelLayout("fragments", torch.float16, (torch.zeros(3),))
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: Of a tiny model.
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +54,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(packed: Path) -> Any:
     """Without graphs, which it has on a GPU."""
     found = quantkit.load(packed, device=DEVICE, dtype=torch.float32)
-    for name in ("generate", "get_compiled_call"):
+    for name in ("generate", "get_compiled_call", "forward"):
         vars(found).pop(name, None)
     return found
 
@@ -70,63 +62,7 @@ def model(packed: Path) -> Any:
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps were recorded."""
-    count: list[int] = []
-    real = decoding.capture
-
-    def capture(
-        step: Callable[[], Any], rewind: Callable[[], None], device: torch.device
-    ) -> tuple[Any, Callable[[], None]]:
-        count.append(1)
-        if DEVICE == "cuda":
-            return real(step, rewind, device)
-        step()
-        rewind()
-        output = step()
-        rewind()
-
-        def run() -> None:
-            for name, value in step().items():
-                if torch.is_tensor(value):
-                    output[name].copy_(value)
-
-        return output, run
-
-    monkeypatch.setattr(decoding, "capture", capture)
-    return count
-
-
-def ids(batch: int = 2, tokens: int = 9, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 500, (batch, tokens), generator=generator).to(DEVICE)
-
-
-@torch.no_grad()
-def decode(model: Any, forward: Any, cache: Any, prompt: torch.Tensor, steps: int = 6) -> torch.Tensor:
-    """The logits of the steps of a greedy generation."""
-    found = []
-    output = model(input_ids=prompt, past_key_values=cache, use_cache=True)
-    for _ in range(steps):
-        token = output.logits[:, -1].argmax(-1, keepdim=True)
-        output = forward(input_ids=token, past_key_values=cache, use_cache=True)
-        assert output.past_key_values is cache
-        found.append(output.logits[:, -1])
-    return torch.stack(found)
-
-
-@torch.no_grad()
-def decode_whole(model: Any, prompt: torch.Tensor, steps: int) -> torch.Tensor:
-    """The same without a cache: all tokens again for each step."""
-    found = []
-    logits = model(input_ids=prompt, use_cache=False).logits[:, -1]
-    for _ in range(steps):
-        prompt = torch.cat([prompt, logits.argmax(-1, keepdim=True)], 1)
-        logits = model(input_ids=prompt, use_cache=False).logits[:, -1]
-        found.append(logits)
-    return torch.stack(found)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    return count_recordings(monkeypatch)[0]
 
 
 def test_steps_are_recorded_once_and_right(model: Any, recorded: list[int]) -> None:
@@ -274,7 +210,7 @@ def test_what_cannot_be_recorded_runs_and_is_said_once(
         step = {"input_ids": ids(tokens=1), "past_key_values": cache}
         assert decoding.why_not(step) == "autocast is asked for"
     recorded.clear()
-    monkeypatch.setattr(decoding, "capture", failing)
+    monkeypatch.setattr(graphs, "capture", failing)
     found = GraphedForward(model)
     close(decode(model, found, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
     assert list(found.refused) == ["operation not permitted when stream is capturing"]
@@ -313,7 +249,7 @@ def test_hooks_are_called_at_each_step(model: Any, recorded: list[int]) -> None:
 
 
 def test_a_step_that_could_not_be_recorded_keeps_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "capture", failing)
+    monkeypatch.setattr(graphs, "capture", failing)
     graphed, cache = GraphedForward(model), static_cache(model, 20)
     decode(model, graphed, cache, ids())
     kept = weakref.ref(cache)
@@ -329,7 +265,7 @@ def failing(step: Callable[[], Any], rewind: Callable[[], None], device: torch.d
     attempts.append(1)
     step()
     rewind()
-    raise decoding._NotRecorded("operation not permitted when stream is capturing")
+    raise graphs.NotRecorded("operation not permitted when stream is capturing")
 
 
 def test_a_gradient_is_not_recorded(model: Any) -> None:
@@ -339,15 +275,6 @@ def test_a_gradient_is_not_recorded(model: Any) -> None:
     assert (
         decoding.why_not({"input_ids": ids(tokens=1), "past_key_values": cache}) == "a gradient is asked for"
     )
-
-
-#: Seven tokens, whatever they are.
-SEVEN: dict[str, Any] = {
-    "max_new_tokens": 7,
-    "do_sample": False,
-    "eos_token_id": -1,
-    "pad_token_id": 0,
-}
 
 
 @pytest.fixture
@@ -625,7 +552,7 @@ class Gpus:
     def CUDAGraph(self) -> Any:
         return SimpleNamespace(replay=None)
 
-    def graph(self, _: Any, stream: Any = None) -> Any:
+    def graph(self, _: Any, stream: Any = None, pool: Any = None) -> Any:
         return self.stream(stream or self.own)
 
 
@@ -687,7 +614,7 @@ def test_a_step_that_does_not_compile_is_recorded_as_it_is(
 ) -> None:
     def compile(forward: Any, **options: Any) -> Any:
         def fail(**inputs: Any) -> Any:
-            raise decoding._NotRecorded("no compiler")
+            raise graphs.NotRecorded("no compiler")
 
         return fail
 

@@ -1,0 +1,267 @@
+"""Prompts as CUDA graphs: the forward of a prompt is recorded, for all prompts of about its length.
+
+A prompt is padded on the right, to which no token before attends, and so graphs are few. A graph has keys and
+values of its own, which are copied to the caller's cache: one graph does for caches of any length.
+"""
+
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+
+from quantkit.model import graphs
+from quantkit.model.graphs import Inputs, NotRecorded
+
+logger = logging.getLogger("quantkit.model")
+
+#: Tokens of a batch, with padding, up to which its prompts are recorded. For more, a GPU computes longer than
+#: the host launches, so that a graph gains nothing, and its memory grows with them.
+PROMPT_TOKENS = 2048
+#: Tokens of all prompts whose graphs a model keeps: each holds keys and values for its own.
+KEPT_TOKENS = 4 * PROMPT_TOKENS
+#: Shapes of prompts that came once and are remembered until they come again.
+_SHAPES = 64
+#: Inputs with a number for each token. Another tensor may be one too, which cannot be told.
+_PER_TOKEN = ("input_ids", "attention_mask", "position_ids")
+#: What an output has to have.
+_NEEDED = ("use_cache", "return_dict")
+#: Caches that are their layers and no more.
+_CACHES = (Cache, DynamicCache, StaticCache)
+
+
+def bucket(tokens: int) -> int:
+    """The length that prompts of so many tokens are padded to.
+
+    A multiple of 32; from 128 on there are four in each octave, so that at most a fifth of it is padding.
+    """
+    step = max(32, 1 << (tokens - 1).bit_length() >> 3)
+    return -(-tokens // step) * step
+
+
+class PromptGraphs:
+    """The prompts of a model, whose forward is `forward`, as CUDA graphs that share memory.
+
+    A prompt of a new shape runs padded, kernel by kernel, and the second of this shape is recorded: recording
+    takes longer than running. Both compute the same numbers. `lock` is held while a graph is replayed and its
+    output copied, as all have the same memory. `refused` says why no more prompts are recorded.
+    """
+
+    def __init__(self, forward: Callable[..., Any], lock: Any) -> None:
+        self._forward = forward
+        self._lock = lock
+        self.clear(None)
+
+    def clear(self, refused: str | None) -> None:
+        """Forget all graphs; no more are recorded where there is a reason against it."""
+        self.graphs: OrderedDict[Any, _PromptGraph] = OrderedDict()
+        self._once: OrderedDict[Any, None] = OrderedDict()
+        self._pool = graphs.Pool()
+        self.refused = refused
+
+    def run(self, inputs: Inputs) -> Any:
+        """The output for inputs that are recordable; None where they are to run plainly."""
+        cache, tokens = inputs["past_key_values"], inputs["input_ids"].shape[1]
+        given = _padded(inputs)
+        key = graphs.outline(given), torch.is_inference_mode_enabled()
+        try:
+            with self._lock:
+                if self._is_recorded(key, given):
+                    return _handed_over(self.graphs[key].replay(given), cache, tokens)
+            if self.refused is not None:
+                return None
+            output = _forward(self._forward, given)
+        except (NotRecorded, torch.OutOfMemoryError) as error:
+            self._refuse(error)
+            return None
+        return _handed_over(output, cache, tokens)
+
+    def _is_recorded(self, key: Any, given: Inputs) -> bool:
+        """Whether there is a graph for such inputs, recorded now if they came once before."""
+        if key in self.graphs:
+            self.graphs.move_to_end(key)
+        elif key in self._once:
+            self.graphs[key] = _record(self._forward, given, self._pool)
+            del self._once[key]
+            while sum(graph.tokens for graph in self.graphs.values()) > KEPT_TOKENS:
+                self.graphs.popitem(last=False)
+        elif self.refused is None:
+            self._once[key] = None
+            if len(self._once) > _SHAPES:
+                self._once.popitem(last=False)
+        return key in self.graphs
+
+    def _refuse(self, error: Exception) -> None:
+        """Record no more, and give back the memory of graphs where there was too little."""
+        lacking = isinstance(error, torch.OutOfMemoryError)
+        reason = "there is too little memory for graphs" if lacking else str(error)
+        logger.warning("prompts are launched one kernel at a time: %s", reason)
+        with self._lock:
+            self.clear(reason)
+
+
+def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
+    """None if prompts of `model`, whose forward is `forward`, can be padded, else the reason they cannot."""
+    if model.config.get_text_config(decoder=True) is not model.config:
+        return "the model may remember where images of a prompt are"
+    if getattr(model.config, "return_dict", True) is False:
+        return "the model returns tuples"
+    parameters = inspect.signature(forward).parameters
+    missing = [name for name in (*_PER_TOKEN, "past_key_values", "logits_to_keep") if name not in parameters]
+    if missing:
+        return f"the model takes no {missing[0]}"
+    # What takes numbers alone would take a tensor for the number in it.
+    if "Tensor" not in str(parameters["logits_to_keep"].annotation):
+        return "the model takes logits_to_keep as a number alone"
+    return None
+
+
+def is_recordable(inputs: Mapping[str, Any], model: Any) -> bool:
+    """Whether inputs of `model` are a prompt that can be recorded, if its cache `is_empty`."""
+    ids = inputs.get("input_ids")
+    return (
+        torch.is_tensor(ids)
+        and ids.device == model.device
+        and _is_prompt(ids, model.config)
+        and _is_cache(inputs.get("past_key_values"))
+        and _is_for_one_token(inputs)
+        and all(_is_known(name, value, ids) for name, value in inputs.items())
+        and graphs.why_not_asked(inputs, ids.device) is None
+    )
+
+
+def is_empty(cache: Any) -> bool:
+    """Whether `cache` holds no tokens, which the GPU may have to be asked."""
+    return int(cache.get_seq_length()) == 0
+
+
+def _is_prompt(ids: torch.Tensor, config: Any) -> bool:
+    """Whether there are several tokens of each sequence, and with padding not too many."""
+    if ids.dim() != 2 or ids.shape[1] < 2:
+        return False
+    length = bucket(ids.shape[1])
+    positions = getattr(config, "max_position_embeddings", None) or length
+    return length <= positions and len(ids) * length <= PROMPT_TOKENS
+
+
+def _is_cache(cache: Any) -> bool:
+    """Whether `cache` is one of whole keys and values."""
+    plain = type(cache) in _CACHES and not cache.offloading
+    return plain and {type(layer) for layer in cache.layers} <= {StaticLayer, DynamicLayer}
+
+
+def _is_for_one_token(inputs: Mapping[str, Any]) -> bool:
+    """Whether the logits of the last token and the cache are all that is asked for."""
+    kept = inputs.get("logits_to_keep")
+    return type(kept) is int and kept == 1 and all(inputs.get(name) is not False for name in _NEEDED)
+
+
+def _is_known(name: str, value: Any, ids: torch.Tensor) -> bool:
+    """Whether it is known how to pad an input for tokens `ids` [B, T]."""
+    if name == "attention_mask":
+        return _is_mask(value, ids)
+    if name == "position_ids":
+        return value is None or value.shape in ((1, ids.shape[1]), ids.shape)
+    return name in ("input_ids", "past_key_values") or value is None or isinstance(value, int | float | str)
+
+
+def _is_mask(mask: Any, ids: torch.Tensor) -> bool:
+    """Whether `mask` is none, of tokens [B, T], of queries and keys [B or 1, H, T, T or more], or several."""
+    if mask is None or isinstance(mask, Mapping):
+        return mask is None or all(_is_mask(part, ids) for part in mask.values())
+    if not torch.is_tensor(mask) or mask.dim() == 2:
+        return torch.is_tensor(mask) and mask.shape == ids.shape
+    numbers = mask.dtype == torch.bool or mask.is_floating_point()
+    return numbers and mask.dim() == 4 and mask.shape[2] == ids.shape[1] <= mask.shape[3]
+
+
+def _padded(inputs: Inputs) -> Inputs:
+    """`inputs` with as many tokens as its bucket has, without the cache."""
+    ids = inputs["input_ids"]
+    tokens = ids.shape[1]
+    length = bucket(tokens)
+    # The last position again, as others may be more than the model has.
+    places = torch.arange(length, device=ids.device).clamp(max=tokens - 1)
+    positions = inputs.get("position_ids")
+    mask = inputs.get("attention_mask")
+    if torch.is_tensor(mask) and mask.dim() == 2 and bool(mask.all()):
+        # Without one, attention needs not read it.
+        mask = None
+    given = {name: value for name, value in inputs.items() if name != "past_key_values"}
+    return given | {
+        "input_ids": F.pad(ids, (0, length - tokens)),
+        "position_ids": places[None] if positions is None else positions[:, places],
+        "attention_mask": _padded_mask(mask, tokens, length),
+        "logits_to_keep": torch.full((1,), tokens - 1, device=ids.device),
+    }
+
+
+def _padded_mask(mask: Any, tokens: int, length: int) -> Any:
+    """The mask for `length` tokens, of which those after `tokens` are padding, and for as many keys.
+
+    Padding is open to itself: a row without any key would be no numbers.
+    """
+    if isinstance(mask, Mapping):
+        return {name: _padded_mask(part, tokens, length) for name, part in mask.items()}
+    if mask is None:
+        return None
+    more = length - tokens
+    if mask.dim() == 2:
+        return F.pad(mask, (0, more), value=1)
+    # The cache is empty, so that keys after these are masked, and there are none of them in a graph.
+    hidden, shown = (False, True) if mask.dtype == torch.bool else (torch.finfo(mask.dtype).min, 0.0)
+    keys = F.pad(mask[..., :tokens], (0, more), value=hidden)
+    return F.pad(keys, (0, 0, 0, more), value=shown)
+
+
+def _forward(forward: Callable[..., Any], given: Inputs) -> Any:
+    """The output of `forward` for padded inputs, with a cache of keys and values of all tokens.
+
+    Raises `NotRecorded` if it has not the logits of one token.
+    """
+    # Without a config it makes no layers of windows, which would keep padding in place of tokens.
+    output = forward(**given, past_key_values=DynamicCache())
+    graphs.check_output(output)
+    if output.logits.shape[:-1] != (len(given["input_ids"]), 1):
+        raise NotRecorded(f"the model returns logits of shape {tuple(output.logits.shape)} for one token")
+    return output
+
+
+def _handed_over(output: Any, cache: Any, tokens: int) -> Any:
+    """The caller's own output, with `cache`, which gets the keys and values of so many tokens."""
+    for number, layer in enumerate(output.past_key_values.layers):
+        if layer.is_initialized:
+            # Both kinds of layers copy.
+            cache.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], number)
+    return graphs.own_output(output, cache)
+
+
+@dataclass(eq=False)
+class _PromptGraph:
+    """A recorded prompt: the tensors it reads, and its output with the cache it writes."""
+
+    given: Inputs
+    output: Any
+    run: Callable[[], None]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.given["input_ids"].numel())
+
+    def replay(self, given: Inputs) -> Any:
+        """The output for padded inputs, whose memory is that of all graphs of the pool."""
+        graphs.copy_tensors(given, self.given)
+        self.run()
+        return self.output
+
+
+def _record(forward: Callable[..., Any], given: Inputs, pool: graphs.Pool) -> _PromptGraph:
+    """The graph of a prompt with padded inputs, of a shape that has run before."""
+    static = graphs.cloned(given)
+    output, run = graphs.capture(lambda: _forward(forward, static), None, static["input_ids"].device, pool)
+    return _PromptGraph(static, output, run)

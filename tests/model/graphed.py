@@ -1,0 +1,98 @@
+"""Generations to compare, and recording as it is without a GPU: a graph runs again on the same tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.model import graphs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: Of a tiny model.
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+#: Seven tokens, whatever they are.
+SEVEN: dict[str, Any] = {
+    "max_new_tokens": 7,
+    "do_sample": False,
+    "eos_token_id": -1,
+    "pad_token_id": 0,
+}
+
+
+def count_recordings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """One for each step, and one for each prompt, that is recorded from now on."""
+    steps: list[int] = []
+    prompts: list[int] = []
+    real = graphs.capture
+
+    def capture(
+        step: Callable[[], Any], rewind: Callable[[], None] | None, device: torch.device, pool: Any = None
+    ) -> tuple[Any, Callable[[], None]]:
+        (prompts if rewind is None else steps).append(1)
+        if DEVICE == "cuda":
+            return real(step, rewind, device, pool)
+        if rewind is not None:
+            step()
+            rewind()
+        output = step()
+        if rewind is not None:
+            rewind()
+
+        def run() -> None:
+            found = step()
+            for old, new in zip(_tensors(output), _tensors(found), strict=True):
+                old.copy_(new)
+
+        return output, run
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    return steps, prompts
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """What a graph writes: the tensors of its output, and keys and values."""
+    layers = graphs.used_layers(output.past_key_values)
+    parts = [part for layer in layers for part in (layer.keys, layer.values)]
+    return [value for value in output.values() if torch.is_tensor(value)] + parts
+
+
+def ids(batch: int = 2, tokens: int = 9, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 500, (batch, tokens), generator=generator).to(DEVICE)
+
+
+@torch.no_grad()
+def decode(model: Any, forward: Any, cache: Any, prompt: torch.Tensor, steps: int = 6) -> torch.Tensor:
+    """The logits of the steps of a greedy generation."""
+    found = []
+    output = model(input_ids=prompt, past_key_values=cache, use_cache=True)
+    for _ in range(steps):
+        token = output.logits[:, -1].argmax(-1, keepdim=True)
+        output = forward(input_ids=token, past_key_values=cache, use_cache=True)
+        assert output.past_key_values is cache
+        found.append(output.logits[:, -1])
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def decode_whole(model: Any, prompt: torch.Tensor, steps: int) -> torch.Tensor:
+    """The same without a cache: all tokens again for each step."""
+    found = []
+    logits = model(input_ids=prompt, use_cache=False).logits[:, -1]
+    for _ in range(steps):
+        prompt = torch.cat([prompt, logits.argmax(-1, keepdim=True)], 1)
+        logits = model(input_ids=prompt, use_cache=False).logits[:, -1]
+        found.append(logits)
+    return torch.stack(found)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

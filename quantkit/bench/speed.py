@@ -23,7 +23,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
-from quantkit.model.decoding import GraphedForward, static_cache
+from quantkit.model.decoding import GraphedForward, plain_forward, static_cache
 from quantkit.model.devices import pick_device
 from quantkit.model.generate import last_logits
 from quantkit.model.load import load, tokenize, tokenizer
@@ -37,8 +37,11 @@ DEFAULTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "cpu": ((1, 4), (32, 128, 512), 32),
     "cuda": ((1, 8, 64), (128, 1024, 4096), 128),
 }
-#: How steps of decoding run: kernel by kernel, or as graphs; the last only on demand.
+#: How prompts and steps run: kernel by kernel, or as graphs, of compiled steps only on demand.
 MODES = ("eager", "cuda-graph", "compiled")
+#: Generations until a prompt is surely replayed: one lays out weights, for which graphs are made anew, in the
+#: next the prompt comes for the first time, and in the last it is recorded.
+_UNTIL_REPLAYED = 3
 #: Tokens that a profile has.
 _PROFILED = 4
 
@@ -223,7 +226,7 @@ def _cell(
     read: int | None,
     meter: EnergyMeter,
 ) -> Cell:
-    """Time `repeats` generations, after one that does not count."""
+    """Time `repeats` generations, after those that do not count: one, or until graphs are replayed."""
     from transformers import StaticCache
 
     batch, length = prompt.shape
@@ -231,19 +234,20 @@ def _cell(
     cache = static_cache(model, length + new_tokens)
     if cache is None:
         cache = StaticCache(config=model.config, max_cache_len=length + new_tokens)
-    eager = step = greedy_step(model, cache)
+    prefill = step = greedy_step(model, cache, plain_forward(model))
+    graphed = None
     if mode != "eager":
         graphed = GraphedForward(model, compiled=mode == "compiled")
-        step = greedy_step(model, cache, graphed)
-        generate_timed(eager, step, cache, prompt, min(new_tokens, 4))
-        if graphed.refused:
+        prefill, step = greedy_step(model, cache, graphed.forward), greedy_step(model, cache, graphed)
+    for _ in range(1 if graphed is None else _UNTIL_REPLAYED):
+        generate_timed(prefill, step, cache, prompt, min(new_tokens, 4))
+        if graphed is not None and graphed.refused:
             raise _NoGraph(", ".join(graphed.refused))
-    generate_timed(eager, step, cache, prompt, min(new_tokens, 4))
     first, between, rates = [], [], []
     joules, decoded = 0.0, 0
     metered = meter.joules() is not None
     for _ in range(repeats):
-        times = generate_timed(eager, step, cache, prompt, new_tokens, meter)
+        times = generate_timed(prefill, step, cache, prompt, new_tokens, meter)
         first.append(times.first)
         between += times.between
         rates.append(batch * len(times.between) / sum(times.between))
@@ -265,7 +269,7 @@ def _cell(
 
 
 def greedy_step(model: Any, cache: Any, forward: Any = None) -> Step:
-    """The likeliest tokens that follow tokens [B, T] on top of `cache`, by `forward`, or as `model` runs."""
+    """The likeliest tokens that follow tokens [B, T] on top of `cache`, by `forward` or `model` itself."""
     last = last_logits(model)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -319,7 +323,7 @@ def _write_profile(model: Any, prompt: torch.Tensor, path: Path) -> None:
 
     prompt = prompt.to(model.device)
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + _PROFILED)
-    step = greedy_step(model, cache)
+    step = greedy_step(model, cache, plain_forward(model))
     generate_timed(step, step, cache, prompt, _PROFILED)
     with profile() as trace:
         generate_timed(step, step, cache, prompt, _PROFILED)

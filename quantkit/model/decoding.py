@@ -216,6 +216,11 @@ def forward_of(model: Any) -> Any:
     return model if renew is None else renew()
 
 
+def plain_forward(model: Any) -> Callable[..., Any]:
+    """The forward of `model` without graphs."""
+    return _without_graphs(model.forward)
+
+
 def _fingerprint(model: Any) -> tuple[Any, ...]:
     """What a graph of `model` depends on besides its inputs: its modules, and where their tensors lie."""
     modules = list(model.modules())

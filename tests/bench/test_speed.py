@@ -26,6 +26,8 @@ from quantkit.bench.speed import (
 from quantkit.bench.worker import speed_of
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.model import graphs
+from quantkit.model.decoding import graph_decoding
 
 from .conftest import SOURCE
 
@@ -80,6 +82,30 @@ def test_figures_count_what_they_say(packed: Path, monkeypatch: pytest.MonkeyPat
     assert found.format.startswith("int4 g128")
     assert found.machine.name == cpu_name() and found.machine.read_bandwidth > 0
     assert (found.label, found.dtype, found.notes) == ("int4", "float32", ())
+
+
+@pytest.mark.parametrize("mode", ["eager", "cuda-graph"])
+def test_what_is_timed_is_recorded_before(packed: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The prompt and the step, of a model that has graphs; none where kernels are launched one by one."""
+    model = quantkit.load(packed, device="cpu")
+    graph_decoding(model)
+    recorded: list[int] = []
+    before: list[int] = []
+    timed = generate_timed
+
+    def capture(step: Any, *_: Any) -> Any:
+        recorded.append(1)
+        return step(), lambda: None
+
+    def counting(*arguments: Any) -> Any:
+        before.append(len(recorded))
+        return timed(*arguments)
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(speed, "generate_timed", counting)
+    speed._cell(model, prompts_of(Settings(), packed, 512)(2, 9), mode, 5, 4, None, EnergyMeter(CPU))
+    assert before[-4:] == [len(recorded)] * 4
+    assert (len(recorded) >= 2) is (mode != "eager")
 
 
 def test_weight_bytes_are_those_of_the_file(packed: Path) -> None:

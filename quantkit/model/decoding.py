@@ -100,7 +100,8 @@ class GraphedForward:
         traced = torch.compiler.is_compiling()
         if not traced and not arguments and prompt_graphs.is_recordable(inputs, self._model):
             self.renew()
-            if self._unfit is None and prompt_graphs.is_empty(inputs["past_key_values"]):
+            fit = self._unfit is None and self._prompts.refused is None
+            if fit and prompt_graphs.is_empty(inputs["past_key_values"]):
                 output = self._prompts.run(inputs)
                 if output is not None:
                     return output

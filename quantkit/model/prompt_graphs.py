@@ -69,40 +69,44 @@ class PromptGraphs:
         cache, tokens = inputs["past_key_values"], inputs["input_ids"].shape[1]
         given = _padded(inputs)
         key = graphs.outline(given), torch.is_inference_mode_enabled()
-        try:
-            with self._lock:
-                if self._is_recorded(key, given):
-                    return _handed_over(self.graphs[key].replay(given), cache, tokens)
+        with self._lock:
+            graph = self._graph_of(key, given)
+            if graph is not None:
+                return _handed_over(graph.replay(given), cache, tokens)
             if self.refused is not None:
                 return None
+        try:
             output = _forward(self._forward, given)
         except (NotRecorded, torch.OutOfMemoryError) as error:
-            self._refuse(error)
+            with self._lock:
+                self._refuse(error)
             return None
         return _handed_over(output, cache, tokens)
 
-    def _is_recorded(self, key: Any, given: Inputs) -> bool:
-        """Whether there is a graph for such inputs, recorded now if they came once before."""
+    def _graph_of(self, key: Any, given: Inputs) -> "_PromptGraph | None":
+        """The graph for such inputs, recorded now if they came once before; None if there is none."""
         if key in self.graphs:
             self.graphs.move_to_end(key)
         elif key in self._once:
-            self.graphs[key] = _record(self._forward, given, self._pool)
             del self._once[key]
+            try:
+                self.graphs[key] = _record(self._forward, given, self._pool)
+            except (NotRecorded, torch.OutOfMemoryError) as error:
+                self._refuse(error)
             while sum(graph.tokens for graph in self.graphs.values()) > KEPT_TOKENS:
                 self.graphs.popitem(last=False)
-        elif self.refused is None:
+        else:
             self._once[key] = None
             if len(self._once) > _SHAPES:
                 self._once.popitem(last=False)
-        return key in self.graphs
+        return self.graphs.get(key)
 
     def _refuse(self, error: Exception) -> None:
-        """Record no more, and give back the memory of graphs where there was too little."""
+        """Record no more, and give back the memory of graphs, of which there may be too little."""
         lacking = isinstance(error, torch.OutOfMemoryError)
         reason = "there is too little memory for graphs" if lacking else str(error)
         logger.warning("prompts are launched one kernel at a time: %s", reason)
-        with self._lock:
-            self.clear(reason)
+        self.clear(reason)
 
 
 def why_never(model: Any, forward: Callable[..., Any]) -> str | None:

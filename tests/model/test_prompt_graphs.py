@@ -25,6 +25,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+import quantkit
 from quantkit.model import graphs, prompt_graphs
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.generate import last_logits
@@ -431,6 +432,26 @@ def test_a_prompt_that_fits_without_padding_runs(model: Any, monkeypatch: pytest
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_cache_without_room_is_not_written_twice(
+    model: Any, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory runs out as a cache is filled, it has a part of the prompt."""
+    for _ in range(before):
+        generate(model, ids(), static_cache(model, 20), 0)
+    cache = static_cache(model, 20)
+    assert cache is not None
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(cache.layers[1], "update", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        generate(model, ids(), cache, 0)
+    close(generate(model, ids(), static_cache(model, 20)), generate_whole(model, ids()))
+
+
+@torch.no_grad()
 def test_logits_of_another_token_are_not_taken(model: Any, recorded: list[int]) -> None:
     """A forward that keeps as many logits as the tensor says."""
     plain = forward_of(model).plain
@@ -519,6 +540,20 @@ def test_a_compiled_model_is_traced_without_graphs(model: Any, recorded: list[in
         found = compiled(input_ids=ids(), past_key_values=DynamicCache(), **LAST).logits[:, -1]
         close(found, expected)
     assert not recorded
+
+
+@torch.no_grad()
+def test_packed_models(tmp_path: Path, recorded: list[int]) -> None:
+    """Kernels may lay out weights at the first prompt, after which graphs are made anew."""
+    quantkit.quantize(
+        Path(__file__).parents[2] / "examples" / "stories260K", tmp_path / "int4", format="int4"
+    )
+    model = quantkit.load(tmp_path / "int4", device=DEVICE, dtype=torch.float32)
+    graph_decoding(model)
+    for seed, tokens in enumerate((9, 30, 20, 31, 32)):
+        prompt = ids(tokens=tokens, seed=seed)
+        close(generate(model, prompt, static_cache(model, 40)), generate_whole(model, prompt))
+    assert recorded and prompts_of(model).refused is None and len(prompts_of(model).graphs) == 1
 
 
 @torch.no_grad()

@@ -214,6 +214,19 @@ def test_masks_and_positions_of_padded_batches(model: Any, recorded: list[int]) 
         assert len(recorded) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+def test_padded_masks(dtype: torch.dtype) -> None:
+    """Padding is hidden from tokens, and no row is without a key: in some kernels that is no number."""
+    shown = torch.ones(2, 1, 5, 40, dtype=torch.bool).tril()
+    mask = shown if dtype == torch.bool else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, -60000)
+    padded = prompt_graphs._padded_mask({"full": mask, "none": None}, 5, 32)
+    assert padded["none"] is None and padded["full"].shape == (2, 1, 32, 32)
+    found = padded["full"] if dtype == torch.bool else padded["full"] == 0
+    assert torch.equal(found[:, :, :5, :5], shown[..., :5]) and not found[:, :, :5, 5:].any()
+    assert found.any(-1).all()
+    assert prompt_graphs._padded_mask(torch.ones(2, 5), 5, 32).shape == (2, 32)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_generate_of_transformers_with_padding(
@@ -317,6 +330,26 @@ def test_no_position_is_looked_up_that_a_model_has_not(recorded: list[int]) -> N
         prompt = ids(tokens=tokens)
         close(generate(model, prompt, static_cache(model, 40)), generate_whole(model, prompt))
     assert len(recorded) == 1
+
+
+@torch.no_grad()
+def test_padding_is_at_no_other_positions(recorded: list[int]) -> None:
+    """Frequencies are others from the 25th token on."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [30.0] * 4, "factor": 4.0}
+    config = AutoConfig.for_model(
+        "phi3",
+        **SIZES,
+        pad_token_id=0,
+        max_position_embeddings=96,
+        original_max_position_embeddings=24,
+        rope_parameters=rope,
+    )
+    model = made(AutoModelForCausalLM.from_config, config)
+    graph_decoding(model)
+    for tokens in (20, 20, 20, 26):
+        prompt = ids(tokens=tokens)
+        close(generate(model, prompt, static_cache(model, 40)), generate_whole(model, prompt))
 
 
 def test_models_whose_prompts_cannot_be_padded(recorded: list[int]) -> None:

@@ -113,6 +113,9 @@ def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
     """None if prompts of `model`, whose forward is `forward`, can be padded, else the reason they cannot."""
     if model.config.get_text_config(decoder=True) is not model.config:
         return "the model may remember where images of a prompt are"
+    bidirectional = getattr(model.config, "use_bidirectional_attention", None)
+    if bidirectional or not getattr(model.config, "is_causal", True):
+        return "tokens attend to those after them"
     if getattr(model.config, "return_dict", True) is False:
         return "the model returns tuples"
     parameters = inspect.signature(forward).parameters
@@ -155,8 +158,10 @@ def _is_prompt(ids: torch.Tensor, config: Any) -> bool:
 
 def _is_cache(cache: Any) -> bool:
     """Whether `cache` is one of whole keys and values."""
-    plain = type(cache) in _CACHES and not cache.offloading
-    return plain and {type(layer) for layer in cache.layers} <= {StaticLayer, DynamicLayer}
+    if type(cache) not in _CACHES or cache.offloading:
+        return False
+    kinds = {type(layer) for layer in cache.layers} | {cache.layer_class_to_replicate}
+    return kinds <= {StaticLayer, DynamicLayer, None}
 
 
 def _is_for_one_token(inputs: Mapping[str, Any]) -> bool:

@@ -353,7 +353,7 @@ def test_padding_is_at_no_other_positions(recorded: list[int]) -> None:
 
 
 def test_models_whose_prompts_cannot_be_padded(recorded: list[int]) -> None:
-    """Forwards that take the number of logits alone, or no positions, or remember images."""
+    """Forwards that take the number of logits alone, or none, that are not causal, or remember images."""
 
     def forward(input_ids: Any, position_ids: Any, attention_mask: Any, past_key_values: Any) -> None:
         """Without logits to keep."""
@@ -368,6 +368,10 @@ def test_models_whose_prompts_cannot_be_padded(recorded: list[int]) -> None:
     assert prompt_graphs.why_never(model, forward) == "the model takes no logits_to_keep"
     assert prompt_graphs.why_never(model, number) == "the model takes logits_to_keep as a number alone"
     text = model.config
+    for name, value in (("is_causal", False), ("use_bidirectional_attention", True)):
+        setattr(text, name, value)
+        assert prompt_graphs.why_never(model, model.forward) == "tokens attend to those after them"
+        delattr(text, name)
     model.config.get_text_config = lambda decoder: None
     assert "images" in str(prompt_graphs.why_never(model, model.forward))
     del text.get_text_config

@@ -46,6 +46,9 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
         raise KernelError(
             f"the weight is a {type(packed).__name__}; quantize it first: quantize_tensor(weight)."
         )
+    _check_tensor("x", x)
+    if bias is not None:
+        _check_tensor("bias", bias)
     x, bias = autocast(x), None if bias is None else autocast(bias)
     _check_operands(x, packed, bias)
     cached: tuple[str, KernelLayout | None] | None = packed.kernel_cache.get(_cache_key(x.dtype))
@@ -184,8 +187,15 @@ def _check_operands(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | 
     _check_activations(x, packed.words, bias, rows)
 
 
+def _check_tensor(name: str, operand: object) -> None:
+    if not isinstance(operand, torch.Tensor):
+        found = f"{type(operand).__module__}.{type(operand).__qualname__}".removeprefix("builtins.")
+        raise KernelError(f"{name} is a {found}; expected a tensor: torch.as_tensor({name}, dtype=...).")
+
+
 def check_features(x: torch.Tensor, columns: int) -> None:
     """Raise `KernelError` unless rows of `x` are as long as those of a weight. Kernel layouts do not say."""
+    _check_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] != columns:
         raise KernelError(
             f"x has shape {tuple(x.shape)}; its last dimension must be the packed weight's "

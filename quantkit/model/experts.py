@@ -109,6 +109,17 @@ class PackedExperts(PackedModule):
             self._packed(parameter, index, matrix) for index, matrix in self._numbered(parameter, expert)
         )
 
+    def dense_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {
+            parameter: torch.stack(
+                [self._dense(parameter, expert, dtype) for expert in range(self.num_experts)]
+            )
+            for parameter in (GATE_UP, DOWN)
+        }
+
+    def _dense(self, parameter: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([packed.dequantize(dtype) for packed in self.packed(parameter, expert)])
+
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
         for parameter in (GATE_UP, DOWN):
             matrices = list(self._all_matrices(parameter))

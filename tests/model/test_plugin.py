@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import quantkit  # noqa: F401  registers the plug-in
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.model.experts import PackedExperts
 from quantkit.model.modules import PackedLinear, packed_modules
 from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer, register
@@ -169,6 +169,37 @@ def test_the_model_is_frozen_and_says_so(tiny):
     assert not any(p.requires_grad for _, m in packed_modules(model) for p in m.parameters())
     assert model.hf_quantizer.is_trainable is False
     assert model.hf_quantizer.is_compileable is True
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "int4"), ("qwen2", "fp6"), ("mixtral", "int4"), ("qwen3_moe", "binary")]
+)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_dequantize_gives_the_dense_model(tiny, prompt, tmp_path, family, name, dtype):
+    checkpoint = tiny(family, name)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+    assert model.dequantize(dtype) is model
+    assert not list(packed_modules(model))
+    reference = checkpoint.dense_model(dtype or torch.float32)
+    expected = reference.state_dict()
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=0, msg=key)
+    assert torch.equal(logits_of(model, prompt), logits_of(reference, prompt))
+    model.save_pretrained(tmp_path / "dense")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert not hasattr(again.config, "quantization_config")
+    assert torch.equal(logits_of(again, prompt), logits_of(model, prompt))
+
+
+def test_an_offloaded_model_is_not_dequantized(tiny, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny().packed, device_map=HALF_ON_DISK, offload_folder=tmp_path / "offload"
+    )
+    with pytest.raises(UsageError, match=r"cannot be dequantized.*offloaded.*on one device"):
+        model.dequantize()
+    assert list(packed_modules(model))
 
 
 def test_push_to_hub_sends_the_packed_files(tiny, tmp_path, monkeypatch):

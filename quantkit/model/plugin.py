@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -97,6 +98,20 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     def _convert_model_for_quantization(self, model: nn.Module) -> None:
         # For compressed-tensors transformers unfuses some experts here, which would rename their layers.
         return None
+
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """What `save_pretrained` writes: weights on disk as maps of their files, None where there are none.
+
+        transformers would read them one shard after the other, when it has removed or replaced files of the
+        directory, which may be those that they are in.
+        """
+        if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
+            return None, {}
+        state = model.state_dict()
+        on_disk = [name for name, tensor in state.items() if tensor.is_meta]
+        return {**state, **{name: load_offloaded_parameter(model, name) for name in on_disk}}, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         unpack_modules(model, dtype or model.dtype)

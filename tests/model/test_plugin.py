@@ -76,6 +76,29 @@ def test_saving_writes_back_the_same_tensors_and_configuration(tiny, prompt, tmp
     torch.testing.assert_close(logits_of(again, prompt), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("shard", ["20KB", "45KB", "1GB"])
+@pytest.mark.parametrize("placement", [{}, {"device_map": HALF_ON_DISK}], ids=["in memory", "on disk"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_saving_over_the_files_that_it_was_loaded_from(tiny, prompt, tmp_path, family, placement, shard):
+    """In shards of another size, whose files have the names of other tensors or are removed first."""
+    checkpoint = tiny(family)
+    AutoModelForCausalLM.from_pretrained(checkpoint.packed).save_pretrained(
+        tmp_path / "here", max_shard_size="20KB"
+    )
+    files = sorted((tmp_path / "here").glob("*.safetensors"))
+    assert len(files) > 2
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "here", offload_folder=tmp_path / "offload", **placement
+    )
+    expected = logits_of(model, prompt)
+    model.save_pretrained(tmp_path / "here", max_shard_size=shard)
+    assert (sorted((tmp_path / "here").glob("*.safetensors")) == files) <= (shard == "20KB")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "here")
+    torch.testing.assert_close(logits_of(again, prompt), expected)
+    if not placement:
+        assert torch.equal(logits_of(model, prompt), expected)
+
+
 @pytest.mark.parametrize("name", ["int4", "fp6"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_tied_embeddings(tiny, prompt, family, name):

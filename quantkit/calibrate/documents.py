@@ -169,7 +169,9 @@ def _parquet(path: Path) -> Iterator[Document]:
             names = file.schema_arrow.names
             usable = [name for keys, _ in COLUMNS if set(keys) <= set(names) for name in keys]
             if not usable:
-                raise UsageError(f"{path} has the columns {shown(names)}; expected {_EXPECTED}.")
+                raise UsageError(
+                    f"{path} has the columns {shown(names)}; expected {_EXPECTED}. Rename or add one."
+                )
             number = 0
             for batch in file.iter_batches(batch_size=256, columns=sorted(set(usable))):
                 for row in batch.to_pylist():
@@ -189,8 +191,14 @@ def _document(row: Any, where: str) -> Document:
                 return document
         if present and not given:
             return ""  # A row of nulls is left out, like one with an empty text.
+        if given:
+            keys, document_of = given[0]
+            values = ", ".join(f"{key} = {shown(row[key])}" for key in keys)
+            raise UsageError(
+                f"{where} has {values}; expected {_VALUES[document_of]}. Mend it or leave it out."
+            )
     found = f"the keys {shown(sorted(map(str, row)))}" if isinstance(row, Mapping) else type(row).__name__
-    raise UsageError(f"{where} has {found}; expected {_EXPECTED}.")
+    raise UsageError(f"{where} has {found}; expected {_EXPECTED}. Rename or add a column.")
 
 
 def _plain(text: Any) -> Document | None:
@@ -243,15 +251,21 @@ COLUMNS: tuple[tuple[tuple[str, ...], Callable[..., Document | None]], ...] = (
 )
 
 
+_CHAT = '[{"role": ..., "content": ...}, ...]'
+#: What the values of columns must be.
+_VALUES: Mapping[Callable[..., Document | None], str] = {
+    _plain: "a string",
+    _chat: _CHAT,
+    _exchange: f"strings, or each {_CHAT}",
+}
+
+
 def _column_names(rows: Iterable[tuple[tuple[str, ...], Any]]) -> str:
     *names, last = ("+".join(keys) for keys, _ in rows)
     return f"{', '.join(names)} or {last}"
 
 
-_EXPECTED = (
-    f"{_column_names(COLUMNS)}, where messages and conversations are lists of "
-    '{"role": ..., "content": ...}, the others text'
-)
+_EXPECTED = f"{_column_names(COLUMNS)}, where messages and conversations are {_CHAT}, the others text"
 
 
 def _characters(document: Document) -> int:

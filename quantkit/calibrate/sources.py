@@ -1,10 +1,10 @@
 """Calibration texts by name: files, data sets of the hub, and the text that comes with quantkit.
 
 A source is a file or `hf:OWNER/NAME[/PART][@REVISION]`, optionally with how many samples it gives:
-`a.jsonl:256,hf:allenai/c4/en:128`. A file of that name is meant before a data set.
+`a.jsonl:256,hf:allenai/c4/en:128`. A file of that name is meant before a data set, and before two sources.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,13 +47,17 @@ def parse_sources(text: str | None) -> tuple[Source, ...]:
     if text is None:
         return (Source(BUNDLED),)
     sources = []
-    for part in text.split(","):
-        name, separator, count = part.strip().rpartition(":")
-        if not separator or not count.isascii() or not count.isdigit():
-            name, count = part.strip(), ""
+    for part in _parts(text):
+        name, count = _name_and_count(part)
         if count and (len(count) > 9 or int(count) < 1):
             raise UsageError(f"calibration {part!r} asks for {count} samples; use at least 1.")
-        sources.append(Source(_where(name, text), int(count) if count else None))
+        try:
+            where = _where(name, text)
+        except OSError as error:
+            raise UsageError(
+                f"calibration file {name} cannot be read ({error.strerror or error}). Check the path."
+            ) from error
+        sources.append(Source(where, int(count) if count else None))
     shares = {source.share is None for source in sources}
     if len(shares) > 1:
         raise UsageError(
@@ -64,6 +68,29 @@ def parse_sources(text: str | None) -> tuple[Source, ...]:
     if twice := next((place for place in places if places.count(place) > 1), None):
         raise UsageError(f"calibration {text!r} names {twice} twice; name each source once.")
     return tuple(sources)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """What is between commas, but for those in the names of files that are there."""
+    pieces = text.split(",")
+    while pieces:
+        joined = (",".join(pieces[:size]) for size in range(len(pieces), 1, -1))
+        part = next((part for part in joined if _is_file(_name_and_count(part)[0])), pieces[0])
+        yield part
+        del pieces[: part.count(",") + 1]
+
+
+def _name_and_count(part: str) -> tuple[str, str]:
+    """NAME and SAMPLES of `NAME[:SAMPLES]`, of which the latter are digits or nothing."""
+    name, separator, count = part.strip().rpartition(":")
+    return (name, count) if separator and count.isascii() and count.isdigit() else (part.strip(), "")
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # such as one longer than names may be
+        return False
 
 
 def _where(name: str, text: str) -> Path | DataSetName:

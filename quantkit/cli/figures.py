@@ -1,7 +1,6 @@
 """The tables of an evaluation on a terminal: the figures that fit 80 columns, and a sentence per model."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -31,25 +30,28 @@ def print_reports(reports: Sequence["EvalReport"]) -> None:
 
 
 def _text_table(reports: Sequence["EvalReport"], text: str) -> Table:
+    from quantkit.eval.report import labelled
+
     headings = ["bits in\nlinears", "bits in\nmodel", "size", "perplexity"]
     compared = reports[0].against is not None
     if compared:
         headings += ["excess", "KL mean", "same\ntop-1"]
     table = _table(["model"], headings)
-    for report in reports:
-        sizes = report.sizes
-        linears = "-" if sizes.linears is None else f"{sizes.linears:.3f}"
-        cells = [report.label, linears, f"{sizes.model:.3f}", size_text(sizes.file_bytes)]
-        table.add_row(*map(printable, cells + _figures(report.texts[text], compared)))
-    floor = reports[0].noise_floor
-    if floor is not None:
-        label = _floor_label(reports[0].against, floor)
-        table.add_row(*map(printable, [label, "", "", "", *_figures(floor.texts[text], compared)]))
+    for label, one in labelled(reports):
+        cells = [label, *_sizes(one), *_figures(one.texts[text], compared)]
+        table.add_row(*map(printable, cells))
     return table
 
 
-def _floor_label(against: str | None, floor: "NoiseFloor") -> str:
-    return f"{Path(against or '').name} in {floor.dtype}"
+def _sizes(one: "EvalReport | NoiseFloor") -> tuple[str, str, str]:
+    """Those of a model; a noise floor is of the original."""
+    from quantkit.eval.evaluate import NoiseFloor
+
+    if isinstance(one, NoiseFloor):
+        return "", "", ""
+    sizes = one.sizes
+    linears = "-" if sizes.linears is None else f"{sizes.linears:.3f}"
+    return linears, f"{sizes.model:.3f}", size_text(sizes.file_bytes)
 
 
 def _figures(metrics: "TextMetrics", compared: bool) -> list[str]:
@@ -66,13 +68,11 @@ def _figures(metrics: "TextMetrics", compared: bool) -> list[str]:
 
 def _task_table(reports: Sequence["EvalReport"]) -> Table:
     """A row per task and model; change and error in points, p that of McNemar's test."""
+    from quantkit.eval.report import labelled
+
     table = _table(["task", "metric", "model"], ["items", "accuracy", "change", "flips", "p"])
-    answers = [(report.label, report.tasks) for report in reports]
-    floor = reports[0].noise_floor
-    if floor is not None:
-        answers.append((_floor_label(reports[0].against, floor), floor.tasks))
-    for label, tasks in answers:
-        for metrics in tasks:
+    for label, one in labelled(reports):
+        for metrics in one.tasks:
             paired = metrics.paired
             cells = [
                 *(metrics.task, metrics.metric, label),

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
+from quantkit.checkpoint.preflight import name_list
 from quantkit.cli import options
 from quantkit.cli.console import err, note, out, print_json, printable, progress, say
 from quantkit.cli.files import make_directory, write_file
-from quantkit.errors import UsageError
+from quantkit.errors import OutputError, UsageError
 from quantkit.files import size_text
 
 _Evaluation = Annotated[
@@ -46,6 +47,7 @@ def report(
     ] = None,
     base_model: _BaseModel = None,
     license: _License = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier card.")] = False,
 ) -> None:
     """Write a model card with the measured figures.
 
@@ -55,6 +57,13 @@ def report(
     """
     make_directory(out_directory)
     files = _card_files(directory, evaluation, benchmarks or (), repo, base_model, license)
+    if not overwrite and (
+        found := [out_directory / name for name in files if (out_directory / name).exists()]
+    ):
+        raise OutputError(
+            f"output {out_directory} already holds {name_list(found)}. Replace a card with --overwrite or "
+            "choose another directory."
+        )
     for name, data in files.items():
         write_file(out_directory / name, data)
     say(f"wrote {out_directory / 'README.md'}")

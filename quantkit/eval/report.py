@@ -12,7 +12,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.eval import plots
 from quantkit.eval.document import Bullets, Command, Document, Figure, Section, Table, Text, write
-from quantkit.eval.evaluate import EvalReport
+from quantkit.eval.evaluate import EvalReport, NoiseFloor
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.files import size_text
@@ -115,7 +115,15 @@ def document(reports: Sequence[EvalReport], command: str | None = None) -> Docum
         *(Section(f"Text: {name}", [_text_table(reports, name)]) for name in texts),
     ]
     if any(report.tasks for report in reports):
-        sections.append(Section("Tasks", [task_table(_answers(reports)), Text(TASK_EXPLANATION)]))
+        sections.append(
+            Section(
+                "Tasks",
+                [
+                    task_table([(label, one.tasks) for label, one in labelled(reports)]),
+                    Text(TASK_EXPLANATION),
+                ],
+            )
+        )
     sections.append(Section("Plots", [*drawn, *([] if missing is None else [Text(missing)])]))
     if texts:
         sections.append(Section("What the figures are", [Text(_EXPLANATION), _verdict_table()]))
@@ -201,21 +209,22 @@ def _text_table(reports: Sequence[EvalReport], text: str) -> Table:
     """A row per model, and rows that say what is no difference: the reference and its noise floor."""
     first = reports[0]
     columns = [column for column in _COLUMNS if first.against is not None or not column.compared]
-    rows = [(r.label, *(column.cell(r.texts[text]) for column in columns)) for r in reports]
-    if first.noise_floor is not None:
-        floor = first.noise_floor.texts[text]
-        rows.append((_floor_label(first), *(column.cell(floor) for column in columns)))
+    rows = [
+        (label, *(column.cell(one.texts[text]) for column in columns)) for label, one in labelled(reports)
+    ]
     reference = first.texts[text].reference_perplexity
     if reference is not None:
         rows.append((Path(first.against or "").name, f"{reference:.6g}", *["-"] * (len(columns) - 1)))
     return Table(("model", *(column.heading for column in columns)), rows, frozenset({"model"}))
 
 
-def _answers(reports: Sequence[EvalReport]) -> list[tuple[str, Sequence[TaskMetrics]]]:
-    """What each model did in tasks, by its label, and last what is no difference: the noise floor."""
-    found: list[tuple[str, Sequence[TaskMetrics]]] = [(report.label, report.tasks) for report in reports]
-    floor = reports[0].noise_floor
-    return found if floor is None else [*found, (_floor_label(reports[0]), floor.tasks)]
+def labelled(reports: Sequence[EvalReport]) -> list[tuple[str, EvalReport | NoiseFloor]]:
+    """What tables have rows of: the models by their labels, and last what is no difference: the floor."""
+    found: list[tuple[str, EvalReport | NoiseFloor]] = [(report.label, report) for report in reports]
+    against, floor = reports[0].against, reports[0].noise_floor
+    if against is not None and floor is not None:
+        found.append((floor_label(against, floor.dtype), floor))
+    return found
 
 
 def task_table(answers: Sequence[tuple[str, Sequence[TaskMetrics]]]) -> Table:
@@ -389,16 +398,14 @@ def _block_plot(reports: Sequence[EvalReport]) -> Figure:
 
 def _histogram(reports: Sequence[EvalReport]) -> Figure:
     figure, axes = plots.drawing()
-    rows = [(report.label, list(report.texts.values()), "-") for report in reports]
-    floor = reports[0].noise_floor
-    if floor is not None:
-        rows.append((_floor_label(reports[0]), list(floor.texts.values()), "--"))
     # The outer bins have no outer edge; they are drawn as wide as their neighbours.
     edges = [KL_EDGES[0] ** 2 / KL_EDGES[1], *KL_EDGES, KL_EDGES[-1] ** 2 / KL_EDGES[-2]]
-    for number, (label, texts, style) in enumerate(rows):
-        counts = [sum(bins) for bins in zip(*(m.kl_histogram or () for m in texts), strict=True)]
+    for number, (label, one) in enumerate(labelled(reports)):
+        counts = [sum(bins) for bins in zip(*(m.kl_histogram or () for m in one.texts.values()), strict=True)]
         parts = [100 * count / sum(counts) for count in counts]
-        color = plots.INK if style == "--" else plots.COLORS[number % len(plots.COLORS)]
+        is_floor = isinstance(one, NoiseFloor)
+        color = plots.INK if is_floor else plots.COLORS[number % len(plots.COLORS)]
+        style = "--" if is_floor else "-"
         axes.stairs(parts, edges, color=color, linestyle=style, linewidth=1.4, label=plots.plain(label))
     axes.set_xscale("log")
     axes.set(xlabel="KL of a token, nats", ylabel="tokens, %")
@@ -412,7 +419,7 @@ def _histogram(reports: Sequence[EvalReport]) -> Figure:
 
 
 def _task_plot(reports: Sequence[EvalReport]) -> Figure:
-    answers = _answers(reports)
+    answers = [(label, one.tasks) for label, one in labelled(reports)]
     names = list(dict.fromkeys((m.task, m.metric) for _, tasks in answers for m in tasks))
     figure, axes = plots.drawing(height=1.5 + 0.3 * len(names) * (1 + len(answers)))
     pitch = 1 / (1 + len(answers))
@@ -445,11 +452,6 @@ def _task_plot(reports: Sequence[EvalReport]) -> Figure:
 
 def _bits(report: EvalReport) -> float:
     return report.sizes.model if report.sizes.linears is None else report.sizes.linears
-
-
-def _floor_label(report: EvalReport) -> str:
-    assert report.against is not None and report.noise_floor is not None
-    return floor_label(report.against, report.noise_floor.dtype)
 
 
 def floor_label(against: str, dtype: str) -> str:

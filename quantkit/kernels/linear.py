@@ -1,14 +1,16 @@
 """y = x W^T on packed weights: the functions to call, and the torch operator behind them.
 
 The operator `quantkit::linear` is opaque to torch.compile, which therefore never breaks the graph, and
-chooses its row from the table by the number of rows at run time. It is differentiable in x and bias.
+chooses its row from the table by the number of rows at run time. It is differentiable in x and bias. What
+torch cannot be told about an operator, how tangents go forward, `linear_parts` says beside it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from quantkit.errors import KernelError
 from quantkit.kernels.building import building, wait_for
@@ -36,13 +38,17 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 
     Under torch.autocast x and bias are cast as those of `torch.nn.functional.linear` are. The first call
     per activation dtype outside torch.compile builds the layout that is fastest for decoding and keeps it
-    with `packed`; compiled code uses the layout if it is there already. Gradients flow to x and bias.
+    with `packed`; compiled code uses the layout if it is there already. Gradients flow to x and bias,
+    tangents (`torch.func.jvp`) from them, and torch.vmap goes over both.
     Raises `KernelError` where shapes, dtypes or devices do not fit.
     """
     if not isinstance(packed, PackedTensor):
         raise KernelError(
             f"the weight is a {type(packed).__name__}; quantize it first: quantize_tensor(weight)."
         )
+    _check_tensor("x", x)
+    if bias is not None:
+        _check_tensor("bias", bias)
     x, bias = autocast(x), None if bias is None else autocast(bias)
     _check_operands(x, packed, bias)
     cached: tuple[str, KernelLayout | None] | None = packed.kernel_cache.get(_cache_key(x.dtype))
@@ -85,17 +91,27 @@ def linear_parts(
     as many columns as the weight is for the caller to see to: `check_features`.
     """
     token = scheme if isinstance(scheme, str) else scheme.token
-    use = layout is not None and layout.dtype == x.dtype
-    y: torch.Tensor = torch.ops.quantkit.linear(
-        x,
-        list(parts),
-        list(layout.tensors) if layout is not None and use else [],
-        bias,
-        token,
-        out_features,
-        layout.name if layout is not None and use else "",
+    tensors, name = (
+        ([], "") if layout is None or layout.dtype != x.dtype else (list(layout.tensors), layout.name)
     )
+    if forward_mode(x):
+        weight = _Weight(tuple(parts), tuple(tensors), token, (out_features, x.shape[-1]), name)
+        return _with_tangent(x, bias, weight)
+    y: torch.Tensor = torch.ops.quantkit.linear(x, list(parts), tensors, bias, token, out_features, name)
     return y
+
+
+def forward_mode(x: torch.Tensor) -> bool:
+    """Whether tangents are computed with values, as by `torch.func.jvp`; not whether x has one.
+
+    An operand may also have one of an outer jvp, which cannot be seen within an inner one.
+    """
+    return _unpacked(x).primal is not x
+
+
+def _unpacked(x: torch.Tensor) -> forward_ad.UnpackedDualTensor:
+    dual: forward_ad.UnpackedDualTensor = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
+    return dual
 
 
 def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelLayout | None:
@@ -171,8 +187,15 @@ def _check_operands(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | 
     _check_activations(x, packed.words, bias, rows)
 
 
+def _check_tensor(name: str, operand: object) -> None:
+    if not isinstance(operand, torch.Tensor):
+        found = f"{type(operand).__module__}.{type(operand).__qualname__}".removeprefix("builtins.")
+        raise KernelError(f"{name} is a {found}; expected a tensor: torch.as_tensor({name}, dtype=...).")
+
+
 def check_features(x: torch.Tensor, columns: int) -> None:
     """Raise `KernelError` unless rows of `x` are as long as those of a weight. Kernel layouts do not say."""
+    _check_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] != columns:
         raise KernelError(
             f"x has shape {tuple(x.shape)}; its last dimension must be the packed weight's "
@@ -360,7 +383,97 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_x, [None] * len(parts), [None] * ctx.layout_tensors, grad_bias, None, None, None
 
 
+def _linear_vmap(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    x: torch.Tensor,
+    parts: list[torch.Tensor],
+    layout: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    scheme: str,
+    out_features: int,
+    layout_name: str,
+) -> tuple[torch.Tensor, int]:
+    x_dim, bias_dim = in_dims[0], in_dims[3]
+    _check_one_weight(in_dims[1:3])
+    x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+    shared = bias if bias_dim is None else None
+    y = torch.ops.quantkit.linear(x, parts, layout, shared, scheme, out_features, layout_name)
+    if bias is not None and bias_dim is not None:
+        own = bias.movedim(bias_dim, 0)
+        y = y + own.view(-1, *[1] * (y.dim() - 2), out_features)
+    return y, 0
+
+
+def _check_one_weight(in_dims: tuple[Any, ...]) -> None:
+    if any(dim is not None for dims in in_dims for dim in dims):
+        raise KernelError(
+            "torch.vmap goes over the packed weight; it can go over x and bias only. Loop over the weights."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """What products with a packed weight [N, K] take beside x, or products with its transpose."""
+
+    parts: tuple[torch.Tensor, ...]
+    layout: tuple[torch.Tensor, ...]
+    scheme: str
+    shape: tuple[int, int]
+    layout_name: str
+    transposed: bool = False
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        stored, (rows, columns) = (list(self.parts), list(self.layout)), self.shape
+        y: torch.Tensor
+        if self.transposed:
+            y = torch.ops.quantkit.linear_grad_x(x, *stored, self.scheme, columns, self.layout_name)
+        else:
+            y = torch.ops.quantkit.linear(x, *stored, bias, self.scheme, rows, self.layout_name)
+        return y
+
+
+class _ForwardMode(torch.autograd.Function):
+    """A product whose tangent is the product of the tangents of x and bias."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, bias: torch.Tensor | None, weight: _Weight) -> torch.Tensor:
+        return weight.product(x, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.weight = inputs[2]
+
+    @staticmethod
+    def jvp(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, _: None) -> torch.Tensor:
+        return _with_tangent(x, bias, ctx.weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        transposed = replace(ctx.weight, transposed=not ctx.weight.transposed)
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return _with_tangent(grad, None, transposed), grad_bias, None
+
+
+def _with_tangent(x: torch.Tensor, bias: torch.Tensor | None, weight: _Weight) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        raise KernelError(
+            "torch.compile leaves out tangents of packed products; call torch.func.jvp eagerly."
+        )
+    for part in weight.parts:
+        if part.requires_grad or (part.is_floating_point() and _unpacked(part).tangent is not None):
+            raise KernelError(
+                "a scale of a packed weight asks for a gradient or has a tangent, and has no derivative; "
+                "detach() it."
+            )
+    y: torch.Tensor = _ForwardMode.apply(x, bias, weight)  # type: ignore[no-untyped-call]
+    return y
+
+
 torch.library.register_fake("quantkit::linear", _linear_fake)
 torch.library.register_fake("quantkit::linear_grad_x", _linear_grad_x_fake)
 torch.library.register_fake("quantkit::restore_words", _restore_words_fake)
 torch.library.register_autograd("quantkit::linear", _backward, setup_context=_setup_context)
+torch.library.register_vmap("quantkit::linear", _linear_vmap)

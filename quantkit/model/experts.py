@@ -14,7 +14,7 @@ from quantkit.kernels.experts import (
     order_pairs,
     weigh_pairs,
 )
-from quantkit.kernels.linear import KernelLayout, autocast
+from quantkit.kernels.linear import KernelLayout, autocast, forward_mode
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import warn_looped
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
@@ -109,6 +109,17 @@ class PackedExperts(PackedModule):
             self._packed(parameter, index, matrix) for index, matrix in self._numbered(parameter, expert)
         )
 
+    def dense_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {
+            parameter: torch.stack(
+                [self._dense(parameter, expert, dtype) for expert in range(self.num_experts)]
+            )
+            for parameter in (GATE_UP, DOWN)
+        }
+
+    def _dense(self, parameter: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([packed.dequantize(dtype) for packed in self.packed(parameter, expert)])
+
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
         for parameter in (GATE_UP, DOWN):
             matrices = list(self._all_matrices(parameter))
@@ -138,8 +149,8 @@ class PackedExperts(PackedModule):
         return weigh_pairs(y, top_k_index, top_k_weights, gate_up.experts).to(hidden_states.dtype)
 
     def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
-        """Whether gradients are asked for, which only products with one expert after the other have."""
-        trained = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+        """Whether derivatives are asked for, which only products with one expert after the other have."""
+        trained = forward_mode(x) or (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
         if trained and not torch.compiler.is_compiling():
             shape = (self.intermediate_dim, self.hidden_dim)
             problem = Problem.on(x.device, x.shape[0], *shape, self.gate_up_scheme, x.dtype)

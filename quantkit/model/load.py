@@ -55,6 +55,8 @@ def load(
         raise UsageError(
             f"device={str(device)!r} and device_map={device_map!r} contradict each other; give one."
         )
+    if compile and (device_map is not None or pick_device(device).type != "cuda"):
+        raise UsageError("compile is for a model on one GPU; load it with device='cuda', or without compile.")
     require_transformers()
     directory = _whole(path)
     check_layer_counts(Checkpoint.open(directory))
@@ -82,8 +84,6 @@ def load(
         from quantkit.model.decoding import graph_decoding
 
         graph_decoding(model, compiled=compile)
-    elif compile:
-        raise UsageError("compile is for a model on one GPU; load it with device='cuda', or without compile.")
     return model
 
 

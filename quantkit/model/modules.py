@@ -100,6 +100,9 @@ class PackedLinear(PackedModule):
     def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
         return {"weight": (self.scheme, (self.out_features, self.in_features), 1)}
 
+    def dense_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {"weight": self.packed.dequantize(dtype)}
+
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
         self.layout(dtype)
 

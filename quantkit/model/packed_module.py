@@ -167,6 +167,10 @@ class PackedModule(nn.Module):
         """Scheme, [N, K] of a matrix, and how many lie one above the other, of each packed parameter."""
         raise NotImplementedError
 
+    def dense_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The parameters of the dense module that are packed here, by its names, in `dtype`."""
+        raise NotImplementedError
+
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
         """Build what the kernels want for activations of `dtype` where the words are.
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
-from quantkit.errors import CheckpointError, FormatError
+from quantkit.errors import CheckpointError, FormatError, UsageError
 from quantkit.kernels.building import building
 from quantkit.model.drift import mend
 from quantkit.model.experts import PackedExperts
@@ -98,6 +99,24 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         # For compressed-tensors transformers unfuses some experts here, which would rename their layers.
         return None
 
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """What `save_pretrained` writes: weights on disk as maps of their files, None where there are none.
+
+        transformers would read them one shard after the other, when it has removed or replaced files of the
+        directory, which may be those that they are in.
+        """
+        if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
+            return None, {}
+        state = model.state_dict()
+        on_disk = [name for name, tensor in state.items() if tensor.is_meta]
+        return {**state, **{name: load_offloaded_parameter(model, name) for name in on_disk}}, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        unpack_modules(model, dtype or model.dtype)
+        return model
+
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
@@ -139,6 +158,34 @@ def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
             f"quantization_config packs {unknown[0]!r}{_others(unknown)}, which {type(model).__name__} "
             "does not have. Quantize the model again, or use the transformers version it was made with."
         )
+
+
+def unpack_modules(model: Any, dtype: torch.dtype) -> None:
+    """The reverse of `swap_modules`: dense modules with dequantized weights, and all of `model` in `dtype`.
+
+    `UsageError`, and nothing done, for a model that is divided among devices or offloaded.
+    """
+    packed = dict(packed_modules(model))
+    for name, module in packed.items():
+        if module.tensor_parallel is not None or hasattr(module, "_hf_hook"):
+            raise UsageError(
+                f"{name!r} cannot be dequantized: the model is divided among devices or offloaded. Load it "
+                "on one device, such as with quantkit.load(path, device='cpu')."
+            )
+    before = model.dtype
+    with torch.device("meta"):
+        skeleton = type(model)(model.config)
+    with torch.no_grad():
+        for name, module in packed.items():
+            dense = skeleton.get_submodule(name)
+            for parameter, weight in {**module._parameters, **module.dense_weights(dtype)}.items():
+                if parameter in dense._parameters:
+                    dense._parameters[parameter] = None if weight is None else nn.Parameter(weight)
+            model.set_submodule(name, dense.train(module.training))
+        # Buffers, such as frequencies of positions, and what is kept in float32 keep their dtype.
+        for parameter in model.parameters():
+            if parameter.dtype == before:
+                parameter.data = parameter.data.to(dtype)
 
 
 def _refuse_tied(model: nn.Module, name: str) -> None:

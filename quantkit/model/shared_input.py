@@ -31,7 +31,8 @@ class SharedInput:
     """Packed linears of one scheme with the same input, in the order in which they are called."""
 
     def __init__(self, members: Sequence["PackedLinear"]) -> None:
-        self._members = tuple(members)
+        # Weak, as the members have this: freeing a model would have to wait for the garbage collector.
+        self._members = tuple(map(weakref.ref, members))
         self._joined: dict[torch.dtype, tuple[KernelLayout, torch.Tensor | None]] = {}
         #: The words of each member, and its bias if it has one.
         self._owners: tuple[tuple[_Ref, _Ref | None], ...] = ()
@@ -45,31 +46,22 @@ class SharedInput:
 
         The members keep views of the whole, so that it takes no more memory.
         """
-        layouts = [layout for member in self._members if (layout := member.layout(dtype)) is not None]
-        biases = [bias for member in self._members if (bias := member.own_bias) is not None]
+        members = self._present()
+        layouts = [layout for member in members if (layout := member.layout(dtype)) is not None]
+        biases = [bias for member in members if (bias := member.own_bias) is not None]
         if len(layouts) < len(self._members) or len(biases) not in (0, len(self._members)):
             return
-        joined = join_layouts(layouts, self._rows())
+        joined = join_layouts(layouts, _rows(members))
         if joined is None or any(bias.dtype != dtype for bias in biases):
             return
         whole, parts = joined
-        for member, part in zip(self._members, parts, strict=True):
+        for member, part in zip(members, parts, strict=True):
             member.replace_layout(part)
         self._owners = tuple(
             (weakref.ref(member.words), None if member.own_bias is None else weakref.ref(member.own_bias))
-            for member in self._members
+            for member in members
         )
-        self._joined[dtype] = whole, self._join(biases)
-
-    def _join(self, biases: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Biases one after the other, None without; each is a view of them then, as are layouts."""
-        if not biases:
-            return None
-        with torch.inference_mode(False):
-            whole = torch.cat([bias.detach() for bias in biases])
-            for bias, part in zip(biases, torch.split(whole, self._rows()), strict=True):
-                bias.data = part
-        return whole
+        self._joined[dtype] = whole, _join(biases)
 
     def drop(self) -> None:
         """Forget the joined layouts: those of a member are no longer valid."""
@@ -85,30 +77,48 @@ class SharedInput:
             return y
         self._forget()
         operand = autocast(x)
-        if index or operand.dtype not in self._joined or not self._valid():
+        members = self._present()
+        if index or operand.dtype not in self._joined or not self._valid(members):
             return None
         layout, bias = self._joined[operand.dtype]
-        rows = self._rows()
+        rows = _rows(members)
         if len(set(rows)) == 1 and operand.numel() >= APART * operand.shape[-1]:
             return None
-        y = linear_parts(operand, (), bias, self._members[0].matrix.scheme, sum(rows), layout)
+        y = linear_parts(operand, (), bias, members[0].matrix.scheme, sum(rows), layout)
         first, *rest = torch.split(y, rows, dim=-1)
         self._x, self._rest = x, dict(enumerate(rest, 1))
         return first
 
-    def _rows(self) -> list[int]:
-        # A tensor-parallel rank has a shard of them.
-        return [member.words.shape[0] for member in self._members]
+    def _present(self) -> list["PackedLinear"]:
+        """The members that there still are: a module of the model may have been replaced."""
+        found = [reference() for reference in self._members]
+        return [member for member in found if member is not None]
 
-    def _valid(self) -> bool:
-        """Whether what was joined are the words and biases that the members have now."""
-        return all(
+    def _valid(self, members: Sequence["PackedLinear"]) -> bool:
+        """Whether what was joined are the words and biases that the members, all present, have now."""
+        return len(members) == len(self._owners) and all(
             words() is member.words and _refers(bias, member.own_bias)
-            for (words, bias), member in zip(self._owners, self._members, strict=True)
+            for (words, bias), member in zip(self._owners, members, strict=True)
         )
 
     def _forget(self) -> None:
         self._x, self._rest = None, {}
+
+
+def _rows(members: Sequence["PackedLinear"]) -> list[int]:
+    # A tensor-parallel rank has a shard of them.
+    return [member.words.shape[0] for member in members]
+
+
+def _join(biases: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Biases one after the other, None without; each is a view of them then, as are layouts."""
+    if not biases:
+        return None
+    with torch.inference_mode(False):
+        whole = torch.cat([bias.detach() for bias in biases])
+        for bias, part in zip(biases, torch.split(whole, [len(bias) for bias in biases]), strict=True):
+            bias.data = part
+    return whole
 
 
 def _refers(reference: _Ref | None, tensor: torch.Tensor | None) -> bool:

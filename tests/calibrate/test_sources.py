@@ -18,7 +18,16 @@ HELD_OUT = ROOT.parent / "shared" / "data" / "eval"
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("a.jsonl", "b.txt", "c:7.txt", "d.txt.gz", "hf:owner.txt", "b.csv"):
+    for name in (
+        "a.jsonl",
+        "b.txt",
+        "c:7.txt",
+        "d.txt.gz",
+        "hf:owner.txt",
+        "b.csv",
+        "e,f.txt",
+        "b.txt,g,.txt",
+    ):
         Path(name).write_text("x")
     Path("folder.txt").mkdir()
     return tmp_path
@@ -35,6 +44,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("c:7.txt", [("c:7.txt", None)]),
         ("d.txt.gz", [("d.txt.gz", None)]),
         ("hf:owner.txt:3", [("hf:owner.txt", 3)]),  # a file that is there
+        ("e,f.txt", [("e,f.txt", None)]),
+        ("a.jsonl:9,e,f.txt:3,b.txt:2", [("a.jsonl", 9), ("e,f.txt", 3), ("b.txt", 2)]),
+        ("b.txt,g,.txt,b.txt", [("b.txt,g,.txt", None), ("b.txt", None)]),
     ],
 )
 def test_files(files: Path, text: str, expected: list[tuple[str, int | None]]) -> None:
@@ -66,6 +78,8 @@ def test_data_sets(
         ("", "names no file"),
         ("a.jsonl,,b.txt", "names no file"),
         ("missing.txt", "missing.txt is not there"),
+        (f"b.txt,{'x' * 999}.txt", "x.txt cannot be read"),
+        (",".join(f"{i}.txt" for i in range(99)), "file 0.txt is not there"),
         (
             "wikitext",
             ".json or .parquet file. Give one, or a data set of the hub as hf:OWNER/NAME.",

@@ -23,6 +23,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.cli import console, demo, options
 from quantkit.cli.quantize import coverage_line, learned_line
+from quantkit.eval.report import floor_label
 from quantkit.files import size_text
 from quantkit.kernels.problem import Gpu
 from quantkit.kernels.table import ROWS
@@ -514,6 +515,12 @@ def test_eval_compares_models_and_goes_on_after_an_interruption(
     assert not (report / ".quantkit-eval").exists()
 
 
+def test_eval_calls_the_noise_floor_as_the_report_does(run: Run, packed: Path) -> None:
+    options = ("--against", SOURCE, "--noise-floor", "--text", STORIES, "--window", 64, "--max-windows", 1)
+    done = run("eval", packed, *options)
+    assert floor_label(str(SOURCE), "bfloat16") in done.out
+
+
 def test_eval_without_a_reference(run: Run, packed: Path) -> None:
     done = run("eval", packed, "--text", STORIES, "--window", 4096, "--max-windows", 1)
     assert done.code == 0
@@ -574,6 +581,7 @@ def test_generate_stops_where_positions_end(run: Run, packed: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--device", "cpu", "--compile"), "for a GPU; give --device cuda, or leave --compile out"),
         (("-n", "0"), "Invalid value for '--max-new-tokens'"),
         (("--temperature", "-1"), "Invalid value for '--temperature'"),
         (("--temperature", "nan"), "Invalid value for '--temperature'"),

@@ -39,6 +39,17 @@ def test_report_then_push(run: Run, packed: Path, tmp_path: Path, monkeypatch: p
     assert given["files"]["README.md"] == (card / "README.md").read_bytes()
 
 
+def test_report_replaces_a_card_only_with_overwrite(run: Run, packed: Path, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("by hand")
+    done = run("report", packed, "-o", tmp_path)
+    assert done.code == 5
+    assert f"output {tmp_path} already holds README.md. Replace a card with --overwrite" in done.err
+    assert readme.read_text() == "by hand"
+    assert run("report", packed, "-o", tmp_path, "--overwrite").code == 0
+    assert "by hand" not in readme.read_text()
+
+
 def test_push_without_a_card_makes_one(run: Run, packed: Path) -> None:
     done = run("push", packed, "me/tiny", "--dry-run", "--json")
     assert json.loads(done.out)["files"]["README.md"] > 500

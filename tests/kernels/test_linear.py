@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -254,6 +255,10 @@ def test_a_scale_that_wants_a_gradient_is_refused(make_packed):
     [
         (torch.ones(2, 63), None, r"x has shape \(2, 63\).*64 input features"),
         (torch.ones(()), None, r"x has shape \(\)"),
+        ([1.0] * 64, None, r"x is a list; expected a tensor: torch\.as_tensor\(x, dtype"),
+        (np.ones((2, 64), np.float32), None, r"x is a numpy\.ndarray; expected a tensor"),
+        (None, None, r"x is a NoneType; expected a tensor"),
+        (torch.ones(2, 64), [1.0] * 16, r"bias is a list; expected a tensor"),
         (torch.ones(2, 64, dtype=torch.float64), None, r"x is torch.float64.*Cast"),
         (torch.ones(2, 64, device="meta"), None, r"x is on meta.*on cpu"),
         (torch.ones(2, 64), torch.ones(15), r"bias has shape \(15,\).*16 output"),

@@ -205,6 +205,19 @@ def test_gradients_come_from_one_expert_after_the_other(grouped):
         assert_close(found, expected)
 
 
+def test_tangents_come_from_one_expert_after_the_other(grouped):
+    packed, dense = both("int4")
+    hidden, index, weights = inputs([[1, 2], [0, 3]])
+    tangents = [
+        torch.func.jvp(
+            lambda x, w, experts=experts: experts(x, index, w), (hidden, weights), (hidden, weights)
+        )
+        for experts in (packed, dense)
+    ]
+    for found, expected in zip(*tangents, strict=True):
+        assert_close(found, expected)
+
+
 def test_grouped_layouts_are_built_once_and_do_not_survive_other_words(grouped, monkeypatch):
     packed, dense = both("int4")
     other, _ = both("int4")

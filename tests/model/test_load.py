@@ -1,9 +1,11 @@
 """`quantkit.load`, generation, and what importing and loading cost."""
 
+import gc
 import importlib
 import json
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,23 @@ def test_load(tiny, prompt, name):
     assert quantkit.load is load
     expected = logits_of(checkpoint.dense_model(), prompt)
     torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the graphs of a model on a GPU refer to it")
+def test_a_model_is_freed_without_the_garbage_collector(tiny, prompt, family):
+    checkpoint = tiny(family)
+    gc.disable()
+    try:
+        model = load(checkpoint.packed, device="cpu")
+        logits_of(model, prompt)
+        model.generate(prompt, max_new_tokens=2, do_sample=False)
+        model.state_dict()
+        held = [weakref.ref(one) for one in (*model.modules(), *model.parameters())]
+        del model
+        assert [reference() for reference in held] == [None] * len(held)
+    finally:
+        gc.enable()
 
 
 def test_load_dense(tiny, prompt):
@@ -83,6 +102,14 @@ def test_a_device_that_is_not_there(tiny, device):
 def test_contradicting_placement(tiny):
     with pytest.raises(UsageError, match="contradict"):
         load(tiny().packed, device="cpu", device_map="auto")
+
+
+@pytest.mark.parametrize("placement", [{"device": "cpu"}, {"device_map": "auto"}])
+def test_compile_is_refused_before_the_model_is_read(tiny, placement):
+    checkpoint = tiny()
+    checkpoint.rewrite({})
+    with pytest.raises(UsageError, match="compile is for a model on one GPU"):
+        load(checkpoint.packed, compile=True, **placement)
 
 
 def test_a_path_that_does_not_exist(tmp_path):

@@ -46,6 +46,12 @@ def test_activations_have_its_features(size):
         layer(torch.ones(size))
 
 
+def test_activations_are_a_tensor():
+    layer, _ = make()
+    with pytest.raises(KernelError, match=r"x is a list; expected a tensor"):
+        layer([1.0] * 96)
+
+
 @pytest.mark.parametrize(
     ("container", "words"), [("quantkit", "weight"), ("compressed-tensors", "weight_packed")]
 )

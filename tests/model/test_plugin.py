@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import quantkit  # noqa: F401  registers the plug-in
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.model.experts import PackedExperts
 from quantkit.model.modules import PackedLinear, packed_modules
 from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer, register
@@ -74,6 +74,29 @@ def test_saving_writes_back_the_same_tensors_and_configuration(tiny, prompt, tmp
     assert_same_checkpoint(tmp_path / "again", checkpoint.packed)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     torch.testing.assert_close(logits_of(again, prompt), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shard", ["20KB", "45KB", "1GB"])
+@pytest.mark.parametrize("placement", [{}, {"device_map": HALF_ON_DISK}], ids=["in memory", "on disk"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_saving_over_the_files_that_it_was_loaded_from(tiny, prompt, tmp_path, family, placement, shard):
+    """In shards of another size, whose files have the names of other tensors or are removed first."""
+    checkpoint = tiny(family)
+    AutoModelForCausalLM.from_pretrained(checkpoint.packed).save_pretrained(
+        tmp_path / "here", max_shard_size="20KB"
+    )
+    files = sorted((tmp_path / "here").glob("*.safetensors"))
+    assert len(files) > 2
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "here", offload_folder=tmp_path / "offload", **placement
+    )
+    expected = logits_of(model, prompt)
+    model.save_pretrained(tmp_path / "here", max_shard_size=shard)
+    assert (sorted((tmp_path / "here").glob("*.safetensors")) == files) <= (shard == "20KB")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "here")
+    torch.testing.assert_close(logits_of(again, prompt), expected)
+    if not placement:
+        assert torch.equal(logits_of(model, prompt), expected)
 
 
 @pytest.mark.parametrize("name", ["int4", "fp6"])
@@ -169,6 +192,37 @@ def test_the_model_is_frozen_and_says_so(tiny):
     assert not any(p.requires_grad for _, m in packed_modules(model) for p in m.parameters())
     assert model.hf_quantizer.is_trainable is False
     assert model.hf_quantizer.is_compileable is True
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "int4"), ("qwen2", "fp6"), ("mixtral", "int4"), ("qwen3_moe", "binary")]
+)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_dequantize_gives_the_dense_model(tiny, prompt, tmp_path, family, name, dtype):
+    checkpoint = tiny(family, name)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
+    assert model.dequantize(dtype) is model
+    assert not list(packed_modules(model))
+    reference = checkpoint.dense_model(dtype or torch.float32)
+    expected = reference.state_dict()
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=0, msg=key)
+    assert torch.equal(logits_of(model, prompt), logits_of(reference, prompt))
+    model.save_pretrained(tmp_path / "dense")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert not hasattr(again.config, "quantization_config")
+    assert torch.equal(logits_of(again, prompt), logits_of(model, prompt))
+
+
+def test_an_offloaded_model_is_not_dequantized(tiny, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny().packed, device_map=HALF_ON_DISK, offload_folder=tmp_path / "offload"
+    )
+    with pytest.raises(UsageError, match=r"cannot be dequantized.*offloaded.*on one device"):
+        model.dequantize()
+    assert list(packed_modules(model))
 
 
 def test_push_to_hub_sends_the_packed_files(tiny, tmp_path, monkeypatch):

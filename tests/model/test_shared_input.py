@@ -1,8 +1,10 @@
 """q, k and v, gate and up by one launch: the same numbers as one by one, whatever is called when."""
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,6 +140,26 @@ def test_a_module_called_with_something_else_computes_its_own(launches):
     assert launches == [96, 96]
     # Nothing is kept once all have their part.
     assert all(shared._x is None and not shared._rest for shared in [model.q_proj._shared[0]])
+
+
+@torch.no_grad()
+def test_members_are_freed_without_the_garbage_collector(launches):
+    model = joined(Attention())
+    x = torch.randn(3, 96)
+    expected = model.alone(x)
+    model(x)
+    held = [weakref.ref(module) for module in model.modules()]
+    gc.disable()
+    try:
+        model.v_proj, key = nn.Identity(), model.k_proj
+        launches.clear()
+        close((model.q_proj(x), key(x)), expected[:2])
+        # One of them is gone: each of the others computes its own.
+        assert launches == [64, 16] and held[3]() is None
+        del model, key
+        assert [reference() for reference in held] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_one_launch_computes_all_under_autocast(launches):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from quantkit.kernels import attention
 from quantkit.kernels.attention import decode_attention, why_not
@@ -125,6 +126,8 @@ def test_why_not():
     assert "other sequences" in str(why_not(query, key, value, mask[:1].expand(3, 1, 1, 100)))
     assert "of torch.float64" in str(why_not(query.double(), key.double(), value.double(), mask))
     assert "torch.float32, torch.float16" in str(why_not(query, key.half(), value.half(), mask))
+    with forward_ad.dual_level():
+        assert "tangents" in str(why_not(forward_ad.make_dual(query, query), key, value, None))
     assert "gradients" in str(why_not(query.requires_grad_(), key, value, None))
 
 

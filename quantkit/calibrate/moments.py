@@ -8,6 +8,7 @@ F. With the drift D = (F - X)^T X / T, the weights that bring W F closest from X
 2504.09629).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -199,50 +200,67 @@ class Factor:
 def factorize(second: torch.Tensor) -> Factor | None:
     """The factor of H (float32 [K, K]) with the smallest of `DAMPINGS` that works; None if none does.
 
-    H = L D L^T from the last column to round to the first, in float64, of which one matrix is in memory. A
-    feature that is always zero couples with none, and is rounded to nearest.
+    H = L D L^T from the last column to round to the first, in float64, of which the lower triangle is in
+    memory. A feature that is always zero couples with none, and is rounded to nearest.
     """
     # Stable, so that equal moments keep one order everywhere.
     order = torch.argsort(second.diagonal(), descending=True, stable=True)
     backwards = order.flip(0)
     for damping in DAMPINGS:
-        matrix = _reordered(second, backwards)
-        matrix.diagonal().add_(damping * matrix.diagonal().mean())
-        if cholesky_(matrix):
-            unit = matrix.div_(matrix.diagonal().clone()).float()
-            del matrix
-            return Factor(order, unit.flip(0, 1).triu_(1), damping)
+        panels = _panels(second, backwards, damping)
+        if cholesky_(panels):
+            return Factor(order, _coupling(panels), damping)
     return None
 
 
-def _reordered(second: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """H in float64 with both dimensions in `order`."""
-    found = torch.empty_like(second, dtype=torch.float64)
-    for into, rows in zip(
-        torch.split(found, CHOLESKY_COLUMNS), torch.split(order, CHOLESKY_COLUMNS), strict=True
-    ):
-        into.copy_(second.index_select(0, rows).index_select(1, order))
-    return found
+def _panels(second: torch.Tensor, order: torch.Tensor, damping: float) -> list[torch.Tensor]:
+    """H with both dimensions in `order`, and what damps it on the diagonal: the panels of `cholesky_`."""
+    diagonal = second.diagonal()[order].double()
+    added = damping * diagonal.mean()
+    panels = []
+    for at in range(0, len(order), CHOLESKY_COLUMNS):
+        stop = min(at + CHOLESKY_COLUMNS, len(order))
+        panel = second.index_select(0, order[at:stop]).index_select(1, order[:stop]).double()
+        panel.diagonal(at).add_(added)
+        panels.append(panel)
+    return panels
 
 
-def cholesky_(matrix: torch.Tensor) -> bool:
-    """Replace a symmetric matrix [K, K] by its lower Cholesky factor; False, and no such factor, if it is not
+def cholesky_(panels: Sequence[torch.Tensor]) -> bool:
+    """Replace a symmetric matrix by its lower Cholesky factor; False, and no such factor, if it is not
     positive definite or not finite.
+
+    Of its lower triangle `panels` are some rows each, one after the other, up to the last column that has
+    any of them: [n, at + n]. What they have above the diagonal becomes zero.
     """
-    columns = len(matrix)
-    for at in range(0, columns, CHOLESKY_COLUMNS):
-        stop = min(at + CHOLESKY_COLUMNS, columns)
-        lower, info = torch.linalg.cholesky_ex(matrix[at:stop, at:stop])
+    for number, panel in enumerate(panels):
+        at = panel.shape[1] - len(panel)
+        corner = panel[:, at:]
+        lower, info = torch.linalg.cholesky_ex(corner)
         if int(info) != 0:
             return False
-        matrix[at:stop, at:stop] = lower
-        for start in range(stop, columns, CHOLESKY_COLUMNS):
-            rows = matrix[start : start + CHOLESKY_COLUMNS]
-            rows[:, at:stop] = torch.linalg.solve_triangular(lower, rows[:, at:stop].T, upper=False).T
-            end = start + len(rows)
-            rows[:, stop:end].sub_(rows[:, at:stop] @ matrix[stop:end, at:stop].T)
+        corner.copy_(lower)
+        for later, rows in enumerate(panels[number + 1 :], number + 1):
+            solved = torch.linalg.solve_triangular(lower, rows[:, at : panel.shape[1]].T, upper=False).T
+            rows[:, at : panel.shape[1]] = solved
+            for other in panels[number + 1 : later + 1]:
+                start = other.shape[1] - len(other)
+                rows[:, start : other.shape[1]].sub_(solved @ other[:, at : panel.shape[1]].T)
     # A sum shows what is not finite without memory of its own.
-    return bool(torch.isfinite(matrix.tril_().sum()))
+    return all(bool(torch.isfinite(panel.sum())) for panel in panels)
+
+
+def _coupling(panels: list[torch.Tensor]) -> torch.Tensor:
+    """`Factor.coupling` of the factor of H in panels, which are used up."""
+    columns = panels[-1].shape[1]
+    diagonal = torch.cat([panel.diagonal(panel.shape[1] - len(panel)) for panel in panels])
+    found = torch.zeros(columns, columns, device=diagonal.device)
+    while panels:
+        panel = panels.pop()
+        stop = panel.shape[1]
+        unit = panel.div_(diagonal[:stop]).float()
+        found[columns - stop : columns - stop + len(panel), columns - stop :] = unit.flip(0, 1)
+    return found.triu_(1)
 
 
 def damped(second: torch.Tensor, damping: float) -> torch.Tensor:
@@ -258,7 +276,8 @@ def correction(moments: Moments, damping: float, strength: float = CORRECTION) -
         return None
     lower = moments.second.double()
     lower.diagonal().add_(damping * lower.diagonal().mean())
-    if not cholesky_(lower):
+    panels = torch.split(lower, CHOLESKY_COLUMNS)
+    if not cholesky_([panel[:, : at * CHOLESKY_COLUMNS + len(panel)] for at, panel in enumerate(panels)]):
         return None
     found = torch.empty_like(moments.drift)
     for rows in range(0, len(found), CHOLESKY_COLUMNS):

@@ -1,9 +1,15 @@
 """Second moments, their factor and the drift correction, against the definitions in float64."""
 
 import itertools
+import weakref
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quantkit.calibrate import moments
 from quantkit.calibrate.methods import METHODS
@@ -56,14 +62,49 @@ def test_drift_is_the_product_with_the_difference() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 8, 9, 61])
-def test_cholesky_in_blocks_is_that_of_the_library(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moments, "CHOLESKY_COLUMNS", 8)
+def test_cholesky_in_panels_is_that_of_the_library(columns: int) -> None:
     matrix = damped(gram(inputs(400, columns)) / 400, 0.01).double()
-    found = matrix.clone()
+
+    def panels() -> list[torch.Tensor]:
+        ends = range(8, columns + 8, 8)
+        return [matrix[end - 8 : end, :end].clone() for end in ends]
+
+    found = panels()
     assert cholesky_(found)
-    assert torch.allclose(found, torch.linalg.cholesky(matrix), rtol=1e-12, atol=1e-12)
+    whole = torch.cat([F.pad(panel, (0, columns - panel.shape[1])) for panel in found])
+    assert torch.allclose(whole, torch.linalg.cholesky(matrix), rtol=1e-12, atol=1e-12)
     matrix[-1, -1] = -1.0
-    assert not cholesky_(matrix)
+    assert not cholesky_(panels())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts what torch's operations make and nobody has let go of; `most` is the largest sum so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.owners: Counter[int] = Counter()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.sizes[storage.data_ptr()] = storage.nbytes()
+                self.owners[storage.data_ptr()] += 1
+                weakref.finalize(tensor, self.owners.subtract, [storage.data_ptr()])
+        self.most = max(self.most, sum(self.sizes[at] for at, count in self.owners.items() if count))
+        return out
+
+
+def test_factoring_holds_two_matrices_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lower triangle in float64 and the coupling, beside the moments."""
+    monkeypatch.setattr(moments, "CHOLESKY_COLUMNS", 16)
+    second = gram(inputs(600, 512)) / 600
+    with LiveBytes() as live:
+        assert factorize(second) is not None
+    assert 2 * second.nbytes < live.most < 2.3 * second.nbytes
 
 
 @pytest.mark.parametrize("drifts", [False, True])
@@ -100,7 +141,8 @@ def test_sums_of_parts_are_the_sum_of_all(pieces: int, drifts: bool) -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 7, 64, 130])
-def test_the_factor_rebuilds_the_damped_moments(columns: int) -> None:
+def test_the_factor_rebuilds_the_damped_moments(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "CHOLESKY_COLUMNS", 32)
     second = gram(inputs(400, columns)) / 400
     factor = factorize(second)
     assert factor is not None and factor.damping == DAMPINGS[0]

@@ -1,10 +1,6 @@
 """What the kernel tests share: packed tensors with known weights, and the fp64 product of them."""
 
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,37 +20,8 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter with loops that numpy takes, and without what it does for nothing."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_core
-
-    def patched(lang: Any, scope: Any) -> None:
-        patch(lang, scope)
-        interpreted = lang.range
-        scope.set_attr(lang, "range", lambda *bounds, **options: interpreted(*map(number, bounds), **options))
-
-    def number(bound: Any) -> Any:
-        # Bounds would be `int` of arrays, which numpy refuses.
-        return bound.handle.data.item() if hasattr(bound, "handle") else bound
-
-    monkeypatch.setattr(interpreter, "_patch_lang_core", patched)
-    # A launch patches all of the language. Each call of a function within a kernel would do it again.
-    patch_lang, both = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    monkeypatch.setattr(interpreter, "_patch_lang", lambda _: patch_lang(both))
-    monkeypatch.setattr(
-        interpreter.InterpretedFunction,
-        "__call__",
-        lambda function, *args, **options: function.rewrite()(*args, **options),
-    )
-    # Whether integers overflow would be computed for every operation, and asserted only where `debug` is set.
-    builder = interpreter.interpreter_builder
-    assert not builder.options.debug
-    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+def _interpreter(interpreter: None) -> None:
+    """Kernels run in it where there is no GPU."""
 
 
 @pytest.fixture

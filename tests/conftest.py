@@ -68,6 +68,10 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         "__call__",
         lambda function, *args, **options: function.rewrite()(*args, **options),
     )
+    # The types of tuples, such as each shape, are for compilers.
+    monkeypatch.setattr(
+        tl.core, "_type_for_tuple_values", lambda _, fields=None: tl.core.tuple_type((), fields)
+    )
     # Whether integers overflow would be computed for every operation, and asserted only where `debug` is set.
     builder = module.interpreter_builder
     assert not builder.options.debug

@@ -9,17 +9,17 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/quantkit demo examples/stories260K --text examples/stories.txt --out demo-output
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # Every kernel of every format for every GPU that it is for, which takes minutes; `test` compiles a part.
 codegen: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n auto -m slow tests/kernels/fused/test_codegen.py
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/kernels/fused/test_codegen.py
 
 # Hundreds of failing calls, kills and changed bytes, which takes half an hour; `test` has a part of them.
 faults: export QUANTKIT_FAULTS_LOG = faults.log
 faults: $(VENV)/test.stamp
 	rm -f $(QUANTKIT_FAULTS_LOG)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow tests/reliability
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/reliability
 	cat $(QUANTKIT_FAULTS_LOG)
 
 # Hostile files of every kind, mutated; what is found is written to fuzz-findings.

@@ -62,9 +62,14 @@ class NumberFormat(ABC):
         exact = Fraction(x)
 
         def rank(code: int) -> tuple[Fraction, tuple[float, ...]]:
-            return abs(Fraction(self.values[code]) - exact), self._tie_break(code, x)
+            return abs(self._exact[code] - exact), self._tie_break(code, x)
 
-        return min((code for code, value in enumerate(self.values) if not math.isnan(value)), key=rank)
+        return min(self._exact, key=rank)
+
+    @cached_property
+    def _exact(self) -> dict[int, Fraction]:
+        """The value of every code that is a number."""
+        return {code: Fraction(value) for code, value in enumerate(self.values) if not math.isnan(value)}
 
     @abstractmethod
     def _tie_break(self, code: int, x: float) -> tuple[float, ...]:

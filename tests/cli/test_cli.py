@@ -29,6 +29,7 @@ from quantkit.kernels.problem import Gpu
 from quantkit.kernels.table import ROWS
 from quantkit.kernels.tiles.store import save
 from quantkit.kernels.tiles.table import Entry, Key, TileTable, as_computed
+from quantkit.model.prompt_logits import compare
 from quantkit.model.record import Measured
 from quantkit.model.structure import read_structure
 from quantkit.packing.schemes import PRESETS, scheme
@@ -339,17 +340,29 @@ def test_verify_reloads_in_a_fresh_process(run: Run, damaged: Path, monkeypatch:
     assert "hidden size (65) is not a multiple" in done.out
 
 
-def test_verify_compares_logits(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reloaded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` runs the model in this process: a fresh one, which other tests have, imports for seconds."""
+
+    def compared(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, json.dumps(compare(Path(command[-1]))), "")
+
+    monkeypatch.setattr("quantkit.model.verify.subprocess.run", compared)
+
+
+def test_verify_compares_logits(
+    run: Run, reloaded_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr("quantkit.model.memory.free_memory", lambda device: 1000)
-    done = run("quantize", SOURCE, out)
+    with monkeypatch.context() as patch:
+        patch.setattr("quantkit.model.memory.free_memory", lambda device: 1000)
+        done = run("quantize", SOURCE, out)
     assert done.code == 0
     assert re.search(
         r"note: the result was not run: that takes about [\d.]+ kB of memory, and 1.00 kB", done.err
     )
     assert run("verify", out).out.endswith("ok     logits: none stored at quantization\n")
 
-    monkeypatch.undo()
     assert run("quantize", SOURCE, out, "--resume").code == 0
     edit_json(out / MANIFEST_NAME, lambda m: m["prompt_logits"]["logits"][2].__setitem__(0, 50.0))
     done = run("verify", out)
@@ -714,7 +727,7 @@ def test_the_package_runs_as_the_command() -> None:
     assert "-1" in shown.stdout
 
 
-def test_one_scale_per_tensor(run: Run, tmp_path: Path) -> None:
+def test_one_scale_per_tensor(run: Run, reloaded_here: None, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run("quantize", SOURCE, out, "--format", "fp8", "-g", "tensor", "--json")
     assert done.code == 0, done.err

@@ -479,8 +479,9 @@ def test_packed_models_are_told_apart_from_their_original(stories, texts, tmp_pa
 @pytest.mark.skipif(not (BOOKS.is_dir() and TEXTS.is_dir()), reason="books-28m is not here")
 def test_the_protocol_gives_the_known_perplexities():
     report = evaluate(
-        BOOKS, texts=[TEXTS / "books.txt", TEXTS / "docs.txt"], window=1024, max_windows=8, device="cpu"
+        BOOKS, texts=[TEXTS / "books.txt", TEXTS / "docs.txt"], window=1024, max_windows=2, device="cpu"
     )
-    assert report.texts["books.txt"].perplexity == pytest.approx(21.98, abs=0.01)
-    assert report.texts["docs.txt"].perplexity == pytest.approx(6.56, abs=0.01)
-    assert report.texts["books.txt"].tokens == 8 * 1023
+    # Of transformers alone, window by window.
+    assert report.texts["books.txt"].perplexity == pytest.approx(23.630, abs=0.005)
+    assert report.texts["docs.txt"].perplexity == pytest.approx(7.239, abs=0.005)
+    assert report.texts["books.txt"].tokens == 2 * 1023

@@ -1,8 +1,6 @@
 """What the kernel tests share: packed tensors with known weights, and the fp64 product of them."""
 
-import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -22,23 +20,8 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter takes bounds of loops as `int` of arrays, which numpy refuses."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_core
-
-    def patched(lang: Any, scope: Any) -> None:
-        patch(lang, scope)
-        interpreted = lang.range
-        scope.set_attr(lang, "range", lambda *bounds, **options: interpreted(*map(number, bounds), **options))
-
-    def number(bound: Any) -> Any:
-        return bound.handle.data.item() if hasattr(bound, "handle") else bound
-
-    monkeypatch.setattr(interpreter, "_patch_lang_core", patched)
+def _interpreter(interpreter: None) -> None:
+    """Kernels run in it where there is no GPU."""
 
 
 @pytest.fixture

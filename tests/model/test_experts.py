@@ -140,7 +140,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 20}
 
 
 @pytest.fixture
-def grouped(monkeypatch):
+def grouped(interpreter, monkeypatch):
     """Without a GPU the kernels run in Triton's interpreter."""
     pytest.importorskip("triton")
     if DEVICE == "cpu":

@@ -244,6 +244,20 @@ def test_tokenizer(tiny, words):
 # Costs, each in a process of its own
 
 
+def forked(modules, codes, environment=None):
+    """What each of `codes` prints in a process of its own, forked from one that imported `modules`."""
+    program = f"""
+import json, os, sys, {modules}
+for code in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        exec(code)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0, code
+"""
+    return run_python(program, json.dumps(codes), environment=environment).stdout.splitlines()
+
+
 def test_importing_quantkit_imports_no_heavy_package():
     code = """
 import sys, json
@@ -258,18 +272,18 @@ print(json.dumps([heavy, "transformers" in sys.modules, torch.cuda.is_initialize
     assert json.loads(run_python(code).stdout) == [[], False, False]
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
+def test_the_plugin_is_registered_whatever_is_imported_first():
+    orders = (
         "import quantkit; from transformers.quantizers import auto",
         "from transformers.quantizers import auto; import quantkit",
         "import quantkit.model.plugin; from transformers.quantizers import auto",
         "import quantkit, importlib; from transformers.quantizers import auto; importlib.reload(quantkit)",
-    ],
-)
-def test_the_plugin_is_registered_whatever_is_imported_first(order):
-    code = f"{order}\nprint(auto.AUTO_QUANTIZER_MAPPING['quantkit'].__name__)"
-    assert run_python(code).stdout.strip() == "QuantkitQuantizer"
+    )
+    code = "print(auto.AUTO_QUANTIZER_MAPPING['quantkit'].__name__)"
+    # What transformers imports for the longest time.
+    modules = "torch.distributed.tensor, torch.distributed.fsdp"
+    names = forked(modules, [f"{order}; {code}" for order in orders])
+    assert names == ["QuantkitQuantizer"] * len(orders)
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -278,20 +292,13 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    ("layouts", "dtype", "share"),
-    # Without what kernels keep beside the storage, which versions that do not map the file hold twice while
-    # they load it; and with it: int4 once more for bfloat16, a byte per weight for float32.
-    [("", "float32", 0.4), ("layouts", "bfloat16", 0.9), ("layouts", "float32", 0.7)],
-)
-def test_loading_takes_far_less_memory_than_the_dense_model(layouts, dtype, share, tmp_path):
+def test_loading_takes_far_less_memory_than_the_dense_model(tmp_path):
     write_big(tmp_path)
     code = """
-import sys, threading, time, psutil
-import quantkit, torch, transformers, accelerate, transformers.models.llama.modeling_llama
+import threading, time, psutil
 from quantkit.model.load import load
 from quantkit.model.modules import PackedLinear, packed_modules
-if not sys.argv[2]:
+if not {layouts}:
     PackedLinear.build_kernel_layouts = lambda self, dtype: None
 process = psutil.Process()
 before, peak, done = process.memory_info().rss, 0, False
@@ -302,19 +309,26 @@ def watch():
         time.sleep(0.002)
 thread = threading.Thread(target=watch)
 thread.start()
-model = load(sys.argv[1], device="cpu", dtype=getattr(torch, sys.argv[3]))
+model = load({directory!r}, device="cpu", dtype=torch.{dtype})
 done = True
 thread.join()
 weights = sum(module.in_features * module.out_features for _, module in packed_modules(model))
-print(getattr(torch, sys.argv[3]).itemsize * weights, peak - before)
+print(torch.{dtype}.itemsize * weights, peak - before)
 """
+    # Without what kernels keep beside the storage, which versions that do not map the file hold twice while
+    # they load it; and with it: int4 once more for bfloat16, a byte per weight for float32.
+    cases = ((False, "float32", 0.4), (True, "bfloat16", 0.9), (True, "float32", 0.7))
+    codes = [
+        code.format(layouts=layouts, dtype=dtype, directory=str(tmp_path)) for layouts, dtype, _ in cases
+    ]
     # Left to itself, malloc keeps a share of what was freed that changes from run to run (63 to 137 MB for
     # the second row): larger blocks go back to the system at once, so that the peak is what the loader held.
     environment = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-    result = run_python(code, str(tmp_path), layouts, dtype, environment=environment)
-    dense, grown = map(int, result.stdout.split())
-    assert dense > 150e6
-    assert grown < share * dense
+    modules = "quantkit, torch, transformers, accelerate, transformers.models.llama.modeling_llama"
+    for (layouts, dtype, share), found in zip(cases, forked(modules, codes, environment), strict=True):
+        dense, grown = map(int, found.split())
+        assert dense > 150e6
+        assert grown < share * dense, (layouts, dtype)
 
 
 def write_big(directory):

@@ -148,7 +148,8 @@ def kill_and_resume(run: Run, count: int) -> Counter[str]:
         code = run.killed(name, signal.SIGKILL, chance)
         while code == -signal.SIGKILL:
             phases[run.phase(name)] += 1
-            code = run.killed(name, signal.SIGKILL, chance) if chance.random() < 0.3 else None
+            again = phases.total() < count and chance.random() < 0.3
+            code = run.killed(name, signal.SIGKILL, chance) if again else None
         assert code is None
         run.check(name)
     return phases

@@ -1,4 +1,4 @@
-"""Compiles kernels for GPUs that need not be there: cases as JSON from stdin, facts about each to stdout.
+"""Compiles kernels for GPUs that need not be there: cases from stdin, facts about each to stdout, in lines.
 
 A script, because Triton has to be imported without the interpreter in which the other tests run.
 """
@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -255,5 +256,9 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for case in json.load(sys.stdin):
-        print(json.dumps(facts(Case(*case))), flush=True)
+    for line in sys.stdin:
+        try:
+            answer = facts(Case(*json.loads(line)))
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from quantkit.packing.schemes import PRESETS
 pytest.importorskip("triton")
 
 Case = tuple[str, str, int, int]
+Compiled = Callable[[list[Case]], dict[Case, dict[str, Any]]]
 
 #: Presets that the kernels take, each scheme once: fp8 is fp8-e4m3.
 NAMES = [
@@ -21,8 +23,6 @@ NAMES = [
     for index, (name, row) in enumerate(PRESETS.items())
     if row.planes == 1 and row not in list(PRESETS.values())[:index]
 ]
-#: A process takes seconds to start, so that each compiles several presets.
-GROUPS = [NAMES[index::4] for index in range(4)]
 #: Instructions per weight of the kernel for few rows on sm_90, a few hundredths above those of Triton 3.6.
 INSTRUCTIONS = {
     "int8": 2.75,
@@ -55,16 +55,28 @@ AMD = 942
 SPILLS = {"int3": 2}
 
 
-def compiled(cases: list[Case]) -> dict[Case, dict[str, Any]]:
-    """Facts of `codegen.py` about each (kernel, preset, capability, M)."""
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Compiled]:
+    """Facts about each (kernel, preset, capability, M), from one `codegen.py`: it takes seconds to start."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", Path(__file__).with_name("codegen.py")],
-        input=json.dumps(cases), capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return dict(zip(cases, map(json.loads, result.stdout.splitlines()), strict=True))
+    command = [sys.executable, "-W", "ignore", Path(__file__).with_name("codegen.py")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        questions, answers = process.stdin, process.stdout
+
+        def facts(case: Case) -> dict[str, Any]:
+            print(json.dumps(case), file=questions, flush=True)
+            answer = answers.readline()
+            assert answer, f"{case}: the process ended with {process.wait()}"
+            found: dict[str, Any] = json.loads(answer)
+            assert "error" not in found, f"{case}: {found['error']}"
+            return found
+
+        yield lambda cases: {case: facts(case) for case in cases}
+    assert process.returncode == 0
 
 
 def assert_few_rows_stay_in_registers(case: Case, found: dict[str, Any]) -> None:
@@ -105,41 +117,38 @@ def test_every_preset_has_a_ceiling() -> None:
     assert sorted(INSTRUCTIONS) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("names", GROUPS, ids="-".join)
-def test_on_hopper_kernels_are_what_makes_them_fast(names: list[str]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_on_hopper_kernels_are_what_makes_them_fast(compiled: Compiled, name: str) -> None:
     """In both nothing spills. Few rows: few instructions. Tiles: weights are decoded into operand A."""
-    cases: list[Case] = [
-        (kernel, name, 90, m) for name in names for kernel, m in (("skinny", 1), ("tiled", 64))
-    ]
-    for case, found in compiled(cases).items():
-        kernel, name, _, _ = case
-        if kernel == "skinny":
-            assert_few_rows_stay_in_registers(case, found)
-            assert found["spills"] == SPILLS.get(name, 0), (case, found)
-            assert found["per_weight"] <= INSTRUCTIONS[name], (case, found)
-            continue
-        assert_tiles_wait_for_products(case, found)
-        assert found["spills"] == 0, (case, found)
-        assert found["wgmma"] > 0 and found["wgmma_registers"] == found["wgmma"], (case, found)
-        # Codes and x are copied 16 bytes at a time, past the registers; some scales 4 or 8.
-        assert found["wide_loads"] == 0, (case, found)
-        assert found["wide_copies"] >= 0.95, (case, found)
+    skinny, tiled = ("skinny", name, 90, 1), ("tiled", name, 90, 64)
+    of = compiled([skinny, tiled])
+    case, found = skinny, of[skinny]
+    assert_few_rows_stay_in_registers(case, found)
+    assert found["spills"] == SPILLS.get(name, 0), (case, found)
+    assert found["per_weight"] <= INSTRUCTIONS[name], (case, found)
+    case, found = tiled, of[tiled]
+    assert_tiles_wait_for_products(case, found)
+    assert found["spills"] == 0, (case, found)
+    assert found["wgmma"] > 0 and found["wgmma_registers"] == found["wgmma"], (case, found)
+    # Codes and x are copied 16 bytes at a time, past the registers; some scales 4 or 8.
+    assert found["wide_loads"] == 0, (case, found)
+    assert found["wide_copies"] >= 0.95, (case, found)
 
 
-def test_few_rows_of_x_are_loaded_where_there_are_any() -> None:
+def test_few_rows_of_x_are_loaded_where_there_are_any(compiled: Compiled) -> None:
     for case, found in compiled([("present", name, 90, 1) for name in ("int4", "int8", "nf4")]).items():
         assert_few_rows_stay_in_registers(case, found)
         assert found["spills"] == 0, (case, found)
 
 
-def test_on_ampere_few_rows_stay_in_registers() -> None:
+def test_on_ampere_few_rows_stay_in_registers(compiled: Compiled) -> None:
     for case, found in compiled(
         [("skinny", name, 80, 1) for name in ("int4", "int7", "nvfp4", "fp8")]
     ).items():
         assert_few_rows_stay_in_registers(case, found)
 
 
-def test_tiles_of_any_size_wait_for_a_product_before_they_decode_the_next() -> None:
+def test_tiles_of_any_size_wait_for_a_product_before_they_decode_the_next(compiled: Compiled) -> None:
     cases: list[Case] = [("tiled", "int4", 90, 128), ("tiled", "int3", 90, 32), ("tiled", "nvfp4", 90, 128)]
     cases += [("tiled", "int8", 90, 1024), ("tiled", "int3", 90, 128)]
     chains = {}
@@ -155,7 +164,7 @@ def test_tiles_of_any_size_wait_for_a_product_before_they_decode_the_next() -> N
     }
 
 
-def test_other_targets_compile() -> None:
+def test_other_targets_compile(compiled: Compiled) -> None:
     """Blackwell and a consumer GPU."""
     cases: list[Case] = [
         (kernel, name, 100, 8) for name in ("int4", "nvfp4") for kernel in ("skinny", "tiled")
@@ -165,12 +174,12 @@ def test_other_targets_compile() -> None:
         assert found["shared"] <= found["limit"], case
 
 
-def test_the_layout_builder_compiles() -> None:
+def test_the_layout_builder_compiles(compiled: Compiled) -> None:
     for case, found in compiled([("order", "int5", 80, 1), ("order", "fp4", AMD, 1)]).items():
         assert found["spills"] == 0, case
 
 
-def test_kernels_without_ptx_compute_values_in_the_memory_there_is() -> None:
+def test_kernels_without_ptx_compute_values_in_the_memory_there_is(compiled: Compiled) -> None:
     cases: list[Case] = [("skinny", "int4", AMD, 1), ("skinny", "mxfp4", AMD, 1), ("dense", "nf4", AMD, 1)]
     # Steps of 256 columns take the most shared memory.
     cases += [("tiled", "fp6", AMD, 64), ("tiled", "binary", AMD, 128), ("dense", "nvfp4", AMD, 1)]
@@ -178,7 +187,7 @@ def test_kernels_without_ptx_compute_values_in_the_memory_there_is() -> None:
         assert_portable_kernels_fit(case, found)
 
 
-def test_with_experts_kernels_are_as_fast_as_with_one_weight() -> None:
+def test_with_experts_kernels_are_as_fast_as_with_one_weight(compiled: Compiled) -> None:
     """They read the same bytes in the same way; a tenth of an instruction per weight finds them."""
     names = ("int4", "int3", "fp6", "nvfp4")
     cases: list[Case] = [("skinny experts", name, 90, 1) for name in names]
@@ -194,7 +203,7 @@ def test_with_experts_kernels_are_as_fast_as_with_one_weight() -> None:
         assert found["wide_loads"] == 0 and found["wide_copies"] >= 0.95, (case, found)
 
 
-def test_kernels_with_experts_compile_for_other_targets() -> None:
+def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> None:
     cases: list[Case] = [
         (kernel, "int4", capability, m)
         for capability in (80, AMD)
@@ -221,7 +230,7 @@ def test_kernels_with_experts_compile_for_other_targets() -> None:
                 assert_few_rows_stay_in_registers(case, found)
 
 
-def test_attention_fits_memory_and_registers() -> None:
+def test_attention_fits_memory_and_registers(compiled: Compiled) -> None:
     cases: list[Case] = [("attend", "float32", 80, 128), ("attend", "bfloat16", 90, 256)]
     # What takes the most, where there is the least.
     cases += [("attend", "float32", 89, 256), ("attend", "float32", AMD, 256)]
@@ -230,14 +239,14 @@ def test_attention_fits_memory_and_registers() -> None:
         assert found["spills"] == 0, (case, found)
 
 
-def test_float16_sums_are_what_consumer_gpus_multiply_at_full_rate() -> None:
+def test_float16_sums_are_what_consumer_gpus_multiply_at_full_rate(compiled: Compiled) -> None:
     for case, found in compiled([("halves", "int4", capability, 64) for capability in (80, 86, 89)]).items():
         assert found["sums"] == ["f16"], case
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_every_kernel_compiles_for_every_target(name: str) -> None:
+def test_every_kernel_compiles_for_every_target(compiled: Compiled, name: str) -> None:
     kernels = (("skinny", 1), ("skinny", 16), ("tiled", 64), ("dense", 1))
     cases: list[Case] = [(kernel, name, cap, m) for cap in (80, 89, 90, 100, AMD) for kernel, m in kernels]
     for case, found in compiled(cases).items():

@@ -154,7 +154,7 @@ def test_dequantize_writes_the_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str
 ) -> None:
     for n, k in ((40, 384), (1, 33), (130, 96)):
-        for dtype in (*DTYPES, torch.float32):
+        for dtype in dict.fromkeys((*DTYPES, torch.float32)):
             op, packed = operands(make_packed, case, n, k, 1, dtype)
             for features in FEATURES:
                 blocks = [launch.dequantize(op, at, min(at + 64, n), features) for at in range(0, n, 64)]

@@ -43,7 +43,13 @@ def evaluate(
     max_windows: Annotated[
         int | None, typer.Option(help="Windows per text.", min=1, show_default="all")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the activations: float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of the activations: float32, bfloat16, float16, or auto: float32 on a CPU, on a GPU that "
+            "of the model."
+        ),
+    ] = "auto",
     kv_cache: options.KvCache = None,
     device: options.Device = "auto",
     batch: Annotated[int, typer.Option(help="Windows, or requests of a task, at a time.", min=1)] = 1,

@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.checkpoint.hub import resolve
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
-from quantkit.eval.models import Versions, dtype_named, release, versions
+from quantkit.eval.models import Versions, dtype_for, dtype_named, release, versions
 from quantkit.eval.partial import Partial
 from quantkit.eval.passes import open_passes
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
@@ -132,7 +132,7 @@ def evaluate(
     window: int = DEFAULT_WINDOW,
     stride: int | None = None,
     max_windows: int | None = None,
-    dtype: str = "float32",
+    dtype: str = "auto",
     kv_cache: str | None = None,
     device: str = "auto",
     batch: int = 1,
@@ -170,7 +170,7 @@ def evaluate_many(
     window: int = DEFAULT_WINDOW,
     stride: int | None = None,
     max_windows: int | None = None,
-    dtype: str = "float32",
+    dtype: str = "auto",
     kv_cache: str | None = None,
     device: str = "auto",
     batch: int = 1,
@@ -189,8 +189,10 @@ def evaluate_many(
     the next run. `reference` is one that the caller opened, of the same settings, to be reused by later
     calls. Only one model is in memory at a time.
 
-    Windows of `window` tokens start `stride` tokens apart, by default `window`. With `noise_floor` the
-    reference also runs in another dtype (`CONTROL_DTYPES`), on texts and tasks, and is compared with itself.
+    `dtype` is that of activations; "auto" is float32 on a CPU, and on a GPU that of the reference, or of the
+    first checkpoint. Windows of `window` tokens start `stride` tokens apart, by default `window`. With
+    `noise_floor` the reference also runs in another dtype (`CONTROL_DTYPES`), on texts and tasks, and is
+    compared with itself.
     With `per_block` it runs with each block of a model in turn, on a few windows of the first text. What is
     done goes to `partial`, from which a later call with the same arguments goes on, with the same figures.
     With `kv_cache`, a format of `model.kv_cache.KV_SCHEMES`, tokens attend to keys and values in that format;
@@ -203,6 +205,10 @@ def evaluate_many(
         raise UsageError("there is nothing to evaluate on. Give at least one text or task.")
     if kv_cache is not None and tasks is not None:
         raise UsageError("a KV cache is for texts, and tasks run without. Evaluate tasks on their own.")
+    if dtype == "auto" and reference is not None:
+        dtype = reference.settings.dtype
+    elif models:
+        dtype = dtype_for(dtype, device, models[0] if against is None else against)
     settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch, stride, kv_cache)
     if (noise_floor or per_block) and against is None and reference is None:
         raise UsageError(

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from quantkit import __version__
+from quantkit.checkpoint.hub import resolve
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.devices import pick_device
 from quantkit.model.load import tokenizer
 
 DTYPES: dict[str, torch.dtype] = {
@@ -26,6 +28,20 @@ def dtype_named(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def dtype_for(name: str, device: str, source: Path | str) -> str:
+    """`name`, or for "auto" float32 on a CPU, and on a GPU the dtype of a checkpoint, a directory or hub id.
+
+    A GPU takes ten times as long in float32, and has no packed kernels for it.
+    """
+    if name != "auto":
+        dtype_named(name)
+        return name
+    if pick_device(device).type == "cpu":
+        return "float32"
+    stored = str(_language_config(resolve(source)).dtype).removeprefix("torch.")
+    return stored if stored in DTYPES else "float32"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """What `dtype_named` knows `dtype` as."""
     return next(name for name, one in DTYPES.items() if one == dtype)
@@ -34,20 +50,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 def language_limits(path: Path) -> tuple[int, int | None]:
     """Vocabulary size and positions of the language model that config.json describes; positions may be None.
 
-    transformers reads it, because what a config leaves out is a default of the model's class.
-    `CheckpointError` if it does not know the architecture.
+    `CheckpointError` if transformers does not know the architecture.
     """
+    config = _language_config(path)
+    positions = getattr(config, "max_position_embeddings", None)
+    return int(config.vocab_size), None if positions is None else int(positions)
+
+
+def _language_config(path: Path) -> Any:
+    """What transformers reads in config.json: what that leaves out is a default of the model's class."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
-        vocabulary, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
+        config.vocab_size  # noqa: B018  that of a language model
     except (AttributeError, KeyError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{path}: transformers cannot read config.json as a language model ({error}). Check model_type "
             "and the version of transformers."
         ) from error
-    return int(vocabulary), None if positions is None else int(positions)
+    return config
 
 
 def open_tokenizer(path: Path) -> Any:

@@ -19,7 +19,7 @@ from types import TracebackType
 import torch
 
 from quantkit.errors import CheckpointError, OutputError, UsageError
-from quantkit.eval.models import dtype_named, versions
+from quantkit.eval.models import dtype_for, dtype_named, versions
 from quantkit.eval.passes import open_passes
 from quantkit.eval.subject import Batch, Settings, Subject
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
@@ -74,7 +74,7 @@ class Reference:
         texts: Sequence[Path | str],
         window: int = DEFAULT_WINDOW,
         max_windows: int | None = None,
-        dtype: str = "float32",
+        dtype: str = "auto",
         device: str = "auto",
         batch: int = 1,
         stride: int | None = None,
@@ -83,9 +83,12 @@ class Reference:
     ) -> None:
         """Read headers, tokenizer and texts of a directory or hub id; `prepare` loads the model.
 
+        `dtype` as for `evaluate_many`.
+
         `budget_bytes` bounds the logits on disk at a time. `OutputError` if that much is needed and
         not free.
         """
+        dtype = dtype_for(dtype, device, source)
         self.settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch, stride)
         self.subject = Subject.open(source, self.settings)
         self.directory = self.subject.checkpoint.directory

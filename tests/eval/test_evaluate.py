@@ -14,7 +14,7 @@ from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, OutputError, UsageError
-from quantkit.eval import passes
+from quantkit.eval import models, passes
 from quantkit.eval.evaluate import evaluate, evaluate_many
 from quantkit.eval.partial import Partial
 from quantkit.eval.reference import Reference, plan_blocks
@@ -485,3 +485,22 @@ def test_the_protocol_gives_the_known_perplexities():
     assert report.texts["books.txt"].perplexity == pytest.approx(23.630, abs=0.005)
     assert report.texts["docs.txt"].perplexity == pytest.approx(7.239, abs=0.005)
     assert report.texts["books.txt"].tokens == 2 * 1023
+
+
+@pytest.mark.parametrize(
+    ("device", "stored", "dtype"),
+    [
+        ("cpu", "bfloat16", "float32"),
+        ("cuda", "bfloat16", "bfloat16"),
+        ("cuda", "float32", "float32"),
+        ("cuda", None, "float32"),
+    ],
+)
+def test_activations_are_in_what_the_device_is_fast_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, stored: str | None, dtype: str
+) -> None:
+    monkeypatch.setattr(models, "pick_device", lambda name: torch.device(device))
+    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": stored}))
+    assert models.dtype_for("auto", "auto", tmp_path) == dtype
+    assert models.dtype_for("float16", "auto", tmp_path) == "float16"

@@ -173,7 +173,8 @@ FAULTS: dict[str, dict[int, Fault]] = {
             "more than 2^31 elements",
             "fallback",
             "addressed in 64 bits. Reading, cutting, packing and writing are tested at 2^32 on files with "
-            "holes; of the kernels the last programs, on memory that is not touched, in Triton's interpreter",
+            "holes; of the kernels the last programs, on memory that is not touched, in Triton's "
+            "interpreter, and whole launches on a GPU",
         ),
         47: Fault(
             "weights with other strides, expanded, on meta, that require gradients",

@@ -1,5 +1,6 @@
 """Load a packed or dense checkpoint as a transformers model that is ready for inference."""
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -63,7 +64,11 @@ def load(
     register_plugin()
     from transformers import AutoModelForCausalLM
 
-    placement: dict[str, Any] = {"device_map": device_map or {"": pick_device(device)}}
+    placed = pick_device(device)
+    if placed.type == "cuda":
+        # Graphs are attributes of their model, which therefore waits for a collection when it is let go of.
+        gc.collect()
+    placement: dict[str, Any] = {"device_map": device_map or {"": placed}}
     if max_memory is not None:
         placement["max_memory"] = dict(max_memory)
     if offload_folder is not None:

@@ -415,3 +415,24 @@ def test_numbers_that_torch_refuses_are_those_of_files(tmp_path):
 def test_released_words_do_not_hide_that_a_model_is_on_a_gpu(devices, expected):
     tensors = [types.SimpleNamespace(device=torch.device(device)) for device in devices]
     assert _on_gpu(types.SimpleNamespace(parameters=lambda: iter(tensors))) is expected
+
+
+def test_what_waits_for_a_collection_makes_room_on_a_gpu(monkeypatch):
+    before = torch.nn.Module()
+    before.generate = before
+    left = weakref.ref(before)
+    del before
+
+    def from_pretrained(*_, **__):
+        assert left() is None
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("quantkit.model.load.pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    gc.disable()
+    try:
+        assert left() is not None
+        with pytest.raises(EnvironmentProblem, match="the GPU has too little memory"):
+            load(Path(__file__).parents[2] / "examples" / "stories260K")
+    finally:
+        gc.enable()

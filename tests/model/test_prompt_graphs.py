@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -208,6 +209,21 @@ def test_gradients_autocast_and_training(model: Any, recorded: list[int]) -> Non
         with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
             model(input_ids=ids(), past_key_values=DynamicCache(), **LAST)
     assert not recorded and model.lm_head.weight.grad is not None
+
+
+@torch.no_grad()
+def test_tangents_are_not_recorded(model: Any, recorded: list[int]) -> None:
+    """A weight that gets one lies where it did."""
+    weight = model.lm_head._parameters.pop("weight")
+    with forward_ad.dual_level():
+        model.lm_head.weight = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        for _ in range(3):
+            cache = static_cache(model, 20)
+            logits = model(input_ids=ids(), past_key_values=cache, **LAST).logits
+            assert forward_ad.unpack_dual(logits).tangent is not None
+            forward_of(model)(input_ids=ids()[:, :1], past_key_values=cache, **LAST)
+        assert "a tangent" in next(iter(forward_of(model).refused))
+    assert not recorded
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.launcher import Launch, overlap
-from quantkit.kernels.linear import forward_mode
+from quantkit.kernels.linear import is_transformed
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features, gpu_of
 
 #: The most features that a head may have.
@@ -51,7 +51,7 @@ def why_not(
             torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)),
             "gradients are asked for",
         ),
-        (forward_mode(query), "tangents are asked for"),
+        (is_transformed(query), "tangents or transforms of torch.func are asked for"),
         (query.device.type != "cuda", f"it runs on cuda, the tensors are on {query.device.type}"),
     )
     return next((reason for refused, reason in reasons if refused), None)

@@ -2,7 +2,8 @@
 
 The operator `quantkit::linear` is opaque to torch.compile, which therefore never breaks the graph, and
 chooses its row from the table by the number of rows at run time. It is differentiable in x and bias. What
-torch cannot be told about an operator, how tangents go forward, `linear_parts` says beside it.
+torch cannot be told about an operator, how tangents go forward and what transforms of `torch.func` make of
+it, `linear_parts` says beside it.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 
     Under torch.autocast x and bias are cast as those of `torch.nn.functional.linear` are. The first call
     per activation dtype outside torch.compile builds the layout that is fastest for decoding and keeps it
-    with `packed`; compiled code uses the layout if it is there already. Gradients flow to x and bias,
-    tangents (`torch.func.jvp`) from them, and torch.vmap goes over both.
+    with `packed`; compiled code uses the layout if it is there already. Gradients flow to x and bias and
+    tangents from them, also those of transforms (`torch.func`), and torch.vmap goes over both.
     Raises `KernelError` where shapes, dtypes or devices do not fit.
     """
     if not isinstance(packed, PackedTensor):
@@ -94,19 +95,27 @@ def linear_parts(
     tensors, name = (
         ([], "") if layout is None or layout.dtype != x.dtype else (list(layout.tensors), layout.name)
     )
-    if forward_mode(x):
+    if is_transformed(x):
         weight = _Weight(tuple(parts), tuple(tensors), token, (out_features, x.shape[-1]), name)
         return _with_tangent(x, bias, weight)
     y: torch.Tensor = torch.ops.quantkit.linear(x, list(parts), tensors, bias, token, out_features, name)
     return y
 
 
-def forward_mode(x: torch.Tensor) -> bool:
-    """Whether tangents are computed with values, as by `torch.func.jvp`; not whether x has one.
+def is_transformed(x: torch.Tensor) -> bool:
+    """Whether tangents are computed with values, or a transform of `torch.func` is on; not whether x has one.
 
-    An operand may also have one of an outer jvp, which cannot be seen within an inner one.
+    An operand may also have a tangent of an outer jvp, which cannot be seen within an inner one, and
+    gradients of `torch.func.grad`, which operators have none for.
     """
-    return _unpacked(x).primal is not x
+    if torch.compiler.is_compiling():
+        return _unpacked(x).primal is not x
+    # Within vmap a tensor that it goes over cannot be asked.
+    return torch._C._are_functorch_transforms_active() or _unpacked(_PROBE).primal is not _PROBE
+
+
+#: Any tensor.
+_PROBE = torch.empty(0, device="cpu")
 
 
 def _unpacked(x: torch.Tensor) -> forward_ad.UnpackedDualTensor:
@@ -405,6 +414,21 @@ def _linear_vmap(
     return y, 0
 
 
+def _linear_grad_x_vmap(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    grad: torch.Tensor,
+    parts: list[torch.Tensor],
+    layout: list[torch.Tensor],
+    scheme: str,
+    in_features: int,
+    layout_name: str,
+) -> tuple[torch.Tensor, int]:
+    _check_one_weight(in_dims[1:3])
+    grad = grad.movedim(in_dims[0], 0)
+    return torch.ops.quantkit.linear_grad_x(grad, parts, layout, scheme, in_features, layout_name), 0
+
+
 def _check_one_weight(in_dims: tuple[Any, ...]) -> None:
     if any(dim is not None for dims in in_dims for dim in dims):
         raise KernelError(
@@ -434,7 +458,7 @@ class _Weight:
 
 
 class _ForwardMode(torch.autograd.Function):
-    """A product whose tangent is the product of the tangents of x and bias."""
+    """A product that torch can transform: its tangent is the product of the tangents of x and bias."""
 
     generate_vmap_rule = True
 
@@ -477,3 +501,4 @@ torch.library.register_fake("quantkit::linear_grad_x", _linear_grad_x_fake)
 torch.library.register_fake("quantkit::restore_words", _restore_words_fake)
 torch.library.register_autograd("quantkit::linear", _backward, setup_context=_setup_context)
 torch.library.register_vmap("quantkit::linear", _linear_vmap)
+torch.library.register_vmap("quantkit::linear_grad_x", _linear_grad_x_vmap)

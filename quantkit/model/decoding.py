@@ -235,7 +235,9 @@ def _fingerprint(model: Any) -> tuple[Any, ...]:
     )
     packed = (module for module in modules if isinstance(module, PackedModule))
     layouts = tuple(address for module in packed for address in module.layout_addresses())
-    return states, tensors, layouts, model.config._attn_implementation, forced_row()
+    # What the config asks for beside logits.
+    asked = tuple(name for name, value in vars(model.config).items() if value and "output_" in name)
+    return states, tensors, layouts, asked, model.config._attn_implementation, forced_row()
 
 
 def _why_unfit(model: Any) -> str | None:

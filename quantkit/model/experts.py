@@ -14,7 +14,7 @@ from quantkit.kernels.experts import (
     order_pairs,
     weigh_pairs,
 )
-from quantkit.kernels.linear import KernelLayout, autocast, forward_mode
+from quantkit.kernels.linear import KernelLayout, autocast, is_transformed
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import warn_looped
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
@@ -150,7 +150,9 @@ class PackedExperts(PackedModule):
 
     def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
         """Whether derivatives are asked for, which only products with one expert after the other have."""
-        trained = forward_mode(x) or (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
+        trained = is_transformed(x) or (
+            torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+        )
         if trained and not torch.compiler.is_compiling():
             shape = (self.intermediate_dim, self.hidden_dim)
             problem = Problem.on(x.device, x.shape[0], *shape, self.gate_up_scheme, x.dtype)

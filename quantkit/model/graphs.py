@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from quantkit.kernels.linear import is_transformed
+
 Inputs = dict[str, Any]
 
 
@@ -60,6 +62,8 @@ def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None
     """None if nothing is asked for that a graph on `device` does not give, else the reason."""
     asked = [name for name, value in inputs.items() if name.startswith("output_") and value]
     asked += ["a gradient"] * torch.is_grad_enabled()
+    # Of weights as well, which lie where they did.
+    asked += ["a tangent or another transform"] * is_transformed(inputs["input_ids"])
     # What it casts weights to is freed when its block ends.
     asked += ["autocast"] * torch.is_autocast_enabled(device.type)
     return f"{asked[0]} is asked for" if asked else None

@@ -163,7 +163,7 @@ def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
 def unpack_modules(model: Any, dtype: torch.dtype) -> None:
     """The reverse of `swap_modules`: dense modules with dequantized weights, and all of `model` in `dtype`.
 
-    `UsageError`, and nothing done, for a model that is divided among devices or offloaded.
+    `UsageError`, and nothing done, for a model that is divided among devices or offloaded, or has adapters.
     """
     packed = dict(packed_modules(model))
     for name, module in packed.items():
@@ -174,10 +174,16 @@ def unpack_modules(model: Any, dtype: torch.dtype) -> None:
             )
     before = model.dtype
     with torch.device("meta"):
-        skeleton = type(model)(model.config)
+        skeleton = dict(type(model)(model.config).named_modules())
+    wrapped = [name for name in packed if name not in skeleton]
+    if wrapped:
+        raise UsageError(
+            f"{wrapped[0]!r} cannot be dequantized: it is no module of {type(model).__name__}, but of an "
+            "adapter perhaps. Take adapters out first, or dequantize before they are added."
+        )
     with torch.no_grad():
         for name, module in packed.items():
-            dense = skeleton.get_submodule(name)
+            dense = skeleton[name]
             for parameter, weight in {**module._parameters, **module.dense_weights(dtype)}.items():
                 if parameter in dense._parameters:
                     dense._parameters[parameter] = None if weight is None else nn.Parameter(weight)

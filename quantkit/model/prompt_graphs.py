@@ -68,6 +68,8 @@ class PromptGraphs:
         """The output for inputs that are recordable; None where they are to run plainly."""
         cache, tokens = inputs["past_key_values"], inputs["input_ids"].shape[1]
         given = _padded(inputs)
+        if given is None:
+            return None
         key = graphs.outline(given), torch.is_inference_mode_enabled()
         with self._lock:
             graph = self._graph_of(key, given)
@@ -116,8 +118,6 @@ def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
     bidirectional = getattr(model.config, "use_bidirectional_attention", None)
     if bidirectional or not getattr(model.config, "is_causal", True):
         return "tokens attend to those after them"
-    if getattr(model.config, "return_dict", True) is False:
-        return "the model returns tuples"
     parameters = inspect.signature(forward).parameters
     missing = [name for name in (*_PER_TOKEN, "past_key_values", "logits_to_keep") if name not in parameters]
     if missing:
@@ -136,7 +136,7 @@ def is_recordable(inputs: Mapping[str, Any], model: Any) -> bool:
         and ids.device == model.device
         and _is_prompt(ids, model.config)
         and _is_cache(inputs.get("past_key_values"))
-        and _is_for_one_token(inputs)
+        and _is_for_one_token(inputs, model.config)
         and all(_is_known(name, value, ids) for name, value in inputs.items())
         and graphs.why_not_asked(inputs, ids.device) is None
     )
@@ -164,10 +164,16 @@ def _is_cache(cache: Any) -> bool:
     return kinds <= {StaticLayer, DynamicLayer, None}
 
 
-def _is_for_one_token(inputs: Mapping[str, Any]) -> bool:
+def _is_for_one_token(inputs: Mapping[str, Any], config: Any) -> bool:
     """Whether the logits of the last token and the cache are all that is asked for."""
     kept = inputs.get("logits_to_keep")
-    return type(kept) is int and kept == 1 and all(inputs.get(name) is not False for name in _NEEDED)
+    return type(kept) is int and kept == 1 and all(_said(name, inputs, config) for name in _NEEDED)
+
+
+def _said(name: str, inputs: Mapping[str, Any], config: Any) -> bool:
+    """What an input says, or the config where there is none."""
+    value = inputs.get(name)
+    return getattr(config, name, True) if value is None else value
 
 
 def _is_known(name: str, value: Any, ids: torch.Tensor) -> bool:
@@ -189,8 +195,11 @@ def _is_mask(mask: Any, ids: torch.Tensor) -> bool:
     return numbers and mask.dim() == 4 and mask.shape[2] == ids.shape[1] <= mask.shape[3]
 
 
-def _padded(inputs: Inputs) -> Inputs:
-    """`inputs` with as many tokens as its bucket has, without the cache."""
+def _padded(inputs: Inputs) -> Inputs | None:
+    """`inputs` with as many tokens as its bucket has, without the cache.
+
+    None where only the model knows the positions of tokens.
+    """
     ids = inputs["input_ids"]
     tokens = ids.shape[1]
     length = bucket(tokens)
@@ -201,6 +210,9 @@ def _padded(inputs: Inputs) -> Inputs:
     if torch.is_tensor(mask) and mask.dim() == 2 and bool(mask.all()):
         # Without one, attention needs not read it.
         mask = None
+    if positions is None and mask is not None:
+        # Some models count the tokens that are not masked, others all.
+        return None
     given = {name: value for name, value in inputs.items() if name != "past_key_values"}
     return given | {
         "input_ids": F.pad(ids, (0, length - tokens)),

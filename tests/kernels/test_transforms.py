@@ -1,4 +1,4 @@
-"""torch's transforms over packed products: forward-mode tangents and vmap, against the dense product."""
+"""torch's transforms over packed products: tangents, gradients and vmap, against the dense product."""
 
 import pytest
 import torch
@@ -51,6 +51,10 @@ def over_bias_within(product):
     return func.jvp(inner, (X,), (DX,))
 
 
+def cubes(product):
+    return lambda x, bias: (product(x, bias) ** 3).sum()
+
+
 TANGENTS = {
     "x": lambda product: func.jvp(lambda x: product(x, None), (X,), (DX,)),
     "x, one vector": lambda product: func.jvp(lambda x: product(x, BIAS), (X[0],), (DX[0],)),
@@ -67,6 +71,18 @@ TANGENTS = {
         func.jacfwd(func.jacfwd(lambda x: (product(x, BIAS) ** 2).sum()))(X[0]),
     ),
     "jvp of grad": lambda product: func.jvp(func.grad(lambda x: (product(x, BIAS) ** 3).sum()), (X,), (DX,)),
+    "jvp of vmap": lambda product: func.jvp(func.vmap(lambda x: product(x, BIAS)), (X,), (DX,)),
+}
+GRADIENTS = {
+    "x and bias": lambda product: func.grad(cubes(product), (0, 1))(X, BIAS),
+    "vjp": lambda product: func.vjp(product, X, BIAS)[1](integers(3, 16, seed=4)),
+    "grad of grad": lambda product: (
+        func.grad(lambda x: (func.grad(cubes(product))(x, BIAS) ** 2).sum())(X),
+    ),
+    "grad of vmap": lambda product: func.grad(cubes(func.vmap(product, (0, None))), (0, 1))(X, BIAS),
+    "vmap of grad": lambda product: func.vmap(func.grad(cubes(product), (0, 1)), (0, None))(X, BIAS),
+    "hessian": lambda product: (func.hessian(cubes(product))(X[0], BIAS),),
+    "jacrev of jacfwd": lambda product: (func.jacrev(func.jacfwd(cubes(product)))(X[0], BIAS),),
 }
 MAPS = {
     "x": lambda product: (func.vmap(lambda x: product(x, BIAS))(X),),
@@ -95,6 +111,11 @@ def check(transformed, products):
 
 @pytest.mark.parametrize("transformed", TANGENTS.values(), ids=TANGENTS)
 def test_tangents_are_those_of_the_dense_product(transformed, products):
+    check(transformed, products)
+
+
+@pytest.mark.parametrize("transformed", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_within_transforms_are_those_of_the_dense_product(transformed, products):
     check(transformed, products)
 
 

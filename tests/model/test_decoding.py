@@ -183,6 +183,19 @@ def test_a_changed_model_is_recorded_anew(
     assert len(recorded) == 2
 
 
+@torch.no_grad()
+def test_a_config_may_ask_for_more_than_logits(model: Any, recorded: list[int]) -> None:
+    graphed, cache = GraphedForward(model), static_cache(model, 30)
+    model(input_ids=ids(), past_key_values=cache)
+    for asked in (False, True, False):
+        model.config.output_hidden_states = asked
+        graphed.renew()
+        for _ in range(2):
+            output = graphed(input_ids=ids()[:, :1], past_key_values=cache)
+            assert ("hidden_states" in output) == asked
+    assert len(recorded) == 3 and list(graphed.refused) == ["the model returns hidden_states"]
+
+
 def test_what_cannot_be_recorded_runs_and_is_said_once(
     model: Any, recorded: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,6 +225,16 @@ def test_an_offloaded_model_is_not_dequantized(tiny, tmp_path):
     assert list(packed_modules(model))
 
 
+def test_a_model_with_adapters_is_not_dequantized_in_part(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny().packed)
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = torch.nn.ModuleDict({"base_layer": attention.v_proj})
+    packed = len(list(packed_modules(model)))
+    with pytest.raises(UsageError, match=r"v_proj.base_layer' cannot be dequantized.*Take adapters out"):
+        model.dequantize()
+    assert len(list(packed_modules(model))) == packed
+
+
 def test_push_to_hub_sends_the_packed_files(tiny, tmp_path, monkeypatch):
     from huggingface_hub import HfApi
 

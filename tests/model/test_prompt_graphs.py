@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -174,6 +175,33 @@ def test_what_is_no_recordable_prompt_runs_as_it_did(model: Any, recorded: list[
     assert not recorded and not prompt_graphs.is_recordable({}, model)
 
 
+@torch.no_grad()
+def test_a_config_may_ask_for_no_cache(recorded: list[int]) -> None:
+    """As it does after training; Qwen2 then returns no cache, and fills the one that it was given."""
+    model = made(AutoModelForCausalLM.from_config, AutoConfig.for_model("qwen2", **SIZES))
+    graph_decoding(model)
+    inputs = {"input_ids": ids(), "logits_to_keep": 1}
+    for asked in (True, False, True):
+        model.config.use_cache = asked
+        for _ in range(3):
+            cache = DynamicCache()
+            found = model(past_key_values=cache, **inputs)
+            assert found.past_key_values is (cache if asked else None) and cache.get_seq_length() == 9
+            close(found.logits[None, :, -1], generate_whole(model, ids(), 0))
+    assert len(recorded) == 1
+
+
+@torch.no_grad()
+def test_a_config_may_ask_for_more_than_logits(model: Any, recorded: list[int]) -> None:
+    for asked in (False, True, False):
+        model.config.output_hidden_states = asked
+        for _ in range(3):
+            output = model(input_ids=ids(), past_key_values=static_cache(model, 20), **LAST)
+            assert ("hidden_states" in output) == asked
+        assert (prompts_of(model).refused is not None) == asked
+    assert len(recorded) == 2
+
+
 def test_gradients_autocast_and_training(model: Any, recorded: list[int]) -> None:
     for _ in range(3):
         logits = model(input_ids=ids(), past_key_values=static_cache(model, 20), **LAST).logits
@@ -181,6 +209,21 @@ def test_gradients_autocast_and_training(model: Any, recorded: list[int]) -> Non
         with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
             model(input_ids=ids(), past_key_values=DynamicCache(), **LAST)
     assert not recorded and model.lm_head.weight.grad is not None
+
+
+@torch.no_grad()
+def test_tangents_are_not_recorded(model: Any, recorded: list[int]) -> None:
+    """A weight that gets one lies where it did."""
+    weight = model.lm_head._parameters.pop("weight")
+    with forward_ad.dual_level():
+        model.lm_head.weight = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        for _ in range(3):
+            cache = static_cache(model, 20)
+            logits = model(input_ids=ids(), past_key_values=cache, **LAST).logits
+            assert forward_ad.unpack_dual(logits).tangent is not None
+            forward_of(model)(input_ids=ids()[:, :1], past_key_values=cache, **LAST)
+        assert "a tangent" in next(iter(forward_of(model).refused))
+    assert not recorded
 
 
 @torch.no_grad()
@@ -212,6 +255,25 @@ def test_masks_and_positions_of_padded_batches(model: Any, recorded: list[int]) 
                 ).logits[:, -1]
             close(found, generate_whole(model, prompt, 0)[0])
         assert len(recorded) == 1
+
+
+@torch.no_grad()
+def test_a_padded_batch_has_the_positions_that_its_model_counts(recorded: list[int]) -> None:
+    """Nobody gives them: OPT begins at the first token that is no padding, others at padding."""
+    mask = torch.ones_like(ids())
+    mask[0, :4] = 0
+    for family in ("opt", "llama"):
+        config = AutoConfig.for_model(family, **SIZES, ffn_dim=64, word_embed_proj_dim=32)
+        model = made(AutoModelForCausalLM.from_config, config)
+        graph_decoding(model)
+        given = {"input_ids": ids(), **LAST}
+        for padding in (mask, torch.ones_like(mask)):
+            recorded.clear()
+            for _ in range(3):
+                found = model(attention_mask=padding, past_key_values=DynamicCache(), **given).logits
+                plain = forward_of(model).plain
+                close(found, plain(attention_mask=padding, past_key_values=DynamicCache(), **given).logits)
+        assert len(recorded) == 1, "without padding they are known"
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])

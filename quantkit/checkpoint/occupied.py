@@ -1,7 +1,7 @@
 """What an output directory holds when a run starts, and what each mode makes of it."""
 
+import errno
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ from quantkit.files import sync_directory
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
+
+#: What `read_inside` says of links out of the directory, and of what is no regular file.
+_NO_FILE = (errno.ELOOP, errno.EINVAL)
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,13 @@ def start_again(
 def _look(path: Path) -> _Contents:
     journal = read_journal(path)
     manifest = None
-    # A broken manifest shows nothing; the file itself is quantkit's by its name.
-    with suppress(CheckpointError):
+    try:
         manifest = read_manifest(path)
+    except CheckpointError as error:
+        # A broken manifest shows nothing; the file itself is quantkit's by its name. One that the disk does
+        # not give may show that all is quantkit's.
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno not in _NO_FILE:
+            raise OutputError(str(error)) from error
     known = journal is not None or manifest is not None
     others = occupants(path, known=known)
     return _Contents(path, journal, manifest, others, temp_files(path, known=known))

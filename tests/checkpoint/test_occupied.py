@@ -315,6 +315,21 @@ def test_overwrite_removes_what_quantkit_wrote_and_keeps_foreign_files(
     assert names(out) == sorted([JOURNAL_NAME, NAMES[0]])
 
 
+def test_a_manifest_that_the_disk_does_not_give_makes_no_file_foreign(
+    out: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive(out, source, Mode.NEW)
+    before = names(out)
+
+    def read_inside(path: Path, limit: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr("quantkit.checkpoint.manifest.read_inside", read_inside)
+    text = refusal(out, source, Mode.OVERWRITE)
+    assert MANIFEST_NAME in text and "Input/output error" in text and "did not write" not in text
+    assert names(out) == before
+
+
 def test_overwrite_of_nothing_is_a_new_run(out: Path, source: Path) -> None:
     assert drive(out, source, Mode.OVERWRITE) == NAMES
 

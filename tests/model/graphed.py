@@ -27,6 +27,24 @@ SEVEN: dict[str, Any] = {
 }
 
 
+def with_shared_keys() -> Any:
+    """A model of which two of four layers attend to the keys of others."""
+    family = pytest.importorskip("transformers.models.gemma3n")
+    config = family.Gemma3nTextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        vocab_size_per_layer_input=512,
+        hidden_size_per_layer_input=8,
+        head_dim=8,
+        laurel_rank=4,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    torch.manual_seed(0)
+    return family.Gemma3nForCausalLM(config).to(DEVICE).eval()
+
+
 def count_recordings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
     """One for each step, and one for each prompt, that is recorded from now on."""
     steps: list[int] = []

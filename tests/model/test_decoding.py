@@ -37,7 +37,17 @@ from quantkit.model import attention, decoding, graphs
 from quantkit.model.attention import use_decode_attention
 from quantkit.model.decoding import GraphedForward, forward_of, graph_decoding, static_cache
 
-from .graphed import DEVICE, SEVEN, SIZES, close, count_recordings, decode, decode_whole, ids
+from .graphed import (
+    DEVICE,
+    SEVEN,
+    SIZES,
+    close,
+    count_recordings,
+    decode,
+    decode_whole,
+    ids,
+    with_shared_keys,
+)
 
 CAPTURE = graphs.capture
 LAYOUT = KernelLayout("fragments", torch.float16, (torch.zeros(3),))
@@ -460,19 +470,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_layers_that_share_keys_with_others_are_recorded(recorded: list[int]) -> None:
     """Their part of the cache stays empty."""
-    family = pytest.importorskip("transformers.models.gemma3n")
-    config = family.Gemma3nTextConfig(
-        **SIZES | {"num_hidden_layers": 4},
-        vocab_size_per_layer_input=512,
-        hidden_size_per_layer_input=8,
-        head_dim=8,
-        laurel_rank=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        num_kv_shared_layers=2,
-        activation_sparsity_pattern=[0.0] * 4,
-    )
-    torch.manual_seed(0)
-    model = family.Gemma3nForCausalLM(config).to(DEVICE).eval()
+    model = with_shared_keys()
     graphed = GraphedForward(model)
     for seed in (0, 1):
         prompt = ids(seed=seed)

@@ -32,7 +32,7 @@ from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.generate import last_logits
 from quantkit.model.prompt_graphs import bucket
 
-from .graphed import DEVICE, SEVEN, SIZES, close, count_recordings, decode_whole, ids
+from .graphed import DEVICE, SEVEN, SIZES, close, count_recordings, decode_whole, ids, with_shared_keys
 
 LAST = {"use_cache": True, "logits_to_keep": 1}
 
@@ -356,19 +356,7 @@ def test_families(family: str, recorded: list[int]) -> None:
 
 
 def test_layers_that_share_keys_stay_empty(recorded: list[int]) -> None:
-    family = pytest.importorskip("transformers.models.gemma3n")
-    config = family.Gemma3nTextConfig(
-        **SIZES | {"num_hidden_layers": 4},
-        vocab_size_per_layer_input=512,
-        hidden_size_per_layer_input=8,
-        head_dim=8,
-        laurel_rank=4,
-        sliding_window=6,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        num_kv_shared_layers=2,
-        activation_sparsity_pattern=[0.0] * 4,
-    )
-    model = made(family.Gemma3nForCausalLM, config)
+    model = with_shared_keys()
     graph_decoding(model)
     for seed in range(3):
         cache = static_cache(model, 20)

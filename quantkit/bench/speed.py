@@ -24,7 +24,7 @@ from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
 from quantkit.model.decoding import GraphedForward, plain_forward, static_cache
-from quantkit.model.devices import pick_device
+from quantkit.model.devices import check_compiles, pick_device
 from quantkit.model.generate import last_logits
 from quantkit.model.load import load, tokenize, tokenizer
 from quantkit.progress import Progress
@@ -121,8 +121,8 @@ def measure_speed(
     device = pick_device(settings.device)
     checkpoint = Checkpoint.open(resolve(source))
     directory = checkpoint.directory
-    if settings.compiled and device.type != "cuda":
-        raise UsageError("compiled decoding is for a GPU; give --device cuda, or leave --compile out.")
+    if settings.compiled:
+        check_compiles(device)
     vocabulary, positions = language_limits(directory)
     grid, notes = settings.on(device).within(positions)
     draw = prompts_of(settings, directory, vocabulary)

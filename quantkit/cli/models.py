@@ -5,17 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quantkit.errors import UsageError
-
 
 def open_model(source: str, device: str, dtype: str, *, compile: bool = False) -> tuple[Any, Any]:
     """The model and tokenizer of `source`; arguments as for `load`."""
     from quantkit.eval.models import dtype_named
-    from quantkit.model.devices import pick_device
+    from quantkit.model.devices import check_compiles, pick_device
     from quantkit.model.load import load, tokenizer
 
-    if compile and pick_device(device).type != "cuda":
-        raise UsageError("compiled decoding is for a GPU; give --device cuda, or leave --compile out.")
+    if compile:
+        check_compiles(pick_device(device))
     named = None if dtype == "auto" else dtype_named(dtype)
     with using_transformers(source):
         return load(source, device=device, dtype=named, compile=compile), tokenizer(source)

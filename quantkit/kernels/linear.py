@@ -399,34 +399,24 @@ def _linear_vmap(
     parts: list[torch.Tensor],
     layout: list[torch.Tensor],
     bias: torch.Tensor | None,
-    scheme: str,
-    out_features: int,
-    layout_name: str,
+    *of: Any,
 ) -> tuple[torch.Tensor, int]:
     x_dim, bias_dim = in_dims[0], in_dims[3]
     _check_one_weight(in_dims[1:3])
     x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
     shared = bias if bias_dim is None else None
-    y = torch.ops.quantkit.linear(x, parts, layout, shared, scheme, out_features, layout_name)
+    y = torch.ops.quantkit.linear(x, parts, layout, shared, *of)
     if bias is not None and bias_dim is not None:
         own = bias.movedim(bias_dim, 0)
-        y = y + own.view(-1, *[1] * (y.dim() - 2), out_features)
+        y = y + own.view(-1, *[1] * (y.dim() - 2), y.shape[-1])
     return y, 0
 
 
 def _linear_grad_x_vmap(
-    info: Any,
-    in_dims: tuple[Any, ...],
-    grad: torch.Tensor,
-    parts: list[torch.Tensor],
-    layout: list[torch.Tensor],
-    scheme: str,
-    in_features: int,
-    layout_name: str,
+    info: Any, in_dims: tuple[Any, ...], grad: torch.Tensor, *weight: Any
 ) -> tuple[torch.Tensor, int]:
     _check_one_weight(in_dims[1:3])
-    grad = grad.movedim(in_dims[0], 0)
-    return torch.ops.quantkit.linear_grad_x(grad, parts, layout, scheme, in_features, layout_name), 0
+    return torch.ops.quantkit.linear_grad_x(grad.movedim(in_dims[0], 0), *weight), 0
 
 
 def _check_one_weight(in_dims: tuple[Any, ...]) -> None:

@@ -32,3 +32,9 @@ def pick_device(device: str | torch.device) -> torch.device:
             "first of which is cuda:0. Name one of them, or use auto."
         )
     return picked
+
+
+def check_compiles(device: torch.device) -> None:
+    """`UsageError`, in the words of the command line, unless decoding can be compiled on `device`."""
+    if device.type != "cuda":
+        raise UsageError("compiled decoding is for a GPU; give --device cuda, or leave --compile out.")

@@ -1,6 +1,8 @@
 """Generations to compare, and recording as it is without a GPU: a graph runs again on the same tensors."""
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -43,6 +45,18 @@ def with_shared_keys() -> Any:
     )
     torch.manual_seed(0)
     return family.Gemma3nForCausalLM(config).to(DEVICE).eval()
+
+
+def wait_for_others(graph: Any) -> None:
+    """Make each replay of `graph` wait for another thread to come along."""
+    run, meeting = graph.run, threading.Barrier(2)
+
+    def slowly() -> None:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(0.05)
+        run()
+
+    graph.run = slowly
 
 
 def count_recordings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:

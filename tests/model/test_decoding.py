@@ -4,11 +4,10 @@ import copy
 import gc
 import logging
 import pickle
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +45,7 @@ from .graphed import (
     decode,
     decode_whole,
     ids,
+    wait_for_others,
     with_shared_keys,
 )
 
@@ -126,14 +126,7 @@ def test_threads_that_generate_do_not_mix(model: Any) -> None:
     decode(model, graphed, static_cache(model, 30), prompts[0], 1)
     (graph,) = graphed._graphs.values()
     assert not isinstance(graph, str)
-    run, meeting = graph.run, threading.Barrier(2)
-
-    def slowly() -> None:
-        with suppress(threading.BrokenBarrierError):
-            meeting.wait(0.05)
-        run()
-
-    graph.run = slowly
+    wait_for_others(graph)
     with ThreadPoolExecutor(2) as threads:
         found = list(
             threads.map(lambda prompt: decode(model, graphed, static_cache(model, 30), prompt, 3), prompts)

@@ -4,10 +4,8 @@ import copy
 import inspect
 import logging
 import pickle
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,17 @@ from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.generate import last_logits
 from quantkit.model.prompt_graphs import bucket
 
-from .graphed import DEVICE, SEVEN, SIZES, close, count_recordings, decode_whole, ids, with_shared_keys
+from .graphed import (
+    DEVICE,
+    SEVEN,
+    SIZES,
+    close,
+    count_recordings,
+    decode_whole,
+    ids,
+    wait_for_others,
+    with_shared_keys,
+)
 
 LAST = {"use_cache": True, "logits_to_keep": 1}
 
@@ -556,14 +564,7 @@ def test_threads_do_not_mix(model: Any) -> None:
     for _ in range(2):
         generate(model, ids(), static_cache(model, 20), 0)
     (graph,) = prompts_of(model).graphs.values()
-    run, meeting = graph.run, threading.Barrier(2)
-
-    def slowly() -> None:
-        with suppress(threading.BrokenBarrierError):
-            meeting.wait(0.05)
-        run()
-
-    graph.run = slowly
+    wait_for_others(graph)
     prompts = [ids(seed=1), ids(seed=2), ids(seed=3)]
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(lambda prompt: generate(model, prompt, static_cache(model, 20)), prompts))

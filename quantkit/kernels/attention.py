@@ -16,7 +16,7 @@ STEP = 64
 #: The most parts that the keys of a head are divided into.
 MOST_CHUNKS = 64
 #: Programs that a multiprocessor is given, as far as there are keys.
-PROGRAMS = 2
+PROGRAMS = 4
 
 
 def why_not(

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 from quantkit.kernels.table import forced_row
 from quantkit.model import graphs, prompt_graphs
 from quantkit.model.attention import use_decode_attention
+from quantkit.model.fusion import fused, is_possible
 from quantkit.model.graphs import (
     Inputs,
     NotRecorded,
@@ -30,6 +31,7 @@ from quantkit.model.graphs import (
     is_plain,
     outline,
     own_output,
+    tensors_of,
     used_layers,
     why_not_asked,
 )
@@ -124,10 +126,10 @@ class GraphedForward:
     def _recorded_for(self, inputs: Inputs) -> "_Graph":
         if self._compiled:
             try:
-                return _record(_compiled(self.plain), inputs)
+                return _record(_compiled(self.plain), inputs, fuse=False)
             except NotRecorded as error:
                 logger.warning("decoding steps are recorded without torch.compile: %s", error)
-        return _record(self._model, inputs)
+        return _record(self._model, inputs, fuse=is_possible(inputs["input_ids"].device))
 
     def renew(self, *_: Any) -> "GraphedForward":
         """Drop the graphs if the model is not what it was when they were recorded.
@@ -388,8 +390,11 @@ def _compiled(plain: Callable[..., Any]) -> Any:
     return forward
 
 
-def _record(forward: Any, inputs: Inputs) -> _Graph:
-    """The graph of a step with inputs of such shapes. The cache is left as it was."""
+def _record(forward: Any, inputs: Inputs, *, fuse: bool) -> _Graph:
+    """The graph of a step with inputs of such shapes; with `fuse` of fewer launches.
+
+    The cache is left as it was.
+    """
     cache = inputs["past_key_values"]
     # A cache of the graph's own, on the same tensors: the caller's is not kept alive, nor its layers changed.
     own = copy.copy(cache)
@@ -412,11 +417,41 @@ def _record(forward: Any, inputs: Inputs) -> _Graph:
             tensor.copy_(before)
 
     host = [_host_state(layer) for layer in own.layers]
+    if fuse:
+        step = _fused(step, given)
+        rewind()
     output, run = graphs.capture(step, rewind, inputs["input_ids"].device)
     if [_host_state(layer) for layer in own.layers] != host:
         raise NotRecorded("the cache counts its tokens on the host")
     check_output(output)
     return _Graph(given, state, output, run, weakref.ref(cache))
+
+
+def _fused(step: Callable[[], Any], given: Inputs) -> Callable[[], Any]:
+    """`step`, which reads the tensors of `given`, in fewer launches; as it is where it cannot be traced."""
+    tensors = tensors_of(given)
+    outputs = []
+
+    def traced(*_: torch.Tensor) -> torch.Tensor:
+        output = step()
+        check_output(output)
+        outputs.append(output)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    try:
+        module = fused(traced, tensors)
+    except (NotRecorded, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        logger.warning("decoding steps are recorded as they are, with more launches: %s", error)
+        return step
+    (output,) = outputs
+
+    def run() -> Any:
+        return type(output)(logits=module(*tensors), past_key_values=output.past_key_values)
+
+    return run
 
 
 def _key(inputs: Inputs, cache: Any) -> tuple[Any, ...]:

@@ -107,7 +107,7 @@ def outline(value: Any) -> Any:
 
 def copy_tensors(source: Any, target: Any) -> None:
     """Copy the tensors in `source`, which may be in mappings, to those in `target` of the same outline."""
-    for static, tensor in zip(_tensors(target), _tensors(source), strict=True):
+    for static, tensor in zip(tensors_of(target), tensors_of(source), strict=True):
         static.copy_(tensor)
 
 
@@ -118,10 +118,10 @@ def cloned(value: Any) -> Any:
     return {name: cloned(part) for name, part in value.items()} if isinstance(value, Mapping) else value
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in `value`, but not those of a cache."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):
-        return [tensor for part in value.values() for tensor in _tensors(part)]
+        return [tensor for part in value.values() for tensor in tensors_of(part)]
     return []

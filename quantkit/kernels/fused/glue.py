@@ -1,0 +1,162 @@
+"""What is between the linears of a model: sums and norms, gates, rotary positions, writes to the cache.
+
+A program has one row, or one head of one token. Numbers are rounded where torch would round them, which has a
+kernel for each operation.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm(
+    x, other, weight, total, y, x_o, x_i, o_o, o_i,
+    ROWS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
+    ROUND: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) of rows of N numbers; with ADD that of x + other.
+
+    Row number r of `x` is at r // ROWS * x_o + r % ROWS * x_i. With ROUND, numbers are rounded to the dtype
+    of `y` before they are multiplied by weights.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, NP)
+    inside = n < N
+    numbers = tl.load(x + row // ROWS * x_o + row % ROWS * x_i + n, mask=inside, other=0.0)
+    if ADD:
+        more = tl.load(other + row // ROWS * o_o + row % ROWS * o_i + n, mask=inside, other=0.0)
+        numbers = (numbers.to(tl.float32) + more.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + row * N + n, numbers, mask=inside)
+    scaled = numbers.to(tl.float32)
+    scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
+    if ROUND:
+        scaled = scaled.to(y.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + n, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    tl.store(y + row * N + n, (scaled * factor).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gate(
+    x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`y` = f(x) * up, rows of N numbers, where f is silu or gelu by tanh."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * B + tl.arange(0, B)
+    inside = n < N
+    numbers = tl.load(x + row * x_r + n, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "silu":
+        found = numbers / (1.0 + tl.exp(-numbers))
+    else:
+        # sqrt(2 / pi) * (x + 0.044715 x^3), and tanh(z) = 1 - 2 / (exp(2 z) + 1).
+        z = 0.7978845608028654 * (numbers + 0.044715 * numbers * numbers * numbers)
+        found = 0.5 * numbers * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
+    dtype = y.dtype.element_ty
+    found = found.to(dtype).to(tl.float32) * tl.load(up + row * u_r + n, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    tl.store(y + row * N + n, found.to(dtype), mask=inside)
+
+
+@triton.jit
+def _rotated(low, high, cos, sin, at, d, inside, H: tl.constexpr):
+    """The halves of a head, rotated by the angles of its token."""
+    dtype = low.dtype
+    cos_low = tl.load(cos + at + d, mask=inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + at + H + d, mask=inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + at + d, mask=inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + at + H + d, mask=inside, other=0.0).to(tl.float32)
+    first, second = low.to(tl.float32), high.to(tl.float32)
+    y = (first * cos_low).to(dtype).to(tl.float32) - (second * sin_low).to(dtype).to(tl.float32)
+    z = (second * cos_high).to(dtype).to(tl.float32) + (first * sin_high).to(dtype).to(tl.float32)
+    return y.to(dtype), z.to(dtype)
+
+
+@triton.jit
+def rotate(
+    x, cos, sin, y, T, x_b, x_h, x_t, c_b, c_t,
+    HEADS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`y` [B, HEADS, T, 2 H] = `x` rotated by `cos`, `sin` [B, T, 2 H]: one program for a head of a token."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    d = tl.arange(0, HP)
+    inside = d < H
+    base = x + b * x_b + head * x_h + t * x_t
+    low = tl.load(base + d, mask=inside, other=0.0)
+    high = tl.load(base + H + d, mask=inside, other=0.0)
+    low, high = _rotated(low, high, cos, sin, b * c_b + t * c_t, d, inside, H)
+    out = y + ((b * HEADS + head) * T + t) * (2 * H)
+    tl.store(out + d, low, mask=inside)
+    tl.store(out + H + d, high, mask=inside)
+
+
+@triton.jit
+def rotate_append(
+    q, k, v, cos, sin, held, y, keys, values, T, LENGTH,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, c_b, c_t,
+    keys_b, keys_h, keys_l, values_b, values_h, values_l,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`y` = `q` rotated; `k` rotated, and `v`, into a cache that holds `held` tokens: a program for a head.
+
+    A token for which the cache, of LENGTH tokens, has no room is not written, and its `y` is no numbers.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    at = tl.load(held).to(tl.int64) + t
+    if head < QUERIES + HEADS:
+        d = tl.arange(0, HP)
+        inside = d < H
+        own = head - QUERIES
+        base = k + b * k_b + own * k_h + t * k_t
+        out = keys + b * keys_b + own * keys_h + at * keys_l
+        room = inside & (at < LENGTH)
+        if head < QUERIES:
+            room = inside
+            base = q + b * q_b + head * q_h + t * q_t
+            out = y + ((b * QUERIES + head) * T + t) * (2 * H)
+        low = tl.load(base + d, mask=inside, other=0.0)
+        high = tl.load(base + H + d, mask=inside, other=0.0)
+        low, high = _rotated(low, high, cos, sin, b * c_b + t * c_t, d, inside, H)
+        tl.store(out + d, tl.where(at < LENGTH, low, float("nan")), mask=room)
+        tl.store(out + H + d, tl.where(at < LENGTH, high, float("nan")), mask=room)
+    else:
+        e = tl.arange(0, VP)
+        own = head - QUERIES - HEADS
+        copied = tl.load(v + b * v_b + own * v_h + t * v_t + e, mask=e < V, other=0.0)
+        tl.store(
+            values + b * values_b + own * values_h + at * values_l + e, copied, mask=(e < V) & (at < LENGTH)
+        )
+
+
+@triton.jit
+def append(
+    k, v, held, keys, values, T, LENGTH,
+    k_b, k_h, k_t, v_b, v_h, v_t, keys_b, keys_h, keys_l, values_b, values_h, values_l,
+    D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`k` and `v` into a cache that holds `held` tokens, where there is room: a program for a head."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    at = tl.load(held).to(tl.int64) + t
+    d, e = tl.arange(0, DP), tl.arange(0, VP)
+    key = tl.load(k + b * k_b + head * k_h + t * k_t + d, mask=d < D, other=0.0)
+    value = tl.load(v + b * v_b + head * v_h + t * v_t + e, mask=e < V, other=0.0)
+    tl.store(keys + b * keys_b + head * keys_h + at * keys_l + d, key, mask=(d < D) & (at < LENGTH))
+    tl.store(values + b * values_b + head * values_h + at * values_l + e, value, mask=(e < V) & (at < LENGTH))

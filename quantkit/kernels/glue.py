@@ -1,0 +1,302 @@
+"""What is between the linears of a model, in one launch each: norms, gates, rotary positions, the cache.
+
+Beside each function is its twin: what models of transformers compute in torch, a kernel for each operation.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from quantkit.kernels.launcher import Launch, overlap
+from quantkit.kernels.problem import device_features
+
+#: The most numbers of a row that a norm is taken of: a program has them in registers.
+MOST_COLUMNS = 32768
+#: Numbers of a program of a gate.
+GATED = 1024
+#: Products are rounded before they are added, as torch does it.
+_ROUNDED = {"enable_fp_fusion": False}
+
+
+def slow_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The twin of `norm` "llama"."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def slow_wide_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The twin of `norm` "olmo": weights are multiplied with before numbers are rounded."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * wide).to(x.dtype)
+
+
+def slow_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The twin of `norm` "gemma": weights are what is added to 1."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (1.0 + weight.float())).type_as(x)
+
+
+#: For each kind of norm: whether numbers are rounded before weights are multiplied with, and what is added
+#: to weights.
+NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.0), "gemma": (False, 1.0)}
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) times `weight` [N], for rows of `x` [..., N] (RMSNorm, arXiv 1910.07467)."""
+    return _norm(x, None, weight, eps, kind)[1]
+
+
+def add_norm(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + other, of one shape, and the norm of it."""
+    return _norm(x, other, weight, eps, kind)
+
+
+def _norm(
+    x: torch.Tensor, other: torch.Tensor | None, weight: torch.Tensor, eps: float, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = x.shape[-1]
+    x, rows, outer, inner = _rows(x)
+    added = x if other is None else other.expand(x.shape)
+    if other is not None:
+        added, others, o_outer, o_inner = _rows(added)
+        if others != rows:
+            x, added = x.contiguous(), added.contiguous()
+            rows, outer, inner, o_outer, o_inner = 1, columns, columns, columns, columns
+    else:
+        o_outer = o_inner = 0
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if other is not None else y
+    launch = _norm_launch(
+        x.numel() // columns, rows, columns, eps, other is not None, kind, _features(x.device)
+    )
+    with _on(x.device):
+        launch(x, added, weight, total, y, outer, inner, o_outer, o_inner)
+    return total, y
+
+
+def slow_silu_gate(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The twin of `gate` "silu"."""
+    return F.silu(x) * up
+
+
+def slow_gelu_gate(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The twin of `gate` "gelu": by tanh."""
+    return F.gelu(x, approximate="tanh") * up
+
+
+def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """silu(x) * up, or gelu(x) * up, of `x` and `up` [..., N] (GLU variants, arXiv 2002.05202)."""
+    columns = x.shape[-1]
+    flat, flat_up = (part.reshape(-1, columns) for part in (x, up))
+    if flat.stride(-1) != 1 or flat_up.stride(-1) != 1:
+        flat, flat_up = flat.contiguous(), flat_up.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch = _gate_launch(len(flat), -(-columns // GATED), kind, _features(x.device))
+    with _on(x.device):
+        launch(flat, flat_up, y, flat.stride(0), flat_up.stride(0), columns)
+    return y
+
+
+def slow_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The twin of `rotate`."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`x` [B, H, T, D], the halves of heads rotated by `cos`, `sin` [B or 1, 1, T, D] (arXiv 2104.09864)."""
+    batch, heads, tokens, size = x.shape
+    x, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, cos, sin))
+    cos, sin, c_b, c_t = _angles(cos, sin)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch = _rotate_launch(batch * tokens, heads, size // 2, _features(x.device))
+    with _on(x.device):
+        launch(x, cos, sin, y, tokens, *x.stride()[:3], c_b, c_t)
+    return y
+
+
+def slow_append(
+    keys: torch.Tensor, values: torch.Tensor, held: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write `k`, `v` [B, H, T, D] into `keys`, `values` [B, H, L, D] after the `held` tokens, a number []."""
+    positions = torch.arange(k.shape[2], device=k.device) + held
+    return keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
+
+
+def append(
+    keys: torch.Tensor, values: torch.Tensor, held: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`keys` [B, H, L, D] and `values` [B, H, L, V] with `k`, `v` of T tokens written after the `held`.
+
+    `held` is int64 []. Raises nothing where there is no room: nothing is written.
+    """
+    batch, heads, tokens, size = k.shape
+    k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (k, v))
+    launch = _append_launch(batch * tokens, heads, size, v.shape[-1], _features(k.device))
+    strides = [stride for part in (k, v, keys, values) for stride in part.stride()[:3]]
+    with _on(k.device):
+        launch(k, v, held, keys, values, tokens, keys.shape[2], *strides)
+    return keys, values
+
+
+def slow_rotate_append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    held: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The twin of `rotate_append`."""
+    rotated = slow_rotate(q, cos, sin)
+    return rotated, *slow_append(keys, values, held, slow_rotate(k, cos, sin), v)
+
+
+def rotate_append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    held: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`q` rotated; `keys` and `values` with `k`, rotated, and `v` written after the `held` tokens.
+
+    `q` [B, H, T, D], `k` [B, H', T, D] and `v` [B, H', T, V] as for `rotate`; `keys` [B, H', L, D], `values`
+    [B, H', L, V], `held` int64 []. Where there is no room nothing is written, and `q` becomes no numbers.
+    """
+    batch, queries, tokens, size = q.shape
+    heads, width = k.shape[1], v.shape[-1]
+    q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
+    cos, sin, c_b, c_t = _angles(cos, sin)
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch = _rotate_append_launch(batch * tokens, queries, heads, size // 2, width, _features(q.device))
+    strides, cached = (
+        [stride for part in parts for stride in part.stride()[:3]] for parts in ((q, k, v), (keys, values))
+    )
+    with _on(q.device):
+        launch(q, k, v, cos, sin, held, y, keys, values, tokens, keys.shape[2], *strides, c_b, c_t, *cached)
+    return y, keys, values
+
+
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """`x` [..., N] with rows of N numbers, and how many lie apart by the last stride, and both strides.
+
+    `x` is copied if its rows lie in more than two strides.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = merged[-1][0] * size, stride
+        else:
+            merged.append((size, stride))
+    if len(merged) > 2:
+        return x.contiguous(), 1, x.shape[-1], x.shape[-1]
+    if len(merged) == 2:
+        return x, merged[1][0], merged[0][1], merged[1][1]
+    stride = merged[0][1] if merged else x.shape[-1]
+    return x, 1, stride, stride
+
+
+def _angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """`cos` and `sin` [B or 1, 1, T, D] of the same strides: those of sequences and of tokens."""
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2)
+
+
+def _features(device: torch.device) -> frozenset[str]:
+    return device_features(device) if device.type == "cuda" else frozenset()
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@lru_cache(maxsize=256)
+def _norm_launch(
+    programs: int, rows: int, columns: int, eps: float, add: bool, kind: str, features: frozenset[str]
+) -> Launch:
+    from quantkit.kernels.fused.glue import rms_norm
+
+    rounded, offset = NORMS[kind]
+    padded = _power_of_two(columns)
+    return Launch(
+        rms_norm,
+        (programs,),
+        ROWS=rows,
+        N=columns,
+        NP=padded,
+        EPS=eps,
+        ADD=add,
+        ROUND=rounded,
+        OFFSET=offset,
+        **overlap(features),
+        # Eight numbers of a thread.
+        num_warps=min(16, max(1, padded // 256)),
+    )
+
+
+@lru_cache(maxsize=256)
+def _gate_launch(rows: int, parts: int, kind: str, features: frozenset[str]) -> Launch:
+    from quantkit.kernels.fused.glue import gate
+
+    return Launch(gate, (rows, parts), KIND=kind, B=GATED, **overlap(features), num_warps=4)
+
+
+@lru_cache(maxsize=256)
+def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str]) -> Launch:
+    from quantkit.kernels.fused.glue import rotate
+
+    sizes = {"H": half, "HP": _power_of_two(half)}
+    return Launch(rotate, (tokens, heads), HEADS=heads, **sizes, **_ROUNDED, **overlap(features), num_warps=1)
+
+
+@lru_cache(maxsize=256)
+def _rotate_append_launch(
+    tokens: int, queries: int, heads: int, half: int, width: int, features: frozenset[str]
+) -> Launch:
+    from quantkit.kernels.fused.glue import rotate_append
+
+    return Launch(
+        rotate_append,
+        (tokens, queries + 2 * heads),
+        QUERIES=queries,
+        HEADS=heads,
+        H=half,
+        HP=_power_of_two(half),
+        V=width,
+        VP=_power_of_two(width),
+        **_ROUNDED,
+        **overlap(features),
+        num_warps=1,
+    )
+
+
+@lru_cache(maxsize=256)
+def _append_launch(tokens: int, heads: int, size: int, width: int, features: frozenset[str]) -> Launch:
+    from quantkit.kernels.fused.glue import append
+
+    sizes = {"D": size, "DP": _power_of_two(size), "V": width, "VP": _power_of_two(width)}
+    return Launch(append, (tokens, heads), **sizes, **overlap(features), num_warps=1)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,330 @@
+"""What a model computes, with fewer launches: traced once, chains of operations replaced by one kernel each.
+
+No model is known here, nor any of its modules. A chain is known by its twin: torch code that is traced like
+the model, so that whatever computes the same is found.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from quantkit.kernels import glue
+from quantkit.kernels.problem import device_features
+from quantkit.model.trace import META, Memory, part, trace
+
+aten = torch.ops.aten
+
+#: Numbers in twins that stand for any, which the match then has by name.
+_NUMBERS: Mapping[float, str] = {0.0123: "eps", 37: "half", 41: "tokens"}
+_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+
+Shapes = Mapping[str, torch.Tensor]
+_Sizes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Fusion:
+    """A chain of operations, and what is launched in its place."""
+
+    twin: Callable[..., Any]
+    #: Called with the tensors of the twin, `options`, and what `numbers` names of the match.
+    fast: Callable[..., Any]
+    #: Shapes of the twin's tensors.
+    shapes: Mapping[str, tuple[int, ...]]
+    #: Whether `fast` takes tensors of such shapes and dtypes, and such numbers.
+    takes: Callable[[Shapes, Mapping[str, float]], bool]
+    numbers: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    #: Those of the twin's tensors that are not of the dtype of activations.
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+
+def _alike(*names: str) -> Callable[[Shapes], bool]:
+    return lambda given: len({(given[name].dtype, given[name].shape) for name in names}) == 1
+
+
+def _takes_norm(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    x, weight = given["x"], given["weight"]
+    other = given.get("other", x)
+    return (
+        weight.dtype == x.dtype == other.dtype
+        and other.shape == x.shape
+        and weight.shape == x.shape[-1:]
+        and x.shape[-1] <= glue.MOST_COLUMNS
+    )
+
+
+def _takes_gate(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    return _alike("x", "up")(given)
+
+
+def _takes_angles(x: torch.Tensor, given: Shapes, numbers: Mapping[str, float]) -> bool:
+    cos, sin = given["cos"], given["sin"]
+    return (
+        x.dtype == cos.dtype == sin.dtype
+        and x.dim() == 4
+        and x.shape[-1] == 2 * numbers["half"]
+        and cos.shape == sin.shape
+        and cos.shape[1:] == (1, *x.shape[2:])
+        and cos.shape[0] in (1, x.shape[0])
+    )
+
+
+def _takes_rotation(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    return _takes_angles(given["x"], given, numbers)
+
+
+def _takes_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    k, v, keys, values = (given[name] for name in ("k", "v", "keys", "values"))
+    return (
+        all(part.dim() == 4 for part in (k, v, keys, values))
+        and k.shape[:3] == v.shape[:3]
+        and k.shape[2] == numbers["tokens"]
+        and keys.shape[:3] == values.shape[:3]
+        and keys.shape[:2] == k.shape[:2]
+        and (keys.shape[3], values.shape[3]) == (k.shape[3], v.shape[3])
+        and given["held"].shape == ()
+        and len({part.dtype for part in (k, v, keys, values)}) == 1
+        and all(part.stride(-1) == 1 for part in (keys, values))
+    )
+
+
+def _takes_rotated_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    q, k = given["q"], given["k"]
+    return (
+        _takes_keys(given, numbers)
+        and all(_takes_angles(part, given, numbers) for part in (q, k))
+        and (q.dtype, q.shape[0], q.shape[2]) == (k.dtype, k.shape[0], k.shape[2])
+    )
+
+
+def _slow_add_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def add_norm(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> Any:
+        total = x + other
+        return total, twin(total, weight, 0.0123)
+
+    return add_norm
+
+
+def _slow_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    return lambda x, weight: twin(x, weight, 0.0123)
+
+
+def _fusions() -> Iterator[Fusion]:
+    """All that is known, longest chains first."""
+    angles: _Sizes = {"cos": (2, 1, 41, 74), "sin": (2, 1, 41, 74)}
+    heads: _Sizes = {"q": (2, 4, 41, 74), "k": (2, 2, 41, 74), "v": (2, 2, 41, 9)}
+    cache: _Sizes = {"keys": (2, 2, 50, 74), "values": (2, 2, 50, 9), "held": ()}
+    yield Fusion(
+        glue.slow_rotate_append,
+        glue.rotate_append,
+        heads | angles | cache,
+        _takes_rotated_keys,
+        dtypes={"held": torch.int64},
+    )
+    written = cache | {name: heads[name] for name in ("k", "v")}
+    yield Fusion(glue.slow_append, glue.append, written, _takes_keys, dtypes={"held": torch.int64})
+    yield Fusion(glue.slow_rotate, glue.rotate, {"x": (2, 4, 41, 74)} | angles, _takes_rotation)
+    norms = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
+    x: _Sizes = {"x": (2, 3, 20)}
+    weight: _Sizes = {"weight": (20,)}
+    for kind, twin in norms.items():
+        shapes = x | {"other": (2, 3, 20)} | weight
+        yield Fusion(_slow_add_norm(twin), glue.add_norm, shapes, _takes_norm, ("eps",), {"kind": kind})
+    for kind, twin in norms.items():
+        yield Fusion(_slow_norm(twin), glue.norm, x | weight, _takes_norm, ("eps",), {"kind": kind})
+    gates = {"silu": glue.slow_silu_gate, "gelu": glue.slow_gelu_gate}
+    for kind, gate in gates.items():
+        yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _takes_gate, (), {"kind": kind})
+
+
+FUSIONS = tuple(_fusions())
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A traced twin: its tensors, and what it returns."""
+
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+@lru_cache(maxsize=256)
+def _pattern(fusion: Fusion, dtype: torch.dtype, device: torch.device) -> _Pattern:
+    given = [
+        torch.zeros(shape, dtype=fusion.dtypes.get(name, dtype), device=device)
+        for name, shape in fusion.shapes.items()
+    ]
+    graph = trace(fusion.twin, given).graph
+    results = graph.output_node().args[0]
+    return _Pattern(
+        tuple(node for node in graph.nodes if node.op == "placeholder"),
+        results if isinstance(results, tuple) else (results,),  # type: ignore[arg-type]
+    )
+
+
+def is_possible(device: torch.device) -> bool:
+    """Whether what chains are replaced by runs on `device`."""
+    return "triton" in device_features(device)
+
+
+def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModule:
+    """A module that computes what `step` does, with one launch for each chain that `FUSIONS` knows.
+
+    As for `trace`, of which it is the graph; `step` runs once.
+    """
+    module = trace(step, inputs)
+    graph = module.graph
+    memory = Memory(module)
+    _count_at_the_end(graph, memory)
+    dtypes = {node.meta[META].dtype for node in graph.nodes if META in node.meta}
+    floats = sorted((dtype for dtype in dtypes if dtype.is_floating_point), key=str)
+    for fusion in FUSIONS:
+        for dtype in floats:
+            pattern = _pattern(fusion, dtype, inputs[0].device)
+            for anchor in graph.find_nodes(op="call_function", target=pattern.outputs[-1].target):
+                # It may have been replaced together with one before.
+                if not anchor._erased:
+                    _replace(graph, memory, fusion, pattern, anchor)
+    module.recompile()
+    return module
+
+
+def _count_at_the_end(graph: Graph, memory: Memory) -> None:
+    """Add to the counters of tokens that each layer of a cache has in one launch, at the end of a step."""
+    last: dict[Any, Node] = {}
+    for node in graph.nodes:
+        last.update(dict.fromkeys(memory.read(node), node))
+    counted: dict[int, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
+        counter, added = node.args
+        if type(added) is int and not node.users and all(last[root] is node for root in memory.of(counter)):
+            counted.setdefault(added, []).append(node)
+    for added, additions in counted.items():
+        with graph.inserting_before(graph.output_node()):
+            counters = [node.args[0] for node in additions]
+            memory.enter(graph.call_function(aten._foreach_add_.Scalar, (counters, added)))
+        for node in additions:
+            graph.erase_node(node)
+
+
+@dataclass
+class _Match:
+    """The nodes that nodes of a pattern stand for, and the numbers."""
+
+    nodes: dict[Node, Node] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def copy(self) -> "_Match":
+        return _Match(dict(self.nodes), dict(self.numbers))
+
+    def operations(self) -> list[Node]:
+        """What computes, in order."""
+        return sorted({node for one, node in self.nodes.items() if one.op != "placeholder"})
+
+
+def _matches(pattern: Any, found: Any, match: _Match) -> bool:
+    """Whether `found` computes what `pattern` does; nodes and numbers go to `match`."""
+    if isinstance(pattern, Node):
+        if pattern in match.nodes or not isinstance(found, Node):
+            return match.nodes.get(pattern) is found
+        if pattern.op != "placeholder" and not _calls(pattern, found, match):
+            return False
+        match.nodes[pattern] = found
+        return True
+    if isinstance(pattern, list | tuple):
+        return (
+            isinstance(found, list | tuple)
+            and len(pattern) == len(found)
+            and all(_matches(one, other, match) for one, other in zip(pattern, found, strict=True))
+        )
+    if type(pattern) in (int, float) and pattern in _NUMBERS:
+        return type(found) in (int, float) and match.numbers.setdefault(_NUMBERS[pattern], found) == found
+    return type(pattern) is type(found) and bool(pattern == found)
+
+
+def _calls(pattern: Node, found: Node, match: _Match) -> bool:
+    """Whether both call the same with what matches."""
+    if found.op != "call_function" or found.target is not pattern.target:
+        return False
+    if pattern.kwargs.keys() != found.kwargs.keys():
+        return False
+    if not all(_matches(pattern.kwargs[name], found.kwargs[name], match) for name in pattern.kwargs):
+        return False
+    for arguments in [found.args, found.args[::-1]][: 1 + (pattern.target in _COMMUTATIVE)]:
+        attempt = match.copy()
+        if _matches(pattern.args, arguments, attempt):
+            match.nodes, match.numbers = attempt.nodes, attempt.numbers
+            return True
+    return False
+
+
+def _matched(graph: Graph, pattern: _Pattern, anchor: Node) -> _Match | None:
+    """What computes all outputs of `pattern`, of which `anchor` is the last."""
+    match = _Match()
+    if not _matches(pattern.outputs[-1], anchor, match):
+        return None
+    for output in pattern.outputs[:-1]:
+        if output in match.nodes:
+            continue
+        taken = [match.nodes.get(other) for other in pattern.outputs]
+        for node in graph.find_nodes(op="call_function", target=output.target):
+            attempt = match.copy()
+            if node not in taken and _matches(output, node, attempt):
+                match = attempt
+                break
+        else:
+            return None
+    return match
+
+
+def _is_free(memory: Memory, outputs: Sequence[Node], operations: Sequence[Node]) -> bool:
+    """Whether all `operations`, which are in order, may run at the place of the last of them."""
+    last = operations[-1]
+    if any(user < last for node in outputs for user in node.users if user not in operations):
+        return False
+    read = {root for node in operations for root in memory.read(node)}
+    written = {root for node in operations for root in memory.written(node)}
+    node = operations[0]
+    while node is not last:
+        node = node.next
+        if node in operations:
+            continue
+        if memory.written(node) & read or memory.read(node) & written:
+            return False
+    return True
+
+
+def _replace(graph: Graph, memory: Memory, fusion: Fusion, pattern: _Pattern, anchor: Node) -> None:
+    """Replace what `anchor` is the end of by one call, if that is what `fusion` knows."""
+    match = _matched(graph, pattern, anchor)
+    if match is None:
+        return
+    given = dict(zip(fusion.shapes, (match.nodes[node] for node in pattern.inputs), strict=True))
+    outputs = [match.nodes[node] for node in pattern.outputs]
+    operations = match.operations()
+    if any(META not in node.meta for node in given.values()):
+        return
+    if not fusion.takes({name: node.meta[META] for name, node in given.items()}, match.numbers):
+        return
+    if not _is_free(memory, outputs, operations):
+        return
+    options = {name: match.numbers[name] for name in fusion.numbers} | dict(fusion.options)
+    with graph.inserting_after(operations[-1]):
+        call = graph.call_function(fusion.fast, tuple(given.values()), options)
+    memory.enter(call, written=frozenset().union(*map(memory.written, operations)))
+    new = call
+    for number, node in enumerate(outputs):
+        if len(outputs) > 1:
+            with graph.inserting_after(new):
+                new = graph.call_function(part, (call, number))
+        new.meta = dict(node.meta)
+        memory.enter(new, of=memory.of(node))
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in operations)
+    for node in reversed(operations):
+        if not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,138 @@
+"""The operations that torch runs as a graph of torch.fx, which can be changed and run again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from quantkit.model.graphs import NotRecorded
+
+#: Where a node has a tensor without numbers, of the shape, strides and dtype of its result.
+META = "val"
+_READ = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+
+
+def trace(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModule:
+    """What `step` runs now for `inputs`, as a module that takes them and returns the same tensors.
+
+    Tensors that are not among `inputs` are constants of the module: the very tensors, not copies. Raises
+    `NotRecorded` if a number is read from a GPU, which the host would do again at each call.
+    """
+    recorder = _Recorder(inputs)
+    with recorder:
+        results = step(*inputs)
+    recorder.graph.output(pytree.tree_map_only(torch.Tensor, recorder.node, results))
+    return GraphModule(recorder.constants, recorder.graph)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations go to `graph` as they run."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = Graph()
+        self.constants = torch.nn.Module()
+        # By identity: the Python object of a tensor lives as long as the tensor does.
+        self._nodes: Any = WeakTensorKeyDictionary()
+        for number, tensor in enumerate(inputs):
+            self._keep(tensor, self.graph.placeholder(f"input_{number}"))
+
+    def node(self, tensor: torch.Tensor) -> Node:
+        """The node that made `tensor`; of one that was there before, a constant."""
+        found: Node | None = self._nodes.get(tensor)
+        if found is None:
+            name = f"constant_{len(self.constants.__dict__)}"
+            # Not a parameter of the module, nor a buffer.
+            self.constants.__dict__[name] = tensor
+            found = self._keep(tensor, self.graph.get_attr(name))
+        return found
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
+    ) -> Any:
+        options = options or {}
+        # In inference mode operations that are made of others come as they were called.
+        with self:
+            parts = operation.decompose(*arguments, **options)
+        if parts is not NotImplemented:
+            return parts
+        if operation in _READ and arguments[0].device.type != "cpu":
+            raise NotRecorded("the model asks the GPU for a number")
+        result = operation(*arguments, **options)
+        given, named = pytree.tree_map_only(torch.Tensor, self.node, (arguments, options))
+        node = self.graph.call_function(operation, given, named)
+        if isinstance(result, torch.Tensor):
+            self._keep(result, node)
+        elif isinstance(result, list | tuple):
+            for number, one in enumerate(result):
+                if isinstance(one, torch.Tensor):
+                    self._keep(one, self.graph.call_function(part, (node, number)))
+        return result
+
+    def _keep(self, tensor: torch.Tensor, node: Node) -> Node:
+        node.meta[META] = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+        self._nodes[tensor] = node
+        return node
+
+
+def part(results: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+    """One of several results of an operation."""
+    return results[number]
+
+
+class Memory:
+    """Which memory the operations of a traced module have in common: its roots are whatever says so."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self._of: dict[Node, frozenset[Any]] = {}
+        self._written: dict[Node, frozenset[Any]] = {}
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                tensor = getattr(module, str(node.target))
+                self.enter(node, of=frozenset({tensor.untyped_storage().data_ptr()}))
+            else:
+                self.enter(node, of=self._roots(_aliased(node, written=False)) or frozenset({node}))
+                self._written[node] = self._roots(_aliased(node, written=True))
+
+    def enter(
+        self, node: Node, of: frozenset[Any] | None = None, written: frozenset[Any] = frozenset()
+    ) -> None:
+        """Take a new node: what its result lies in, by default memory of its own, and what it writes."""
+        self._of[node] = frozenset({node}) if of is None else of
+        self._written[node] = written
+
+    def of(self, node: Any) -> frozenset[Any]:
+        """The memory of a result."""
+        return self._of[node]
+
+    def read(self, node: Node) -> frozenset[Any]:
+        """The memory that a node reads, writes or hands on."""
+        return self._roots(node.all_input_nodes)
+
+    def written(self, node: Node) -> frozenset[Any]:
+        """The memory that a node writes."""
+        return self._written[node]
+
+    def _roots(self, nodes: Sequence[Node]) -> frozenset[Any]:
+        return frozenset(root for node in nodes for root in self._of[node])
+
+
+def _aliased(node: Node, *, written: bool) -> list[Node]:
+    """The arguments that the result of a node is part of, or those that it writes."""
+    if node.target in (part, torch.ops.aten._unsafe_view.default):
+        return [] if written else node.all_input_nodes
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found: list[Node] = []
+    for number, argument in enumerate(node.target._schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and (alias.is_write or not written):
+            value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+            found += [one for one in pytree.tree_leaves(value) if isinstance(one, Node)]
+    return found

@@ -1,0 +1,155 @@
+"""What is between linears against its twins in torch: in Triton's interpreter on a CPU, for real on a GPU."""
+
+import math
+
+import pytest
+import torch
+
+from quantkit.kernels import glue
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: The interpreter does not round to bfloat16, it cuts off.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)[: 3 if DEVICE == "cuda" else 2]
+#: A step of the dtype, as sums in another order are rounded to the other side now and then.
+STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+NORMS = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
+GATES = {"silu": glue.slow_silu_gate, "gelu": glue.slow_gelu_gate}
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=STEP[found.dtype], atol=1e-6)
+
+
+def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
+    """`x` [A, B, N] with other strides."""
+    wide = torch.full((*x.shape[:-1], 3 * x.shape[-1]), math.nan, dtype=x.dtype, device=x.device)
+    if how == "part":
+        wide[..., x.shape[-1] : 2 * x.shape[-1]] = x
+        return wide[..., x.shape[-1] : 2 * x.shape[-1]]
+    if how == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if how == "columns":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x.expand(x.shape) if how == "whole" else x[:1].expand(x.shape)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 64), (3, 2, 100), (1, 2, 4096), (1, 5, 257)], ids=str)
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms(poisoned: None, kind: str, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        x, other = numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype, seed=1)
+        weight = numbers(shape[-1], dtype=dtype, seed=2)
+        close(glue.norm(x, weight, 1e-3, kind), NORMS[kind](x, weight, 1e-3))
+        total, y = glue.add_norm(x, other, weight, 1e-3, kind)
+        assert torch.equal(total, x + other)
+        close(y, NORMS[kind](x + other, weight, 1e-3))
+        assert torch.equal(y, glue.add_norm(x, other, weight, 1e-3, kind)[1])
+
+
+@pytest.mark.parametrize("how", ["whole", "part", "transposed", "columns", "one for all"])
+def test_strides(poisoned: None, how: str) -> None:
+    whole, weight = numbers(3, 4, 20), numbers(20, seed=2)
+    x, up = laid_out(whole, how), laid_out(numbers(3, 4, 20, seed=1), "part")
+    close(glue.norm(x, weight, 1e-5, "llama"), glue.slow_norm(x, weight, 1e-5))
+    for one, other in ((x, up), (up, x)):
+        total, y = glue.add_norm(one, other, weight, 1e-5, "llama")
+        assert torch.equal(total, one + other)
+        close(y, glue.slow_norm(one + other, weight, 1e-5))
+        close(glue.gate(one, other, "silu"), glue.slow_silu_gate(one, other))
+
+
+def test_norms_of_heads_that_lie_within_rows(poisoned: None) -> None:
+    joined, weight = numbers(2, 3, 50), numbers(8, seed=2)
+    heads = joined[..., 5:37].view(2, 3, 4, 8)
+    close(glue.norm(heads, weight, 1e-5, "llama"), glue.slow_norm(heads, weight, 1e-5))
+    turned = heads.transpose(1, 2)
+    close(glue.norm(turned, weight, 1e-5, "llama"), glue.slow_norm(turned, weight, 1e-5))
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 64), (1, 2, 2500)], ids=str)
+def test_gates(poisoned: None, kind: str, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        # Far out, where exp is infinite, as well.
+        x, up = 30 * numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype, seed=1)
+        close(glue.gate(x, up, kind), GATES[kind](x, up))
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_gates_of_what_is_no_number(kind: str) -> None:
+    x = torch.tensor([[math.nan, math.inf, -1e30, 200.0]], device=DEVICE)
+    up = torch.tensor([[1.0, 2.0, 2.0, math.inf]], device=DEVICE)
+    torch.testing.assert_close(glue.gate(x, up, kind), GATES[kind](x, up), equal_nan=True)
+
+
+def angles(batch: int, tokens: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    turn = 9 * numbers(batch, 1, tokens, size, seed=7)
+    return turn.cos().to(dtype), turn.sin().to(dtype)
+
+
+@pytest.mark.parametrize(("batch", "of"), [(1, 1), (3, 3), (3, 1)])
+@pytest.mark.parametrize("size", [2, 10, 64, 256])
+def test_rotary_positions(poisoned: None, batch: int, of: int, size: int) -> None:
+    for dtype in DTYPES:
+        x = numbers(batch, 5, 3, size, dtype=dtype).transpose(1, 2)
+        cos, sin = angles(of, 5, size, dtype)
+        found = glue.rotate(x, cos, sin)
+        assert torch.equal(found, glue.slow_rotate(x, cos, sin))
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("queries", "heads", "size", "width"), [(4, 2, 16, 16), (3, 1, 10, 24), (2, 2, 64, 5)]
+)
+def test_rotary_positions_and_the_cache(
+    poisoned: None, queries: int, heads: int, size: int, width: int, tokens: int
+) -> None:
+    for dtype in DTYPES:
+        joined = numbers(2, tokens, queries * size + heads * (size + width), dtype=dtype)
+        parts = torch.split(joined, (queries * size, heads * size, heads * width), -1)
+        q, k, v = (
+            part.view(2, tokens, number, -1).transpose(1, 2)
+            for part, number in zip(parts, (queries, heads, heads), strict=True)
+        )
+        cos, sin = angles(2, tokens, size, dtype)
+        held = torch.tensor(7, device=DEVICE)
+        caches = [
+            (
+                numbers(2, heads, 12, size, dtype=dtype, seed=3),
+                numbers(2, heads, 12, width, dtype=dtype, seed=4),
+            )
+            for _ in range(2)
+        ]
+        found, *_ = glue.rotate_append(q, k, v, cos, sin, *caches[0], held)
+        expected, *_ = glue.slow_rotate_append(q, k, v, cos, sin, *caches[1], held)
+        for one, other in zip((found, *caches[0]), (expected, *caches[1]), strict=True):
+            close(one, other)
+        assert int(held) == 7
+
+
+def test_a_token_without_room_is_not_written_and_is_seen(poisoned: None) -> None:
+    q, k, v = numbers(1, 2, 2, 8), numbers(1, 1, 2, 8, seed=1), numbers(1, 1, 2, 8, seed=2)
+    cos, sin = angles(1, 2, 8, torch.float32)
+    # The cache is the front of more memory.
+    keys, values = numbers(1, 1, 9, 8, seed=3), numbers(1, 1, 9, 8, seed=4)
+    before = keys.clone(), values.clone()
+    held = torch.tensor(3, device=DEVICE)
+    found, *_ = glue.rotate_append(q, k, v, cos, sin, keys[:, :, :4], values[:, :, :4], held)
+    assert torch.equal(keys[:, :, 4:], before[0][:, :, 4:]) and torch.equal(
+        values[:, :, 4:], before[1][:, :, 4:]
+    )
+    assert torch.equal(values[:, :, 3], v[:, :, 0])
+    assert found[:, :, 0].isfinite().all() and found[:, :, 1].isnan().all()
+    glue.append(keys[:, :, :4], values[:, :, :4], held, k, v)
+    assert torch.equal(keys[:, :, 3], k[:, :, 0])
+    assert torch.equal(keys[:, :, 4:], before[0][:, :, 4:]) and torch.equal(
+        values[:, :, 4:], before[1][:, :, 4:]
+    )

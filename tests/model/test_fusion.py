@@ -1,0 +1,258 @@
+"""Decoding steps in fewer launches compute what the model does: in Triton's interpreter without a GPU."""
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quantkit.kernels import glue
+from quantkit.model import decoding
+from quantkit.model.decoding import forward_of, graph_decoding, static_cache
+from quantkit.model.fusion import fused
+from quantkit.model.graphs import NotRecorded
+from quantkit.model.trace import trace
+
+from .graphed import DEVICE, SIZES, close, count_recordings, decode, decode_whole, ids
+
+pytest.importorskip("triton")
+
+#: Config and model of a family, what sets its config apart, and launches of a layer, and of all else.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, int]]] = {
+    "Llama": ({}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"norm": 1}),
+    "Qwen2": ({}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"norm": 1}),
+    "Mistral": ({"sliding_window": 5}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"norm": 1}),
+    "Qwen3": ({"head_dim": 16}, {"norm": 2, "add_norm": 2, "rotate_append": 1, "gate": 1}, {"norm": 1}),
+    "Gemma": ({"head_dim": 16}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"norm": 1}),
+    "Gemma2": (
+        {"head_dim": 16, "sliding_window": 5},
+        {"norm": 2, "add_norm": 2, "rotate_append": 1, "gate": 1},
+        {"norm": 1},
+    ),
+    "Olmo2": ({}, {"norm": 4, "rotate_append": 1, "gate": 1}, {"add_norm": 1}),
+    # Of its heads only a part is rotated.
+    "Phi3": ({"pad_token_id": 0}, {"add_norm": 2, "rotate": 2, "append": 1, "gate": 1}, {"norm": 1}),
+}
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> list[int]:
+    """How many steps were recorded."""
+    monkeypatch.setattr(decoding, "is_possible", lambda device: True)
+    return count_recordings(monkeypatch)[0]
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What steps became."""
+    made: list[Any] = []
+
+    def kept(*arguments: Any) -> Any:
+        made.append(fused(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(decoding, "fused", kept)
+    return made
+
+
+def made(family: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | more)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(DEVICE).eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def calls(module: Any) -> collections.Counter[str]:
+    return collections.Counter(
+        node.target.__name__ for node in module.graph.nodes if node.op == "call_function"
+    )
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, inference: bool, modules: list[Any], steps: list[int]) -> None:
+    more, of_layer, others = FAMILIES[family]
+    model = made(family, **more)
+    expected = decode_whole(model, ids(), 6)
+    graph_decoding(model)
+    with torch.inference_mode(inference):
+        found = decode(model, forward_of(model), static_cache(model, 40), ids())
+    close(found, expected)
+    (module,) = modules
+    assert len(steps) == 1
+    layers = model.config.num_hidden_layers
+    ours = {name: number for name, number in calls(module).items() if hasattr(glue, name)}
+    assert ours == {
+        name: layers * of_layer.get(name, 0) + others.get(name, 0) for name in of_layer.keys() | others.keys()
+    }
+    # Counters of all layers at once, and no write of keys but ours.
+    assert calls(module)["_foreach_add_.Scalar"] == 1
+    assert not {"add_.Tensor", "index_copy_.default"} & set(calls(module))
+
+
+def step_of(*tensors: torch.Tensor) -> Callable[[Callable[..., Any]], collections.Counter[str]]:
+    """The calls that a function of `tensors` becomes; its results stay what they were."""
+
+    def count(function: Callable[..., Any]) -> collections.Counter[str]:
+        copies = [tensor.clone() for tensor in tensors]
+        expected = function(*copies)
+        module = fused(function, [tensor.clone() for tensor in tensors])
+        again = [tensor.clone() for tensor in tensors]
+        found = module(*again)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for one, other in zip(again, copies, strict=True):
+            torch.testing.assert_close(one, other)
+        return calls(module)
+
+    return count
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+@pytest.fixture
+def cache() -> tuple[torch.Tensor, ...]:
+    """Keys, values, their number, and what is to be written."""
+    held = torch.tensor(3, device=DEVICE)
+    return numbers(1, 2, 9, 8), numbers(1, 2, 9, 4), held, numbers(1, 2, 1, 8), numbers(1, 2, 1, 4)
+
+
+@torch.no_grad()
+def test_counters_are_counted_once_nobody_reads_them(cache: tuple[torch.Tensor, ...]) -> None:
+    def two_layers(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
+        first = glue.slow_append(keys, values, held, k, v)
+        held.add_(1)
+        return first[0] * 2, first[1] + 1
+
+    def read_after(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
+        first = glue.slow_append(keys, values, held, k, v)
+        held.add_(1)
+        return first[0] * held, first[1]
+
+    def between(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
+        positions = torch.arange(1, device=DEVICE) + held
+        held.add_(1)
+        return keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
+
+    # The counter is an input here, whose memory is its own.
+    found = step_of(*cache)(two_layers)
+    assert found["append"] == found["_foreach_add_.Scalar"] == 1
+    assert step_of(*cache)(between)["append"] == 1
+    found = step_of(*cache)(read_after)
+    assert found["append"] == found["add_.Tensor"] == 1 and not found["_foreach_add_.Scalar"]
+
+
+@torch.no_grad()
+def test_what_is_read_or_written_between_stays_in_its_order(cache: tuple[torch.Tensor, ...]) -> None:
+    def reads_keys(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
+        positions = torch.arange(1, device=DEVICE) + held
+        written = keys.index_copy_(2, positions, k)
+        total = keys.sum()
+        return written, values.index_copy_(2, positions, v), total
+
+    def reads_values(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
+        positions = torch.arange(1, device=DEVICE) + held
+        written = keys.index_copy_(2, positions, k)
+        total = values[:, :, 1:].sum()
+        return written, values.index_copy_(2, positions, v), total
+
+    def writes_what_is_written(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
+        positions = torch.arange(1, device=DEVICE) + held
+        written = keys.index_copy_(2, positions, k)
+        v[..., :2].add_(1.0)
+        k.mul_(2.0)
+        return written, values.index_copy_(2, positions, v)
+
+    for function in (reads_keys, reads_values, writes_what_is_written):
+        assert step_of(*cache)(function)["append"] == 0, function
+
+
+@torch.no_grad()
+def test_what_others_use_as_well_is_computed_for_them() -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        wide = x.to(torch.float32)
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return weight * scaled.to(x.dtype), scaled.sum()
+
+    found = step_of(numbers(2, 3, 16), numbers(16))(step)
+    assert found["norm"] == found["rsqrt.default"] == 1
+
+
+@torch.no_grad()
+def test_what_kernels_do_not_take_stays_as_it_is() -> None:
+    weight = numbers(16)
+
+    def of_other_dtypes(x: torch.Tensor) -> torch.Tensor:
+        return glue.slow_norm(x.half(), weight, 1e-5)
+
+    def along_others(x: torch.Tensor) -> torch.Tensor:
+        return weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5))
+
+    def a_weight_for_each_row(x: torch.Tensor) -> torch.Tensor:
+        return glue.slow_norm(x, x + 1, 1e-5)
+
+    def of_other_shapes(x: torch.Tensor) -> torch.Tensor:
+        return glue.slow_silu_gate(x, weight)
+
+    def without_halves(x: torch.Tensor) -> torch.Tensor:
+        x = x[None]
+        turned = torch.cat((-x[..., 9:], x[..., :9]), dim=-1)
+        return x * x.cos() + turned * x.sin()
+
+    for function in (of_other_dtypes, along_others, a_weight_for_each_row, of_other_shapes, without_halves):
+        found = step_of(numbers(2, 3, 16))(function)
+        assert not [name for name in found if hasattr(glue, name)], function
+
+
+@torch.no_grad()
+def test_a_number_that_the_host_reads_cannot_be_traced() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * int(x.sum()) if float(x[0]) > 0 else x
+
+    if DEVICE == "cuda":
+        with pytest.raises(NotRecorded, match="asks the GPU for a number"):
+            trace(step, [numbers(4)])
+    else:
+        # On the host it may read what it likes: a graph has what it read when it was recorded.
+        trace(step, [numbers(4)])
+
+
+def test_a_model_that_cannot_be_traced_is_recorded_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, steps: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise TypeError("no such thing")
+
+    model = made("Llama")
+    expected = decode_whole(model, ids(), 6)
+    graph_decoding(model)
+    monkeypatch.setattr(decoding, "fused", fails)
+    close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
+    assert len(steps) == 1
+    assert "decoding steps are recorded as they are, with more launches: no such thing" in caplog.text
+
+
+@torch.no_grad()
+def test_fewer_launches_are_no_less_exact(monkeypatch: pytest.MonkeyPatch, modules: list[Any]) -> None:
+    """In 16 bits, against float32: what is rounded is rounded where it was."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    model = made("Llama")
+    token = ids(tokens=1)
+    exact = model(input_ids=torch.cat([ids(), token], 1), use_cache=False).logits[:, -1]
+    model.to(dtype)
+    graph_decoding(model)
+    errors = []
+    for possible in (False, True):
+        monkeypatch.setattr(decoding, "is_possible", lambda device, possible=possible: possible)
+        forward_of(model)._graphs.clear()
+        cache = static_cache(model, 40)
+        model(input_ids=ids(), past_key_values=cache, use_cache=True)
+        logits = forward_of(model)(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1]
+        errors.append(float((logits.float() - exact).norm() / exact.norm()))
+    assert len(modules) == 1
+    assert 0 < errors[1] < 1.25 * errors[0]

@@ -19,7 +19,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
 from quantkit.kernels.table import forced_row
-from quantkit.model import graphs, prompt_graphs
+from quantkit.model import deferred, graphs, prompt_graphs
 from quantkit.model.attention import use_decode_attention
 from quantkit.model.fusion import fused, is_possible
 from quantkit.model.graphs import (
@@ -151,6 +151,7 @@ class GraphedForward:
         cls = type(self._model)
         bound = inspect.signature(cls.generate).bind_partial(self._model, *arguments, **options).arguments
         asked = {**bound.pop("kwargs", {}), **bound}
+        del asked["self"]
         tokens = _tokens_of(asked, self._model.generation_config)
         cache = None
         if tokens is not None:
@@ -159,6 +160,8 @@ class GraphedForward:
                 self._say(str(_why_no_static_cache(self._model)))
             else:
                 options["past_key_values"] = cache
+                if deferred.is_enough(asked, self._model.generation_config):
+                    options["custom_generate"] = deferred.sample
         found = cls.generate(self._model, *arguments, **options)
         if cache is not None and getattr(found, "past_key_values", None) is cache:
             found.past_key_values = _growing(cache, self._model)

@@ -10,6 +10,7 @@ import torch
 
 from quantkit.calibrate.samples import check_seed
 from quantkit.errors import UsageError
+from quantkit.model.deferred import HostCopy
 
 #: The model ended the text; as many tokens as were asked for; the model has no more positions.
 ENDS = (END_OF_TEXT, MAX_NEW_TOKENS, POSITIONS) = ("end_of_text", "max_new_tokens", "positions")
@@ -149,14 +150,20 @@ def _decoded(
 
         forward, cache = forward_of(model), static_cache(model, prompt_tokens + room)
     only_last = last_logits(model)
-    started = time.perf_counter()
-    prefilled: float | None = None
-    while True:
-        run = model if prefilled is None else forward
-        output = run(input_ids=ids, past_key_values=cache, use_cache=True, **only_last)
+
+    def follow(tokens: torch.Tensor, run: Any) -> torch.Tensor:
+        nonlocal cache
+        output = run(input_ids=tokens, past_key_values=cache, use_cache=True, **only_last)
         cache = output.past_key_values
-        ids = _choose(output.logits[:, -1], temperature, generator)
-        token = int(ids.item())
+        return _choose(output.logits[:, -1], temperature, generator)
+
+    started = time.perf_counter()
+    chosen, prefilled = follow(ids, model), None
+    while True:
+        # A GPU runs the next step while the host waits for this token, which may have been the last.
+        answer = HostCopy(chosen)
+        ahead = follow(chosen, forward) if chosen.is_cuda and len(text.tokens) + 1 < room else None
+        token = int(answer.item())
         now = time.perf_counter()
         prefilled = now if prefilled is None else prefilled
         last = token in ends or len(text.tokens) + 1 >= room
@@ -165,6 +172,7 @@ def _decoded(
             yield piece
         if last:
             break
+        chosen = follow(chosen, forward) if ahead is None else ahead
     return Generation(
         text.text,
         tuple(text.tokens),

@@ -1,0 +1,124 @@
+"""Generation in which the host never waits for the running step: the end of all texts is seen a step late.
+
+transformers asks the GPU after each token whether there are more to come, and launches nothing before it
+knows, while the GPU has nothing to do. Here the next step runs already when the host asks, and what it made
+is left out of the result if it was one too many.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+#: Arguments of `generate`, beside inputs and what a generation config has, with which `sample` does as well.
+_KNOWN = frozenset(
+    {"inputs", "input_ids", "attention_mask", "position_ids", "generation_config", "logits_processor"}
+    | {"stopping_criteria", "use_model_defaults"}
+)
+#: What asks for more than tokens, in a generation config.
+_MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size")
+
+
+def is_enough(asked: Mapping[str, Any], defaults: Any) -> bool:
+    """Whether `sample` does what `generate` is `asked` for; `defaults` is the model's generation config."""
+    from transformers.generation import GenerationMode
+
+    config = type(defaults)(**defaults.to_dict())
+    given = asked.get("generation_config")
+    if given is not None:
+        config.update(**{name: value for name, value in given.to_dict().items() if value is not None})
+    unknown = config.update(**{name: value for name, value in asked.items() if value is not None})
+    modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    return (
+        unknown.keys() <= _KNOWN
+        and config.get_generation_mode() in modes
+        and not any(getattr(config, name, None) for name in _MORE)
+    )
+
+
+class HostCopy:
+    """A number of `tensor`, of one element, on the host: asked for now, waited for later.
+
+    The host waits for what was launched before this, not for what is launched after.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: Any = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._copy.copy_(tensor, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def item(self) -> Any:
+        """The number."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.item()
+
+
+def sample(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    **inputs: Any,
+) -> torch.Tensor:
+    """`input_ids` int64 [B, T] with what follows, as transformers' own loop: for its `custom_generate`.
+
+    Logits processors and stopping criteria are called once more than there, for a step that is left out; the
+    state of random numbers is that without it.
+    """
+    with_ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
+    forward = model.get_compiled_call(getattr(generation_config, "compile_config", None))
+    first = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
+    output = model(**first, return_dict=True)
+    ended: HostCopy | None = None
+    while True:
+        inputs = model._update_model_kwargs_for_generation(output, inputs)
+        scores = logits_processor(input_ids, output.logits[:, -1].to(torch.float32, copy=True))
+        # Logits of a long prompt may be large.
+        del output
+        random = _random_state(input_ids.device) if generation_config.do_sample else None
+        tokens = _chosen(scores, generation_config.do_sample)
+        if with_ends:
+            tokens = tokens * unfinished + _padding(generation_config) * (1 - unfinished)
+        input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+        if ended is not None and ended.item():
+            if random is not None:
+                _set_random_state(input_ids.device, random)
+            return input_ids[:, :-1]
+        unfinished = unfinished & ~stopping_criteria(input_ids, None)
+        most = stopping_criteria.max_length
+        if most is not None and input_ids.shape[1] >= most:
+            return input_ids
+        ended = HostCopy(unfinished.max() == 0)
+        following = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **inputs)
+        output = forward(**following, return_dict=True)
+
+
+def _chosen(scores: torch.Tensor, random: bool) -> torch.Tensor:
+    """A token [B] of each row of `scores` [B, V]."""
+    if random:
+        return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+    return scores.argmax(-1)
+
+
+def _padding(config: Any) -> int:
+    """What follows the end of a sequence."""
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    ends = config.eos_token_id
+    return int(ends[0] if isinstance(ends, list | tuple) else ends)
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

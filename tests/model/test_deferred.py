@@ -1,0 +1,190 @@
+"""`generate` that asks for the end a step late gives what transformers' own loop gives."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from quantkit.model import deferred
+from quantkit.model.decoding import graph_decoding
+
+from .graphed import DEVICE, SIZES, count_recordings, ids
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What was generated so."""
+    count_recordings(monkeypatch)
+    made: list[torch.Tensor] = []
+    sample = deferred.sample
+
+    # transformers takes the arguments that are its loop's from the names.
+    def spied(
+        model: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        made.append(
+            sample(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs)
+        )
+        return made[-1]
+
+    monkeypatch.setattr(deferred, "sample", spied)
+    return made
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, Any]:
+    """A model, and the same one with graphs."""
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(**SIZES)).to(DEVICE).eval()
+    for weight in plain.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    graphed = copy.deepcopy(plain)
+    graph_decoding(graphed)
+    return plain, graphed
+
+
+def both(models: tuple[Any, Any], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of both, after which they have drawn as many random numbers."""
+    prompt = ids(batch=3)
+    found, states = [], []
+    for model in models:
+        torch.manual_seed(3)
+        answer = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        found.append(answer if torch.is_tensor(answer) else answer.sequences)
+        states.append(torch.rand(3, device=DEVICE))
+    assert torch.equal(*states)
+    return found[0], found[1]
+
+
+MANY = list(range(3, 300))
+FEW = [5, 100, 17]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 7},
+        {"max_length": 14},
+        {"max_new_tokens": 30, "eos_token_id": FEW, "pad_token_id": 0},
+        {"max_new_tokens": 30, "eos_token_id": MANY, "pad_token_id": 1},
+        {"max_new_tokens": 30, "eos_token_id": MANY},
+        {"max_new_tokens": 30, "eos_token_id": list(range(512)), "pad_token_id": 0},
+        {"max_new_tokens": 30, "do_sample": True, "temperature": 3.0, "top_k": 20, "eos_token_id": MANY},
+        {"max_new_tokens": 30, "do_sample": True, "top_p": 0.9, "repetition_penalty": 1.3},
+        {"max_new_tokens": 9, "min_new_tokens": 9, "eos_token_id": MANY},
+        {"generation_config": GenerationConfig(max_new_tokens=5, eos_token_id=MANY)},
+    ],
+    ids="-".join,
+)
+def test_tokens_and_random_numbers_are_those_of_transformers(
+    models: tuple[Any, Any], late: list[torch.Tensor], options: dict[str, Any]
+) -> None:
+    expected, found = both(models, **options)
+    assert torch.equal(found, expected)
+    assert len(late) == 1
+
+
+def test_a_text_that_ends_with_its_last_token(models: tuple[Any, Any], late: list[torch.Tensor]) -> None:
+    whole, _ = both(models, max_new_tokens=6)
+    ends = whole[:, -1].tolist()
+    for most in (5, 6, 7):
+        expected, found = both(models, max_new_tokens=most, eos_token_id=ends, pad_token_id=0)
+        assert torch.equal(found, expected)
+
+
+class _Banned(LogitsProcessor):
+    """Everything but a few tokens."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 30:] = -torch.inf
+        return scores
+
+
+class _Even(StoppingCriteria):
+    """A text of an even token has ended."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 2 == 0
+
+
+def test_processors_and_criteria_of_the_caller(models: tuple[Any, Any], late: list[torch.Tensor]) -> None:
+    for criteria in ([_Even()], [MaxLengthCriteria(12)], [_Even(), MaxLengthCriteria(12)]):
+        expected, found = both(
+            models,
+            max_new_tokens=20,
+            logits_processor=LogitsProcessorList([_Banned()]),
+            stopping_criteria=StoppingCriteriaList(criteria),
+        )
+        assert torch.equal(found, expected) and int(found[:, 9:].max()) < 30
+    assert len(late) == 3
+
+
+class _Streamer(BaseStreamer):
+    def put(self, value: torch.Tensor) -> None:
+        """Nothing is done with tokens."""
+
+    def end(self) -> None:
+        """Nor with their end."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"num_beams": 2, "do_sample": True},
+        {"return_dict_in_generate": True},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"prefill_chunk_size": 4},
+        {"use_cache": False},
+        {"prompt_lookup_num_tokens": 2},
+    ],
+    ids="-".join,
+)
+def test_what_asks_for_more_is_left_to_transformers(
+    models: tuple[Any, Any], late: list[torch.Tensor], options: dict[str, Any]
+) -> None:
+    many = {} if "prompt_lookup_num_tokens" in options else {"attention_mask": torch.ones_like(ids(batch=3))}
+    prompt = ids(batch=3 if many else 1)
+    torch.manual_seed(3)
+    expected = models[0].generate(input_ids=prompt, max_new_tokens=5, **many, **options)
+    torch.manual_seed(3)
+    found = models[1].generate(input_ids=prompt, max_new_tokens=5, **many, **options)
+    sequences = [answer if torch.is_tensor(answer) else answer.sequences for answer in (expected, found)]
+    assert torch.equal(*sequences) and type(found) is type(expected)
+    assert not late
+
+
+def test_streamers_and_synced_gpus_are_left_to_transformers(
+    models: tuple[Any, Any], late: list[torch.Tensor]
+) -> None:
+    makers: tuple[Callable[[], dict[str, Any]], ...] = (
+        lambda: {"streamer": None},
+        lambda: {"synced_gpus": False},
+    )
+    prompt = ids(batch=1)
+    expected = models[0].generate(input_ids=prompt, max_new_tokens=5)
+    for make in makers:
+        assert torch.equal(models[1].generate(input_ids=prompt, max_new_tokens=5, **make()), expected)
+    given = _Streamer()
+    assert torch.equal(models[1].generate(input_ids=prompt, max_new_tokens=5, streamer=given), expected)
+    # None of them is the first, which asks for nothing.
+    assert len(late) == 1

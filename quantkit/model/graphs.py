@@ -1,6 +1,7 @@
 """CUDA graphs of what a model computes: capture, and the inputs that a graph reads."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -50,12 +51,24 @@ def capture(
             with torch.cuda.graph(graph, stream=stream, pool=None if pool is None else pool.handle):
                 output = step()
         except RuntimeError as error:
+            _end_failed(stream, device)
             if rewind is not None:
                 rewind()
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise NotRecorded(str(error).partition("\n")[0]) from error
     return output, graph.replay
+
+
+def _end_failed(stream: Any, device: torch.device) -> None:
+    """Take torch's random numbers out of a capture that failed, in which it leaves them and draws no more.
+
+    A capture that succeeds does so at its end.
+    """
+    with suppress(RuntimeError):
+        number = torch.zeros((), device=device)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+            number.add_(1)
 
 
 def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None:

@@ -48,7 +48,7 @@ class PromptGraphs:
     """The prompts of a model, whose forward is `forward`, as CUDA graphs that share memory.
 
     A prompt of a new shape runs padded, kernel by kernel, and the second of this shape is recorded: recording
-    takes longer than running. Both compute the same numbers. `lock` is held while a graph is replayed and its
+    takes longer than running. `lock` is held while a graph is replayed and its
     output copied, as all have the same memory. `refused` says why no more prompts are recorded.
     """
 

@@ -1,5 +1,6 @@
 """A GPU that has too little memory, for real: row 69. What torch may allocate is bounded, from little on."""
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
     total = torch.cuda.mem_get_info()[1]
 
     def bound(mebibytes: int) -> None:
+        # What an earlier run left for the garbage collector would be room.
+        gc.collect()
         torch.cuda.empty_cache()
         monkeypatch.setattr(memory, "_said", set())
         share = (torch.cuda.memory_reserved() + mebibytes * MIB) / total

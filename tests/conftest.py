@@ -40,6 +40,17 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def auto_is_the_cpu() -> Iterator[None]:
+    """Tests say the same with a GPU and without; one that is about a GPU names it.
+
+    They count reads and bytes, and fork, which CUDA does not survive.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantkit.model.devices.best_device", lambda: torch.device("cpu"))
+        yield
+
+
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton 3.6's interpreter with loops that numpy takes, and without what it does for nothing."""

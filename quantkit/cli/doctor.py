@@ -158,8 +158,8 @@ def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any
     import torch
 
     from quantkit.kernels.report import choices
+    from quantkit.model.devices import best_device
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return [
         {
             "scheme": str(choice.problem.scheme),
@@ -174,7 +174,7 @@ def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any
         }
         for scheme, shape in _weights(directory)
         for choice in choices(
-            [scheme], (torch.bfloat16, torch.float32), rows_of_x, shape=shape, device=device
+            [scheme], (torch.bfloat16, torch.float32), rows_of_x, shape=shape, device=best_device().type
         )
     ]
 

@@ -101,11 +101,11 @@ def _describe(name: str) -> dict[str, Any]:
     from quantkit.calibrate.noise import NOMINAL_SHAPE, bits_per_weight
     from quantkit.kernels.problem import Problem
     from quantkit.kernels.report import choice_of
+    from quantkit.model.devices import best_device
     from quantkit.packing.schemes import scheme
 
-    chosen = scheme(name)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = Problem.on(torch.device(device), 1, *NOMINAL_SHAPE, chosen, torch.bfloat16)
+    chosen, device = scheme(name), best_device()
+    problem = Problem.on(device, 1, *NOMINAL_SHAPE, chosen, torch.bfloat16)
     return {
         "name": name,
         "format": chosen.format.name,
@@ -118,7 +118,7 @@ def _describe(name: str) -> dict[str, Any]:
         "values": 2**chosen.code_bits if chosen.is_fitted else len(chosen.format.numbers) ** chosen.planes,
         "planes": chosen.planes,
         "column_scale": chosen.column_scale,
-        "device": device,
+        "device": device.type,
         "kernel": choice_of(problem).row,
     }
 

@@ -39,6 +39,7 @@ _pending: ContextVar[_Pending | None] = ContextVar("pending", default=None)
 def building() -> Iterator[None]:
     """A block in which layouts are built. They may be used once it ended, of nested ones the outermost.
 
+    Transforms of `torch.func` do not see it: what is made within one has no memory that a kernel could write.
     Raises `FormatError` then for the first weight of which `refuse_if` says so.
     """
     if _pending.get() is not None:
@@ -47,7 +48,8 @@ def building() -> Iterator[None]:
     pending = _Pending()
     token = _pending.set(pending)
     try:
-        yield
+        with torch._C._DisableFuncTorch():
+            yield
     finally:
         _pending.reset(token)
     pending.settle()

@@ -14,7 +14,7 @@ def pick_device(device: str | torch.device) -> torch.device:
     `UsageError` for another name, and for a GPU that is not there.
     """
     if str(device) == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return best_device()
     try:
         picked = torch.device(device)
     except RuntimeError:
@@ -32,6 +32,11 @@ def pick_device(device: str | torch.device) -> torch.device:
             "first of which is cuda:0. Name one of them, or use auto."
         )
     return picked
+
+
+def best_device() -> torch.device:
+    """What "auto" stands for."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_compiles(device: torch.device) -> None:

@@ -216,6 +216,11 @@ def test_tangents_come_from_one_expert_after_the_other(grouped):
     ]
     for found, expected in zip(*tangents, strict=True):
         assert_close(found, expected)
+    # Layouts are in memory, which what is made within a transform is not.
+    for parameter in (GATE_UP, DOWN):
+        layout = packed._grouped_layout(parameter, DTYPE)
+        assert layout is not None
+        assert {tensor.untyped_storage().device.type for tensor in layout.tensors} == {DEVICE}
 
 
 def test_grouped_layouts_are_built_once_and_do_not_survive_other_words(grouped, monkeypatch):

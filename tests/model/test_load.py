@@ -15,6 +15,7 @@ import transformers
 import quantkit
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.model import plugin, versions
+from quantkit.model.devices import best_device, pick_device
 from quantkit.model.generate import Generation, _choose, generate, stream
 from quantkit.model.load import _on_gpu, explained, load, tokenizer
 from quantkit.model.modules import packed_modules
@@ -97,6 +98,13 @@ def test_a_device_that_is_not_there(tiny, device):
         pytest.skip("there is a GPU")
     with pytest.raises(UsageError, match=f"device '{device}'"):
         load(tiny().packed, device=device)
+
+
+def test_auto_is_a_gpu_where_there_is_one_and_the_cpu_in_tests(monkeypatch):
+    for there, kind in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert best_device() == torch.device(kind)
+        assert pick_device("auto") == torch.device("cpu")
 
 
 def test_contradicting_placement(tiny):

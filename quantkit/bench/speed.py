@@ -24,7 +24,7 @@ from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
 from quantkit.model.decoding import GraphedForward, plain_forward, static_cache
-from quantkit.model.devices import check_compiles, pick_device
+from quantkit.model.devices import pick_device
 from quantkit.model.generate import last_logits
 from quantkit.model.load import load, tokenize, tokenizer
 from quantkit.progress import Progress
@@ -37,8 +37,8 @@ DEFAULTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "cpu": ((1, 4), (32, 128, 512), 32),
     "cuda": ((1, 8, 64), (128, 1024, 4096), 128),
 }
-#: How prompts and steps run: kernel by kernel, or as graphs, of compiled steps only on demand.
-MODES = ("eager", "cuda-graph", "compiled")
+#: How prompts and steps run: kernel by kernel, or on a GPU also as graphs.
+MODES = ("eager", "cuda-graph")
 #: Generations until a prompt is surely replayed: one lays out weights, for which graphs are made anew, in the
 #: next the prompt comes for the first time, and in the last it is recorded.
 _UNTIL_REPLAYED = 3
@@ -58,7 +58,6 @@ class Settings:
     repeats: int = 5
     text: str | None = None
     seed: int = 0
-    compiled: bool = False
 
     def __post_init__(self) -> None:
         numbers = (*(self.batches or ()), *(self.prompts or ()), self.repeats)
@@ -121,8 +120,6 @@ def measure_speed(
     device = pick_device(settings.device)
     checkpoint = Checkpoint.open(resolve(source))
     directory = checkpoint.directory
-    if settings.compiled:
-        check_compiles(device)
     vocabulary, positions = language_limits(directory)
     grid, notes = settings.on(device).within(positions)
     draw = prompts_of(settings, directory, vocabulary)
@@ -137,7 +134,7 @@ def measure_speed(
     skipped: list[str] = []
     steady = 0
     meter = EnergyMeter(device)
-    modes = MODES[:1] if device.type == "cpu" else MODES if settings.compiled else MODES[:-1]
+    modes = MODES[:1] if device.type == "cpu" else MODES
     total = len(grid.batches) * len(grid.prompts) * len(modes)
     for number, (batch, prompt, mode) in enumerate(
         (batch, prompt, mode) for batch in grid.batches for prompt in grid.prompts for mode in modes
@@ -237,7 +234,7 @@ def _cell(
     prefill = step = greedy_step(model, cache, plain_forward(model))
     graphed = None
     if mode != "eager":
-        graphed = GraphedForward(model, compiled=mode == "compiled")
+        graphed = GraphedForward(model)
         prefill, step = greedy_step(model, cache, graphed.forward), greedy_step(model, cache, graphed)
     for _ in range(1 if graphed is None else _UNTIL_REPLAYED):
         generate_timed(prefill, step, cache, prompt, min(new_tokens, 4))

@@ -43,7 +43,6 @@ def bench(
         typer.Option("--text", metavar="FILE", help="UTF-8 text for prompts.", show_default="random tokens"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random prompts and arrivals.")] = 0,
-    compile: options.Compile = False,
     profile: Annotated[
         Path | None,
         typer.Option("--profile", metavar="FILE", help="Also write a trace of DIR by torch's profiler."),
@@ -90,7 +89,6 @@ def bench(
         "--prompt": prompt,
         "--new-tokens": new_tokens,
         "--text": text,
-        "--compile": compile or None,
     }
     load = {
         "--rate": rate,
@@ -141,7 +139,6 @@ def bench(
         repeats,
         None if text is None else str(text),
         seed,
-        compile,
     )
     _time(sources, settings, profile, json, report)
 

@@ -19,7 +19,6 @@ def generate(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     kv_cache: options.KvCache = None,
-    compile: options.Compile = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     verbose: options.Verbose = False,
@@ -36,7 +35,7 @@ def generate(
 
     if verbose:
         log_kernels()
-    model, tokenizer = open_model(directory, device, dtype, compile=compile)
+    model, tokenizer = open_model(directory, device, dtype)
     # What is logged of the kernels would be in the middle of the text.
     streaming = not json and not verbose
     with enough_memory(directory, "Use --device cpu, or a shorter prompt."):

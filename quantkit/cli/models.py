@@ -6,17 +6,14 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def open_model(source: str, device: str, dtype: str, *, compile: bool = False) -> tuple[Any, Any]:
+def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
     """The model and tokenizer of `source`; arguments as for `load`."""
     from quantkit.eval.models import dtype_named
-    from quantkit.model.devices import check_compiles, pick_device
     from quantkit.model.load import load, tokenizer
 
-    if compile:
-        check_compiles(pick_device(device))
     named = None if dtype == "auto" else dtype_named(dtype)
     with using_transformers(source):
-        return load(source, device=device, dtype=named, compile=compile), tokenizer(source)
+        return load(source, device=device, dtype=named), tokenizer(source)
 
 
 def log_kernels() -> None:

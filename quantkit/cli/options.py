@@ -53,12 +53,6 @@ KvCache = Annotated[
         "--kv-cache", help=f"Format of the KV cache: {', '.join(KV_FORMATS)}.", show_default="the dtype"
     ),
 ]
-Compile = Annotated[
-    bool,
-    typer.Option(
-        "--compile", help="On a GPU, compile decoding by torch.compile: a minute, then faster tokens."
-    ),
-]
 PackedDirectory = Annotated[
     Path,
     typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A packed checkpoint directory."),

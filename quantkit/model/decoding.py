@@ -56,8 +56,6 @@ _OWN_CACHE = (
     "is_assistant",
     "custom_generate",
 )
-#: Shapes that the forward of a model may be compiled for: more than there are.
-_SHAPES = 1 << 20
 #: New tokens that `generate` makes where nobody says how many.
 _NEW_TOKENS = 20
 
@@ -67,15 +65,11 @@ class GraphedForward:
 
     Called as the model is. A step that cannot be recorded runs as it would have, is logged once with the
     reason, and is in `refused`. The outputs are the caller's own. `renew` has to be called where the model
-    may have changed since: before each generation. With `compiled`, torch.compile fuses what is between the
-    linears of a step before it is recorded, which takes a minute or so the first time.
+    may have changed since: before each generation.
     """
 
-    def __init__(
-        self, model: Any, *, compiled: bool = False, plain: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, model: Any, plain: Callable[..., Any] | None = None) -> None:
         self._model = model
-        self._compiled = compiled
         #: The forward without graphs.
         self.plain = _without_graphs(model.forward if plain is None else plain)
         self._graphs: OrderedDict[tuple[Any, ...], _Graph | str] = OrderedDict()
@@ -114,7 +108,7 @@ class GraphedForward:
         key = _key(inputs, inputs["past_key_values"])
         if key not in self._graphs:
             try:
-                self._graphs[key] = self._recorded_for(inputs)
+                self._graphs[key] = _record(self._model, inputs)
             except NotRecorded as error:
                 # Not the error, whose traceback keeps the inputs and what else the step had.
                 self._graphs[key] = str(error)
@@ -122,14 +116,6 @@ class GraphedForward:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]
-
-    def _recorded_for(self, inputs: Inputs) -> "_Graph":
-        if self._compiled:
-            try:
-                return _record(_compiled(self.plain), inputs, fuse=False)
-            except NotRecorded as error:
-                logger.warning("decoding steps are recorded without torch.compile: %s", error)
-        return _record(self._model, inputs, fuse=is_possible(inputs["input_ids"].device))
 
     def renew(self, *_: Any) -> "GraphedForward":
         """Drop the graphs if the model is not what it was when they were recorded.
@@ -178,11 +164,7 @@ class GraphedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies have graphs of their own.
-        return _graphed, (self._model, self._compiled, self.plain)
-
-
-def _graphed(model: Any, compiled: bool, plain: Callable[..., Any]) -> GraphedForward:
-    return GraphedForward(model, compiled=compiled, plain=plain)
+        return GraphedForward, (self._model, self.plain)
 
 
 class _ModelForward:
@@ -203,14 +185,14 @@ def _without_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward.graphed.plain if isinstance(forward, _ModelForward) else forward
 
 
-def graph_decoding(model: Any, *, compiled: bool = False) -> None:
+def graph_decoding(model: Any) -> None:
     """Make `model`, on one GPU, decode by graphs: by `generate` of transformers, and by `forward_of`.
 
     `generate` then uses a static cache where it is not told otherwise. Prompts are recorded wherever the
-    model is called with them. `compiled` as for `GraphedForward`.
+    model is called with them.
     """
     use_decode_attention(model)
-    graphed = GraphedForward(model, compiled=compiled)
+    graphed = GraphedForward(model)
     model.forward = _ModelForward(graphed)
     model.get_compiled_call = graphed.renew
     model.generate = graphed.generate
@@ -381,24 +363,12 @@ class _Graph:
         self.cache = weakref.ref(cache)
 
 
-def _compiled(plain: Callable[..., Any]) -> Any:
-    """The forward of a model compiled for shapes that do not vary."""
-    compiled: Any = torch.compile(plain, fullgraph=True, dynamic=False)
-
-    def forward(**inputs: Any) -> Any:
-        # torch stops at some shapes, so that not every call compiles; here each is compiled once.
-        with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
-            return compiled(**inputs)
-
-    return forward
-
-
-def _record(forward: Any, inputs: Inputs, *, fuse: bool) -> _Graph:
-    """The graph of a step with inputs of such shapes; with `fuse` of fewer launches.
+def _record(model: Any, inputs: Inputs) -> _Graph:
+    """The graph of a step with inputs of such shapes, of fewer launches where kernels do for several.
 
     The cache is left as it was.
     """
-    cache = inputs["past_key_values"]
+    cache, device = inputs["past_key_values"], inputs["input_ids"].device
     # A cache of the graph's own, on the same tensors: the caller's is not kept alive, nor its layers changed.
     own = copy.copy(cache)
     own.layers = [copy.copy(layer) for layer in cache.layers]
@@ -413,17 +383,17 @@ def _record(forward: Any, inputs: Inputs, *, fuse: bool) -> _Graph:
     ]
 
     def step() -> Any:
-        return forward(**given)
+        return model(**given)
 
     def rewind() -> None:
         for tensor, before in counters:
             tensor.copy_(before)
 
     host = [_host_state(layer) for layer in own.layers]
-    if fuse:
+    if is_possible(device):
         step = _fused(step, given)
         rewind()
-    output, run = graphs.capture(step, rewind, inputs["input_ids"].device)
+    output, run = graphs.capture(step, rewind, device)
     if [_host_state(layer) for layer in own.layers] != host:
         raise NotRecorded("the cache counts its tokens on the host")
     check_output(output)

@@ -37,9 +37,3 @@ def pick_device(device: str | torch.device) -> torch.device:
 def best_device() -> torch.device:
     """What "auto" stands for."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def check_compiles(device: torch.device) -> None:
-    """`UsageError`, in the words of the command line, unless decoding can be compiled on `device`."""
-    if device.type != "cuda":
-        raise UsageError("compiled decoding is for a GPU; give --device cuda, or leave --compile out.")

@@ -37,7 +37,6 @@ def load(
     device_map: str | Mapping[str, Any] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | Path | None = None,
-    compile: bool = False,
 ) -> Any:
     """The causal language model in `path`, a directory or a hub id, packed weights staying packed.
 
@@ -45,9 +44,8 @@ def load(
     decodes with a static cache and CUDA graphs unless it is told otherwise (`decoding.py`). `device` "auto"
     is the first GPU if there is one, else the CPU. `device_map`, `max_memory` and `offload_folder` are those
     of `from_pretrained` and place a model that does not fit one device. `dtype` is that of activations and
-    dense weights, by default the one in config.json; scales keep their own. With `compile`, decoding steps
-    are compiled by torch.compile when they are first recorded: a slow first answer, and faster ones after
-    it. Code in the checkpoint is never run.
+    dense weights, by default the one in config.json; scales keep their own. Code in the checkpoint is never
+    run.
 
     Raises `CheckpointError` for a checkpoint that breaks the rules of its format or lacks tensors,
     `UsageError` for contradicting arguments, `EnvironmentProblem` for an unsupported transformers.
@@ -56,8 +54,6 @@ def load(
         raise UsageError(
             f"device={str(device)!r} and device_map={device_map!r} contradict each other; give one."
         )
-    if compile and (device_map is not None or pick_device(device).type != "cuda"):
-        raise UsageError("compile is for a model on one GPU; load it with device='cuda', or without compile.")
     require_transformers()
     directory = _whole(path)
     check_layer_counts(Checkpoint.open(directory))
@@ -88,7 +84,7 @@ def load(
     if device_map is None and _on_gpu(model):
         from quantkit.model.decoding import graph_decoding
 
-        graph_decoding(model, compiled=compile)
+        graph_decoding(model)
     return model
 
 

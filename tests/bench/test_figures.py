@@ -99,6 +99,16 @@ def test_json_gives_back_what_went_in(tmp_path: Path) -> None:
     assert read_benchmark(path) == Benchmark(serving=(SERVING,))
 
 
+def test_a_file_with_the_mode_that_there_was_is_read(tmp_path: Path) -> None:
+    """`bench` once also measured steps that torch.compile had fused."""
+    path = tmp_path / "bench.json"
+    cells = tuple(a_cell(1, 8, mode) for mode in ("eager", "cuda-graph", "compiled"))
+    path.write_text(to_json([replace(SPEED, cells=cells)]))
+    found = read_benchmark(path).speed
+    assert found is not None and found[0].cells == cells
+    assert [row[1] for row in speed_table(found).rows] == ["eager", "cuda-graph", "compiled"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

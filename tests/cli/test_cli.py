@@ -594,7 +594,6 @@ def test_generate_stops_where_positions_end(run: Run, packed: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--device", "cpu", "--compile"), "for a GPU; give --device cuda, or leave --compile out"),
         (("-n", "0"), "Invalid value for '--max-new-tokens'"),
         (("--temperature", "-1"), "Invalid value for '--temperature'"),
         (("--temperature", "nan"), "Invalid value for '--temperature'"),

@@ -30,7 +30,6 @@ from transformers import (
 )
 
 import quantkit
-from quantkit.errors import UsageError
 from quantkit.kernels.linear import KernelLayout
 from quantkit.model import attention, decoding, graphs
 from quantkit.model.attention import use_decode_attention
@@ -410,10 +409,9 @@ def test_what_generate_does_is_not_saved(model: Any, tmp_path: Path) -> None:
 def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int]) -> None:
     graph_decoding(model)
     decode(model, forward_of(model), static_cache(model, 20), ids())
-    twin = copy.deepcopy(model)
-    assert pickle.loads(pickle.dumps(model)).generate.__self__._compiled is False
-    assert forward_of(twin)._model is twin and not forward_of(twin)._graphs
-    assert twin.generate.__self__ is forward_of(twin)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert forward_of(twin)._model is twin and not forward_of(twin)._graphs
+        assert twin.generate.__self__ is forward_of(twin)
     assert forward_of(object.__new__(type("Plain", (), {}))) is not None
 
 
@@ -576,55 +574,3 @@ def test_graphs_of_another_gpu_than_the_current_one(packed: Path, recorded: list
     found = decode(model, forward_of(model), static_cache(model, 20), prompt)
     close(found, decode_whole(model, prompt, 6))
     assert len(recorded) == 1 and not forward_of(model).refused
-
-
-def test_compiled_steps_are_for_one_gpu(packed: Path) -> None:
-    with pytest.raises(UsageError, match="compile is for a model on one GPU"):
-        quantkit.load(packed, device="cpu", compile=True)
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The options of each compilation, which on a CPU is none by inductor."""
-    calls: list[Any] = []
-    backend = "eager" if DEVICE == "cpu" else "inductor"
-    real = torch.compile
-
-    def compile(forward: Any, **options: Any) -> Any:
-        calls.append(options)
-        return real(forward, backend=backend, **options)
-
-    monkeypatch.setattr(torch, "compile", compile)
-    return calls
-
-
-def test_a_step_is_compiled_before_it_is_recorded(model: Any, compiled: list[Any]) -> None:
-    graphed = GraphedForward(model, compiled=True)
-    close(decode(model, graphed, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
-    assert compiled == [{"fullgraph": True, "dynamic": False}] and not graphed.refused
-    assert copy.deepcopy(graphed)._compiled
-
-
-def test_each_shape_is_compiled(model: Any, compiled: list[Any], recorded: list[int]) -> None:
-    graphed = GraphedForward(model, compiled=True)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for batch in (1, 2, 3):
-            decode(model, graphed, static_cache(model, 20), ids(batch), 2)
-    assert len(recorded) == 3 and not graphed.refused
-
-
-def test_a_step_that_does_not_compile_is_recorded_as_it_is(
-    model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def compile(forward: Any, **options: Any) -> Any:
-        def fail(**inputs: Any) -> Any:
-            raise graphs.NotRecorded("no compiler")
-
-        return fail
-
-    monkeypatch.setattr(torch, "compile", compile)
-    graphed = GraphedForward(model, compiled=True)
-    with caplog.at_level(logging.WARNING):
-        close(decode(model, graphed, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
-    assert len(recorded) == 2 and not graphed.refused
-    assert "recorded without torch.compile: no compiler" in caplog.text

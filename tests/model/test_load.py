@@ -112,14 +112,6 @@ def test_contradicting_placement(tiny):
         load(tiny().packed, device="cpu", device_map="auto")
 
 
-@pytest.mark.parametrize("placement", [{"device": "cpu"}, {"device_map": "auto"}])
-def test_compile_is_refused_before_the_model_is_read(tiny, placement):
-    checkpoint = tiny()
-    checkpoint.rewrite({})
-    with pytest.raises(UsageError, match="compile is for a model on one GPU"):
-        load(checkpoint.packed, compile=True, **placement)
-
-
 def test_a_path_that_does_not_exist(tmp_path):
     with pytest.raises(UsageError, match="nowhere"):
         load(tmp_path / "nowhere")

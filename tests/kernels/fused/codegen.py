@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quantkit.kernels import attention
+from quantkit.kernels import attention, glue
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.launch import (
     DENSE_WARPS,
@@ -118,6 +118,33 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape, features))
 
 
+def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+    """What is between the linears of a model with hidden states, or heads, of `m` numbers, in bfloat16."""
+    features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
+    launch = {
+        "norm": lambda: glue._norm_launch(1, 1, case.m, 1e-5, True, "llama", features),
+        "gate": lambda: glue._gate_launch(1, 1, "silu", features),
+        "rotate": lambda: glue._rotate_launch(1, 8, case.m // 2, features),
+        "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, features),
+        "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),
+    }[case.name]()
+    names, options = launch._kernel.arg_names, launch._options
+    known = {name: options[name] for name in names if name in options}
+    # Strides and sizes have an underscore, or are in capitals.
+    tensors = [name for name in names if name not in known and "_" not in name and name.islower()]
+    types = {
+        **dict.fromkeys(names, "i32"),
+        **dict.fromkeys(tensors, "*bf16"),
+        **({"held": "*i64"} if "held" in names else {}),
+        **dict.fromkeys(known, "constexpr"),
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in known}
+    code = ASTSource(launch._kernel, types, known, aligned)
+    others = {name: value for name, value in options.items() if name not in names}
+    found = Source(launch._kernel, known, options["num_warps"], 1, None)
+    return triton.compile(code, target=target, options=others), found
+
+
 def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """Attention of eight heads that share keys, as it is launched."""
     features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
@@ -146,6 +173,8 @@ def build(case: Case) -> tuple[Any, Source]:
     target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", case.capability, 32)
     if case.kernel == "attend":
         return build_attention(case, target)
+    if case.kernel == "glue":
+        return build_glue(case, target)
     dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
     row = scheme(case.name)
     found = source(case, row, dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels import attention
+from quantkit.kernels import attention, glue
 from quantkit.kernels.attention import decode_attention
 from quantkit.kernels.fused import launch
 from quantkit.kernels.fused.launch import Grouping, Operands, Pairs, SkinnyTile, Tile
@@ -222,3 +222,49 @@ def test_keys_of_a_cache(monkeypatch: pytest.MonkeyPatch, far_apart: str) -> Non
     assert torch.equal(decode_attention(query, cache, value, None, 0.25), expected)
     cache.copy_(value)
     assert torch.equal(decode_attention(query, key, cache, None, 0.25), expected)
+
+
+@pytest.mark.parametrize("far_apart", ["heads", "tokens", "sequences"])
+def test_writes_to_a_cache_and_rotated_heads(far_apart: str) -> None:
+    shape = (2, 3, 4, 16)
+    strides = {
+        "heads": (4 * 16, 2**30 + 64, 16, 1),
+        "tokens": (16, 32, FAR // 3 + 64, 1),
+        "sequences": (FAR + 64, 4 * 16, 16, 1),
+    }[far_apart]
+    length = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    assert length > FAR
+    far = torch.as_strided(empty(length), shape, strides)
+    cos, sin = numbers(2, 1, 1, 16), numbers(2, 1, 1, 16)
+    new, held = numbers(2, 3, 1, 16), torch.tensor(3, device=DEVICE)
+    near, others = numbers(*shape), numbers(*shape)
+    far.copy_(near)
+    glue.rotate_append(new, new, new, cos, sin, near, others, held)
+    glue.rotate_append(new, new, new, cos, sin, far, others, held)
+    assert torch.equal(far, near)
+    glue.rotate_append(new, new, new, cos, sin, others, far, held)
+    assert torch.equal(far[:, :, 3], new[:, :, 0])
+    glue.append(others, near, held, new, new)
+    glue.append(far, others, held, new, new)
+    assert torch.equal(far[:, :, 3], new[:, :, 0])
+    rotated = glue.rotate(far, cos.expand(2, 1, 4, 16), sin.expand(2, 1, 4, 16))
+    assert torch.equal(
+        rotated, glue.rotate(far.contiguous(), cos.expand(2, 1, 4, 16), sin.expand(2, 1, 4, 16))
+    )
+
+
+def test_rows_of_norms_and_gates(last_programs: Callable[[], Any]) -> None:
+    """Rows of parts of one tensor, and outputs, that lie beyond 2^31 elements."""
+    rows, columns, stride = 2**18, 16, FAR // 2**18 + 64
+    x = torch.as_strided(empty(rows * stride), (rows, columns), (stride, 1))
+    last = numbers(1, columns)
+    x[-1:] = last
+    weight = numbers(columns)
+    with last_programs():
+        found = glue.norm(x, weight, 1e-5, "llama")[-1:]
+        total, normed = glue.add_norm(x, x, weight, 1e-5, "llama")
+        gated = glue.gate(x, x, "silu")[-1:]
+    assert torch.equal(found, glue.norm(last, weight, 1e-5, "llama"))
+    assert torch.equal(total[-1:], last + last)
+    assert torch.equal(normed[-1:], glue.norm(last + last, weight, 1e-5, "llama"))
+    assert torch.equal(gated, glue.gate(last, last, "silu"))

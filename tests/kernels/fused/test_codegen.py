@@ -239,6 +239,16 @@ def test_attention_fits_memory_and_registers(compiled: Compiled) -> None:
         assert found["spills"] == 0, (case, found)
 
 
+def test_glue_compiles_for_every_target(compiled: Compiled) -> None:
+    sizes = {"norm": 4096, "gate": 1, "rotate": 128, "rotate_append": 128, "append": 128}
+    targets = (80, 89, 90, 100, AMD)
+    cases: list[Case] = [("glue", name, capability, m) for name, m in sizes.items() for capability in targets]
+    for (_, name, capability, _), found in compiled(cases).items():
+        assert found["shared"] <= found["limit"] and found["spills"] == 0, (name, capability)
+        if name in ("norm", "gate") and capability != AMD:
+            assert "ld.global.v4" in found["loads"], (name, capability)
+
+
 def test_float16_sums_are_what_consumer_gpus_multiply_at_full_rate(compiled: Compiled) -> None:
     for case, found in compiled([("halves", "int4", capability, 64) for capability in (80, 86, 89)]).items():
         assert found["sums"] == ["f16"], case

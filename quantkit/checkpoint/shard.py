@@ -3,6 +3,7 @@
 import bisect
 import hashlib
 import os
+import queue
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,10 +58,10 @@ class PrefixHasher:
         self._fd = fd
         self._digest = hashlib.sha256()
         self._hashed = 0
-        self._available = 0
-        self._closed = False
+        self._cancelled = False
         self._error: OSError | None = None
-        self._changed = threading.Condition()
+        # Not a condition, which is of no use any more once the handler of a signal has raised inside of it.
+        self._prefixes: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quantkit-hash", daemon=True)
 
     def start(self) -> None:
@@ -69,9 +70,7 @@ class PrefixHasher:
 
     def advance(self, available: int) -> None:
         """Bytes up to `available` are written and will not change."""
-        with self._changed:
-            self._available = available
-            self._changed.notify()
+        self._prefixes.put(available)
 
     def finish(self) -> str:
         """The hash in hex of all bytes made available; `OSError` if they could not be read."""
@@ -82,34 +81,26 @@ class PrefixHasher:
 
     def cancel(self) -> None:
         """End the thread; the file may be closed afterwards."""
-        with self._changed:
-            self._available = 0
+        self._cancelled = True
         self._stop()
 
     def _stop(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._prefixes.put(None)
         # One that is not there yet will find that there is nothing to do.
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
         try:
-            while count := self._next_count():
-                block = os.pread(self._fd, count, self._hashed)
-                if not block:
-                    raise OSError("the file is shorter than what was written to it")
-                self._digest.update(block)
-                self._hashed += len(block)
+            while (available := self._prefixes.get()) is not None:
+                while (count := min(available - self._hashed, BLOCK_BYTES)) > 0 and not self._cancelled:
+                    block = os.pread(self._fd, count, self._hashed)
+                    if not block:
+                        raise OSError("the file is shorter than what was written to it")
+                    self._digest.update(block)
+                    self._hashed += len(block)
         except OSError as error:
             self._error = error
-
-    def _next_count(self) -> int:
-        with self._changed:
-            while self._available <= self._hashed and not self._closed:
-                self._changed.wait()
-            return max(min(self._available - self._hashed, BLOCK_BYTES), 0)
 
 
 class ShardFile:

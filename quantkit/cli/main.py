@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -23,6 +22,7 @@ from quantkit.cli.quantize import quantize
 from quantkit.cli.tune import tune
 from quantkit.cli.verify import verify
 from quantkit.errors import OtherRankFailed, QuantkitError
+from quantkit.signals import terminate
 
 app = typer.Typer(
     help="Quantize language models to packed low-bit checkpoints, run them, and measure what it cost.",
@@ -71,7 +71,7 @@ def main() -> None:
 
     typer turns an interrupt into exit code 130 and a closed pipe into 1, both without a word.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     try:
         app()
     except OtherRankFailed as error:
@@ -90,7 +90,3 @@ def _flush() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -8,9 +8,8 @@ streamed.
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -44,6 +43,7 @@ from quantkit.model.rotated import rotated
 from quantkit.model.stream import CHUNK_BYTES, WORKERS, row_unit, write_shard
 from quantkit.model.structure import Structure, read_structure
 from quantkit.model.work_files import Followed, WorkFiles
+from quantkit.model.workers import working
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, ZeroPoint
 from quantkit.progress import Advance, Progress, counting
@@ -431,19 +431,6 @@ def peak_bytes(planned: Plan) -> int:
     return WORKERS["cpu"] * (8 * chunk + 128 * CHUNK_WEIGHTS + fitted * 64 * SAMPLE_WEIGHTS)
 
 
-@contextmanager
-def _workers(lanes: int) -> Iterator[ThreadPoolExecutor]:
-    """So many workers of one thread each."""
-    threads = torch.get_num_threads()
-    workers = ThreadPoolExecutor(lanes, "quantize", initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield workers
-    finally:
-        workers.shutdown(cancel_futures=True)
-        # A worker sets its own number and the one that threads to come start with.
-        torch.set_num_threads(threads)
-
-
 def _work(planned: Plan, calibrated: _Calibrated | None) -> int:
     """Source bytes to deal with: those of what is calibrated, and then those of all tensors."""
     blocks = () if calibrated is None else calibrated.blocks
@@ -475,7 +462,7 @@ def _calibrate(
     files: WorkFiles = Followed(out, known) if output is None else output
     decoder = calibrated.decoder
     lanes = max(1, CALIBRATION_WORKERS[decoder.device.type] // ranks.on_host)
-    with _workers(lanes) as workers:
+    with working(lanes, "quantize") as workers:
         blocks, samples = calibrated.blocks, calibrated.samples
         quantize_blocks(checkpoint, blocks, decoder, files, samples, workers, lanes, ranks, report)
 
@@ -491,7 +478,7 @@ def _stream(
     """Write every shard that is not done; what was measured of each packed linear."""
     details: dict[str, dict[str, Any]] = {}
     blocks = [block for block in (() if calibrated is None else calibrated.blocks) if block.tasks]
-    with _workers(WORKERS[device.type]) as workers:
+    with working(WORKERS[device.type], "quantize") as workers:
         prepared = None
         if blocks and not all(output.is_done(shard.filename) for shard in planned.shards):
             prepared = Checkpoint.of_files([output.path / block.filename for block in blocks])

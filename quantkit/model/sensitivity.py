@@ -39,6 +39,7 @@ from quantkit.errors import FormatError
 from quantkit.model.blocks import Block, Decoder, Home, stages_of
 from quantkit.model.experts import is_fused_experts
 from quantkit.model.fisher import ExpertCall, RoutedGradients, Seen
+from quantkit.model.workers import working
 from quantkit.packing.schemes import Scheme
 from quantkit.progress import Progress, counting
 
@@ -85,14 +86,8 @@ def measure(
     result does not depend. `CheckpointError` for a model that does not come in blocks or whose linears do not
     run once, `FormatError` for weights or inputs that are not finite.
     """
-    workers = ThreadPoolExecutor(lanes, "sensitivity", initializer=torch.set_num_threads, initargs=(1,))
-    threads = torch.get_num_threads()
-    try:
+    with working(lanes, "sensitivity") as workers:
         return _Measurement(decoder, method, workers, lanes, report).run(schemes, tokens)
-    finally:
-        workers.shutdown(cancel_futures=True)
-        # A worker sets its own number and the one that threads to come start with.
-        torch.set_num_threads(threads)
 
 
 class _Measurement:

@@ -3,8 +3,10 @@
 import errno
 import os
 import random
+import sys
 import threading
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 from quantkit.checkpoint.journal import JOURNAL_NAME
 from quantkit.checkpoint.lock import LOCK_NAME
 from quantkit.checkpoint.manifest import read_manifest, verify_files
-from quantkit.checkpoint.shard import Coverage, ShardFile
+from quantkit.checkpoint.shard import Coverage, PrefixHasher, ShardFile
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import OutputError
@@ -139,3 +141,39 @@ def test_a_signal_while_the_hasher_starts_leaves_nothing(
         ShardFile(tmp_path, "model.safetensors", [TensorSpec("w", "F32", (4, 3))], METADATA)
     assert not list(tmp_path.iterdir())
     assert len(threads) == 1 and not threads[0].is_alive()
+
+
+def test_a_signal_at_any_instruction_leaves_a_hasher_that_ends(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100))
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    left = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if left == 0 and event == "opcode":
+            raise KeyboardInterrupt
+        return trace
+
+    interrupted = 0
+    while interrupted < 10_000:
+        hasher = PrefixHasher(fd)
+        hasher.start()
+        hasher.advance(50)
+        left = interrupted + 1
+        sys.settrace(trace)
+        try:
+            hasher.advance(100)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        ending = threading.Thread(target=hasher.cancel, daemon=True)
+        ending.start()
+        ending.join(30)
+        assert not ending.is_alive(), f"after an interruption at instruction {interrupted}"
+        if left > 0:
+            break
+    os.close(fd)
+    assert interrupted > 3 and left > 0

@@ -135,7 +135,7 @@ def test_counters_are_counted_once_nobody_reads_them(cache: tuple[torch.Tensor, 
         return first[0] * held, first[1]
 
     def between(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
-        positions = torch.arange(1, device=DEVICE) + held
+        positions = torch.arange(1, device=k.device) + held
         held.add_(1)
         return keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
 
@@ -150,19 +150,19 @@ def test_counters_are_counted_once_nobody_reads_them(cache: tuple[torch.Tensor, 
 @torch.no_grad()
 def test_what_is_read_or_written_between_stays_in_its_order(cache: tuple[torch.Tensor, ...]) -> None:
     def reads_keys(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
-        positions = torch.arange(1, device=DEVICE) + held
+        positions = torch.arange(1, device=k.device) + held
         written = keys.index_copy_(2, positions, k)
         total = keys.sum()
         return written, values.index_copy_(2, positions, v), total
 
     def reads_values(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
-        positions = torch.arange(1, device=DEVICE) + held
+        positions = torch.arange(1, device=k.device) + held
         written = keys.index_copy_(2, positions, k)
         total = values[:, :, 1:].sum()
         return written, values.index_copy_(2, positions, v), total
 
     def writes_what_is_written(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
-        positions = torch.arange(1, device=DEVICE) + held
+        positions = torch.arange(1, device=k.device) + held
         written = keys.index_copy_(2, positions, k)
         v[..., :2].add_(1.0)
         k.mul_(2.0)

@@ -236,7 +236,11 @@ FAULTS: dict[str, dict[int, Fault]] = {
         ),
         61: Fault("EIO, short writes, fsync that fails", "resumable", "the file is not marked as done"),
         62: Fault("SIGKILL at any time", "resumable", "bit-identical"),
-        63: Fault("SIGINT, SIGTERM", "resumable", "the shard in work is dropped; exit codes 130 and 143"),
+        63: Fault(
+            "SIGINT, SIGTERM",
+            "resumable",
+            "ends after the jobs in work, and drops the shard in work; exit codes 130 and 143",
+        ),
         64: Fault(
             "two processes, one directory", "error", "LOCKED, with process, host and time of the other"
         ),

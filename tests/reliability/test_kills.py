@@ -5,17 +5,21 @@ import os
 import random
 import shutil
 import signal
+import sys
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
-from quantkit.cli import main as cli
 from quantkit.model import stream
+from quantkit.signals import terminate
 
 from .injection import Fault, Injection
 from .scenarios import GPTQ, Failed, Quantize, contents
@@ -41,7 +45,7 @@ class Child:
 
     def _run(self, work: Callable[[], object]) -> None:
         # From now on, as the command itself does it a little later.
-        signal.signal(signal.SIGTERM, cli._terminate)
+        signal.signal(signal.SIGTERM, terminate)
         # Shells have background jobs ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # OpenMP's threads do not survive a fork: who waits for them waits for ever.
@@ -108,9 +112,13 @@ class Run:
 
         def work() -> None:
             with Injection([place], n, Fault.KILL).active():
-                self._scenario.run(place)
+                self.quantize(place)
 
-        return Child(work if n else lambda: self._scenario.run(place), place / "said")
+        return Child(work if n else lambda: self.quantize(place), place / "said")
+
+    def quantize(self, place: Path) -> None:
+        """Do it, or continue it, in this process."""
+        self._scenario.run(place)
 
     def killed(self, name: str, number: int, chance: random.Random) -> int | None:
         """The exit code of a child that got a signal at a random moment; None if it was done before."""
@@ -186,8 +194,6 @@ def test_kills_before_calls_that_change_the_disk(run: Run, few: bool) -> None:
 @pytest.mark.parametrize("count", [pytest.param(20, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_end_with_their_exit_code(run: Run, number: int, expected: int, count: int) -> None:
-    if run.name == "gptq" and count == 1:
-        pytest.skip("make faults has 20 of them, of which one in about fifty never ends: docs/reliability.md")
     chance, ended = random.Random(number), 0
     while ended < count:
         code = run.killed("signal", number, chance)
@@ -196,6 +202,33 @@ def test_signals_end_with_their_exit_code(run: Run, number: int, expected: int, 
         ended += code is not None
         run.check("signal")
     tell(f"{run.name}: {count} signals {number} with exit code {expected}, resumed to the same bytes")
+
+
+@pytest.mark.fault(63)
+@pytest.mark.parametrize("n", [50, 150])
+def test_a_signal_as_the_main_thread_takes_a_lock_ends_the_run(run: Run, n: int) -> None:
+    taken = 0
+
+    def entered(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        inside = frame.f_code is threading.Condition.__enter__.__code__
+        return left if event == "call" and inside else None
+
+    def left(_: FrameType, event: str, __: object) -> Callable[..., Any]:
+        nonlocal taken
+        taken += event == "return"
+        if event == "return" and taken == n:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGTERM)
+        return left
+
+    def work() -> None:
+        sys.settrace(entered)
+        run.quantize(place)
+
+    place = run.place / f"lock{n}"
+    place.mkdir()
+    assert Child(work, place / "said").wait() == 128 + signal.SIGTERM
+    run.check(place.name)
 
 
 @pytest.mark.parametrize("writers", [2, 3])

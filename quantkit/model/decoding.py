@@ -356,9 +356,13 @@ class _Graph:
                 for name, tensor in state.items():
                     if getattr(layer, name) is tensor:
                         setattr(layer, name, tensor.clone())
-        for layer, state in zip(layers, self.state, strict=True):
-            for name, tensor in state.items():
-                tensor.copy_(getattr(layer, name))
+        for name in dict.fromkeys(name for state in self.state for name in state):
+            # One launch for all layers.
+            pairs = [(state[name], layer) for layer, state in zip(layers, self.state, strict=True)]
+            torch._foreach_copy_(
+                [tensor for tensor, _ in pairs], [getattr(layer, name) for _, layer in pairs]
+            )
+            for tensor, layer in pairs:
                 setattr(layer, name, tensor)
         self.cache = weakref.ref(cache)
 

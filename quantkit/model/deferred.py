@@ -69,33 +69,35 @@ def sample(
     Logits processors and stopping criteria are called once more than there, for a step that is left out; the
     state of random numbers is that without it.
     """
-    with_ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     forward = model.get_compiled_call(getattr(generation_config, "compile_config", None))
     first = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
     output = model(**first, return_dict=True)
+    with_ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     ended: HostCopy | None = None
-    while True:
-        inputs = model._update_model_kwargs_for_generation(output, inputs)
-        scores = logits_processor(input_ids, output.logits[:, -1].to(torch.float32, copy=True))
-        # Logits of a long prompt may be large.
-        del output
-        random = _random_state(input_ids.device) if generation_config.do_sample else None
-        tokens = _chosen(scores, generation_config.do_sample)
-        if with_ends:
-            tokens = tokens * unfinished + _padding(generation_config) * (1 - unfinished)
-        input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
-        if ended is not None and ended.item():
-            if random is not None:
-                _set_random_state(input_ids.device, random)
-            return input_ids[:, :-1]
-        unfinished = unfinished & ~stopping_criteria(input_ids, None)
-        most = stopping_criteria.max_length
-        if most is not None and input_ids.shape[1] >= most:
-            return input_ids
-        ended = HostCopy(unfinished.max() == 0)
-        following = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **inputs)
-        output = forward(**following, return_dict=True)
+    # Experts of dense models are multiplied with in another way for few tokens.
+    with model._optimize_model_for_decode():
+        while True:
+            inputs = model._update_model_kwargs_for_generation(output, inputs)
+            scores = logits_processor(input_ids, output.logits[:, -1].to(torch.float32, copy=True))
+            # Logits of a long prompt may be large.
+            del output
+            random = _random_state(input_ids.device) if generation_config.do_sample else None
+            tokens = _chosen(scores, generation_config.do_sample)
+            if with_ends:
+                tokens = tokens * unfinished + _padding(generation_config) * (1 - unfinished)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+            if ended is not None and ended.item():
+                if random is not None:
+                    _set_random_state(input_ids.device, random)
+                return input_ids[:, :-1]
+            unfinished = unfinished & ~stopping_criteria(input_ids, None)
+            most = stopping_criteria.max_length
+            if most is not None and input_ids.shape[1] >= most:
+                return input_ids
+            ended = HostCopy(unfinished.max() == 0)
+            following = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **inputs)
+            output = forward(**following, return_dict=True)
 
 
 def _chosen(scores: torch.Tensor, random: bool) -> torch.Tensor:

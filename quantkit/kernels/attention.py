@@ -1,13 +1,12 @@
 """Attention of one new token to all keys of a cache, on a GPU."""
 
-from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.launcher import Launch, overlap
+from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
 from quantkit.kernels.linear import is_transformed
-from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features, gpu_of
+from quantkit.kernels.problem import ACTIVATION_DTYPES, gpu_of
 
 #: The most features that a head may have.
 MOST_FEATURES = 256
@@ -110,12 +109,12 @@ def _decode_attention(
     stats = torch.empty(parts, chunks, 2, group, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
-    features = _features(query.device)
+    features = launch_features(query.device)
     attend, gather = _launches(
         parts, chunks, group, size, width, scaling, kind, query.dtype.itemsize, features
     )
     seen = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
-    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+    with launching_on(query.device):
         attend(
             query,
             key,
@@ -144,10 +143,6 @@ def _chunk(length: int, parts: int, device: torch.device) -> int:
     return max(STEP, -(-length // (chunks * STEP)) * STEP)
 
 
-def _features(device: torch.device) -> frozenset[str]:
-    return device_features(device) if device.type == "cuda" else frozenset()
-
-
 @lru_cache(maxsize=1024)
 def _launches(
     parts: int,
@@ -163,25 +158,25 @@ def _launches(
     from quantkit.kernels.fused.attention import attend, gather
 
     # Products of the tensor cores have 16 rows.
-    known = {"GROUP": group, "V": width, "VP": _power_of_two(width), **overlap(features)}
+    known = {"GROUP": group, "V": width, "VP": _block(width), **overlap(features)}
     return (
         Launch(
             attend,
             (parts, chunks),
             SCALE=scaling,
-            G=max(16, _power_of_two(group)),
+            G=_block(group),
             D=size,
-            DP=_power_of_two(size),
+            DP=_block(size),
             BN=STEP * 2 // itemsize,
             MASK=mask,
             **known,
             num_warps=4,
             num_stages=2,
         ),
-        Launch(gather, (parts, group), S=_power_of_two(chunks), **known, num_warps=4),
+        Launch(gather, (parts, group), S=_block(chunks), **known, num_warps=4),
     )
 
 
-def _power_of_two(number: int) -> int:
-    """The smallest power of two from 16 on that is at least `number`."""
-    return 1 << max(4, (number - 1).bit_length())
+def _block(number: int) -> int:
+    """The size of a block of so many: products of the tensor cores have 16 rows or columns at least."""
+    return max(16, power_of_two(number))

@@ -3,15 +3,12 @@
 Beside each function is its twin: what models of transformers compute in torch, a kernel for each operation.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from quantkit.kernels.launcher import Launch, overlap
-from quantkit.kernels.problem import device_features
+from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
 
 #: The most numbers of a row that a norm is taken of: a program has them in registers.
 MOST_COLUMNS = 32768
@@ -75,9 +72,9 @@ def _norm(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if other is not None else y
     launch = _norm_launch(
-        x.numel() // columns, rows, columns, eps, other is not None, kind, _features(x.device)
+        x.numel() // columns, rows, columns, eps, other is not None, kind, launch_features(x.device)
     )
-    with _on(x.device):
+    with launching_on(x.device):
         launch(x, added, weight, total, y, outer, inner, o_outer, o_inner)
     return total, y
 
@@ -99,8 +96,8 @@ def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     if flat.stride(-1) != 1 or flat_up.stride(-1) != 1:
         flat, flat_up = flat.contiguous(), flat_up.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch = _gate_launch(len(flat), -(-columns // GATED), kind, _features(x.device))
-    with _on(x.device):
+    launch = _gate_launch(len(flat), -(-columns // GATED), kind, launch_features(x.device))
+    with launching_on(x.device):
         launch(flat, flat_up, y, flat.stride(0), flat_up.stride(0), columns)
     return y
 
@@ -118,8 +115,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     x, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, cos, sin))
     cos, sin, c_b, c_t = _angles(cos, sin)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch = _rotate_launch(batch * tokens, heads, size // 2, _features(x.device))
-    with _on(x.device):
+    launch = _rotate_launch(batch * tokens, heads, size // 2, launch_features(x.device))
+    with launching_on(x.device):
         launch(x, cos, sin, y, tokens, *x.stride()[:3], c_b, c_t)
     return y
 
@@ -141,9 +138,9 @@ def append(
     """
     batch, heads, tokens, size = k.shape
     k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (k, v))
-    launch = _append_launch(batch * tokens, heads, size, v.shape[-1], _features(k.device))
+    launch = _append_launch(batch * tokens, heads, size, v.shape[-1], launch_features(k.device))
     strides = [stride for part in (k, v, keys, values) for stride in part.stride()[:3]]
-    with _on(k.device):
+    with launching_on(k.device):
         launch(k, v, held, keys, values, tokens, keys.shape[2], *strides)
     return keys, values
 
@@ -183,11 +180,13 @@ def rotate_append(
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, c_t = _angles(cos, sin)
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch = _rotate_append_launch(batch * tokens, queries, heads, size // 2, width, _features(q.device))
+    launch = _rotate_append_launch(
+        batch * tokens, queries, heads, size // 2, width, launch_features(q.device)
+    )
     strides, cached = (
         [stride for part in parts for stride in part.stride()[:3]] for parts in ((q, k, v), (keys, values))
     )
-    with _on(q.device):
+    with launching_on(q.device):
         launch(q, k, v, cos, sin, held, y, keys, values, tokens, keys.shape[2], *strides, c_b, c_t, *cached)
     return y, keys, values
 
@@ -222,14 +221,6 @@ def _angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2)
 
 
-def _features(device: torch.device) -> frozenset[str]:
-    return device_features(device) if device.type == "cuda" else frozenset()
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 @lru_cache(maxsize=256)
 def _norm_launch(
     programs: int, rows: int, columns: int, eps: float, add: bool, kind: str, features: frozenset[str]
@@ -237,7 +228,7 @@ def _norm_launch(
     from quantkit.kernels.fused.glue import rms_norm
 
     rounded, offset = NORMS[kind]
-    padded = _power_of_two(columns)
+    padded = power_of_two(columns)
     return Launch(
         rms_norm,
         (programs,),
@@ -265,7 +256,7 @@ def _gate_launch(rows: int, parts: int, kind: str, features: frozenset[str]) -> 
 def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str]) -> Launch:
     from quantkit.kernels.fused.glue import rotate
 
-    sizes = {"H": half, "HP": _power_of_two(half)}
+    sizes = {"H": half, "HP": power_of_two(half)}
     return Launch(rotate, (tokens, heads), HEADS=heads, **sizes, **_ROUNDED, **overlap(features), num_warps=1)
 
 
@@ -281,9 +272,9 @@ def _rotate_append_launch(
         QUERIES=queries,
         HEADS=heads,
         H=half,
-        HP=_power_of_two(half),
+        HP=power_of_two(half),
         V=width,
-        VP=_power_of_two(width),
+        VP=power_of_two(width),
         **_ROUNDED,
         **overlap(features),
         num_warps=1,
@@ -294,9 +285,5 @@ def _rotate_append_launch(
 def _append_launch(tokens: int, heads: int, size: int, width: int, features: frozenset[str]) -> Launch:
     from quantkit.kernels.fused.glue import append
 
-    sizes = {"D": size, "DP": _power_of_two(size), "V": width, "VP": _power_of_two(width)}
+    sizes = {"D": size, "DP": power_of_two(size), "V": width, "VP": power_of_two(width)}
     return Launch(append, (tokens, heads), **sizes, **overlap(features), num_warps=1)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -1,8 +1,11 @@
 """Launches of Triton kernels without Triton's own lookup at every call."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from quantkit.kernels.problem import device_features
 
 
 class Launch:
@@ -48,6 +51,21 @@ class Launch:
 def _kind(number: int) -> int:
     """What a kernel is compiled for: 1 is a constant, multiples of 16 are known as such, 64 bits a type."""
     return -1 if number == 1 else (number & 15 == 0) + 2 * (number >> 31 != 0)
+
+
+def launch_features(device: torch.device) -> frozenset[str]:
+    """What kernels may use on `device`: nothing where they are interpreted."""
+    return device_features(device) if device.type == "cuda" else frozenset()
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """A block in which `device` is the current one, if it is a GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is at least so much: sizes of blocks in Triton are such."""
+    return 1 << (least - 1).bit_length()
 
 
 def overlap(features: frozenset[str]) -> dict[str, bool]:

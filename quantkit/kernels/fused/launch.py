@@ -10,7 +10,7 @@ import torch
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.fused.ptx import expression
-from quantkit.kernels.launcher import Launch, overlap
+from quantkit.kernels.launcher import Launch, overlap, power_of_two
 from quantkit.kernels.problem import gpu_of
 from quantkit.packing.schemes import Scheme
 
@@ -410,8 +410,8 @@ def _order(pairs: int, experts: int, rows: int, dtype: torch.dtype, features: fr
     from quantkit.kernels.fused.pairs import count_pairs
     from quantkit.kernels.fused.pairs import order_pairs as kernel
 
-    buckets = _power_of_two(experts + 1)
-    chunk = min(max(ORDERED // buckets, 16), _power_of_two(max(pairs, 16)))
+    buckets = power_of_two(experts + 1)
+    chunk = min(max(ORDERED // buckets, 16), power_of_two(max(pairs, 16)))
     chunks = -(-pairs // chunk)
     known = {"EXPERTS": experts, "BUCKETS": buckets, "CHUNK": chunk, **overlap(features)}
     if chunks == 1:
@@ -472,10 +472,6 @@ def weigh_pairs(
     launch = _weigh(*index.shape, y.shape[1], experts, dtypes, features)
     launch(y, index, weights, out, y.shape[1])
     return out
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def whole_tiles(tile: Tile, tiles: int, multiprocessors: int) -> int:

@@ -205,7 +205,7 @@ def test_the_last_of_many_pairs_are_added_up(last_programs: Callable[[], Any]) -
 def test_keys_of_a_cache(monkeypatch: pytest.MonkeyPatch, far_apart: str) -> None:
     """No two strides of a cache of 2^31 elements multiply to less than what lies between them."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention, "_features", lambda _: FEATURES)
+        monkeypatch.setattr(attention, "launch_features", lambda _: FEATURES)
     shape, apart = (2, 3, 70, 16), 2**30 + 64
     strides = {
         "heads": (70 * 16, apart, 16, 1),

@@ -1,6 +1,7 @@
 """The operations that torch runs as a graph of torch.fx, which can be changed and run again."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -56,14 +57,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         options = options or {}
         # In inference mode operations that are made of others come as they were called.
-        with self:
-            parts = operation.decompose(*arguments, **options)
-        if parts is not NotImplemented:
-            return parts
+        if _is_composite(operation):
+            with self:
+                return operation.decompose(*arguments, **options)
         if operation in _READ and arguments[0].device.type != "cpu":
             raise NotRecorded("the model asks the GPU for a number")
         result = operation(*arguments, **options)
-        given, named = pytree.tree_map_only(torch.Tensor, self.node, (arguments, options))
+        given, named = self._nodes_of(arguments), {name: self._nodes_of(options[name]) for name in options}
         node = self.graph.call_function(operation, given, named)
         if isinstance(result, torch.Tensor):
             self._keep(result, node)
@@ -73,12 +73,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._keep(one, self.graph.call_function(part, (node, number)))
         return result
 
+    def _nodes_of(self, value: Any) -> Any:
+        """`value` with nodes for tensors."""
+        if isinstance(value, torch.Tensor):
+            return self.node(value)
+        return type(value)(map(self._nodes_of, value)) if type(value) in (list, tuple) else value
+
     def _keep(self, tensor: torch.Tensor, node: Node) -> Node:
         node.meta[META] = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
         )
         self._nodes[tensor] = node
         return node
+
+
+@lru_cache(maxsize=4096)
+def _is_composite(operation: Any) -> bool:
+    """Whether an operation is made of others."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in operation.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
+        operation.name(), key
+    )
 
 
 def part(results: Sequence[torch.Tensor], number: int) -> torch.Tensor:

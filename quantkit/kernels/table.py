@@ -222,9 +222,14 @@ def warn_unfused(problem: Problem, row: KernelRow) -> None:
         _log_once(problem, row, (str(problem.scheme), problem.n, problem.k, 0))
 
 
+def is_verbose() -> bool:
+    """Whether somebody has asked to see what runs and why."""
+    return os.environ.get(VERBOSE_VARIABLE) == "1"
+
+
 def log_choice(problem: Problem, chosen: Chosen) -> None:
     """With `QUANTKIT_VERBOSE=1`, say once per scheme, N, K and power of two of M what runs and why."""
-    if os.environ.get(VERBOSE_VARIABLE) == "1":
+    if is_verbose():
         key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m))
         tile = "" if chosen.tile is None else f" {tile_text(chosen.tile)}"
         _log_once(problem, chosen.row, key, tile + sums_text(problem, chosen.tile) + _how(chosen))
@@ -254,7 +259,7 @@ def warn_looped(problem: Problem, experts: int, reason: str) -> None:
 
 def log_grouped(problem: Problem, experts: int, row: str, tile: Any) -> None:
     """`log_choice` for M pairs of a token and an expert, by the kernels of `row` for all experts at once."""
-    if os.environ.get(VERBOSE_VARIABLE) == "1":
+    if is_verbose():
         key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))
         what = f"{experts} experts, {problem}: grouped {row} {tile_text(tile)}{sums_text(problem, tile)}"
         _say_once(key, what)

@@ -4,6 +4,8 @@ No model is known here, nor any of its modules. A chain is known by its twin: to
 the model, so that whatever computes the same is found.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,8 +16,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from quantkit.kernels import glue
 from quantkit.kernels.problem import device_features
+from quantkit.kernels.table import is_verbose
 from quantkit.model.trace import META, Memory, part, trace
 
+logger = logging.getLogger("quantkit.model")
 aten = torch.ops.aten
 
 #: Numbers in twins that stand for any, which the match then has by name.
@@ -190,8 +194,20 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModu
                 # It may have been replaced together with one before.
                 if not anchor._erased:
                     _replace(graph, memory, fusion, pattern, anchor)
+    if is_verbose():
+        logger.warning("a decoding step launches %s", _launches(graph, memory))
     module.recompile()
     return module
+
+
+def _launches(graph: Graph, memory: Memory) -> str:
+    """How often the operations of `graph` that are more than views are called, the most frequent first."""
+    names = Counter(
+        str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
+        for node in graph.nodes
+        if node.op == "call_function" and not memory.is_view(node)
+    )
+    return ", ".join(f"{number} {name}" for name, number in names.most_common())
 
 
 def _count_at_the_end(graph: Graph, memory: Memory) -> None:

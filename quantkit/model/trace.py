@@ -134,6 +134,10 @@ class Memory:
         """The memory that a node writes."""
         return self._written[node]
 
+    def is_view(self, node: Node) -> bool:
+        """Whether a node only hands memory on."""
+        return self.of(node) <= self.read(node) and not self.written(node)
+
     def _roots(self, nodes: Sequence[Node]) -> frozenset[Any]:
         return frozenset(root for node in nodes for root in self._of[node])
 

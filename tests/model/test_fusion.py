@@ -222,6 +222,21 @@ def test_a_number_that_the_host_reads_cannot_be_traced() -> None:
         trace(step, [numbers(4)])
 
 
+def test_what_is_launched_is_shown_on_demand(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
+    model = made("Llama")
+    graph_decoding(model)
+    decode(model, forward_of(model), static_cache(model, 40), ids(), steps=1)
+    (said,) = (one.getMessage() for one in caplog.records if "decoding step" in one.getMessage())
+    assert said.startswith("a decoding step launches ")
+    assert {"4 add_norm", "2 rotate_append", "2 gate", "1 norm"} <= set(
+        said.split("launches ")[1].split(", ")
+    )
+    assert "view" not in said and "part" not in said
+
+
 def test_a_model_that_cannot_be_traced_is_recorded_as_it_is(
     monkeypatch: pytest.MonkeyPatch, steps: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

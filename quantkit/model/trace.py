@@ -136,7 +136,7 @@ class Memory:
 
     def is_view(self, node: Node) -> bool:
         """Whether a node only hands memory on."""
-        return self.of(node) <= self.read(node) and not self.written(node)
+        return node.target is part or (self.of(node) <= self.read(node) and not self.written(node))
 
     def _roots(self, nodes: Sequence[Node]) -> frozenset[Any]:
         return frozenset(root for node in nodes for root in self._of[node])

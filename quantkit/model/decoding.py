@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ class GraphedForward:
             else:
                 options["past_key_values"] = cache
                 if deferred.is_enough(asked, self._model.generation_config):
-                    options["custom_generate"] = deferred.sample
+                    options["custom_generate"] = partial(deferred.sample, streamer=asked.get("streamer"))
         found = cls.generate(self._model, *arguments, **options)
         if cache is not None and getattr(found, "past_key_values", None) is cache:
             found.past_key_values = _growing(cache, self._model)

@@ -13,7 +13,7 @@ import torch
 #: Arguments of `generate`, beside inputs and what a generation config has, with which `sample` does as well.
 _KNOWN = frozenset(
     {"inputs", "input_ids", "attention_mask", "position_ids", "generation_config", "logits_processor"}
-    | {"stopping_criteria", "use_model_defaults"}
+    | {"stopping_criteria", "use_model_defaults", "streamer"}
 )
 #: What asks for more than tokens, in a generation config.
 _MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size")
@@ -37,7 +37,7 @@ def is_enough(asked: Mapping[str, Any], defaults: Any) -> bool:
 
 
 class HostCopy:
-    """A number of `tensor`, of one element, on the host: asked for now, waited for later.
+    """A copy of `tensor` on the host: asked for now, waited for later.
 
     The host waits for what was launched before this, not for what is launched after.
     """
@@ -49,11 +49,11 @@ class HostCopy:
         if self._event is not None:
             self._event.record()
 
-    def item(self) -> Any:
-        """The number."""
+    def get(self) -> torch.Tensor:
+        """The copy."""
         if self._event is not None:
             self._event.synchronize()
-        return self._copy.item()
+        return self._copy
 
 
 def sample(
@@ -62,19 +62,21 @@ def sample(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
+    streamer: Any = None,
     **inputs: Any,
 ) -> torch.Tensor:
     """`input_ids` int64 [B, T] with what follows, as transformers' own loop: for its `custom_generate`.
 
-    Logits processors and stopping criteria are called once more than there, for a step that is left out; the
-    state of random numbers is that without it.
+    `streamer`, which transformers does not pass on, gets each token while the next step runs. Processors and
+    stopping criteria are called once more than there, for a step that is left out. The state of random
+    numbers is that without it.
     """
     forward = model.get_compiled_call(getattr(generation_config, "compile_config", None))
     first = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
     output = model(**first, return_dict=True)
     with_ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
-    ended: HostCopy | None = None
+    before: tuple[HostCopy, HostCopy] | None = None
     # Experts of dense models are multiplied with in another way for few tokens.
     with model._optimize_model_for_decode():
         while True:
@@ -87,17 +89,27 @@ def sample(
             if with_ends:
                 tokens = tokens * unfinished + _padding(generation_config) * (1 - unfinished)
             input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
-            if ended is not None and ended.item():
-                if random is not None:
-                    _set_random_state(input_ids.device, random)
-                return input_ids[:, :-1]
+            if before is not None:
+                ended, shown = (copy.get() for copy in before)
+                if streamer is not None:
+                    streamer.put(shown)
+                if ended:
+                    if random is not None:
+                        _set_random_state(input_ids.device, random)
+                    input_ids = input_ids[:, :-1]
+                    break
             unfinished = unfinished & ~stopping_criteria(input_ids, None)
             most = stopping_criteria.max_length
             if most is not None and input_ids.shape[1] >= most:
-                return input_ids
-            ended = HostCopy(unfinished.max() == 0)
+                if streamer is not None:
+                    streamer.put(tokens.cpu())
+                break
+            before = HostCopy(unfinished.max() == 0), HostCopy(tokens)
             following = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **inputs)
             output = forward(**following, return_dict=True)
+    if streamer is not None:
+        streamer.end()
+    return input_ids
 
 
 def _chosen(scores: torch.Tensor, random: bool) -> torch.Tensor:

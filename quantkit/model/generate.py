@@ -163,7 +163,7 @@ def _decoded(
         # A GPU runs the next step while the host waits for this token, which may have been the last.
         answer = HostCopy(chosen)
         ahead = follow(chosen, forward) if chosen.is_cuda and len(text.tokens) + 1 < room else None
-        token = int(answer.item())
+        token = int(answer.get())
         now = time.perf_counter()
         prefilled = now if prefilled is None else prefilled
         last = token in ends or len(text.tokens) + 1 >= room

@@ -1,7 +1,6 @@
 """`generate` that asks for the end a step late gives what transformers' own loop gives."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,11 +37,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
+        streamer: Any = None,
         **inputs: Any,
     ) -> torch.Tensor:
-        made.append(
-            sample(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs)
-        )
+        loop = (logits_processor, stopping_criteria, generation_config, streamer)
+        made.append(sample(model, input_ids, *loop, **inputs))
         return made[-1]
 
     monkeypatch.setattr(deferred, "sample", spied)
@@ -139,11 +138,30 @@ def test_processors_and_criteria_of_the_caller(models: tuple[Any, Any], late: li
 
 
 class _Streamer(BaseStreamer):
+    """What it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
     def put(self, value: torch.Tensor) -> None:
-        """Nothing is done with tokens."""
+        self.given.append((value.device.type, value.tolist()))
 
     def end(self) -> None:
-        """Nor with their end."""
+        self.given.append("end")
+
+
+@pytest.mark.parametrize("eos", [-1, MANY, list(range(512))], ids=["to the end", "some", "at once"])
+def test_streamers_get_what_transformers_gives_them(
+    models: tuple[Any, Any], late: list[torch.Tensor], eos: Any
+) -> None:
+    streamers = [_Streamer(), _Streamer()]
+    for model, streamer in zip(models, streamers, strict=True):
+        prompt = ids(batch=1)
+        model.generate(
+            input_ids=prompt, max_new_tokens=9, eos_token_id=eos, pad_token_id=0, streamer=streamer
+        )
+    assert streamers[0].given == streamers[1].given and streamers[0].given[-1] == "end"
+    assert len(late) == 1
 
 
 @pytest.mark.parametrize(
@@ -156,6 +174,7 @@ class _Streamer(BaseStreamer):
         {"prefill_chunk_size": 4},
         {"use_cache": False},
         {"prompt_lookup_num_tokens": 2},
+        {"synced_gpus": False},
     ],
     ids="-".join,
 )
@@ -171,20 +190,3 @@ def test_what_asks_for_more_is_left_to_transformers(
     sequences = [answer if torch.is_tensor(answer) else answer.sequences for answer in (expected, found)]
     assert torch.equal(*sequences) and type(found) is type(expected)
     assert not late
-
-
-def test_streamers_and_synced_gpus_are_left_to_transformers(
-    models: tuple[Any, Any], late: list[torch.Tensor]
-) -> None:
-    makers: tuple[Callable[[], dict[str, Any]], ...] = (
-        lambda: {"streamer": None},
-        lambda: {"synced_gpus": False},
-    )
-    prompt = ids(batch=1)
-    expected = models[0].generate(input_ids=prompt, max_new_tokens=5)
-    for make in makers:
-        assert torch.equal(models[1].generate(input_ids=prompt, max_new_tokens=5, **make()), expected)
-    given = _Streamer()
-    assert torch.equal(models[1].generate(input_ids=prompt, max_new_tokens=5, streamer=given), expected)
-    # None of them is the first, which asks for nothing.
-    assert len(late) == 1

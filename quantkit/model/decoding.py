@@ -395,8 +395,10 @@ def _record(model: Any, inputs: Inputs) -> _Graph:
 
     host = [_host_state(layer) for layer in own.layers]
     if is_possible(device):
-        step = _fused(step, given)
-        rewind()
+        try:
+            step = _fused(step, given)
+        finally:
+            rewind()
     output, run = graphs.capture(step, rewind, device)
     if [_host_state(layer) for layer in own.layers] != host:
         raise NotRecorded("the cache counts its tokens on the host")

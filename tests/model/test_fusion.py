@@ -237,6 +237,20 @@ def test_a_model_that_cannot_be_traced_is_recorded_as_it_is(
     assert "decoding steps are recorded as they are, with more launches: no such thing" in caplog.text
 
 
+def test_a_step_that_cannot_be_recorded_leaves_the_cache_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, steps: list[int]
+) -> None:
+    def refuse(output: Any) -> None:
+        raise NotRecorded("the model returns more")
+
+    model = made("Llama")
+    expected = decode_whole(model, ids(), 6)
+    graph_decoding(model)
+    monkeypatch.setattr(decoding, "check_output", refuse)
+    close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
+    assert not steps and list(forward_of(model).refused) == ["the model returns more"]
+
+
 @torch.no_grad()
 def test_fewer_launches_are_no_less_exact(monkeypatch: pytest.MonkeyPatch, modules: list[Any]) -> None:
     """In 16 bits, against float32: what is rounded is rounded where it was."""

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from quantkit.kernels import glue
-from quantkit.kernels.problem import device_features
+from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.model.trace import META, Memory, part, trace
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def _takes_norm(given: Shapes, numbers: Mapping[str, float]) -> bool:
 
 
 def _takes_gate(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    return _alike("x", "up")(given)
+    return _alike("x", "up")(given) and given["x"].dim() > 0
 
 
 def _takes_angles(x: torch.Tensor, given: Shapes, numbers: Mapping[str, float]) -> bool:
@@ -182,14 +182,13 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModu
     memory = Memory(module)
     _count_at_the_end(graph, memory)
     dtypes = {node.meta[META].dtype for node in graph.nodes if META in node.meta}
-    floats = sorted((dtype for dtype in dtypes if dtype.is_floating_point), key=str)
     for fusion in FUSIONS:
-        for dtype in floats:
+        for dtype in (one for one in ACTIVATION_DTYPES if one in dtypes):
             pattern = _pattern(fusion, dtype, inputs[0].device)
             for anchor in graph.find_nodes(op="call_function", target=pattern.outputs[-1].target):
                 # It may have been replaced together with one before.
                 if not anchor._erased:
-                    _replace(graph, memory, fusion, pattern, anchor)
+                    _replace(graph, memory, fusion, dtype, pattern, anchor)
     module.recompile()
     return module
 
@@ -202,6 +201,8 @@ def _count_at_the_end(graph: Graph, memory: Memory) -> None:
     counted: dict[int, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
         counter, added = node.args
+        if node.kwargs:
+            continue
         if type(added) is int and not node.users and all(last[root] is node for root in memory.of(counter)):
             counted.setdefault(added, []).append(node)
     for added, additions in counted.items():
@@ -299,7 +300,9 @@ def _is_free(memory: Memory, outputs: Sequence[Node], operations: Sequence[Node]
     return True
 
 
-def _replace(graph: Graph, memory: Memory, fusion: Fusion, pattern: _Pattern, anchor: Node) -> None:
+def _replace(
+    graph: Graph, memory: Memory, fusion: Fusion, dtype: torch.dtype, pattern: _Pattern, anchor: Node
+) -> None:
     """Replace what `anchor` is the end of by one call, if that is what `fusion` knows."""
     match = _matched(graph, pattern, anchor)
     if match is None:
@@ -307,9 +310,15 @@ def _replace(graph: Graph, memory: Memory, fusion: Fusion, pattern: _Pattern, an
     given = dict(zip(fusion.shapes, (match.nodes[node] for node in pattern.inputs), strict=True))
     outputs = [match.nodes[node] for node in pattern.outputs]
     operations = match.operations()
-    if any(META not in node.meta for node in given.values()):
+    if any(META not in node.meta or node in operations for node in given.values()):
         return
-    if not fusion.takes({name: node.meta[META] for name, node in given.items()}, match.numbers):
+    tensors: Shapes = {name: node.meta[META] for name, node in given.items()}
+    if any(tensor.dtype != fusion.dtypes.get(name, dtype) for name, tensor in tensors.items()):
+        return
+    if not fusion.takes(tensors, match.numbers):
+        return
+    # Whoever views a result counts on its strides, and `fast` makes contiguous ones or writes what was there.
+    if not all(node.meta[META].is_contiguous() or memory.of(node) != {node} for node in outputs):
         return
     if not _is_free(memory, outputs, operations):
         return

@@ -15,8 +15,8 @@ _KNOWN = frozenset(
     {"inputs", "input_ids", "attention_mask", "position_ids", "generation_config", "logits_processor"}
     | {"stopping_criteria", "use_model_defaults"}
 )
-#: What asks for more than tokens, in a generation config.
-_MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size")
+#: What asks for more than tokens, or for none of what makes them fast, in a generation config.
+_MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size", "disable_compile")
 
 
 def is_enough(asked: Mapping[str, Any], defaults: Any) -> bool:
@@ -47,7 +47,8 @@ class HostCopy:
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._copy.copy_(tensor, non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            # Not the current stream, which is one of the current device.
+            self._event.record(torch.cuda.current_stream(tensor.device))
 
     def item(self) -> Any:
         """The number."""
@@ -66,36 +67,40 @@ def sample(
 ) -> torch.Tensor:
     """`input_ids` int64 [B, T] with what follows, as transformers' own loop: for its `custom_generate`.
 
-    Logits processors and stopping criteria are called once more than there, for a step that is left out; the
-    state of random numbers is that without it.
+    Logits processors are called once more than there, for a step that is left out: what they raise then is
+    left out as well, and the state of random numbers on the device is that without it.
     """
+    device = input_ids.device
     with_ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
+    unfinished = torch.ones(len(input_ids), dtype=torch.long, device=device)
+    ended, random = HostCopy(unfinished.max() == 0), _random_state(device)
     forward = model.get_compiled_call(getattr(generation_config, "compile_config", None))
     first = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
     output = model(**first, return_dict=True)
-    ended: HostCopy | None = None
-    while True:
-        inputs = model._update_model_kwargs_for_generation(output, inputs)
-        scores = logits_processor(input_ids, output.logits[:, -1].to(torch.float32, copy=True))
-        # Logits of a long prompt may be large.
-        del output
-        random = _random_state(input_ids.device) if generation_config.do_sample else None
-        tokens = _chosen(scores, generation_config.do_sample)
-        if with_ends:
-            tokens = tokens * unfinished + _padding(generation_config) * (1 - unfinished)
-        input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
-        if ended is not None and ended.item():
-            if random is not None:
-                _set_random_state(input_ids.device, random)
-            return input_ids[:, :-1]
-        unfinished = unfinished & ~stopping_criteria(input_ids, None)
-        most = stopping_criteria.max_length
-        if most is not None and input_ids.shape[1] >= most:
-            return input_ids
-        ended = HostCopy(unfinished.max() == 0)
-        following = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **inputs)
-        output = forward(**following, return_dict=True)
+    with model._optimize_model_for_decode():
+        while True:
+            inputs = model._update_model_kwargs_for_generation(output, inputs)
+            logits = output.logits[:, -1].to(torch.float32, copy=True)
+            # Those of a long prompt may be large.
+            del output
+            try:
+                tokens = _chosen(logits_processor(input_ids, logits), generation_config.do_sample)
+            except Exception:
+                if not ended.item():
+                    raise
+            if ended.item():
+                _set_random_state(device, random)
+                return input_ids
+            if with_ends:
+                tokens = tokens * unfinished + generation_config._pad_token_tensor * (1 - unfinished)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+            unfinished = unfinished & ~stopping_criteria(input_ids, None)
+            most = stopping_criteria.max_length
+            if most is not None and input_ids.shape[1] >= most:
+                return input_ids
+            ended, random = HostCopy(unfinished.max() == 0), _random_state(device)
+            following = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **inputs)
+            output = forward(**following, return_dict=True)
 
 
 def _chosen(scores: torch.Tensor, random: bool) -> torch.Tensor:
@@ -103,14 +108,6 @@ def _chosen(scores: torch.Tensor, random: bool) -> torch.Tensor:
     if random:
         return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
     return scores.argmax(-1)
-
-
-def _padding(config: Any) -> int:
-    """What follows the end of a sequence."""
-    if config.pad_token_id is not None:
-        return int(config.pad_token_id)
-    ends = config.eos_token_id
-    return int(ends[0] if isinstance(ends, list | tuple) else ends)
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

@@ -283,10 +283,36 @@ def _matched(graph: Graph, pattern: _Pattern, anchor: Node) -> _Match | None:
     return match
 
 
-def _is_free(memory: Memory, outputs: Sequence[Node], operations: Sequence[Node]) -> bool:
-    """Whether all `operations`, which are in order, may run at the place of the last of them."""
+def _suits(
+    memory: Memory,
+    fusion: Fusion,
+    dtype: torch.dtype,
+    given: Mapping[str, Node],
+    outputs: Sequence[Node],
+    match: _Match,
+) -> bool:
+    """Whether `fusion` takes the tensors `given` and makes `outputs` of the same strides."""
+    if any(META not in node.meta for node in given.values()):
+        return False
+    tensors: Shapes = {name: node.meta[META] for name, node in given.items()}
+    return (
+        all(tensor.dtype == fusion.dtypes.get(name, dtype) for name, tensor in tensors.items())
+        and fusion.takes(tensors, match.numbers)
+        # What it makes is contiguous, but for what it writes where it was.
+        and all(node.meta[META].is_contiguous() or memory.of(node) != {node} for node in outputs)
+    )
+
+
+def _is_free(
+    memory: Memory, given: Sequence[Node], outputs: Sequence[Node], operations: Sequence[Node]
+) -> bool:
+    """Whether all `operations` on `given`, which are in order, may run at once at the place of the last."""
     last = operations[-1]
-    if any(user < last for node in outputs for user in node.users if user not in operations):
+    lies = [root for node in given for root in memory.of(node)]
+    if any(lies.count(root) > 1 for node in operations for root in memory.written(node)):
+        return False
+    early = (user for node in outputs for user in node.users if user < last and user not in operations)
+    if any(node in operations for node in given) or next(early, None) is not None:
         return False
     read = {root for node in operations for root in memory.read(node)}
     written = {root for node in operations for root in memory.written(node)}
@@ -310,17 +336,9 @@ def _replace(
     given = dict(zip(fusion.shapes, (match.nodes[node] for node in pattern.inputs), strict=True))
     outputs = [match.nodes[node] for node in pattern.outputs]
     operations = match.operations()
-    if any(META not in node.meta or node in operations for node in given.values()):
+    if not _suits(memory, fusion, dtype, given, outputs, match):
         return
-    tensors: Shapes = {name: node.meta[META] for name, node in given.items()}
-    if any(tensor.dtype != fusion.dtypes.get(name, dtype) for name, tensor in tensors.items()):
-        return
-    if not fusion.takes(tensors, match.numbers):
-        return
-    # Whoever views a result counts on its strides, and `fast` makes contiguous ones or writes what was there.
-    if not all(node.meta[META].is_contiguous() or memory.of(node) != {node} for node in outputs):
-        return
-    if not _is_free(memory, outputs, operations):
+    if not _is_free(memory, list(given.values()), outputs, operations):
         return
     options = {name: match.numbers[name] for name in fusion.numbers} | dict(fusion.options)
     with graph.inserting_after(operations[-1]):

@@ -207,9 +207,14 @@ def test_memory_is_shared_whatever_operations_say() -> None:
         positions = torch.arange(1, device=k.device) + held
         return both.index_copy_(2, positions, k).index_copy_(2, positions, v).clone()
 
+    def overlapping(both: Any, held: Any, k: Any, v: Any) -> Any:
+        keys, values = glue.slow_append(both[..., :8], both[..., 4:], held, k, v)
+        return keys.clone(), values.clone()
+
     held = torch.tensor(3, device=DEVICE)
-    given = numbers(1, 2, 9, 8), held, numbers(1, 2, 1, 8), numbers(1, 2, 1, 8) + 1
-    assert not step_of(*given)(same_memory_for_both)["append"]
+    for function, size in ((same_memory_for_both, 8), (overlapping, 12)):
+        given = numbers(1, 2, 9, size), held, numbers(1, 2, 1, 8), numbers(1, 2, 1, 8) + 1
+        assert not step_of(*given)(function)["append"], function
 
 
 @torch.no_grad()
@@ -291,6 +296,16 @@ def test_what_kernels_do_not_take_stays_as_it_is() -> None:
     ):
         found = step_of(numbers(2, 3, 16))(function)
         assert not [name for name in found if hasattr(glue, name)], function
+
+
+@torch.no_grad()
+def test_a_sum_that_is_its_own_weight_is_there_before_its_norm() -> None:
+    def step(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        total = x + other
+        return glue.slow_norm(total, total, 1e-5)
+
+    found = step_of(numbers(16), numbers(16) + 1)(step)
+    assert found["norm"] == 1 and not found["add_norm"]
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ def _norm(
         x.numel() // columns, rows, columns, eps, other is not None, kind, launch_features(x.device)
     )
     with launching_on(x.device):
-        launch(x, added, weight, total, y, outer, inner, o_outer, o_inner)
+        launch(x, added, weight.contiguous(), total, y, outer, inner, o_outer, o_inner)
     return total, y
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
+from transformers.generation import MaxLengthCriteria
 
 from quantkit.kernels.table import forced_row
 from quantkit.model import deferred, graphs, prompt_graphs
@@ -278,12 +279,19 @@ def _tokens_of(asked: Mapping[str, Any], defaults: Any) -> int | None:
 
     # "hybrid" is what old checkpoints of sliding windows say, which transformers takes for nothing.
     own = [said(name) for name in _OWN_CACHE]
-    if any(value not in (None, False, "hybrid") for value in own) or said("use_cache") is False:
+    if any(value not in (None, False, "hybrid") for value in own):
+        return None
+    # None, if that is asked for, is no cache either.
+    if said("use_cache") is False or asked.get("use_cache", True) is None:
         return None
     prompts = [asked.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
     prompt = max((part.shape[1] for part in prompts if part is not None), default=1)
     new: int | None = said("max_new_tokens")
-    return prompt + new if new is not None else max(prompt, said("max_length") or 0) + _NEW_TOKENS
+    tokens = prompt + new if new is not None else max(prompt, said("max_length") or 0) + _NEW_TOKENS
+    # Criteria of the caller are taken instead.
+    criteria = asked.get("stopping_criteria") or ()
+    lengths: list[int] = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
+    return max([tokens, *lengths])
 
 
 def static_cache(model: Any, tokens: int) -> Cache | None:
@@ -396,8 +404,10 @@ def _record(model: Any, inputs: Inputs) -> _Graph:
 
     host = [_host_state(layer) for layer in own.layers]
     if is_possible(device):
-        step = _fused(step, given)
-        rewind()
+        try:
+            step = _fused(step, given)
+        finally:
+            rewind()
     output, run = graphs.capture(step, rewind, device)
     if [_host_state(layer) for layer in own.layers] != host:
         raise NotRecorded("the cache counts its tokens on the host")

@@ -15,8 +15,8 @@ _KNOWN = frozenset(
     {"inputs", "input_ids", "attention_mask", "position_ids", "generation_config", "logits_processor"}
     | {"stopping_criteria", "use_model_defaults", "streamer"}
 )
-#: What asks for more than tokens, in a generation config.
-_MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size")
+#: What asks for more than tokens, or for none of what makes them fast, in a generation config.
+_MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size", "disable_compile")
 
 
 def is_enough(asked: Mapping[str, Any], defaults: Any) -> bool:
@@ -47,7 +47,8 @@ class HostCopy:
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._copy.copy_(tensor, non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            # Not the current stream, which is one of the current device.
+            self._event.record(torch.cuda.current_stream(tensor.device))
 
     def get(self) -> torch.Tensor:
         """The copy."""
@@ -67,9 +68,8 @@ def sample(
 ) -> torch.Tensor:
     """`input_ids` int64 [B, T] with what follows, as transformers' own loop: for its `custom_generate`.
 
-    `streamer`, which transformers does not pass on, gets each token while the next step runs. Processors and
-    stopping criteria are called once more than there, for a step that is left out. The state of random
-    numbers is that without it.
+    `streamer`, which transformers does not pass on, gets each token while the next step runs. If that was one
+    too many, it changed nothing but the cache.
     """
     forward = model.get_compiled_call(getattr(generation_config, "compile_config", None))
     first = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
@@ -77,27 +77,23 @@ def sample(
     with_ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     before: tuple[HostCopy, HostCopy] | None = None
-    # Experts of dense models are multiplied with in another way for few tokens.
     with model._optimize_model_for_decode():
         while True:
-            inputs = model._update_model_kwargs_for_generation(output, inputs)
-            scores = logits_processor(input_ids, output.logits[:, -1].to(torch.float32, copy=True))
-            # Logits of a long prompt may be large.
-            del output
-            random = _random_state(input_ids.device) if generation_config.do_sample else None
-            tokens = _chosen(scores, generation_config.do_sample)
-            if with_ends:
-                tokens = tokens * unfinished + _padding(generation_config) * (1 - unfinished)
-            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
             if before is not None:
+                # The step before this one, which runs already.
                 ended, shown = (copy.get() for copy in before)
                 if streamer is not None:
                     streamer.put(shown)
                 if ended:
-                    if random is not None:
-                        _set_random_state(input_ids.device, random)
-                    input_ids = input_ids[:, :-1]
                     break
+            inputs = model._update_model_kwargs_for_generation(output, inputs)
+            scores = logits_processor(input_ids, output.logits[:, -1].to(torch.float32, copy=True))
+            # Logits of a long prompt may be large.
+            del output
+            tokens = _chosen(scores, generation_config.do_sample)
+            if with_ends:
+                tokens = tokens * unfinished + generation_config._pad_token_tensor * (1 - unfinished)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
             unfinished = unfinished & ~stopping_criteria(input_ids, None)
             most = stopping_criteria.max_length
             if most is not None and input_ids.shape[1] >= most:
@@ -117,22 +113,3 @@ def _chosen(scores: torch.Tensor, random: bool) -> torch.Tensor:
     if random:
         return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
     return scores.argmax(-1)
-
-
-def _padding(config: Any) -> int:
-    """What follows the end of a sequence."""
-    if config.pad_token_id is not None:
-        return int(config.pad_token_id)
-    ends = config.eos_token_id
-    return int(ends[0] if isinstance(ends, list | tuple) else ends)
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from quantkit.kernels import glue
-from quantkit.kernels.problem import device_features
+from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.table import is_verbose
 from quantkit.model.trace import META, Memory, part, trace
 
@@ -63,7 +63,7 @@ def _takes_norm(given: Shapes, numbers: Mapping[str, float]) -> bool:
 
 
 def _takes_gate(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    return _alike("x", "up")(given)
+    return _alike("x", "up")(given) and given["x"].dim() > 0
 
 
 def _takes_angles(x: torch.Tensor, given: Shapes, numbers: Mapping[str, float]) -> bool:
@@ -186,14 +186,13 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModu
     memory = Memory(module)
     _count_at_the_end(graph, memory)
     dtypes = {node.meta[META].dtype for node in graph.nodes if META in node.meta}
-    floats = sorted((dtype for dtype in dtypes if dtype.is_floating_point), key=str)
     for fusion in FUSIONS:
-        for dtype in floats:
+        for dtype in (one for one in ACTIVATION_DTYPES if one in dtypes):
             pattern = _pattern(fusion, dtype, inputs[0].device)
             for anchor in graph.find_nodes(op="call_function", target=pattern.outputs[-1].target):
                 # It may have been replaced together with one before.
                 if not anchor._erased:
-                    _replace(graph, memory, fusion, pattern, anchor)
+                    _replace(graph, memory, fusion, dtype, pattern, anchor)
     if is_verbose():
         logger.warning("a decoding step launches %s", _launches(graph, memory))
     module.recompile()
@@ -218,6 +217,8 @@ def _count_at_the_end(graph: Graph, memory: Memory) -> None:
     counted: dict[int, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
         counter, added = node.args
+        if node.kwargs:
+            continue
         if type(added) is int and not node.users and all(last[root] is node for root in memory.of(counter)):
             counted.setdefault(added, []).append(node)
     for added, additions in counted.items():
@@ -298,10 +299,36 @@ def _matched(graph: Graph, pattern: _Pattern, anchor: Node) -> _Match | None:
     return match
 
 
-def _is_free(memory: Memory, outputs: Sequence[Node], operations: Sequence[Node]) -> bool:
-    """Whether all `operations`, which are in order, may run at the place of the last of them."""
+def _suits(
+    memory: Memory,
+    fusion: Fusion,
+    dtype: torch.dtype,
+    given: Mapping[str, Node],
+    outputs: Sequence[Node],
+    match: _Match,
+) -> bool:
+    """Whether `fusion` takes the tensors `given` and makes `outputs` of the same strides."""
+    if any(META not in node.meta for node in given.values()):
+        return False
+    tensors: Shapes = {name: node.meta[META] for name, node in given.items()}
+    return (
+        all(tensor.dtype == fusion.dtypes.get(name, dtype) for name, tensor in tensors.items())
+        and fusion.takes(tensors, match.numbers)
+        # What it makes is contiguous, but for what it writes where it was.
+        and all(node.meta[META].is_contiguous() or memory.of(node) != {node} for node in outputs)
+    )
+
+
+def _is_free(
+    memory: Memory, given: Sequence[Node], outputs: Sequence[Node], operations: Sequence[Node]
+) -> bool:
+    """Whether all `operations` on `given`, which are in order, may run at once at the place of the last."""
     last = operations[-1]
-    if any(user < last for node in outputs for user in node.users if user not in operations):
+    lies = [root for node in given for root in memory.of(node)]
+    if any(lies.count(root) > 1 for node in operations for root in memory.written(node)):
+        return False
+    early = (user for node in outputs for user in node.users if user < last and user not in operations)
+    if any(node in operations for node in given) or next(early, None) is not None:
         return False
     read = {root for node in operations for root in memory.read(node)}
     written = {root for node in operations for root in memory.written(node)}
@@ -315,7 +342,9 @@ def _is_free(memory: Memory, outputs: Sequence[Node], operations: Sequence[Node]
     return True
 
 
-def _replace(graph: Graph, memory: Memory, fusion: Fusion, pattern: _Pattern, anchor: Node) -> None:
+def _replace(
+    graph: Graph, memory: Memory, fusion: Fusion, dtype: torch.dtype, pattern: _Pattern, anchor: Node
+) -> None:
     """Replace what `anchor` is the end of by one call, if that is what `fusion` knows."""
     match = _matched(graph, pattern, anchor)
     if match is None:
@@ -323,11 +352,9 @@ def _replace(graph: Graph, memory: Memory, fusion: Fusion, pattern: _Pattern, an
     given = dict(zip(fusion.shapes, (match.nodes[node] for node in pattern.inputs), strict=True))
     outputs = [match.nodes[node] for node in pattern.outputs]
     operations = match.operations()
-    if any(META not in node.meta for node in given.values()):
+    if not _suits(memory, fusion, dtype, given, outputs, match):
         return
-    if not fusion.takes({name: node.meta[META] for name, node in given.items()}, match.numbers):
-        return
-    if not _is_free(memory, outputs, operations):
+    if not _is_free(memory, list(given.values()), outputs, operations):
         return
     options = {name: match.numbers[name] for name in fusion.numbers} | dict(fusion.options)
     with graph.inserting_after(operations[-1]):

@@ -14,14 +14,17 @@ from quantkit.model.graphs import NotRecorded
 
 #: Where a node has a tensor without numbers, of the shape, strides and dtype of its result.
 META = "val"
+#: Where a node has those arguments that its result lies in the memory of.
+_WITHIN = "within"
 _READ = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_MADE = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
 def trace(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModule:
     """What `step` runs now for `inputs`, as a module that takes them and returns the same tensors.
 
     Tensors that are not among `inputs` are constants of the module: the very tensors, not copies. Raises
-    `NotRecorded` if a number is read from a GPU, which the host would do again at each call.
+    `NotRecorded` if the host reads a number from a GPU or gives it one, which it would do again at each call.
     """
     recorder = _Recorder(inputs)
     with recorder:
@@ -62,16 +65,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return operation.decompose(*arguments, **options)
         if operation in _READ and arguments[0].device.type != "cpu":
             raise NotRecorded("the model asks the GPU for a number")
+        if operation in _MADE and arguments[0].device.type != "cpu":
+            raise NotRecorded("the model gives the GPU a number of the host")
         result = operation(*arguments, **options)
         given, named = self._nodes_of(arguments), {name: self._nodes_of(options[name]) for name in options}
         node = self.graph.call_function(operation, given, named)
+        tensors = [one for one in pytree.tree_leaves((arguments, options)) if torch.is_tensor(one)]
+        self._keep_result(result, node, [(_storage(one), self.node(one)) for one in tensors])
+        return result
+
+    def _keep_result(self, result: Any, node: Node, given: Sequence[tuple[int, Node]]) -> None:
+        """Take what `node` returned of arguments `given`, each with its storage."""
         if isinstance(result, torch.Tensor):
+            node.meta[_WITHIN] = [one for storage, one in given if storage == _storage(result)]
             self._keep(result, node)
         elif isinstance(result, list | tuple):
             for number, one in enumerate(result):
-                if isinstance(one, torch.Tensor):
-                    self._keep(one, self.graph.call_function(part, (node, number)))
-        return result
+                if isinstance(one, torch.Tensor | list | tuple):
+                    self._keep_result(one, self.graph.call_function(part, (node, number)), given)
 
     def _nodes_of(self, value: Any) -> Any:
         """`value` with nodes for tensors."""
@@ -96,7 +107,11 @@ def _is_composite(operation: Any) -> bool:
     )
 
 
-def part(results: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def part(results: Sequence[Any], number: int) -> Any:
     """One of several results of an operation."""
     return results[number]
 
@@ -112,8 +127,9 @@ class Memory:
                 tensor = getattr(module, str(node.target))
                 self.enter(node, of=frozenset({tensor.untyped_storage().data_ptr()}))
             else:
-                self.enter(node, of=self._roots(_aliased(node, written=False)) or frozenset({node}))
-                self._written[node] = self._roots(_aliased(node, written=True))
+                # Seen rather than asked of the operation, which may say nothing of what it returns.
+                self.enter(node, of=self._roots(node.meta.get(_WITHIN, [])) or frozenset({node}))
+                self._written[node] = self._roots(_changed(node))
 
     def enter(
         self, node: Node, of: frozenset[Any] | None = None, written: frozenset[Any] = frozenset()
@@ -142,16 +158,13 @@ class Memory:
         return frozenset(root for node in nodes for root in self._of[node])
 
 
-def _aliased(node: Node, *, written: bool) -> list[Node]:
-    """The arguments that the result of a node is part of, or those that it writes."""
-    if node.target in (part, torch.ops.aten._unsafe_view.default):
-        return [] if written else node.all_input_nodes
+def _changed(node: Node) -> list[Node]:
+    """The arguments that a node writes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found: list[Node] = []
     for number, argument in enumerate(node.target._schema.arguments):
-        alias = argument.alias_info
-        if alias is not None and (alias.is_write or not written):
+        if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
             found += [one for one in pytree.tree_leaves(value) if isinstance(one, Node)]
     return found

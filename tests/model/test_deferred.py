@@ -1,7 +1,10 @@
 """`generate` that asks for the end a step late gives what transformers' own loop gives."""
 
 import copy
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,6 +94,7 @@ FEW = [5, 100, 17]
         {"max_new_tokens": 30, "do_sample": True, "top_p": 0.9, "repetition_penalty": 1.3},
         {"max_new_tokens": 9, "min_new_tokens": 9, "eos_token_id": MANY},
         {"generation_config": GenerationConfig(max_new_tokens=5, eos_token_id=MANY)},
+        {"max_new_tokens": 30, "eos_token_id": torch.tensor(MANY)},
     ],
     ids="-".join,
 )
@@ -137,6 +141,83 @@ def test_processors_and_criteria_of_the_caller(models: tuple[Any, Any], late: li
     assert len(late) == 3
 
 
+class _Noise(LogitsProcessor):
+    """Random numbers are added."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + torch.rand_like(scores)
+
+
+class _Strict(LogitsProcessor):
+    """One that does not know what follows the end of all texts."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 9 and all(token in MANY for token in input_ids[:, -1].tolist()):
+            raise ValueError("nothing follows")
+        return scores
+
+
+def test_processors_see_nothing_of_the_step_that_is_left_out(models: tuple[Any, Any]) -> None:
+    for processor, sampled in ((_Noise(), False), (_Noise(), True), (_Strict(), True)):
+        expected, found = both(
+            models,
+            max_new_tokens=30,
+            do_sample=sampled,
+            eos_token_id=MANY,
+            logits_processor=LogitsProcessorList([processor]),
+        )
+        assert torch.equal(found, expected) and 10 < found.shape[1] < 39
+
+
+def test_errors_of_processors_are_raised(models: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match="nothing follows"):
+        both(models, max_new_tokens=30, eos_token_id=-1, logits_processor=LogitsProcessorList([_Strict()]))
+
+
+def test_the_cache_has_room_for_what_criteria_let_through(models: tuple[Any, Any]) -> None:
+    criteria = StoppingCriteriaList([MaxLengthCriteria(260)])
+    expected, found = both(models, max_new_tokens=5, stopping_criteria=criteria)
+    assert torch.equal(found, expected) and found.shape[1] == 260
+
+
+def test_steps_run_with_the_experts_that_transformers_chooses_for_them(
+    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models[1]
+    inside = False
+    seen: list[bool] = []
+
+    @contextmanager
+    def chosen() -> Iterator[None]:
+        nonlocal inside
+        inside = True
+        yield
+        inside = False
+
+    def step(**inputs: Any) -> Any:
+        seen.append(inside)
+        return model(**inputs)
+
+    monkeypatch.setattr(model, "_optimize_model_for_decode", chosen)
+    monkeypatch.setattr(model, "get_compiled_call", lambda *_: step)
+    prompt = ids()
+    model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4)
+    assert seen == [True] * 3 and not inside
+
+
+def test_the_copy_waits_for_the_device_of_its_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events are recorded on the current device unless a stream is named."""
+    recorded: list[Any] = []
+    event = SimpleNamespace(record=recorded.append)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(copy_=lambda *_, **__: None))
+    deferred.HostCopy(
+        cast(torch.Tensor, SimpleNamespace(is_cuda=True, device="cuda:1", shape=(), dtype=None))
+    )
+    assert recorded == ["stream of cuda:1"]
+
+
 class _Streamer(BaseStreamer):
     """What it was given."""
 
@@ -173,6 +254,8 @@ def test_streamers_get_what_transformers_gives_them(
         {"return_dict_in_generate": True, "output_scores": True},
         {"prefill_chunk_size": 4},
         {"use_cache": False},
+        {"use_cache": None},
+        {"disable_compile": True},
         {"prompt_lookup_num_tokens": 2},
         {"synced_gpus": False},
     ],

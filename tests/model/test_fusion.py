@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -173,6 +174,69 @@ def test_what_is_read_or_written_between_stays_in_its_order(cache: tuple[torch.T
 
 
 @torch.no_grad()
+def test_counters_by_more_than_they_say_stay_as_they_are() -> None:
+    def step(x: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        held.add_(1, alpha=2)
+        return x * 2
+
+    assert step_of(numbers(3), torch.tensor(3, device=DEVICE))(step)["add_.Tensor"] == 1
+
+
+#: Operators whose schema says nothing of what they return.
+_OWN = torch.library.Library("quantkit_tests", "DEF")
+_OWN.define("viewed(Tensor x) -> Tensor")
+_OWN.impl("viewed", lambda x: x.view(-1), "CompositeExplicitAutograd")
+_OWN.define("nested(Tensor x) -> (Tensor, Tensor[])")
+_OWN.impl("nested", lambda x: (x + 1, [x * 2, x * 3]), "CompositeExplicitAutograd")
+
+
+@torch.no_grad()
+def test_memory_is_shared_whatever_operations_say() -> None:
+    def norm_of_what_is_written(x: torch.Tensor, weight: torch.Tensor, view: Callable[..., Any]) -> Any:
+        y = x.clone()
+        part = view(y)
+        scale = torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)
+        part.mul_(3.0)
+        return weight * (y * scale)
+
+    for view in (torch.ops.quantkit_tests.viewed, lambda y: torch.unsafe_split(y, 8, -1)[0]):
+        found = step_of(numbers(2, 3, 16), numbers(16))(partial(norm_of_what_is_written, view=view))
+        assert not found["norm"], view
+
+    def same_memory_for_both(both: Any, held: Any, k: Any, v: Any) -> Any:
+        positions = torch.arange(1, device=k.device) + held
+        return both.index_copy_(2, positions, k).index_copy_(2, positions, v).clone()
+
+    def overlapping(both: Any, held: Any, k: Any, v: Any) -> Any:
+        keys, values = glue.slow_append(both[..., :8], both[..., 4:], held, k, v)
+        return keys.clone(), values.clone()
+
+    held = torch.tensor(3, device=DEVICE)
+    for function, size in ((same_memory_for_both, 8), (overlapping, 12)):
+        given = numbers(1, 2, 9, size), held, numbers(1, 2, 1, 8), numbers(1, 2, 1, 8) + 1
+        assert not step_of(*given)(function)["append"], function
+
+
+@torch.no_grad()
+def test_results_within_results_are_not_constants() -> None:
+    module = trace(lambda x: torch.ops.quantkit_tests.nested(x)[1][1] + 1, [numbers(4)])
+    assert torch.equal(module(numbers(5)), numbers(5) * 3 + 1)
+
+
+def test_a_number_that_the_host_gives_a_gpu_cannot_be_traced() -> None:
+    """It may be another one at the next call, and the tensor lives no longer than what was traced."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            return x * torch.tensor([1.0, 2.0], device=x.device)
+        # What `torch.tensor` calls at its end, though not for the meta device.
+        return x * torch.ops.aten.lift_fresh(torch.empty(2, device=x.device))
+
+    with pytest.raises(NotRecorded, match="gives the GPU a number of the host"):
+        trace(step, [torch.zeros(2, device="cuda" if DEVICE == "cuda" else "meta")])
+
+
+@torch.no_grad()
 def test_what_others_use_as_well_is_computed_for_them() -> None:
     def step(x: torch.Tensor, weight: torch.Tensor) -> Any:
         wide = x.to(torch.float32)
@@ -204,9 +268,52 @@ def test_what_kernels_do_not_take_stays_as_it_is() -> None:
         turned = torch.cat((-x[..., 9:], x[..., :9]), dim=-1)
         return x * x.cos() + turned * x.sin()
 
-    for function in (of_other_dtypes, along_others, a_weight_for_each_row, of_other_shapes, without_halves):
+    def rounded_to_others(x: torch.Tensor) -> torch.Tensor:
+        wide = x.half().float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return weight.half() * wide.to(torch.bfloat16)
+
+    def of_64_bits(x: torch.Tensor) -> torch.Tensor:
+        x = x.double()[None]
+        return glue.slow_rotate(x, x[:, :1].cos(), x[:, :1].sin())
+
+    def with_strides_that_are_counted_on(x: torch.Tensor) -> torch.Tensor:
+        return glue.slow_norm(x.transpose(0, 1), weight, 1e-5).as_strided((3, 2, 16), (16, 48, 1))
+
+    def of_one_number(x: torch.Tensor) -> torch.Tensor:
+        return glue.slow_silu_gate(x[0, 0, 0], x[0, 0, 1])
+
+    for function in (
+        of_other_dtypes,
+        along_others,
+        a_weight_for_each_row,
+        of_other_shapes,
+        without_halves,
+        rounded_to_others,
+        of_64_bits,
+        with_strides_that_are_counted_on,
+        of_one_number,
+    ):
         found = step_of(numbers(2, 3, 16))(function)
         assert not [name for name in found if hasattr(glue, name)], function
+
+
+@torch.no_grad()
+def test_a_sum_that_is_its_own_weight_is_there_before_its_norm() -> None:
+    def step(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        total = x + other
+        return glue.slow_norm(total, total, 1e-5)
+
+    found = step_of(numbers(16), numbers(16) + 1)(step)
+    assert found["norm"] == 1 and not found["add_norm"]
+
+
+@torch.no_grad()
+def test_dtypes_that_no_chain_has_are_no_hindrance() -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return glue.slow_norm(x * weight.to(torch.float8_e4m3fn).to(x.dtype), weight, 1e-5)
+
+    assert step_of(numbers(2, 3, 16), numbers(16))(step)["norm"] == 1
 
 
 @torch.no_grad()
@@ -250,6 +357,20 @@ def test_a_model_that_cannot_be_traced_is_recorded_as_it_is(
     close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
     assert len(steps) == 1
     assert "decoding steps are recorded as they are, with more launches: no such thing" in caplog.text
+
+
+def test_a_step_that_cannot_be_recorded_leaves_the_cache_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, steps: list[int]
+) -> None:
+    def refuse(output: Any) -> None:
+        raise NotRecorded("the model returns more")
+
+    model = made("Llama")
+    expected = decode_whole(model, ids(), 6)
+    graph_decoding(model)
+    monkeypatch.setattr(decoding, "check_output", refuse)
+    close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
+    assert not steps and list(forward_of(model).refused) == ["the model returns more"]
 
 
 @torch.no_grad()

@@ -66,6 +66,12 @@ def test_strides(poisoned: None, how: str) -> None:
         close(glue.gate(one, other, "silu"), glue.slow_silu_gate(one, other))
 
 
+def test_weights_of_other_strides(poisoned: None) -> None:
+    x, wide = numbers(2, 3, 20), numbers(40, seed=2)
+    for weight in (wide[::2], wide[:1].expand(20)):
+        close(glue.norm(x, weight, 1e-5, "llama"), glue.slow_norm(x, weight, 1e-5))
+
+
 def test_norms_of_heads_that_lie_within_rows(poisoned: None) -> None:
     joined, weight = numbers(2, 3, 50), numbers(8, seed=2)
     heads = joined[..., 5:37].view(2, 3, 4, 8)

@@ -53,11 +53,18 @@ class HeldSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._holding = False
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        try:
+            self._restore()
+        finally:
+            # A handler that is there again may have raised before the other one was.
+            self._restore()
+            self._holding = False
         if self._held is not None:
             self._handlers[self._held](self._held, None)
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self._holding and self._held is None:

@@ -392,3 +392,23 @@ def test_fewer_launches_are_no_less_exact(monkeypatch: pytest.MonkeyPatch, modul
         errors.append(float((logits.float() - exact).norm() / exact.norm()))
     assert len(modules) == 1
     assert 0 < errors[1] < 1.25 * errors[0]
+
+
+@torch.no_grad()
+def test_what_torch_does_not_see_is_not_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A module that computes beside torch: what it had returned would be returned for ever."""
+    model = made("Llama")
+
+    def beside_torch(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        with torch.utils._python_dispatch._disable_current_modes():
+            y.copy_(x.tanh())
+        return y
+
+    model.model.layers[0].mlp.forward = beside_torch
+    expected = decode_whole(model, ids(), 6)
+    graph_decoding(model)
+    close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
+    assert "something computes that torch does not see" in caplog.text

@@ -3,12 +3,14 @@
 import collections
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+import quantkit
 from quantkit.kernels import glue
 from quantkit.model import decoding
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
@@ -412,3 +414,17 @@ def test_what_torch_does_not_see_is_not_left_out(
     graph_decoding(model)
     close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
     assert "something computes that torch does not see" in caplog.text
+
+
+def test_a_packed_model(modules: list[Any], tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / "examples/stories260K"
+    quantkit.quantize(source, tmp_path / "out", format="int4", method="rtn")
+    model = quantkit.load(tmp_path / "out", device=DEVICE, dtype=torch.float32)
+    expected = decode_whole(model, ids(), 3)
+    graph_decoding(model)
+    close(decode(model, forward_of(model), static_cache(model, 40), ids(), steps=3), expected)
+    (module,) = modules
+    layers = model.config.num_hidden_layers
+    found = calls(module)
+    assert found["linear.default"] == 7 * layers
+    assert [found[name] for name in ("add_norm", "rotate_append", "gate")] == [2 * layers, layers, layers]

@@ -59,16 +59,12 @@ def add_norm(
 def _norm(
     x: torch.Tensor, other: torch.Tensor | None, weight: torch.Tensor, eps: float, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = x.shape[-1]
-    x, rows, outer, inner = _rows(x)
-    added = x if other is None else other.expand(x.shape)
-    if other is not None:
-        added, others, o_outer, o_inner = _rows(added)
-        if others != rows:
-            x, added = x.contiguous(), added.contiguous()
-            rows, outer, inner, o_outer, o_inner = 1, columns, columns, columns, columns
-    else:
-        o_outer = o_inner = 0
+    columns, parts = x.shape[-1], [x] if other is None else [x, other]
+    laid = [_rows(part) for part in parts]
+    if laid[0][1] != laid[-1][1]:
+        laid = [_rows(part.contiguous()) for part in parts]
+    # Without another tensor its place is taken by `x`, and not read.
+    (x, rows, outer, inner), (added, _, o_outer, o_inner) = laid[0], laid[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if other is not None else y
     launch = _norm_launch(
@@ -134,7 +130,8 @@ def append(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`keys` [B, H, L, D] and `values` [B, H, L, V] with `k`, `v` of T tokens written after the `held`.
 
-    `held` is int64 []. Raises nothing where there is no room: nothing is written.
+    `held` is int64 []. If there is no room for all, what has none is not written, and the last key becomes no
+    number, so that no attention to it is one.
     """
     batch, heads, tokens, size = k.shape
     k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (k, v))

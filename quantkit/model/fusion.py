@@ -47,10 +47,6 @@ class Fusion:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
-def _alike(*names: str) -> Callable[[Shapes], bool]:
-    return lambda given: len({(given[name].dtype, given[name].shape) for name in names}) == 1
-
-
 def _takes_norm(given: Shapes, numbers: Mapping[str, float]) -> bool:
     x, weight = given["x"], given["weight"]
     other = given.get("other", x)
@@ -63,7 +59,8 @@ def _takes_norm(given: Shapes, numbers: Mapping[str, float]) -> bool:
 
 
 def _takes_gate(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    return _alike("x", "up")(given) and given["x"].dim() > 0
+    x, up = given["x"], given["up"]
+    return x.dtype == up.dtype and x.shape == up.shape and x.dim() > 0
 
 
 def _takes_angles(x: torch.Tensor, given: Shapes, numbers: Mapping[str, float]) -> bool:

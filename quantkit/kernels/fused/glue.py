@@ -148,15 +148,24 @@ def append(
     k_b, k_h, k_t, v_b, v_h, v_t, keys_b, keys_h, keys_l, values_b, values_h, values_l,
     D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`k` and `v` into a cache that holds `held` tokens, where there is room: a program for a head."""
+    """`k` and `v` into a cache that holds `held` tokens: a program for a head.
+
+    If there is no room for all, what has none is not written, and the last key is no number: the attention
+    of none of them is.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    at = tl.load(held).to(tl.int64) + t
+    first = tl.load(held).to(tl.int64)
+    at = tl.minimum(first + t, LENGTH - 1)
+    lost = (first + T > LENGTH) & (at == LENGTH - 1)
     d, e = tl.arange(0, DP), tl.arange(0, VP)
     key = tl.load(k + b * k_b + head * k_h + t * k_t + d, mask=d < D, other=0.0)
     value = tl.load(v + b * v_b + head * v_h + t * v_t + e, mask=e < V, other=0.0)
-    tl.store(keys + b * keys_b + head * keys_h + at * keys_l + d, key, mask=(d < D) & (at < LENGTH))
-    tl.store(values + b * values_b + head * values_h + at * values_l + e, value, mask=(e < V) & (at < LENGTH))
+    key = tl.where(lost, float("nan"), key).to(key.dtype)
+    tl.store(keys + b * keys_b + head * keys_h + at * keys_l + d, key, mask=d < D)
+    tl.store(
+        values + b * values_b + head * values_h + at * values_l + e, value, mask=(e < V) & (first + t == at)
+    )

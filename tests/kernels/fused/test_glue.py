@@ -155,7 +155,8 @@ def test_a_token_without_room_is_not_written_and_is_seen(poisoned: None) -> None
     assert torch.equal(values[:, :, 3], v[:, :, 0])
     assert found[:, :, 0].isfinite().all() and found[:, :, 1].isnan().all()
     glue.append(keys[:, :, :4], values[:, :, :4], held, k, v)
-    assert torch.equal(keys[:, :, 3], k[:, :, 0])
+    assert keys[:, :, 3].isnan().all() and torch.equal(values[:, :, 3], v[:, :, 0])
+    assert torch.equal(keys[:, :, :3], before[0][:, :, :3])
     assert torch.equal(keys[:, :, 4:], before[0][:, :, 4:]) and torch.equal(
         values[:, :, 4:], before[1][:, :, 4:]
     )

@@ -1,5 +1,7 @@
 """Attention of one new token to all keys of a cache, on a GPU."""
 
+import math
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -10,12 +12,31 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, gpu_of
 
 #: The most features that a head may have.
 MOST_FEATURES = 256
-#: Keys of a step of a program, of 16 bits; of 32 there are half as many, which registers can hold.
-STEP = 64
 #: The most parts that the keys of a head are divided into.
 MOST_CHUNKS = 64
-#: Programs that a multiprocessor is given, as far as there are keys.
-PROGRAMS = 4
+#: Bytes of a key, or a value, that plans are for: of longer ones a program has fewer at a time.
+KEY_BYTES = 256
+#: Bytes of shared memory for keys and values on their way.
+STAGE_BYTES = 56 << 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How keys are shared among programs where a multiprocessor has up to `most` of all heads.
+
+    A program takes `step` keys at a time with so many warps, and loads those of so many steps ahead. There
+    are `programs` for a multiprocessor, as far as there are keys.
+    """
+
+    most: float
+    step: int
+    warps: int
+    stages: int
+    programs: int
+
+
+#: With few keys it matters how soon they come, with many how many are on their way.
+PLANS = (Plan(64, 64, 8, 1, 8), Plan(1024, 64, 4, 2, 4), Plan(math.inf, 16, 1, 3, 8))
 
 
 def why_not(
@@ -99,10 +120,11 @@ def _decode_attention(
     batch, heads, _, size = query.shape
     key_heads, length = key.shape[1], key.shape[2]
     group = heads // key_heads
-    parts = batch * key_heads
-    chunk = _chunk(length, parts, query.device)
-    chunks = -(-length // chunk)
     width = value.shape[-1]
+    gpu = gpu_of(query.device)
+    sizes = _Sizes(batch * key_heads, group, size, width, query.dtype.itemsize)
+    plan, chunk = _plan(sizes, length, 1 if gpu is None else gpu.multiprocessors)
+    parts, chunks = sizes.parts, -(-length // chunk)
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     sums = torch.empty(parts, chunks, group, width, dtype=torch.float32, device=query.device)
@@ -110,9 +132,7 @@ def _decode_attention(
     out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
     features = launch_features(query.device)
-    attend, gather = _launches(
-        parts, chunks, group, size, width, scaling, kind, query.dtype.itemsize, features
-    )
+    attend, gather = _launches(sizes, plan, chunks, scaling, kind, features)
     seen = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
     with launching_on(query.device):
         attend(
@@ -135,45 +155,54 @@ def _decode_attention(
     return out
 
 
-def _chunk(length: int, parts: int, device: torch.device) -> int:
-    """Keys of a program: as few as keep all multiprocessors busy, in whole steps."""
-    gpu = gpu_of(device)
-    programs = PROGRAMS * (1 if gpu is None else gpu.multiprocessors)
-    chunks = min(MOST_CHUNKS, max(1, programs // parts))
-    return max(STEP, -(-length // (chunks * STEP)) * STEP)
+@dataclass(frozen=True)
+class _Sizes:
+    """Key heads of all sequences, query heads that share one, features of keys and values, bytes of each."""
+
+    parts: int
+    group: int
+    size: int
+    width: int
+    itemsize: int
+
+    @property
+    def key_bytes(self) -> int:
+        return _block(max(self.size, self.width)) * self.itemsize
+
+
+def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
+    """The plan for keys of such sizes, and how many keys a program has, in whole steps."""
+    plan = next(one for one in PLANS if sizes.parts * length <= one.most * multiprocessors)
+    step = max(16, min(plan.step, plan.step * KEY_BYTES // sizes.key_bytes))
+    stages = max(1, min(plan.stages, STAGE_BYTES // (2 * step * sizes.key_bytes)))
+    warps = min(8, plan.warps * max(1, sizes.key_bytes // KEY_BYTES) * _block(sizes.group) // 16)
+    plan = replace(plan, step=step, stages=stages, warps=warps)
+    chunks = min(MOST_CHUNKS, max(1, plan.programs * multiprocessors // sizes.parts))
+    return plan, max(step, -(-length // (chunks * step)) * step)
 
 
 @lru_cache(maxsize=1024)
 def _launches(
-    parts: int,
-    chunks: int,
-    group: int,
-    size: int,
-    width: int,
-    scaling: float,
-    mask: str,
-    itemsize: int,
-    features: frozenset[str],
+    sizes: _Sizes, plan: Plan, chunks: int, scaling: float, mask: str, features: frozenset[str]
 ) -> tuple[Launch, Launch]:
     from quantkit.kernels.fused.attention import attend, gather
 
-    # Products of the tensor cores have 16 rows.
-    known = {"GROUP": group, "V": width, "VP": _block(width), **overlap(features)}
+    known = {"GROUP": sizes.group, "V": sizes.width, "VP": _block(sizes.width), **overlap(features)}
     return (
         Launch(
             attend,
-            (parts, chunks),
+            (sizes.parts, chunks),
             SCALE=scaling,
-            G=_block(group),
-            D=size,
-            DP=_block(size),
-            BN=STEP * 2 // itemsize,
+            G=_block(sizes.group),
+            D=sizes.size,
+            DP=_block(sizes.size),
+            BN=plan.step,
+            STAGES=plan.stages,
             MASK=mask,
             **known,
-            num_warps=4,
-            num_stages=2,
+            num_warps=plan.warps,
         ),
-        Launch(gather, (parts, group), S=_block(chunks), **known, num_warps=4),
+        Launch(gather, (sizes.parts, sizes.group), S=_block(chunks), **known, num_warps=4),
     )
 
 

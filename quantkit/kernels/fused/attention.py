@@ -8,13 +8,16 @@ head found is put together in the order of the keys, so that results do not chan
 import triton
 import triton.language as tl
 
+from quantkit.kernels.fused.ahead import bring, lines
+
 
 @triton.jit
 def attend(
     q, k, v, mask, sums, stats, LENGTH, HEADS, CHUNK,
     q_b, q_h, k_b, k_h, k_l, v_b, v_h, v_l, m_b, m_l,
     SCALE: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    V: tl.constexpr, VP: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, VP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`q` [B, HEADS * GROUP, D], `k` [B, HEADS, LENGTH, D], `v` [.., V] to the sums of chunks of keys.
 
@@ -22,20 +25,28 @@ def attend(
     score and the sum of the weights relative to it. `mask` is [B, LENGTH]: MASK "bool" is whether a key is
     seen, "float" what is added to its score, "" for none.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
     b, h = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
     chunk = tl.program_id(1)
     g, d, e = tl.arange(0, G), tl.arange(0, DP), tl.arange(0, VP)
+    k += b * k_b + h * k_h
+    v += b * v_b + h * v_h
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if STAGES == 1:
+            # Without a pipeline these are all keys, or most.
+            first = tl.minimum(chunk * CHUNK + tl.arange(0, BN), LENGTH - 1).to(tl.int64)[:, None]
+            bring(k + first * k_l + tl.minimum(lines(k, DP), D - 1)[None, :])
+            bring(v + first * v_l + tl.minimum(lines(v, VP), V - 1)[None, :])
+        tl.extra.cuda.gdc_wait()
     rows = h * GROUP + g
     inside = (g < GROUP)[:, None]
     query = tl.load(q + b * q_b + rows[:, None] * q_h + d[None, :], mask=inside & (d < D)[None, :], other=0.0)
     largest = tl.full((G,), -float("inf"), tl.float32)
     total = tl.zeros((G,), tl.float32)
     acc = tl.zeros((G, VP), tl.float32)
-    for start in tl.range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, LENGTH), BN):
+    last = tl.minimum(chunk * CHUNK + CHUNK, LENGTH)
+    for start in tl.range(chunk * CHUNK, last, BN, num_stages=STAGES):
         at = (start + tl.arange(0, BN)).to(tl.int64)
         seen = at < LENGTH
         added = tl.zeros((BN,), tl.float32)
@@ -44,25 +55,27 @@ def attend(
         elif MASK == "float":
             added = tl.load(mask + b * m_b + at * m_l, mask=seen, other=-float("inf")).to(tl.float32)
             seen = added > -float("inf")
-        # What is not filled yet, or out of the window, is not read.
-        if tl.max(seen.to(tl.int32), 0) > 0:
-            keys = tl.load(
-                k + b * k_b + h * k_h + at[:, None] * k_l + d[None, :],
-                mask=seen[:, None] & (d < D)[None, :], other=0.0,
-            )  # fmt: skip
-            values = tl.load(
-                v + b * v_b + h * v_h + at[:, None] * v_l + e[None, :],
-                mask=seen[:, None] & (e < V)[None, :], other=0.0,
-            )  # fmt: skip
-            scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE + added[None, :]
-            scores = tl.where(seen[None, :], scores, -float("inf"))
-            top = tl.maximum(largest, tl.max(scores, 1))
-            weights = tl.exp(scores - top[:, None])
-            before = tl.exp(largest - top)
-            total = total * before + tl.sum(weights, 1)
-            acc = acc * before[:, None]
-            acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
-            largest = top
+        # What is not filled yet, or out of the window, is not read. Without a branch around them, loads of
+        # the next keys are in flight meanwhile.
+        keys = tl.load(
+            k + at[:, None] * k_l + d[None, :],
+            mask=seen[:, None] & (d < D)[None, :], other=0.0,
+        )  # fmt: skip
+        values = tl.load(
+            v + at[:, None] * v_l + e[None, :],
+            mask=seen[:, None] & (e < V)[None, :], other=0.0,
+        )  # fmt: skip
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE + added[None, :]
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        top = tl.maximum(largest, tl.max(scores, 1))
+        # Where no key was seen yet, there is nothing to be relative to.
+        base = tl.where(top > -float("inf"), top, 0.0)
+        weights = tl.exp(scores - base[:, None])
+        before = tl.exp(largest - base)
+        total = total * before + tl.sum(weights, 1)
+        acc = acc * before[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        largest = top
     part = (head * tl.num_programs(1) + chunk).to(tl.int64)
     tl.store(sums + (part * GROUP + g[:, None]) * V + e[None, :], acc, mask=inside & (e < V)[None, :])
     tl.store(stats + part * 2 * GROUP + g, largest, mask=g < GROUP)

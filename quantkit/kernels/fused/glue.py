@@ -7,6 +7,8 @@ kernel for each operation.
 import triton
 import triton.language as tl
 
+from quantkit.kernels.fused.ahead import bring, lines
+
 
 @triton.jit
 def rms_norm(
@@ -21,6 +23,7 @@ def rms_norm(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        bring(weight + tl.minimum(lines(weight, NP), N - 1))
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)

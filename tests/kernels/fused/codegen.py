@@ -25,6 +25,7 @@ from quantkit.kernels.fused.launch import (
     DENSE_WARPS,
     HOLD,
     RASTER,
+    UNORDERED,
     constants,
     half_unit,
     skinny_columns,
@@ -49,8 +50,8 @@ class Case(NamedTuple):
 
     It is skinny, present (skinny that loads only rows of x that are there), tiled, halves (tiles with sums in
     float16), dense or order; skinny and tiled with "experts" for several weights at once; or one of those
-    that work on pairs of tokens and experts, count, sort and weigh. Or it is attend, with a dtype in place of
-    a preset, and the features of a head in place of M.
+    that work on pairs of tokens and experts, count, sort and weigh. Or it is attend and the number of a plan,
+    with a dtype in place of a preset, and the features of a head in place of M.
     """
 
     kernel: str
@@ -112,7 +113,8 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
         tile = replace(tile, split=1)
     half = half_unit(N, K, row) if case.kernel == "halves" else None
     known |= {"RT": tile.row_tiles, "BM": tile.m, "CHAINS": tile.chains, "SPLIT": tile.split}
-    known |= {"SOME_WHOLE": tile.at_once > 0, "TILES_OF_SEGMENT": 1}
+    known |= {"SOME_WHOLE": tile.at_once > 0, "TILES_OF_SEGMENT": 1, "SLOTS": 1}
+    known |= {"ORDERED": tile.m > UNORDERED}
     known |= {"WAIT": not amd and tile.chains == 1, "HOLD": HOLD if tile.chains > 1 else None}
     known |= {"STAGES": tile.stages, "RASTER": RASTER, "HALF": half, "PDL": 90 <= case.capability < 942}
     return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape, features))
@@ -149,7 +151,10 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """Attention of eight heads that share keys, as it is launched."""
     features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
     dtype = getattr(torch, case.name)
-    launch, _ = attention._launches(1, 1, 8, case.m, case.m, 1.0, "bool", dtype.itemsize, features)
+    sizes = attention._Sizes(1, 8, case.m, case.m, dtype.itemsize)
+    most = attention.PLANS[int(case.kernel.removeprefix("attend "))].most
+    plan, _ = attention._plan(sizes, int(min(most, 1 << 20)), 1)
+    launch, _ = attention._launches(sizes, plan, 1, 1.0, "bool", features)
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
     types = {
@@ -164,14 +169,14 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
     code = ASTSource(launch._kernel, types, known, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    found = Source(launch._kernel, known, options["num_warps"], options["num_stages"], None)
+    found = Source(launch._kernel, known, options["num_warps"], plan.stages, None)
     return triton.compile(code, target=target, options=others), found
 
 
 def build(case: Case) -> tuple[Any, Source]:
     amd = case.capability == 942
     target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", case.capability, 32)
-    if case.kernel == "attend":
+    if case.kernel.startswith("attend"):
         return build_attention(case, target)
     if case.kernel == "glue":
         return build_glue(case, target)
@@ -227,10 +232,21 @@ def facts(case: Case) -> dict[str, Any]:
         "shared": built.metadata.shared,
         "limit": SHARED.get(case.capability, HOPPER_SHARED),
         "bound": found.bound,
+        "x_in_pairs": x_in_pairs(found),
     }
     return about | (
         amd_code(assembly, found) if case.capability == 942 else machine_code(built.asm["cubin"], found)
     )
+
+
+def x_in_pairs(found: Source) -> float:
+    """The part of all bytes of a step of tiles that are columns of x, copied two by two."""
+    known = found.constants
+    if known.get("ORDERED", True):
+        return 0.0
+    # Bytes of a column: 16 * TILES / PLANES are the bits of a code.
+    x, codes = 2 * known["BM"], 32 * known["RT"] * known["CHAINS"] * known["TILES"] / known["PLANES"]
+    return float(x / (x + codes))
 
 
 def per_weight(instructions: int, lanes: int, found: Source) -> float:

@@ -1,13 +1,14 @@
 """Attention of one token against softmax in float64: in Triton's interpreter on a CPU, for real on a GPU."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 from quantkit.kernels import attention
-from quantkit.kernels.attention import decode_attention, why_not
+from quantkit.kernels.attention import PLANS, decode_attention, why_not
 
 pytest.importorskip("triton")
 
@@ -40,10 +41,12 @@ def slow(query, key, value, mask, scaling):
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-@pytest.fixture(params=["one chunk", "many chunks"])
+@pytest.fixture(params=range(len(PLANS) + 1))
 def chunks(request, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "many chunks":
-        monkeypatch.setattr(attention, "PROGRAMS", 64)
+    """All plans with many chunks, and the last one with one."""
+    plan = PLANS[min(request.param, len(PLANS) - 1)]
+    programs = 64 if request.param < len(PLANS) else 1
+    monkeypatch.setattr(attention, "PLANS", (replace(plan, most=math.inf, programs=programs),))
 
 
 @pytest.mark.parametrize(

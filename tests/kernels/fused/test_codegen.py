@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quantkit.kernels.attention import PLANS
 from quantkit.packing.schemes import PRESETS
 
 pytest.importorskip("triton")
@@ -131,7 +132,7 @@ def test_on_hopper_kernels_are_what_makes_them_fast(compiled: Compiled, name: st
     assert found["spills"] == 0, (case, found)
     assert found["wgmma"] > 0 and found["wgmma_registers"] == found["wgmma"], (case, found)
     # Codes and x are copied 16 bytes at a time, past the registers; some scales 4 or 8.
-    assert found["wide_loads"] == 0, (case, found)
+    assert found["wide_loads"] == 0 and found["x_in_pairs"] == 0, (case, found)
     assert found["wide_copies"] >= 0.95, (case, found)
 
 
@@ -200,7 +201,8 @@ def test_with_experts_kernels_are_as_fast_as_with_one_weight(compiled: Compiled)
             continue
         assert_tiles_wait_for_products(case, found)
         assert found["wgmma"] > 0 and found["wgmma_registers"] == found["wgmma"], (case, found)
-        assert found["wide_loads"] == 0 and found["wide_copies"] >= 0.95, (case, found)
+        wide = 0.95 * (1 - found["x_in_pairs"])
+        assert found["wide_loads"] == 0 and found["wide_copies"] >= wide, (case, found)
 
 
 def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> None:
@@ -230,10 +232,16 @@ def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> N
                 assert_few_rows_stay_in_registers(case, found)
 
 
-def test_attention_fits_memory_and_registers(compiled: Compiled) -> None:
-    cases: list[Case] = [("attend", "float32", 80, 128), ("attend", "bfloat16", 90, 256)]
+@pytest.mark.parametrize("plan", range(len(PLANS)))
+def test_attention_fits_memory_and_registers(compiled: Compiled, plan: int) -> None:
+    kernel = f"attend {plan}"
+    cases: list[Case] = [
+        (kernel, "float32", 80, 128),
+        (kernel, "bfloat16", 90, 128),
+        (kernel, "bfloat16", 90, 256),
+    ]
     # What takes the most, where there is the least.
-    cases += [("attend", "float32", 89, 256), ("attend", "float32", AMD, 256)]
+    cases += [(kernel, "float32", 89, 256), (kernel, "float32", AMD, 256)]
     for case, found in compiled(cases).items():
         assert found["shared"] <= found["limit"], (case, found)
         assert found["spills"] == 0, (case, found)

@@ -1,7 +1,7 @@
 """y = x W^T for tens to hundreds of rows of x: y^T = W x^T in tiles, W decoded in registers as operand A.
 
 Scales are applied to the weights, in the dtype of x: to the sums of a product they would have to be applied
-before the next one starts.
+before the next one starts. Where programs have few rows of x they are, as sums are fewer than weights then.
 
 A program has one or two chains of row tiles. With two, the weights of one are decoded while the tensor cores
 multiply with those of the other. Where there are more programs than run at once, those that would run last
@@ -29,9 +29,11 @@ def tiled(
     RT: tl.constexpr, BM: tl.constexpr, CHAINS: tl.constexpr, SPLIT: tl.constexpr,
     SOME_WHOLE: tl.constexpr, STAGES: tl.constexpr, RASTER: tl.constexpr, HALF: tl.constexpr,
     WAIT: tl.constexpr, HOLD: tl.constexpr, TILES_OF_SEGMENT: tl.constexpr, MATRICES: tl.constexpr,
-    PDL: tl.constexpr,
+    ORDERED: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`. A chain has RT row tiles.
+    """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`; not ORDERED, [M, K].
+
+    A chain has RT row tiles.
 
     The tiles from FULL on are divided by columns into SPLIT programs each, which write `sums`, float32
     [SPLIT, tiles, BM, rows]; without SOME_WHOLE, FULL is 0. Unless HALF is None, a step is summed in
@@ -44,6 +46,10 @@ def tiled(
     KP: tl.constexpr = SPANS * SPAN
     STEPS: tl.constexpr = KP // COLUMNS
     ROWS: tl.constexpr = 16 * RT * CHAINS
+    # Scales of whole steps multiply sums, which for few rows of x are fewer than the weights.
+    ON_SUMS: tl.constexpr = (
+        GROUPS > 1 and not ON_WEIGHTS and GROUP % COLUMNS == 0 and BM <= 32 and WAIT and HALF is None
+    )
     program = tl.program_id(0)
     tile = program
     part = 0
@@ -71,7 +77,8 @@ def tiled(
         codes, scale, zero, factor, lut = of_matrix(
             codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
         )
-        x += first.to(tl.int64) * KP
+        if ORDERED:
+            x += first.to(tl.int64) * KP
         y += which * N
         order += first
     row_tiles = ()
@@ -84,18 +91,36 @@ def tiled(
         at = at + (codes + (spans * (TILES * 256))[:, :, None] + tl.arange(0, 256),)
         sums_of = sums_of + (tl.zeros((16 * RT, BM), tl.float32),)
     m = pm * BM + tl.arange(0, BM)
-    xs = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * KP + tl.arange(0, COLUMNS)[:, None]
+    row = tl.minimum(m, M - 1).to(tl.int64)
+    if ORDERED:
+        column = tl.arange(0, COLUMNS)
+        xs = x + (row * KP)[None, :] + column[:, None]
+    else:
+        if segments is not None:
+            row = tl.load(order + row).to(tl.int64) // SLOTS
+        # Two columns in a row stay so, and are copied together.
+        column = tl.max_contiguous(tl.multiple_of(_source(tl.arange(0, COLUMNS), GROUP == 16), 2), 2)
+        xs = x + (row * K)[None, :] + column[:, None]
     xs += begin * COLUMNS
     for i in tl.range(0, steps, num_stages=STAGES):
-        columns = tl.load(xs)
+        if ORDERED or K == KP:
+            columns = tl.load(xs)
+        else:
+            inside = (begin + i) * COLUMNS + column < K
+            columns = tl.load(xs, mask=inside[:, None], other=0.0)
         next_sums = ()
         next_at = ()
         for chain in tl.static_range(CHAINS):
             q = _weights(
-                at[chain], row_tiles[chain], begin + i, scale, zero, lut, RT, C, SPAN, TILES, GROUPS,
-                PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, HOLD,
+                at[chain], row_tiles[chain], begin + i, scale, zero, lut, RT, C, SPAN, TILES,
+                1 if ON_SUMS else GROUPS, PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE,
+                FIELDS, PLANES, DTYPE, HOLD,
             )  # fmt: skip
-            if HALF is None:
+            if ON_SUMS:
+                s = _load(scale, row_tiles[chain], begin + i, BLOCKS, V, COLUMNS // 128, PER_BLOCK, COLUMNS)
+                s = _per_sum(scale_value(s, SCALE), RT, BM)
+                added = sums_of[chain] + tl.dot(q, columns) * s
+            elif HALF is None:
                 added = tl.dot(q, columns, sums_of[chain])
             else:
                 added = sums_of[chain] + _half_product(q, columns, HALF)
@@ -168,6 +193,15 @@ def _weights(
 
 
 @triton.jit
+def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
+    """Values by lane, one for each row, for sums [16 * RT, BM]."""
+    v = tl.permute(tl.reshape(v, (4, 8, RT, 2)), (2, 3, 1, 0))
+    # Lane t has columns 2 t and 2 t + 1 of eight.
+    v = tl.reshape(v, (16 * RT, 1, 4, 1))
+    return tl.reshape(tl.broadcast_to(v, (16 * RT, BM // 8, 4, 2)), (16 * RT, BM))
+
+
+@triton.jit
 def _one(HOLD: tl.constexpr):
     """1, but known only once the products are done that read the weights before those multiplied with it.
 
@@ -223,6 +257,16 @@ def combine(
 
 
 @triton.jit
+def _source(to, HALVES: tl.constexpr):
+    """Which column of x comes to place `to` in the order of the fragments."""
+    # to = 16 p0 + 8 e1 + 2 t + e0 of its run
+    t = to // 2 % 4
+    p0 = to // 16 % 2
+    first = p0 * 16 + t * 4 if HALVES else t * 8 + p0 * 4
+    return to // 32 * 32 + first + to // 8 % 2 * 2 + to % 2
+
+
+@triton.jit
 def order_columns(
     x, out, K, KP, order, SLOTS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -239,11 +283,7 @@ def order_columns(
     if order is not None:
         row = tl.load(order + m).to(tl.int64) // SLOTS
     to = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # to = 16 p0 + 8 e1 + 2 t + e0 of its run
-    t = to // 2 % 4
-    p0 = to // 16 % 2
-    first = p0 * 16 + t * 4 if HALVES else t * 8 + p0 * 4
-    source = to // 32 * 32 + first + to // 8 % 2 * 2 + to % 2
+    source = _source(to, HALVES)
     v = tl.load(x + row * K + source, mask=(source < K) & (to < KP), other=0.0)
     tl.store(out + m * KP + to, v, mask=to < KP)
 

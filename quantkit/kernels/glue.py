@@ -105,15 +105,27 @@ def slow_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return x * cos + turned * sin
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`x` [B, H, T, D], the halves of heads rotated by `cos`, `sin` [B or 1, 1, T, D] (arXiv 2104.09864)."""
+def empty_heads(x: torch.Tensor) -> torch.Tensor:
+    """Memory for as many heads as `x` [B, H, T, D] has: a token's lie together if those of `x` do."""
     batch, heads, tokens, size = x.shape
+    if x.stride(1) < x.stride(2):
+        shape = batch, tokens, heads, size
+        return torch.empty(shape, dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`x` [B, H, T, D], the halves of heads rotated by `cos`, `sin` [B or 1, 1, T, D] (arXiv 2104.09864).
+
+    The result lies as `empty_heads` does.
+    """
+    batch, heads, tokens, size = x.shape
+    y = empty_heads(x)
     x, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, cos, sin))
     cos, sin, c_b, c_t = _angles(cos, sin)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch = _rotate_launch(batch * tokens, heads, size // 2, launch_features(x.device))
     with launching_on(x.device):
-        launch(x, cos, sin, y, tokens, *x.stride()[:3], c_b, c_t)
+        launch(x, cos, sin, y, tokens, *x.stride()[:3], c_b, c_t, *y.stride()[:3])
     return y
 
 
@@ -254,7 +266,7 @@ def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str])
     from quantkit.kernels.fused.glue import rotate
 
     sizes = {"H": half, "HP": power_of_two(half)}
-    return Launch(rotate, (tokens, heads), HEADS=heads, **sizes, **_ROUNDED, **overlap(features), num_warps=1)
+    return Launch(rotate, (tokens, heads), **sizes, **_ROUNDED, **overlap(features), num_warps=1)
 
 
 @lru_cache(maxsize=256)

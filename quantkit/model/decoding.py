@@ -23,7 +23,7 @@ from transformers.generation import MaxLengthCriteria
 from quantkit.kernels.table import forced_row
 from quantkit.model import deferred, graphs, prompt_graphs
 from quantkit.model.attention import use_decode_attention
-from quantkit.model.fusion import fused, is_possible
+from quantkit.model.fused_forward import fused_forward
 from quantkit.model.graphs import (
     Inputs,
     NotRecorded,
@@ -33,7 +33,6 @@ from quantkit.model.graphs import (
     is_plain,
     outline,
     own_output,
-    tensors_of,
     used_layers,
     why_not_asked,
 )
@@ -48,9 +47,6 @@ GRAPHS = 2
 BUCKET = 256
 #: Layers that a cache of whole keys and values does for.
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
-#: The most that logits of a step in fewer launches may differ, relative to those of the step. Sums have
-#: another order, which many layers of random weights in bfloat16 make more of: 0.05 was seen.
-MOST_DIFFERENCE = 0.25
 #: Arguments of `generate` with which it has a cache, makes another, or takes tokens back from it.
 _OWN_CACHE = (
     "past_key_values",
@@ -406,66 +402,12 @@ def _record(model: Any, inputs: Inputs) -> _Graph:
             tensor.copy_(before)
 
     host = [_host_state(layer) for layer in own.layers]
-    if is_possible(device):
-        try:
-            step = _fused(step, given, rewind)
-        finally:
-            rewind()
+    step = fused_forward("decoding steps", step, given, rewind)
     output, run = graphs.capture(step, rewind, device)
     if [_host_state(layer) for layer in own.layers] != host:
         raise NotRecorded("the cache counts its tokens on the host")
     check_output(output)
     return _Graph(given, state, output, run, weakref.ref(cache))
-
-
-def _fused(step: Callable[[], Any], given: Inputs, rewind: Callable[[], None]) -> Callable[[], Any]:
-    """`step`, which reads the tensors of `given`, in fewer launches; as it is where it cannot be traced."""
-    tensors = tensors_of(given)
-    outputs = []
-
-    def traced(*_: torch.Tensor) -> torch.Tensor:
-        output = step()
-        check_output(output)
-        outputs.append(output)
-        logits: torch.Tensor = output.logits
-        return logits
-
-    try:
-        module = fused(traced, tensors)
-    except (NotRecorded, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        logger.warning("decoding steps are recorded as they are, with more launches: %s", error)
-        return step
-    (output,) = outputs
-
-    def run() -> Any:
-        return type(output)(logits=module(*tensors), past_key_values=output.past_key_values)
-
-    if not _agree(step, run, rewind, given["input_ids"]):
-        logger.warning(
-            "decoding steps are recorded as they are, with more launches: something computes that torch does "
-            "not see"
-        )
-        return step
-    return run
-
-
-def _agree(
-    step: Callable[[], Any], run: Callable[[], Any], rewind: Callable[[], None], ids: torch.Tensor
-) -> bool:
-    """Whether both compute the same of other tokens than `ids`, which they read and keep.
-
-    A kernel that is not launched through torch is not traced, and its result stays what it was for `ids`.
-    """
-    before, logits = ids.clone(), []
-    ids.copy_(torch.where(ids > 0, ids - 1, ids + 1))
-    for one in (step, run):
-        rewind()
-        logits.append(one().logits.float())
-    ids.copy_(before)
-    expected, found = logits
-    return bool((found - expected).norm() <= MOST_DIFFERENCE * expected.norm())
 
 
 def _key(inputs: Inputs, cache: Any) -> tuple[Any, ...]:

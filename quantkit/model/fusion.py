@@ -45,6 +45,8 @@ class Fusion:
     options: Mapping[str, Any] = field(default_factory=dict)
     #: Those of the twin's tensors that are not of the dtype of activations.
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    #: Memory that lies as results do; without, they are contiguous.
+    made: Callable[[Shapes], torch.Tensor] | None = None
 
 
 def _takes_norm(given: Shapes, numbers: Mapping[str, float]) -> bool:
@@ -129,7 +131,13 @@ def _fusions() -> Iterator[Fusion]:
     )
     written = cache | {name: heads[name] for name in ("k", "v")}
     yield Fusion(glue.slow_append, glue.append, written, _takes_keys, dtypes={"held": torch.int64})
-    yield Fusion(glue.slow_rotate, glue.rotate, {"x": (2, 4, 41, 74)} | angles, _takes_rotation)
+    yield Fusion(
+        glue.slow_rotate,
+        glue.rotate,
+        {"x": (2, 4, 41, 74)} | angles,
+        _takes_rotation,
+        made=lambda given: glue.empty_heads(given["x"]),
+    )
     norms = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
     x: _Sizes = {"x": (2, 3, 20)}
     weight: _Sizes = {"weight": (20,)}
@@ -173,10 +181,11 @@ def is_possible(device: torch.device) -> bool:
     return "triton" in device_features(device)
 
 
-def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModule:
+def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -> GraphModule:
     """A module that computes what `step` does, with one launch for each chain that `FUSIONS` knows.
 
-    As for `trace`, of which it is the graph; `step` runs once.
+    As for `trace`, of which it is the graph; `step` runs once. `what` is what such steps are
+    called in the log.
     """
     module = trace(step, inputs)
     graph = module.graph
@@ -191,7 +200,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModu
                 if not anchor._erased:
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
     if is_verbose():
-        logger.warning("a decoding step launches %s", _launches(graph, memory))
+        logger.warning("%s launch %s", what, _launches(graph, memory))
     module.recompile()
     return module
 
@@ -311,9 +320,19 @@ def _suits(
     return (
         all(tensor.dtype == fusion.dtypes.get(name, dtype) for name, tensor in tensors.items())
         and fusion.takes(tensors, match.numbers)
-        # What it makes is contiguous, but for what it writes where it was.
-        and all(node.meta[META].is_contiguous() or memory.of(node) != {node} for node in outputs)
+        # But for what it writes where it was.
+        and all(
+            _lies_as_made(node.meta[META], fusion, tensors) for node in outputs if memory.of(node) == {node}
+        )
     )
+
+
+def _lies_as_made(output: torch.Tensor, fusion: Fusion, given: Shapes) -> bool:
+    """Whether `output` has the strides of what `fusion` makes of tensors `given`."""
+    if fusion.made is None:
+        return output.is_contiguous()
+    strides = zip(output.shape, output.stride(), fusion.made(given).stride(), strict=True)
+    return all(one == other for size, one, other in strides if size > 1)
 
 
 def _is_free(

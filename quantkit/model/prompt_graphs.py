@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from quantkit.model import graphs
+from quantkit.model.fused_forward import fused_forward, warn_unfused
 from quantkit.model.graphs import Inputs, NotRecorded
 
 logger = logging.getLogger("quantkit.model")
@@ -246,11 +247,30 @@ def _forward(forward: Callable[..., Any], given: Inputs) -> Any:
     Raises `NotRecorded` if it has not the logits of one token.
     """
     # Without a config it makes no layers of windows, which would keep padding in place of tokens.
-    output = forward(**given, past_key_values=DynamicCache())
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = _PromptLayer
+    output = forward(**given, past_key_values=cache)
     graphs.check_output(output)
     if output.logits.shape[:-1] != (len(given["input_ids"]), 1):
         raise NotRecorded(f"the model returns logits of shape {tuple(output.logits.shape)} for one token")
     return output
+
+
+class _PromptLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of a prompt alone.
+
+    transformers adds them to empty tensors, which it has the host give the GPU.
+    """
+
+    is_initialized: bool
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+        if self.is_initialized:
+            return super().update(keys, values)
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        # Parts of a product would keep the whole of it.
+        self.keys, self.values = keys.contiguous(), values.contiguous()
+        return self.keys, self.values
 
 
 def _handed_over(output: Any, cache: Any, tokens: int) -> Any:
@@ -284,5 +304,15 @@ class _PromptGraph:
 def _record(forward: Callable[..., Any], given: Inputs, pool: graphs.Pool) -> _PromptGraph:
     """The graph of a prompt with padded inputs, of a shape that has run before."""
     static = graphs.cloned(given)
-    output, run = graphs.capture(lambda: _forward(forward, static), None, static["input_ids"].device, pool)
+
+    def step() -> Any:
+        return _forward(forward, static)
+
+    recorded = step
+    try:
+        recorded = fused_forward("prompts", step, static)
+    except NotRecorded as error:
+        # Whether a mask is all true, say, which transformers does not ask while a graph is recorded.
+        warn_unfused("prompts", error)
+    output, run = graphs.capture(recorded, None, static["input_ids"].device, pool)
     return _PromptGraph(static, output, run)

@@ -1,7 +1,8 @@
-"""Decoding steps in fewer launches compute what the model does: in Triton's interpreter without a GPU."""
+"""What runs in fewer launches computes what the model does: in Triton's interpreter without a GPU."""
 
 import collections
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import quantkit
 from quantkit.kernels import glue
-from quantkit.model import decoding
+from quantkit.model import fused_forward, prompt_graphs
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.fusion import fused
 from quantkit.model.graphs import NotRecorded
@@ -39,12 +42,26 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, int]]] = {
     "Phi3": ({"pad_token_id": 0}, {"add_norm": 2, "rotate": 2, "append": 1, "gate": 1}, {"norm": 1}),
 }
 
+#: Of a model for prompts: the interpreter runs one program after the other, one for each head of a token.
+OF_PROMPTS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
 
 @pytest.fixture(autouse=True)
-def steps(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> list[int]:
+def recordings(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> tuple[list[int], list[int]]:
+    monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
+    return count_recordings(monkeypatch)
+
+
+@pytest.fixture
+def steps(recordings: tuple[list[int], list[int]]) -> list[int]:
     """How many steps were recorded."""
-    monkeypatch.setattr(decoding, "is_possible", lambda device: True)
-    return count_recordings(monkeypatch)[0]
+    return recordings[0]
+
+
+@pytest.fixture
+def prompts(recordings: tuple[list[int], list[int]]) -> list[int]:
+    """How many prompts were recorded."""
+    return recordings[1]
 
 
 @pytest.fixture
@@ -56,7 +73,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(fused(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(decoding, "fused", kept)
+    monkeypatch.setattr(fused_forward, "fused", kept)
     return made
 
 
@@ -67,6 +84,14 @@ def made(family: str, **more: Any) -> Any:
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return model
+
+
+def beside_torch(x: torch.Tensor) -> torch.Tensor:
+    """What torch does not see."""
+    y = torch.zeros_like(x)
+    with torch.utils._python_dispatch._disable_current_modes():
+        y.copy_(x.tanh())
+    return y
 
 
 def calls(module: Any) -> collections.Counter[str]:
@@ -97,13 +122,76 @@ def test_families(family: str, inference: bool, modules: list[Any], steps: list[
     assert not {"add_.Tensor", "index_copy_.default"} & set(calls(module))
 
 
+@torch.no_grad()
+def prompt(model: Any, tokens: torch.Tensor, **more: Any) -> list[torch.Tensor]:
+    """The logits of the last token, and keys and values."""
+    cache = DynamicCache()
+    output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **more)
+    return [output.logits, *(part for layer in cache.layers for part in (layer.keys, layer.values))]
+
+
+def prompts_are_right(model: Any, given: Sequence[dict[str, Any]]) -> None:
+    """Such inputs, one after the other, of which the second is recorded."""
+    expected = [prompt(model, **inputs) for inputs in given]
+    graph_decoding(model)
+    for inputs, whole in zip(given, expected, strict=True):
+        for one, other in zip(prompt(model, **inputs), whole, strict=True):
+            close(one, other)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_families(family: str, modules: list[Any], prompts: list[int]) -> None:
+    more, of_layer, others = FAMILIES[family]
+    model = made(family, **more, **OF_PROMPTS)
+    prompts_are_right(model, [{"tokens": ids(1, length, seed=length)} for length in (9, 9, 12)])
+    (module,) = modules
+    assert len(prompts) == 1
+    expected = collections.Counter(of_layer) + collections.Counter(others)
+    del expected["rotate_append"], expected["append"]
+    found = calls(module)
+    assert {name: number for name, number in found.items() if hasattr(glue, name)} == expected | {"rotate": 2}
+    # What a GPU would be asked or given by the host.
+    assert not {"lift_fresh.default", "_local_scalar_dense.default"} & set(found)
+
+
+def padded(kind: str, seed: int) -> dict[str, Any]:
+    """A prompt of seven tokens, the first of which are padding."""
+    tokens = ids(1, 7, seed)
+    mask = torch.ones_like(tokens)
+    mask[:, : seed + 1] = 0
+    shown = torch.ones(7, 7, dtype=torch.bool, device=DEVICE).tril() & (mask[:, None, None] > 0)
+    # A row without any key would be no numbers.
+    shown = shown | torch.eye(7, dtype=torch.bool, device=DEVICE)
+    hidden = torch.zeros(shown.shape, device=DEVICE).masked_fill(~shown, torch.finfo(torch.float32).min)
+    masks = {
+        "tokens": mask,
+        "keys": shown,
+        "layers": {"full_attention": hidden, "sliding_attention": hidden},
+    }
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"tokens": tokens, "attention_mask": masks[kind], "position_ids": positions}
+
+
+@pytest.mark.parametrize(("kind", "inference"), [("tokens", True), ("keys", False), ("layers", True)])
+def test_prompts_with_padding(
+    kind: str, inference: bool, modules: list[Any], prompts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = made("Gemma2" if kind == "layers" else "Llama", **OF_PROMPTS)
+    with torch.inference_mode(inference):
+        prompts_are_right(model, [padded(kind, seed) for seed in range(3)])
+    assert len(prompts) == 1
+    # A GPU is asked whether a mask of tokens is all true, unless a graph is recorded.
+    asked = kind == "tokens" and DEVICE == "cuda"
+    assert len(modules) == (not asked) and ("as they are, with more launches" in caplog.text) == asked
+
+
 def step_of(*tensors: torch.Tensor) -> Callable[[Callable[..., Any]], collections.Counter[str]]:
     """The calls that a function of `tensors` becomes; its results stay what they were."""
 
     def count(function: Callable[..., Any]) -> collections.Counter[str]:
         copies = [tensor.clone() for tensor in tensors]
         expected = function(*copies)
-        module = fused(function, [tensor.clone() for tensor in tensors])
+        module = fused(function, [tensor.clone() for tensor in tensors], "functions")
         again = [tensor.clone() for tensor in tensors]
         found = module(*again)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -338,11 +426,9 @@ def test_what_is_launched_is_shown_on_demand(
     model = made("Llama")
     graph_decoding(model)
     decode(model, forward_of(model), static_cache(model, 40), ids(), steps=1)
-    (said,) = (one.getMessage() for one in caplog.records if "decoding step" in one.getMessage())
-    assert said.startswith("a decoding step launches ")
-    assert {"4 add_norm", "2 rotate_append", "2 gate", "1 norm"} <= set(
-        said.split("launches ")[1].split(", ")
-    )
+    (said,) = (one.getMessage() for one in caplog.records if "decoding steps" in one.getMessage())
+    assert said.startswith("decoding steps launch ")
+    assert {"4 add_norm", "2 rotate_append", "2 gate", "1 norm"} <= set(said.split("launch ")[1].split(", "))
     assert "view" not in said and "part" not in said
 
 
@@ -355,7 +441,7 @@ def test_a_model_that_cannot_be_traced_is_recorded_as_it_is(
     model = made("Llama")
     expected = decode_whole(model, ids(), 6)
     graph_decoding(model)
-    monkeypatch.setattr(decoding, "fused", fails)
+    monkeypatch.setattr(fused_forward, "fused", fails)
     close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
     assert len(steps) == 1
     assert "decoding steps are recorded as they are, with more launches: no such thing" in caplog.text
@@ -370,7 +456,7 @@ def test_a_step_that_cannot_be_recorded_leaves_the_cache_as_it_was(
     model = made("Llama")
     expected = decode_whole(model, ids(), 6)
     graph_decoding(model)
-    monkeypatch.setattr(decoding, "check_output", refuse)
+    monkeypatch.setattr(fused_forward, "check_output", refuse)
     close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
     assert not steps and list(forward_of(model).refused) == ["the model returns more"]
 
@@ -386,7 +472,7 @@ def test_fewer_launches_are_no_less_exact(monkeypatch: pytest.MonkeyPatch, modul
     graph_decoding(model)
     errors = []
     for possible in (False, True):
-        monkeypatch.setattr(decoding, "is_possible", lambda device, possible=possible: possible)
+        monkeypatch.setattr(fused_forward, "is_possible", lambda device, possible=possible: possible)
         forward_of(model)._graphs.clear()
         cache = static_cache(model, 40)
         model(input_ids=ids(), past_key_values=cache, use_cache=True)
@@ -402,18 +488,78 @@ def test_what_torch_does_not_see_is_not_left_out(
 ) -> None:
     """A module that computes beside torch: what it had returned would be returned for ever."""
     model = made("Llama")
-
-    def beside_torch(x: torch.Tensor) -> torch.Tensor:
-        y = torch.empty_like(x)
-        with torch.utils._python_dispatch._disable_current_modes():
-            y.copy_(x.tanh())
-        return y
-
     model.model.layers[0].mlp.forward = beside_torch
     expected = decode_whole(model, ids(), 6)
     graph_decoding(model)
     close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
     assert "something computes that torch does not see" in caplog.text
+
+
+@pytest.mark.parametrize("error", [TypeError("no such thing"), NotRecorded("the host reads")], ids=str)
+def test_prompts_that_cannot_be_traced_are_recorded_as_they_are(
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What the host reads while a prompt is traced it may not read while a graph is recorded."""
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(fused_forward, "fused", fails)
+    prompts_are_right(made("Llama"), [{"tokens": ids(seed=seed)} for seed in range(3)])
+    assert len(prompts) == 1
+    assert f"prompts are recorded as they are, with more launches: {error}" in caplog.text
+
+
+def test_prompts_without_memory_to_trace_them_run(
+    monkeypatch: pytest.MonkeyPatch, prompts: list[int]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(fused_forward, "fused", fails)
+    model = made("Llama")
+    prompts_are_right(model, [{"tokens": ids(seed=seed)} for seed in range(3)])
+    assert not prompts
+    assert forward_of(model)._prompts.refused == "there is too little memory for graphs"
+
+
+def test_prompts_are_not_without_what_torch_does_not_see(
+    prompts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = made("Llama", num_hidden_layers=1)
+    model.model.layers[0].mlp.forward = beside_torch
+    prompts_are_right(model, [{"tokens": ids(1, seed=seed)} for seed in range(3)])
+    assert len(prompts) == 1
+    assert "prompts are recorded as they are, with more launches: something computes that" in caplog.text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("unseen", [False, True])
+def test_keys_are_those_of_the_tokens_and_nothing_is_kept(
+    unseen: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Values alone that torch does not see, which the logits of this token do not depend on."""
+    given, features = {"input_ids": ids()}, numbers(4)
+    made_before: list[weakref.ref[torch.Tensor]] = []
+
+    def forward() -> Any:
+        cache = DynamicCache()
+        cache.layer_class_to_replicate = prompt_graphs._PromptLayer
+        x = given["input_ids"][:, None, :, None] * features
+        values = beside_torch(x / 500) if unseen else x + 1
+        cache.update(x * 2, values, 0)
+        made_before.extend(map(weakref.ref, (cache.layers[0].keys, cache.layers[0].values)))
+        return CausalLMOutputWithPast(logits=x.sum(), past_key_values=cache)
+
+    found = fused_forward.fused_forward("forwards", forward, given)
+    assert len(made_before) == 4 and not any(one() is not None for one in made_before)
+    assert (found is forward) == unseen == ("does not see (relative difference " in caplog.text)
+    given["input_ids"].copy_(ids(seed=5))
+    (layer,), (expected,) = found().past_key_values.layers, forward().past_key_values.layers
+    close(torch.stack([layer.keys, layer.values]), torch.stack([expected.keys, expected.values]))
 
 
 def test_a_packed_model(modules: list[Any], tmp_path: Path) -> None:

@@ -82,10 +82,10 @@ def _rotated(low, high, cos, sin, at, d, inside, H: tl.constexpr):
 
 @triton.jit
 def rotate(
-    x, cos, sin, y, T, x_b, x_h, x_t, c_b, c_t,
-    HEADS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
+    x, cos, sin, y, T, x_b, x_h, x_t, c_b, c_t, y_b, y_h, y_t,
+    H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`y` [B, HEADS, T, 2 H] = `x` rotated by `cos`, `sin` [B, T, 2 H]: one program for a head of a token."""
+    """`y` [B, heads, T, 2 H] = `x` rotated by `cos`, `sin` [B, T, 2 H]: one program for a head of a token."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -97,7 +97,7 @@ def rotate(
     low = tl.load(base + d, mask=inside, other=0.0)
     high = tl.load(base + H + d, mask=inside, other=0.0)
     low, high = _rotated(low, high, cos, sin, b * c_b + t * c_t, d, inside, H)
-    out = y + ((b * HEADS + head) * T + t) * (2 * H)
+    out = y + b * y_b + head * y_h + t * y_t
     tl.store(out + d, low, mask=inside)
     tl.store(out + H + d, high, mask=inside)
 

@@ -107,8 +107,10 @@ def test_rotary_positions(poisoned: None, batch: int, of: int, size: int) -> Non
     for dtype in DTYPES:
         x = numbers(batch, 5, 3, size, dtype=dtype).transpose(1, 2)
         cos, sin = angles(of, 5, size, dtype)
-        found = glue.rotate(x, cos, sin)
-        assert torch.equal(found, glue.slow_rotate(x, cos, sin))
+        for heads in (x, x.contiguous()):
+            found, expected = glue.rotate(heads, cos, sin), glue.slow_rotate(heads, cos, sin)
+            assert torch.equal(found, expected)
+            assert found.stride() == expected.stride()
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

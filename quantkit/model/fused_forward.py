@@ -1,0 +1,121 @@
+"""A forward in fewer launches, which is taken where it computes what the model's own does."""
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import StaticLayer
+
+from quantkit.model.fusion import fused, is_possible
+from quantkit.model.graphs import Inputs, NotRecorded, check_output, tensors_of, used_layers
+
+logger = logging.getLogger("quantkit.model")
+
+#: The most that each tensor that a forward in fewer launches makes may differ, relative to that of the model.
+#: Sums have another order, which many layers of random weights in bfloat16 make more of: 0.05 was seen.
+MOST_DIFFERENCE = 0.25
+
+
+def fused_forward(
+    what: str, forward: Callable[[], Any], given: Inputs, rewind: Callable[[], None] | None = None
+) -> Callable[[], Any]:
+    """`forward`, which reads the tensors of `given`, in fewer launches where kernels do for several.
+
+    It is as it was where it cannot be traced, or would not compute the same: a warning says so of `what`.
+    `rewind` takes back what a run writes. Raises `NotRecorded` as `trace` and `check_output` do, and torch's
+    OutOfMemoryError.
+    """
+    if not is_possible(given["input_ids"].device):
+        return forward
+    try:
+        changed = _fused(what, forward, tensors_of(given))
+        if changed is None:
+            return forward
+        difference = _difference(forward, changed, rewind, given["input_ids"])
+    finally:
+        if rewind is not None:
+            rewind()
+    if difference <= MOST_DIFFERENCE:
+        return changed
+    warn_unfused(what, f"something computes that torch does not see (relative difference {difference:.2g})")
+    return forward
+
+
+def warn_unfused(what: str, reason: Any) -> None:
+    """Say why forwards, which are called `what`, are not in fewer launches."""
+    logger.warning("%s are recorded as they are, with more launches: %s", what, reason)
+
+
+def _fused(what: str, forward: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> Callable[[], Any] | None:
+    """`forward`, which reads `inputs`, in fewer launches; None where it cannot be traced."""
+    outputs = []
+
+    def traced(*_: torch.Tensor) -> list[torch.Tensor]:
+        output = forward()
+        check_output(output)
+        made = _made(output)
+        # Without what it computed now, which would be kept beside what the module computes.
+        outputs.append(_with(output, [None] * len(made)))
+        return made
+
+    try:
+        module = fused(traced, inputs, what)
+    except (NotRecorded, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        warn_unfused(what, error)
+        return None
+    (output,) = outputs
+    return lambda: _with(output, module(*inputs))
+
+
+def _difference(
+    forward: Callable[[], Any],
+    changed: Callable[[], Any],
+    rewind: Callable[[], None] | None,
+    ids: torch.Tensor,
+) -> float:
+    """How far both are from each other for other tokens than `ids`, which they read and keep.
+
+    The largest of all tensors that they make. A kernel that is not launched through torch is not traced, and
+    its result stays what it was for `ids`.
+    """
+    before, made = ids.clone(), []
+    ids.copy_(torch.where(ids > 0, ids - 1, ids + 1))
+    for one in (forward, changed):
+        if rewind is not None:
+            rewind()
+        made.append(_made(one()))
+    ids.copy_(before)
+    return float(torch.stack([_relative(*pair) for pair in zip(*made, strict=True)]).max())
+
+
+def _relative(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """The size of the difference of two tensors by the size of the first."""
+    expected, found = expected.float(), found.float()
+    size: torch.Tensor = torch.linalg.vector_norm(expected)
+    difference: torch.Tensor = torch.linalg.vector_norm(found - expected)
+    return difference / size.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _made(output: Any) -> list[torch.Tensor]:
+    """What a forward makes: logits, and keys and values but for those that it writes where others were."""
+    return [output.logits, *(part for layer in _new_layers(output) for part in (layer.keys, layer.values))]
+
+
+def _with(output: Any, made: Sequence[torch.Tensor | None]) -> Any:
+    """`output` with `made` in place of what it made itself."""
+    logits, *states = made
+    cache = copy.copy(output.past_key_values)
+    cache.layers = [copy.copy(layer) for layer in cache.layers]
+    found = type(output)(logits=logits, past_key_values=cache)
+    for layer, keys, values in zip(_new_layers(found), states[::2], states[1::2], strict=True):
+        layer.keys, layer.values = keys, values
+    return found
+
+
+def _new_layers(output: Any) -> list[Any]:
+    """The layers of a cache whose keys and values are those of this forward alone."""
+    return [layer for layer in used_layers(output.past_key_values) if not isinstance(layer, StaticLayer)]

@@ -43,7 +43,7 @@ from quantkit.model.memory import free_memory
 from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
 from quantkit.model.routed import Routed, coverage, quantize_experts
-from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_sum, packed_of
+from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_piece, packed_of
 from quantkit.model.work_files import WorkFile, WorkFiles
 from quantkit.packing.schemes import Scheme
 from quantkit.progress import Advance
@@ -460,7 +460,7 @@ class _Worker:
                 forwards.visit(
                     lane,
                     lambda name, inputs: found.append(
-                        named_sum(f"{block.name}.{name}", states.runs[lane], inputs, find_largest=True)
+                        named_piece(f"{block.name}.{name}", states.runs[lane], inputs, find_largest=True)
                     ),
                 )
                 return found

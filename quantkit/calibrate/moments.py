@@ -22,7 +22,7 @@ DRIFT_ROWS = 2048
 #: Columns of H factored at a time.
 CHOLESKY_COLUMNS = 4096
 #: Rows of D that are divided by H at a time, in float64.
-CORRECTION_ROWS = 2048
+CORRECTION_ROWS = 1024
 #: Pieces of inputs are summed in so many runs, which is how many ranks can share them.
 RUNS = 8
 #: Added to the diagonal of H, in parts of its mean; a factorization that fails tries the next.

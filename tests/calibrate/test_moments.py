@@ -1,15 +1,10 @@
 """Second moments, their factor and the drift correction, against the definitions in float64."""
 
 import itertools
-import weakref
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from quantkit.calibrate import moments
 from quantkit.calibrate.methods import METHODS
@@ -32,6 +27,8 @@ from quantkit.calibrate.moments import (
     run_of,
 )
 from quantkit.errors import FormatError
+
+from ..live_bytes import LiveBytes
 
 
 def inputs(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -76,27 +73,6 @@ def test_cholesky_in_panels_is_that_of_the_library(columns: int) -> None:
     assert torch.allclose(whole, torch.linalg.cholesky(matrix), rtol=1e-12, atol=1e-12)
     matrix[-1, -1] = -1.0
     assert not cholesky_(panels())
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts what torch's operations make and nobody has let go of; `most` is the largest sum so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.owners: Counter[int] = Counter()
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.sizes[storage.data_ptr()] = storage.nbytes()
-                self.owners[storage.data_ptr()] += 1
-                weakref.finalize(tensor, self.owners.subtract, [storage.data_ptr()])
-        self.most = max(self.most, sum(self.sizes[at] for at, count in self.owners.items() if count))
-        return out
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.calibrate.grids import whole_importance
 from quantkit.calibrate.methods import Method, QuantizedRows, squared_norm, zero_point_code_dtype
-from quantkit.calibrate.moments import DAMPINGS, Factor, Moments, correction, damped, factorize
+from quantkit.calibrate.moments import DAMPINGS, Damped, Factor, Moments, correction_, factorize
 from quantkit.calibrate.parameters import TensorParameters
 from quantkit.calibrate.rounding import (
     Rounded,
@@ -26,7 +26,7 @@ from quantkit.packing.tensor import quantize_units
 
 #: Rows worked on at a time on a CPU: what the columns of a chunk of them need stays in its cache.
 CHUNK_ROWS = 512
-#: Weights that are rounded at a time on a GPU, which takes some 40 bytes of memory for each, and that scales
+#: Weights that are rounded at a time on a GPU, which takes some 28 bytes of memory for each, and that scales
 #: are searched for at a time, which takes more.
 GPU_CHUNK_WEIGHTS = 1 << 26
 GPU_GRID_WEIGHTS = 1 << 24
@@ -39,52 +39,74 @@ def chunk_rows(columns: int, device: torch.device) -> int:
     return CHUNK_ROWS if device.type == "cpu" else max(1, GPU_CHUNK_WEIGHTS // columns)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Inputs:
     """The moments of some linears' input, and what their methods make of it.
 
+    A GPU has no memory for all of it at once. So `corrected` comes first, and once the targets of all weights
+    are known the correction is let go for the factor, by `factorize`.
+
+    factors     whether a method asks for the factor
     drifts      whether their drift was known; it is not kept
+    corrects    whether weights are corrected for it
+    correction  P of `moments.correction_`, for methods that correct for drift
     factor      H factored, None where no method asks for it or H is singular whatever is added to its
                 diagonal
-    damped      H as it was factored, for methods that refit scales or polish
-    correction  P of `moments.correction`, for methods that correct for drift
     """
 
     moments: Moments
+    factors: bool = False
     drifts: bool = False
-    factor: Factor | None = None
-    damped: torch.Tensor | None = None
+    corrects: bool = False
     correction: torch.Tensor | None = None
+    factor: Factor | None = None
 
     @classmethod
     def prepare(cls, moments: Moments, methods: Iterable[Method]) -> "Inputs":
-        """What `methods` need of `moments`."""
+        """All that `methods` need of `moments`, whose drift is used up."""
+        found = cls.corrected(moments, methods)
+        if found.factors:
+            found.factor = factorize(moments.second)
+        return found
+
+    @classmethod
+    def corrected(cls, moments: Moments, methods: Iterable[Method]) -> "Inputs":
+        """What `methods` need of `moments`, whose drift is used up, before targets are known."""
         methods = tuple(methods)
-        factor = factorize(moments.second) if any(m.compensates for m in methods) else None
-        damping = DAMPINGS[0] if factor is None else factor.damping
-        descends = any(m.refits or (m.sweeps and factor is not None) for m in methods)
-        corrects = any(m.corrects for m in methods)
+        found = correction_(moments) if any(m.corrects for m in methods) else None
         return cls(
             replace(moments, drift=None),
+            any(m.compensates for m in methods),
             moments.drift is not None,
-            factor,
-            damped(moments.second, damping) if descends else None,
-            correction(moments, damping) if corrects else None,
+            found is not None,
+            found,
         )
+
+    def factorize(self) -> None:
+        """Let the correction go, and find what rounding needs."""
+        self.correction = None
+        if self.factors:
+            self.factor = factorize(self.moments.second)
+
+    @property
+    def damped(self) -> Damped:
+        """H as it was factored, for methods that refit scales or polish."""
+        return Damped.of(self.moments.second, DAMPINGS[0] if self.factor is None else self.factor.damping)
 
     def target(self, rows: torch.Tensor, method: Method) -> torch.Tensor:
         """What rows (float32 [n, K]) are quantized as: corrected for the drift of the inputs if the method
         does.
         """
-        if self.correction is None or not method.corrects:
+        if not (self.corrects and method.corrects):
             return rows
+        assert self.correction is not None, "targets come before the factor"
         return torch.addmm(rows, rows, self.correction)
 
     def note(self, method: Method) -> str | None:
         """What was not done as the method says, and why; None if all was."""
         if method.compensates and self.factor is None:
             return "the second moments of the inputs are singular, so its weights were rounded to nearest"
-        if method.corrects and self.drifts and self.correction is None:
+        if method.corrects and self.drifts and not self.corrects:
             return "the second moments of the inputs are singular, so it is not corrected for drift"
         return None
 
@@ -99,17 +121,23 @@ class CalibratedRows:
 
 
 def quantize_calibrated_rows(
-    rows: torch.Tensor, scheme: Scheme, method: Method, parameters: TensorParameters, inputs: Inputs
+    rows: torch.Tensor,
+    scheme: Scheme,
+    method: Method,
+    parameters: TensorParameters,
+    inputs: Inputs,
+    target: torch.Tensor | None = None,
 ) -> CalibratedRows:
     """Quantize rows ([n, K], any float dtype) of a weight whose inputs are known.
 
-    `parameters` are what the rows of the tensor share, fitted to `inputs.target` of them. A row depends on
-    itself, `parameters` and `inputs` alone. Raises `FormatError` as `quantize_rows` does.
+    `parameters` are what the rows of the tensor share, fitted to `inputs.target` of them, which are `target`
+    if that is known. A row depends on itself, `parameters` and `inputs` alone. Raises `FormatError` as
+    `quantize_rows` does.
     """
     exact = rows.to(torch.float32).contiguous()
     norm = squared_norm(exact)
     bound = parameters.bind(scheme)
-    weights = parameters.normalised(inputs.target(exact, method))
+    weights = parameters.normalised(inputs.target(exact, method) if target is None else target)
     scale, zero_point = _grid(weights, inputs.moments.importance, bound, method)
     gridded = Rows(weights, scale, zero_point, bound)
     done = _round(gridded, method, inputs)
@@ -119,7 +147,7 @@ def quantize_calibrated_rows(
         scheme.pack(codes),
         done.scale.to(scheme.scale_dtype),
         None if zero_point is None else zero_point.to(zero_point_code_dtype(scheme)),
-        float(errors.double().square().sum()),
+        float(errors.double().square_().sum()),
         norm,
     )
     energy = inputs.moments.output_energy
@@ -145,11 +173,11 @@ def stored_nearest(
 
 def _round(rows: Rows, method: Method, inputs: Inputs) -> Rounded:
     if not method.compensates or inputs.factor is None:
-        if method.refits and inputs.damped is not None:
+        if method.refits:
             return round_refitted(rows, inputs.damped)
         return round_nearest(rows)
     done = compensate(rows, inputs.factor)
-    if method.sweeps and inputs.damped is not None:
+    if method.sweeps:
         done = polish(rows, done, inputs.damped, inputs.factor.order, method.sweeps)
     return done
 

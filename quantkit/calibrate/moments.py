@@ -8,9 +8,8 @@ F. With the drift D = (F - X)^T X / T, the weights that bring W F closest from X
 2504.09629).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,8 +17,12 @@ from quantkit.errors import FormatError
 
 #: Columns of H computed at a time, by device: H is symmetric, and tiles below the diagonal are those above.
 TILE = {"cpu": 128, "cuda": 2048}
+#: Rows of D computed at a time: what a GPU adds to a sum is in memory so many rows at a time.
+DRIFT_ROWS = 2048
 #: Columns of H factored at a time.
 CHOLESKY_COLUMNS = 4096
+#: Rows of D that are divided by H at a time, in float64.
+CORRECTION_ROWS = 1024
 #: Pieces of inputs are summed in so many runs, which is how many ranks can share them.
 RUNS = 8
 #: Added to the diagonal of H, in parts of its mean; a factorization that fails tries the next.
@@ -47,10 +50,10 @@ class Moments:
 
     def joined(self, other: "Moments | None", weight: float) -> "Moments":
         """These as if they were of `weight` tokens, together with those of others, which have what these
-        have.
+        have. The drift is in memory of its own.
         """
         if other is None:
-            return self
+            return replace(self, drift=None if self.drift is None else self.drift.clone())
         share = weight / (weight + other.tokens)
         shift = None
         if self.drift is not None:
@@ -80,41 +83,84 @@ def run_of(piece: int, count: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class PartialSum:
-    """X^T X [K, K] over `tokens` of inputs, float32; where they were asked for, the largest magnitudes [K]
-    and (F - X)^T X [K, K].
+class Piece:
+    """Inputs X [T, K] in a run, for drift the original's F, and whether to find the largest magnitudes."""
 
-    These are some pieces of one run, or all of the runs from `first` to `last`.
+    run: int
+    inputs: torch.Tensor
+    exact: torch.Tensor | None = None
+    find_largest: bool = False
+
+    @property
+    def first(self) -> int:
+        return self.run
+
+    @property
+    def tokens(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class PartialSum:
+    """X^T X over `tokens` of inputs, float32; where they were asked for, the largest magnitudes [K] and
+    (F - X)^T X [K, K].
+
+    These are some pieces of one run, or all of the runs from `first` to `last`. X^T X is symmetric: `second`
+    has the strips of `_strips`, one after the other.
     """
 
     first: int
     last: int
     tokens: int
+    columns: int
     second: torch.Tensor
     largest: torch.Tensor | None = None
     drift: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls, run: int, inputs: torch.Tensor, exact: torch.Tensor | None, *, find_largest: bool = True
-    ) -> "PartialSum":
-        """Of a piece in this run: inputs [T, K], for drift the original's, and whether to find `largest`."""
-        most = largest(inputs) if find_largest else None
-        shift = None if exact is None else drift(exact, inputs)
-        return cls(run, run, len(inputs), gram(inputs), most, shift)
+    def of(cls, piece: Piece) -> "PartialSum":
+        """Of one piece."""
+        columns, device = piece.inputs.shape[1], piece.inputs.device
+        return cls(
+            piece.run,
+            piece.run,
+            0,
+            columns,
+            torch.zeros(_strip_entries(columns, device), device=device),
+            torch.zeros(columns, device=device) if piece.find_largest else None,
+            None if piece.exact is None else torch.zeros(columns, columns, device=device),
+        ).plus(piece)
 
-    def plus(self, following: "PartialSum") -> "PartialSum":
-        """With what comes after these; the memory of these is used."""
-        shift = self.drift
-        if shift is not None:
-            assert following.drift is not None
-            shift = shift.add_(following.drift)
-        tokens, second = self.tokens + following.tokens, self.second.add_(following.second)
-        most = self.largest
-        if most is not None:
-            assert following.largest is not None
-            most = torch.maximum(most, following.largest)
-        return PartialSum(self.first, following.last, tokens, second, most, shift)
+    def plus(self, following: "PartialSum | Piece") -> "PartialSum":
+        """With what comes after these; the memory of these is used.
+
+        The products of a piece are added some rows at a time, so that they are nowhere as a whole.
+        """
+        most, last = self.largest, following.first
+        if isinstance(following, Piece):
+            wide = _widened(following.inputs)
+            _add_gram(self.second, wide)
+            if self.drift is not None:
+                assert following.exact is not None
+                _add_drift(self.drift, following.exact, wide)
+            if most is not None:
+                most = torch.maximum(most, largest(following.inputs))
+        else:
+            last = following.last
+            self.second.add_(following.second)
+            if self.drift is not None:
+                assert following.drift is not None
+                self.drift.add_(following.drift)
+            if most is not None:
+                assert following.largest is not None
+                most = torch.maximum(most, following.largest)
+        return replace(self, last=last, tokens=self.tokens + following.tokens, largest=most)
+
+    def moments(self) -> Moments:
+        """The means; the memory of these is used."""
+        shift = None if self.drift is None else self.drift.div_(self.tokens)
+        second = _mirrored(self.second.div_(self.tokens), self.columns)
+        return Moments(second, self.tokens, shift, self.largest)
 
 
 class RunSum:
@@ -127,37 +173,64 @@ class RunSum:
     def __init__(self) -> None:
         self.parts: list[PartialSum] = []
 
-    def add(self, part: PartialSum) -> None:
+    def add(self, part: PartialSum | Piece) -> None:
         """Add what comes next."""
         if self.parts and self.parts[-1].last == part.first:
             self.parts.append(self.parts.pop().plus(part))
             return
         if len(self.parts) == 2 and self.parts[0].first == 0:
             self.parts = [self.parts[0].plus(self.parts[1])]
-        self.parts.append(part)
+        self.parts.append(PartialSum.of(part) if isinstance(part, Piece) else part)
 
     def moments(self) -> Moments:
         """Those of all that was added, at least one piece; nothing can be added any more."""
-        total = reduce(PartialSum.plus, self.parts)
-        tokens, shift = total.tokens, total.drift
-        shift = None if shift is None else shift.div_(tokens)
-        return Moments(total.second.div_(tokens), tokens, shift, total.largest)
+        total = self.parts.pop(0)
+        while self.parts:
+            total = total.plus(self.parts.pop(0))
+        return total.moments()
 
 
 def gram(inputs: torch.Tensor) -> torch.Tensor:
     """X^T X of inputs [T, K], float32, exactly symmetric. Products of 16-bit inputs are exact."""
     columns = inputs.shape[1]
-    wide = _widened(inputs)
-    out = torch.empty(columns, columns, device=inputs.device)
-    most = TILE[inputs.device.type]
-    for start in range(0, columns, most):
-        stop = min(start + most, columns)
-        strip = _product(wide[:, start:stop], wide[:, start:])
-        out[start:stop, start:] = strip
-        out[stop:, start:stop] = strip[:, stop - start :].T
+    second = torch.zeros(_strip_entries(columns, inputs.device), device=inputs.device)
+    _add_gram(second, _widened(inputs))
+    return _mirrored(second, columns)
+
+
+def _add_gram(second: torch.Tensor, wide: torch.Tensor) -> None:
+    """Add X^T X of widened inputs [T, K] to its strips."""
+    for at, strip in _strips(second, wide.shape[1]):
+        strip.add_(_product(wide[:, at : at + len(strip)], wide[:, at:]))
+
+
+def _strips(second: torch.Tensor, columns: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rows of a symmetric matrix [K, K] from their tile on the diagonal to the right, [n, K - at], some at a
+    time with the number of the first; they are in `second`, one after the other.
+    """
+    most, start = TILE[second.device.type], 0
+    for at in range(0, columns, most):
+        shape = (min(most, columns - at), columns - at)
+        yield at, second[start : start + shape[0] * shape[1]].view(shape)
+        start += shape[0] * shape[1]
+
+
+def _strip_entries(columns: int, device: torch.device) -> int:
+    """The entries of all strips of a matrix [K, K]."""
+    most = TILE[device.type]
+    return sum(min(most, columns - at) * (columns - at) for at in range(0, columns, most))
+
+
+def _mirrored(second: torch.Tensor, columns: int) -> torch.Tensor:
+    """The whole symmetric matrix [K, K] of its strips."""
+    out = torch.empty(columns, columns, device=second.device)
+    for at, strip in _strips(second, columns):
+        stop = at + len(strip)
+        out[at:stop, stop:] = strip[:, stop - at :]
+        out[stop:, at:stop] = strip[:, stop - at :].T
         # The product of a tile with itself need not be symmetric to the last bit.
-        tile = strip[:, : stop - start]
-        out[start:stop, start:stop] = torch.triu(tile) + torch.triu(tile, 1).T
+        tile = strip[:, : stop - at]
+        out[at:stop, at:stop] = torch.triu(tile) + torch.triu(tile, 1).T
     return out
 
 
@@ -178,8 +251,17 @@ def largest(inputs: torch.Tensor) -> torch.Tensor:
 
 def drift(exact: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """(F - X)^T X of the original's inputs F and the quantized model's X, both [T, K]: float32 [K, K]."""
-    wide = _widened(inputs)
-    return _product(_widened(exact) - wide, wide)
+    columns = inputs.shape[1]
+    total = torch.zeros(columns, columns, device=inputs.device)
+    _add_drift(total, exact, _widened(inputs))
+    return total
+
+
+def _add_drift(total: torch.Tensor, exact: torch.Tensor, wide: torch.Tensor) -> None:
+    """Add `drift` of widened inputs [T, K] to a sum of it."""
+    for at in range(0, len(total), DRIFT_ROWS):
+        columns = slice(at, at + DRIFT_ROWS)
+        total[columns].add_(_product(_widened(exact[:, columns]) - wide[:, columns], wide))
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,38 +336,81 @@ def _coupling(panels: list[torch.Tensor]) -> torch.Tensor:
     """`Factor.coupling` of the factor of H in panels, which are used up."""
     columns = panels[-1].shape[1]
     diagonal = torch.cat([panel.diagonal(panel.shape[1] - len(panel)) for panel in panels])
-    found = torch.zeros(columns, columns, device=diagonal.device)
+    units = []
+    # All in half the memory before there is any for the whole.
     while panels:
-        panel = panels.pop()
-        stop = panel.shape[1]
-        unit = panel.div_(diagonal[:stop]).float()
-        found[columns - stop : columns - stop + len(panel), columns - stop :] = unit.flip(0, 1)
+        units.append((panels[-1].div_(diagonal[: panels[-1].shape[1]])).float())
+        panels.pop()
+    found = torch.zeros(columns, columns, device=diagonal.device)
+    for unit in units:
+        at = columns - unit.shape[1]
+        found[at : at + len(unit), at:] = unit.flip(0, 1)
     return found.triu_(1)
 
 
-def damped(second: torch.Tensor, damping: float) -> torch.Tensor:
-    """H with `damping` times the mean of its diagonal added there."""
-    result = second.clone()
-    result.diagonal().add_(damping * second.diagonal().mean())
-    return result
+@dataclass(frozen=True, eq=False)
+class Damped:
+    """H [K, K] float32 with `added` on its diagonal: parts of it are made where they are needed."""
+
+    second: torch.Tensor
+    added: torch.Tensor
+
+    @classmethod
+    def of(cls, second: torch.Tensor, damping: float) -> "Damped":
+        """H with `damping` times the mean of its diagonal added there."""
+        return cls(second, damping * second.diagonal().mean())
+
+    def columns(self, span: slice) -> torch.Tensor:
+        """Columns of it, [K, n]."""
+        found = self.second[:, span].clone()
+        found[span].diagonal().add_(self.added)
+        return found
+
+    def ordered(self, order: torch.Tensor, span: slice) -> torch.Tensor:
+        """Rows of it with both dimensions in `order` (int64 [K]): [n, K]."""
+        found = self.second.index_select(0, order[span]).index_select(1, order)
+        found[:, span].diagonal().add_(self.added)
+        return found
 
 
-def correction(moments: Moments, damping: float, strength: float = CORRECTION) -> torch.Tensor | None:
-    """P float32 [K, K] such that W + W P makes good for the drift; None without drift or if H is singular."""
-    if moments.drift is None:
+def correction_(moments: Moments, strength: float = CORRECTION) -> torch.Tensor | None:
+    """P float32 [K, K] such that W + W P makes good for the drift, in whose memory it is.
+
+    None without drift, or if H is singular whatever of `DAMPINGS` is added to it.
+    """
+    total = moments.drift
+    if total is None:
         return None
-    lower = moments.second.double()
-    lower.diagonal().add_(damping * lower.diagonal().mean())
-    panels = torch.split(lower, CHOLESKY_COLUMNS)
-    if not cholesky_([panel[:, : at * CHOLESKY_COLUMNS + len(panel)] for at, panel in enumerate(panels)]):
+    natural = torch.arange(len(total), device=total.device)
+    for damping in DAMPINGS:
+        panels = _panels(moments.second, natural, damping)
+        if cholesky_(panels):
+            break
+    else:
         return None
-    found = torch.empty_like(moments.drift)
-    for rows in range(0, len(found), CHOLESKY_COLUMNS):
-        block = slice(rows, rows + CHOLESKY_COLUMNS)
+    for at in range(0, len(total), CORRECTION_ROWS):
+        rows = total[at : at + CORRECTION_ROWS]
         # D H^-1 is the transpose of H^-1 D^T = L^-T L^-1 D^T.
-        solved = torch.linalg.solve_triangular(lower, moments.drift[block].double().T, upper=False)
-        found[block] = torch.linalg.solve_triangular(lower.T, solved, upper=True).T.mul_(strength)
-    return found
+        solved = rows.double().T.contiguous()
+        _divide_(solved, panels)
+        rows.copy_(solved.T.mul_(strength))
+    return total
+
+
+def _divide_(columns: torch.Tensor, panels: Sequence[torch.Tensor]) -> None:
+    """Replace columns [K, n] by L^-T L^-1 of them, of the lower triangle L in panels."""
+    for panel in panels:
+        at, stop = panel.shape[1] - len(panel), panel.shape[1]
+        rows = columns[at:stop]
+        if at:
+            rows.sub_(panel[:, :at] @ columns[:at])
+        rows.copy_(torch.linalg.solve_triangular(panel[:, at:], rows, upper=False))
+    for panel in reversed(panels):
+        at, stop = panel.shape[1] - len(panel), panel.shape[1]
+        rows = columns[at:stop]
+        rows.copy_(torch.linalg.solve_triangular(panel[:, at:].T, rows, upper=True))
+        if at:
+            columns[:at].sub_(panel[:, :at].T @ rows)
 
 
 def check_finite(inputs: torch.Tensor, name: str) -> None:

@@ -30,11 +30,13 @@ from typing import NamedTuple
 import torch
 
 from quantkit.calibrate.grids import nearest, rounded_scale
-from quantkit.calibrate.moments import Factor
+from quantkit.calibrate.moments import Damped, Factor
 from quantkit.packing.schemes import Scheme
 
 #: Columns whose targets are computed together from the errors before them, by one matrix product.
 BLOCK = 128
+#: Columns of H that outputs are computed with at a time.
+PRODUCT_COLUMNS = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +72,9 @@ def round_nearest(rows: Rows) -> Rounded:
     return Rounded(values, rows.scale, rows.weights - values * scale)
 
 
-def round_refitted(rows: Rows, second: torch.Tensor) -> Rounded:
+def round_refitted(rows: Rows, second: Damped) -> Rounded:
     """Every weight to its nearest value, and scales refitted to the outputs; twice, where that is better for
     a row.
-
-    `second` is H, damped.
     """
     first = refit_scales(rows, round_nearest(rows), second)
     moved = Rows(rows.weights, first.scale, rows.zero_point, rows.scheme)
@@ -87,43 +87,55 @@ def round_refitted(rows: Rows, second: torch.Tensor) -> Rounded:
     )
 
 
-def _output_error(rounded: Rounded, second: torch.Tensor) -> torch.Tensor:
+def _output_error(rounded: Rounded, second: Damped) -> torch.Tensor:
     """float64 [n, 1]."""
-    return (rounded.errors @ second).double().mul_(rounded.errors).sum(1, keepdim=True)
+    columns = rounded.errors.shape[1]
+    spans = (slice(at, min(at + PRODUCT_COLUMNS, columns)) for at in range(0, columns, PRODUCT_COLUMNS))
+    products = torch.cat([rounded.errors @ second.columns(span) for span in spans], 1)
+    return products.double().mul_(rounded.errors).sum(1, keepdim=True)
 
 
 def compensate(rows: Rows, factor: Factor) -> Rounded:
     """GPTQ: each column rounded at its weight plus what the errors of the columns before it ask for."""
     start = Rounded(torch.zeros_like(rows.weights), rows.scale, torch.zeros_like(rows.weights))
-    return _sweep(rows, start, factor.coupling, factor.order)
+    _sweep(rows, start, lambda span: factor.coupling[:, span].T, factor.order)
+    return start
 
 
-def polish(rows: Rows, start: Rounded, second: torch.Tensor, order: torch.Tensor, sweeps: int) -> Rounded:
-    """`start` after so many rounds of scales and codes by coordinate descent on `second`, H damped.
+def polish(rows: Rows, start: Rounded, second: Damped, order: torch.Tensor, sweeps: int) -> Rounded:
+    """`start` after so many rounds of scales and codes by coordinate descent; its memory is used.
 
     Columns are taken in `order` (int64 [K]). Scales stay exact in the scale dtype.
     """
-    coupling = second.index_select(0, order).index_select(1, order)
-    coupling.div_(coupling.diagonal().clone()).fill_diagonal_(0.0)
+
+    def coupling(span: slice) -> torch.Tensor:
+        found = second.ordered(order, span)
+        own = found[:, span].diagonal()
+        found.div_(own.clone()[:, None])
+        own.zero_()
+        return found
+
     for _ in range(sweeps):
-        start = _sweep(rows, refit_scales(rows, start, second), coupling, order)
+        start = refit_scales(rows, start, second)
+        _sweep(rows, start, coupling, order)
     return refit_scales(rows, start, second) if sweeps else start
 
 
-def refit_scales(rows: Rows, start: Rounded, second: torch.Tensor) -> Rounded:
-    """The codes of `start` with the scale of each group refitted, one group after the other.
+def refit_scales(rows: Rows, start: Rounded, second: Damped) -> Rounded:
+    """The codes of `start` with the scale of each group refitted, one group after the other; its memory is
+    used for values and errors.
 
     A scale moves only where that lowers the error of the outputs as it is stored, and never to zero.
     """
-    scale, errors, values = start.scale.clone(), start.errors.clone(), start.values
+    scale, errors, values = start.scale.clone(), start.errors, start.values
     columns = values.shape[1]
     size = rows.scheme.group_columns(columns)
     for group, at in enumerate(range(0, columns, size)):
         span = slice(at, min(at + size, columns))
         v, old = values[:, span], scale[:, group, None]
-        own = second[span, span]
-        pull = (errors @ second[:, span] * v).sum(1, keepdim=True)
-        weight = (v @ own * v).sum(1, keepdim=True)
+        seen = second.columns(span)
+        pull = (errors @ seen * v).sum(1, keepdim=True)
+        weight = (v @ seen[span] * v).sum(1, keepdim=True)
         fitted = rounded_scale(torch.where(weight > 0, old + pull / weight, old), rows.scheme)
         step = fitted - old
         # What the error changes by when the scale moves by `step`.
@@ -134,35 +146,38 @@ def refit_scales(rows: Rows, start: Rounded, second: torch.Tensor) -> Rounded:
     return Rounded(values, scale, errors)
 
 
-def _sweep(rows: Rows, start: Rounded, coupling: torch.Tensor, order: torch.Tensor) -> Rounded:
-    """Round each column once, in `order`, at its weight plus the errors of the others times its `coupling`.
+def _sweep(
+    rows: Rows, rounded: Rounded, coupling: Callable[[slice], torch.Tensor], order: torch.Tensor
+) -> None:
+    """Round each column once, in `order`, at its weight plus the errors of the others times its coupling.
 
-    `coupling` [K, K] has both dimensions in that order and a zero diagonal.
+    `coupling` gives that of some columns in that order as rows [c, K], with zeros on its diagonal. Values and
+    errors of `rounded` are replaced.
     """
+    size = rows.scheme.group_columns(len(order))
     # Columns become rows, so that each is contiguous.
-    weights, scale = (t.index_select(1, order).T.contiguous() for t in (rows.weights, rows.wide(start.scale)))
-    zero = None
-    if rows.zero_point is not None:
-        zero = rows.wide(rows.zero_point).index_select(1, order).T.contiguous()
-    errors = start.errors.index_select(1, order).T.contiguous()
+    weights, errors = (t.index_select(1, order).T.contiguous() for t in (rows.weights, rounded.errors))
     values = torch.empty_like(weights)
     round_columns: Callable[[Columns, Scheme], torch.Tensor] = _one_by_one
     for at in range(0, len(order), BLOCK):
         block = slice(at, min(at + BLOCK, len(order)))
+        groups, coupled = order[block] // size, coupling(block)
+        scale = rounded.scale.index_select(1, groups).T.contiguous()
         columns = Columns(
-            torch.addmm(weights[block], coupling[:, block].T, errors),
+            torch.addmm(weights[block], coupled, errors),
             weights[block],
-            scale[block],
-            None if zero is None else zero[block],
+            scale,
+            None if rows.zero_point is None else rows.zero_point.index_select(1, groups).T.contiguous(),
             errors[block],
-            coupling[block, block],
+            coupled[:, block].T,
         )
         if at == 0 and weights.is_cuda:
             round_columns = _Captured(columns, rows.scheme)
         values[block] = round_columns(columns, rows.scheme)
-        errors[block] = weights[block] - values[block] * scale[block]
+        errors[block] = weights[block] - values[block] * scale
     back = torch.argsort(order)
-    return Rounded(values.T[:, back].contiguous(), start.scale, errors.T[:, back].contiguous())
+    rounded.values.copy_(values.index_select(0, back).T)
+    rounded.errors.copy_(errors.index_select(0, back).T)
 
 
 class Columns(NamedTuple):

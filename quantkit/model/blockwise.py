@@ -43,14 +43,16 @@ from quantkit.model.memory import free_memory
 from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
 from quantkit.model.routed import Routed, coverage, quantize_experts
-from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_sum, packed_of
+from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_piece, packed_of
 from quantkit.model.work_files import WorkFile, WorkFiles
 from quantkit.packing.schemes import Scheme
 from quantkit.progress import Advance
 
-#: Samples that go through a block at a time at most, by device, and their tokens.
+#: Samples that go through a block at a time at most, by device, their tokens, and the features of those where
+#: a linear has the most: an MLP has several tensors of so many.
 BATCH = {"cpu": 4, "cuda": 8}
 BATCH_TOKENS = 8192
+BATCH_FEATURES = 1 << 27
 #: So many where rounding is learned: a CPU's cores each see a micro-batch in every step.
 LEARNING_BATCH = {"cpu": 1, "cuda": 8}
 #: Seconds after which hidden states are stored again: what an interrupted run has at most to compute anew.
@@ -105,7 +107,10 @@ def quantize_blocks(
         return
     count, length = samples.tokens.shape
     most = LEARNING_BATCH if any(block.learns for block in blocks) else BATCH
-    size = micro_batch(count, max(1, min(most[decoder.device.type], BATCH_TOKENS // length)))
+    shapes = [task.source.shape for block in blocks if not block.is_head for task in block.tasks.values()]
+    widest = max((max(shape) for shape in shapes), default=1)
+    tokens = min(BATCH_TOKENS, BATCH_FEATURES // widest)
+    size = micro_batch(count, max(1, min(most[decoder.device.type], tokens // length)))
     batches = torch.split(samples.tokens, size)
     runs_of_all = [run_of(at, len(batches)) for at in range(len(batches))]
     share = [at for at, run in enumerate(runs_of_all) if run in ranks.share(runs_of_all[-1] + 1)]
@@ -460,7 +465,7 @@ class _Worker:
                 forwards.visit(
                     lane,
                     lambda name, inputs: found.append(
-                        named_sum(f"{block.name}.{name}", states.runs[lane], inputs, find_largest=True)
+                        named_piece(f"{block.name}.{name}", states.runs[lane], inputs, find_largest=True)
                     ),
                 )
                 return found

@@ -5,7 +5,7 @@ Nothing moves to the CPU by itself: its sums have another order, and a run write
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -43,31 +43,33 @@ def free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def in_pieces(function: Callable[[torch.Tensor], T], rows: torch.Tensor, what: str) -> list[T]:
-    """`function` of rows [n, K], or in their order of as many at a time as a GPU has memory for.
+def in_pieces(function: Callable[..., T], rows: Sequence[torch.Tensor], what: str) -> list[T]:
+    """`function` of rows, each argument [n, K], or in their order of as many at a time as a GPU has memory
+    for.
 
     `EnvironmentProblem` about `what` where that is not even one row.
     """
     try:
-        return [function(rows)]
+        return [function(*rows)]
     except torch.OutOfMemoryError as error:
         needed = _figures(error)
-        if len(rows) == 1:
+        if len(rows[0]) == 1:
             raise _too_little(f"{what}, even one row at a time", needed, RUN_AGAIN) from error
     # Not in the handler: what it handles keeps the tensors of the attempt alive.
     torch.cuda.empty_cache()
-    half = (len(rows) + 1) // 2
+    half = (len(rows[0]) + 1) // 2
     if half not in _said:
         _said.add(half)
         logger.warning(
             "%s: the GPU has too little memory for %d rows at a time (%s), so %d are tried; it takes longer. "
             "Free memory on it to avoid that.",
             what,
-            len(rows),
+            len(rows[0]),
             needed,
             half,
         )
-    return [done for part in torch.split(rows, half) for done in in_pieces(function, part, what)]
+    parts = zip(*(torch.split(of_one, half) for of_one in rows), strict=True)
+    return [done for part in parts for done in in_pieces(function, part, what)]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.calibrate.calibrated import CalibratedRows, Inputs, chunk_rows, quantize_calibrated_rows
 from quantkit.calibrate.methods import Method, packed_rows, quantize_rows
-from quantkit.calibrate.moments import Moments, PartialSum, RunSum, check_finite, run_of
+from quantkit.calibrate.moments import Moments, PartialSum, Piece, RunSum, check_finite, run_of
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
@@ -25,8 +25,8 @@ from quantkit.packing.tensor import PackedTensor
 ReadInputs = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-#: Sums over a piece of the inputs of the linear with this name.
-Named = tuple[str, PartialSum]
+#: A piece of the inputs of the linear with this name.
+Named = tuple[str, Piece]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,29 +53,41 @@ class Solver:
             for name, reads in pieces.items()
             for at, read in enumerate(reads)
         ]
-        return {name: found.moments() for name, found in self._sums(_partial_sum, jobs).items()}
+        return {name: found.moments() for name, found in self._sums(_read_piece, jobs).items()}
 
     def moments_of_all(
         self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]
     ) -> dict[str, Moments]:
         """The moments by name of what `function` finds for the `items` of all ranks, each with its own."""
-        mine = self._sums(function, items)
+        sums = self._sums_of_all(self._sums(function, items))
+        return {name: found.moments() for name, found in sums.items()}
+
+    def _sums_of_all(self, mine: Mapping[str, RunSum]) -> dict[str, RunSum]:
+        """What all ranks have summed; the memory of `mine` is used."""
         records = [_record(name, part) for name, found in mine.items() for part in found.parts]
         sums: dict[str, RunSum] = {}
         for record in self.ranks.each(records, self.device):
-            name, first, last, tokens = record.facts
-            sums.setdefault(name, RunSum()).add(PartialSum(first, last, tokens, **record.tensors))
-        return {name: found.moments() for name, found in sums.items()}
+            name, first, last, tokens, columns = record.facts
+            sums.setdefault(name, RunSum()).add(PartialSum(first, last, tokens, columns, **record.tensors))
+        return sums
 
     def _sums(self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]) -> dict[str, RunSum]:
         sums: dict[str, RunSum] = {}
 
-        def add(parts: Sequence[Named]) -> None:
+        def add(parts: Sequence[tuple[str, PartialSum | Piece]]) -> None:
             for name, part in parts:
                 sums.setdefault(name, RunSum()).add(part)
 
-        # A function, as a loop would keep what was added until it has the next: a sum more in memory.
-        for _ in map(add, self.in_order(function, items)):
+        # What one lane finds comes in order, and needs no memory of its own. Several multiply at a time.
+        if self.lanes == 1:
+            done = self.in_order(lambda item: add(function(item)), items)
+        else:
+            found = self.in_order(
+                lambda item: [(name, PartialSum.of(piece)) for name, piece in function(item)], items
+            )
+            # A function, as a loop would keep what was added until it has the next: a sum more in memory.
+            done = map(add, found)
+        for _ in done:
             pass
         return sums
 
@@ -91,8 +103,10 @@ class Solver:
     def prepare(
         self, moments: Mapping[str, Moments], methods: Mapping[str, Sequence[Method]]
     ) -> dict[str, Inputs]:
-        """What the `methods` of the linears that have these moments, by the same names, make of them."""
-        found = self.workers.map(lambda name: Inputs.prepare(moments[name], methods[name]), moments)
+        """What the `methods` of the linears that have these moments, by the same names, make of them: all
+        that targets take. The drifts are used up.
+        """
+        found = self.workers.map(lambda name: Inputs.corrected(moments[name], methods[name]), moments)
         return dict(zip(moments, found, strict=True))
 
     def solve(self, tasks: Mapping[str, Task], inputs: Mapping[str, Inputs]) -> "dict[str, Quantized]":
@@ -103,6 +117,11 @@ class Solver:
             for name, task in tasks.items()
         }
         parameters = {name: fit.result() for name, fit in fits.items()}
+        pieces = {
+            name: self._pieces(weights[name], task.method, inputs.get(name)) for name, task in tasks.items()
+        }
+        # Once for all linears that have an input.
+        list(self.workers.map(Inputs.factorize, dict.fromkeys(inputs.values())))
         chunks = {
             name: [
                 self.workers.submit(
@@ -111,7 +130,7 @@ class Solver:
                     rows,
                     repr(task.source.name),
                 )
-                for rows in self._chunks(weights[name])
+                for rows in pieces[name]
             ]
             for name, task in tasks.items()
         }
@@ -125,6 +144,17 @@ class Solver:
             for name, task in tasks.items()
         }
 
+    def _pieces(
+        self, weight: torch.Tensor, method: Method | None, inputs: Inputs | None
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Rows of a weight some at a time, and their targets, where those are others."""
+        assert method is not None
+        chunks = self._chunks(weight)
+        if inputs is None or not (inputs.corrects and method.corrects):
+            return [(rows,) for rows in chunks]
+        targets = self.workers.map(lambda rows: inputs.target(rows.to(torch.float32), method), chunks)
+        return list(zip(chunks, targets, strict=True))
+
     def solve_alike(
         self, name: str, tasks: Mapping[str, Task], share: Sequence[tuple[int, ReadInputs]]
     ) -> "dict[str, Quantized]":
@@ -132,7 +162,7 @@ class Solver:
         their runs.
         """
         jobs = [(name, run, read) for run, read in share]
-        moments = self.moments_of_all(_partial_sum, jobs)
+        moments = self.moments_of_all(_read_piece, jobs)
 
         learning = [task for task in tasks.values() if task.method is not None and task.method.learns]
         self.seen.update({task.source.name: replace(moments[name], drift=None) for task in learning})
@@ -198,7 +228,7 @@ class Solver:
             raise FormatError(f"{task.source.name!r}: {error}") from error
 
 
-def named_sum(
+def named_piece(
     name: str,
     run: int,
     inputs: torch.Tensor,
@@ -206,33 +236,38 @@ def named_sum(
     *,
     find_largest: bool = False,
 ) -> Named:
-    """Sums over a piece of inputs [T, K] in this run; `FormatError` if one of them is NaN or infinite.
+    """A piece of inputs [T, K] in this run; `FormatError` if one of them is NaN or infinite.
 
     Only scalings ask for the largest magnitudes.
     """
     check_finite(inputs, name)
-    return name, PartialSum.of(run, inputs, original, find_largest=find_largest)
+    return name, Piece(run, inputs, original, find_largest)
 
 
-def _partial_sum(job: tuple[str, int, ReadInputs]) -> list[Named]:
+def _read_piece(job: tuple[str, int, ReadInputs]) -> list[Named]:
     name, run, read = job
-    return [named_sum(name, run, *read())]
+    return [named_piece(name, run, *read())]
 
 
 def _record(name: str, part: PartialSum) -> Record:
     tensors = {"second": part.second, "largest": part.largest, "drift": part.drift}
     given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    return Record(given, [name, part.first, part.last, part.tokens])
+    return Record(given, [name, part.first, part.last, part.tokens, part.columns])
 
 
 def _rows(
-    rows: torch.Tensor, task: Task, parameters: TensorParameters, inputs: Inputs | None
+    rows: torch.Tensor,
+    target: torch.Tensor | None = None,
+    *,
+    task: Task,
+    parameters: TensorParameters,
+    inputs: Inputs | None,
 ) -> CalibratedRows:
     assert task.scheme is not None and task.method is not None
     try:
         if inputs is None:
             return CalibratedRows(quantize_rows(rows, task.scheme, task.method, parameters), 0.0, 0.0)
-        return quantize_calibrated_rows(rows, task.scheme, task.method, parameters, inputs)
+        return quantize_calibrated_rows(rows, task.scheme, task.method, parameters, inputs, target)
     except FormatError as error:
         raise FormatError(f"{task.source.name!r}: {error}") from error
 

@@ -195,7 +195,7 @@ def _quantize_rows(
         pieces = [
             piece
             for rows in torch.split(weights, _piece_rows(weights.shape[1], device))
-            for piece in in_pieces(quantized, rows, repr(task.source.name))
+            for piece in in_pieces(quantized, [rows], repr(task.source.name))
         ]
     except FormatError as error:
         raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error

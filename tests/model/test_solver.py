@@ -1,0 +1,59 @@
+"""Linears whose inputs are known: what quantizing them holds at a time."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.calibrate import grids, moments
+from quantkit.calibrate.methods import METHODS
+from quantkit.model.ranks import Ranks
+from quantkit.model.solver import Solver
+from quantkit.packing.schemes import scheme
+
+from ..live_bytes import LiveBytes
+
+ROWS, COLUMNS, PIECES = 8, 512, 24
+
+
+class AtOnce:
+    """Workers that do a job where it is submitted, so that `LiveBytes` sees it."""
+
+    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments))
+        return done
+
+    def map(self, function: Any, *items: Any) -> Any:
+        return iter([function(*arguments) for arguments in zip(*items, strict=True)])
+
+
+@pytest.mark.parametrize(("method", "least", "most"), [("gptq", 2.5, 2.8), ("best", 3.0, 3.4)])
+def test_a_linear_holds_few_matrices_of_its_inputs(monkeypatch, method, least, most):
+    """GPTQ H and, while it is factored, the lower triangle in float64 as float32 and the factor. With drift
+    two sums of it and two halves of H, or H, the drift and the triangle in float64.
+    """
+    monkeypatch.setitem(moments.TILE, "cpu", 16)
+    monkeypatch.setitem(grids.HISTOGRAM_CELLS, "cpu", 1 << 12)
+    for name in ("CHOLESKY_COLUMNS", "CORRECTION_ROWS", "DRIFT_ROWS"):
+        monkeypatch.setattr(moments, name, 16)
+    generator = torch.Generator().manual_seed(0)
+    weight, *pieces = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(1 + PIECES))
+    solver = Solver(lambda _: weight, torch.device("cpu"), AtOnce(), 1, Ranks())
+    task = SimpleNamespace(
+        source=SimpleNamespace(name="down", shape=(ROWS, COLUMNS)),
+        scheme=scheme("int4", group_size=32),
+        method=METHODS[method],
+        beside=(),
+    )
+
+    def read(at: int) -> Any:
+        return pieces[at], 1.1 * pieces[at] if METHODS[method].corrects else None
+
+    share = [(moments.run_of(at, PIECES), lambda at=at: read(at)) for at in range(PIECES)]
+    with LiveBytes() as live:
+        found = solver.solve_alike("down", {"down": task}, share)
+    assert found["down"].detail["output"][0] < 0.1 * found["down"].detail["output"][1]
+    assert least < live.most / (4 * COLUMNS**2) < most

@@ -169,7 +169,8 @@ def test_graphs_are_few_and_let_caches_go(model: Any, recorded: list[int]) -> No
         lambda model: model.to(torch.float64).to(torch.float32),
         lambda model: model.model.layers[0].self_attn.q_proj._layouts.update({"another": LAYOUT}),
         lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[1].mlp)),
-        lambda model: model.set_attn_implementation("eager"),
+        # Masks of "eager" are made of numbers of the host, which no graph takes.
+        lambda model: model.set_attn_implementation("eager" if DEVICE == "cpu" else "sdpa"),
     ],
     ids=["moved", "layouts", "module", "attention"],
 )
@@ -195,7 +196,9 @@ def test_a_config_may_ask_for_more_than_logits(model: Any, recorded: list[int]) 
         for _ in range(2):
             output = graphed(input_ids=ids()[:, :1], past_key_values=cache)
             assert ("hidden_states" in output) == asked
-    assert len(recorded) == 3 and list(graphed.refused) == ["the model returns hidden_states"]
+    # A GPU sees that before it records, as it traces first.
+    assert len(recorded) == (3 if DEVICE == "cpu" else 2)
+    assert list(graphed.refused) == ["the model returns hidden_states"]
 
 
 def test_what_cannot_be_recorded_runs_and_is_said_once(

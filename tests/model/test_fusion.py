@@ -572,6 +572,6 @@ def test_a_packed_model(modules: list[Any], tmp_path: Path) -> None:
     (module,) = modules
     layers = model.config.num_hidden_layers
     found = calls(module)
-    # A GPU has one launch for q, k and v, and one for gate and up, where their layouts are joined.
-    assert found["linear.default"] in (7 * layers, 4 * layers)
+    # A GPU has one launch for q, k and v, and one for gate and up, where their layouts can be joined.
+    assert found["linear.default"] in (7 * layers, 5 * layers, 4 * layers)
     assert [found[name] for name in ("add_norm", "rotate_append", "gate")] == [2 * layers, layers, layers]

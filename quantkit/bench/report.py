@@ -27,7 +27,8 @@ _WORDS = frozenset({"model", "mode", "format"})
 
 _SPEED_RULES = (
     "Greedy decoding with transformers' own forward and static cache, which is made long enough for the "
-    "prompt and the new tokens; the host waits for every token, as one that streams text does.",
+    "prompt and the new tokens; the host gets every token, as one that streams text does, while a GPU runs "
+    "the next step.",
     "First token: from the prompt on the host to its first token on the host, prefill included. Between "
     "tokens: p50 and p99 over all tokens of all repetitions. Tokens/s: of all sequences of the batch "
     "together, the first token not counted.",

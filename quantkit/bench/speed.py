@@ -24,6 +24,7 @@ from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
 from quantkit.model.decoding import GraphedForward, plain_forward, static_cache
+from quantkit.model.deferred import HostCopy
 from quantkit.model.devices import pick_device
 from quantkit.model.generate import last_logits
 from quantkit.model.load import load, tokenize, tokenizer
@@ -294,7 +295,10 @@ def generate_timed(
     new_tokens: int,
     meter: EnergyMeter | None = None,
 ) -> Times:
-    """Generate `new_tokens` from an empty `cache`; the host waits for each token, and has it then."""
+    """Generate `new_tokens` from an empty `cache`, of each of which the host learns.
+
+    As `quantkit generate` does it: a GPU runs the next step while the host waits for a token.
+    """
     cache.reset()
     _wait(prompt.device)
     moments = [time.perf_counter()]
@@ -302,10 +306,14 @@ def generate_timed(
     tokens.tolist()
     moments.append(time.perf_counter())
     before = None if meter is None else meter.joules()
-    for _ in range(new_tokens - 1):
-        tokens = step(tokens)
-        tokens.tolist()
+    running = step(tokens)
+    for left in reversed(range(new_tokens - 1)):
+        answer = HostCopy(running)
+        ahead = step(running) if left and running.is_cuda else None
+        answer.get()
         moments.append(time.perf_counter())
+        if left:
+            running = step(running) if ahead is None else ahead
     after = None if meter is None else meter.joules()
     between = [later - earlier for earlier, later in pairwise(moments[1:])]
     used = after - before if after is not None and before is not None else 0.0

@@ -31,6 +31,7 @@ from quantkit.model.decoding import graph_decoding
 
 from .conftest import SOURCE
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CPU = torch.device("cpu")
 
 
@@ -40,8 +41,8 @@ def small_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_timed_is_greedy_generation(packed: Path) -> None:
-    model = quantkit.load(packed, device="cpu", dtype=torch.float32)
-    prompt = prompts_of(Settings(), packed, 512)(2, 9)
+    model = quantkit.load(packed, device=DEVICE, dtype=torch.float32)
+    prompt = prompts_of(Settings(), packed, 512)(2, 9).to(DEVICE)
     cache = StaticCache(config=model.config, max_cache_len=9 + 7)
     eager = greedy_step(model, cache)
     seen: list[torch.Tensor] = []

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ from quantkit.kernels.table import row_named
 from quantkit.kernels.tiles.search import Candidate, Unfit, Weight
 from quantkit.kernels.unpack import block_rows
 from quantkit.packing.tensor import PackedTensor
+from quantkit.signals import HeldSignals
 
 #: From so many rows of x on, a product takes so long that few weights exceed the L2 cache.
 MANY_ROWS, FEW_COPIES = 1024, 3
 #: Seconds after which compiling a candidate is given up.
 COMPILE_SECONDS = 120
+#: Seconds after which a signal is noticed meanwhile.
+CHECK_SECONDS = 0.5
 
 
 class GpuBench:
@@ -121,11 +125,13 @@ def gpu_target() -> Target:
 class CompilePool:
     """Compiles candidates in `jobs` processes, which share Triton's cache and use no GPU.
 
-    A compiler that crashes or does not end takes one candidate with it, and no other.
+    A compiler that crashes or does not end takes one candidate with it, and no other. A signal ends the block
+    at the next candidate that is asked for, or waited for.
     """
 
     def __init__(self, jobs: int, target: Target) -> None:
-        self._workers = [_Worker(target) for _ in range(jobs)]
+        self._signals = HeldSignals()
+        self._workers = [_Worker(target, self._signals) for _ in range(jobs)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -133,16 +139,23 @@ class CompilePool:
         self._futures: dict[tuple[Problem, Candidate], Future[str | None]] = {}
 
     def __enter__(self) -> "CompilePool":
+        self._signals.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.kill()
-        # Now none of them waits for a worker.
-        self._threads.shutdown()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for worker in self._workers:
+                worker.kill()
+            # Now none of them waits for a worker.
+            self._threads.shutdown()
+        finally:
+            self._signals.__exit__(kind, error, trace)
 
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
+        self._signals.check()
         job = (_same_kernel(problem, candidate), candidate)
         if job not in self._futures:
             self._futures[job] = self._threads.submit(self._run, *job)
@@ -170,8 +183,9 @@ def _same_kernel(problem: Problem, candidate: Candidate) -> Problem:
 class _Worker:
     """A process that compiles one candidate at a time, started when it is first needed."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, signals: HeldSignals) -> None:
         self._target = target
+        self._signals = signals
         self._process: Any = None
         self._connection: Connection | None = None
         self._killed = False
@@ -182,7 +196,7 @@ class _Worker:
         try:
             connection = self._connected()
             connection.send((problem, candidate))
-            if connection.poll(COMPILE_SECONDS):
+            if self._has_answered(connection):
                 reason: str | None = connection.recv()
                 return reason
             reason = f"compiling it takes more than {COMPILE_SECONDS} s"
@@ -192,6 +206,16 @@ class _Worker:
         self._process.kill()
         self._connection = None
         return reason
+
+    def _has_answered(self, connection: Connection) -> bool:
+        """Whether there is an answer in time; `Interrupted` once a signal is held."""
+        left: float = COMPILE_SECONDS
+        while not connection.poll(min(left, CHECK_SECONDS)):
+            self._signals.check()
+            left -= CHECK_SECONDS
+            if left <= 0:
+                return False
+        return True
 
     def kill(self) -> None:
         """End the process, also while it compiles."""

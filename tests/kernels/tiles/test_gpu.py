@@ -1,9 +1,12 @@
 """The parts of a search that touch kernels, as far as they need no GPU: checking results, and compiling."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -181,3 +184,27 @@ def test_the_end_of_a_search_ends_its_compilers(ask: Ask) -> None:
             pool.submit(ask(k=k), Candidate("dequantize"))
         processes = [worker._process for worker in pool._workers]
     assert not any(process.is_alive() for process in processes if process is not None)
+
+
+def _silent(connection: Connection, target: object) -> None:
+    """A compiler that never answers."""
+    connection.recv()
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("asked", ["while it waits", "before it asks"])
+def test_a_signal_ends_a_search_and_its_compilers(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.setattr(gpu_module, "_work", _silent)
+    with pytest.raises(KeyboardInterrupt), CompilePool(1, H200) as pool:
+        wait = pool.submit(ask(), Candidate("dequantize"))
+        while pool._workers[0]._process is None:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        if asked == "while it waits":
+            wait()
+        pool.submit(ask(k=256), Candidate("dequantize"))
+        pytest.fail("the signal was not noticed")
+    assert not pool._workers[0]._process.is_alive()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

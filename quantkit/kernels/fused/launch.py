@@ -18,9 +18,6 @@ from quantkit.packing.schemes import Scheme
 HOPPER_PROCESSORS = 132
 #: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
 RASTER = 8
-#: Rows of x of a program up to which it puts their columns in order itself, two by two: more copies, but no
-#: launch.
-UNORDERED = 32
 #: Outputs that a program of `combine` adds up.
 COMBINED = 512
 #: Numbers that a program which orders pairs has at a time: its pairs times the experts.
@@ -284,11 +281,10 @@ def _outputs(op: Operands) -> torch.Tensor:
 class _Tiles:
     """The launches of `tiled`, and the sizes of what they write; `m` is what the kernel is told of x.
 
-    `order` puts the columns of x in order; None where the kernel does. `combine` adds up what `rest` tiles,
-    those split by columns, have of each part; None where none is split.
+    `combine` adds up what `rest` tiles, those split by columns, have of each part; None where none is split.
     """
 
-    order: Launch | None
+    order: Launch
     kernel: Launch
     combine: Launch | None
     m: int
@@ -317,18 +313,15 @@ def _tiled(
     assert shape.steps % tile.split == 0 and (grouping is None or tile.split == 1), (shape, tile)
     known = constants(n, k, scheme, dtype, "ptx" in features)
     width = shape.spans * shape.span
-    slots = 1 if grouping is None else grouping.slots
-    order = None
-    if tile.m > UNORDERED or k % 2:
-        order = Launch(
-            order_columns,
-            (m if grouping is None else grouping.count, -(-width // 1024)),
-            **({"order": None} if grouping is None else {}),
-            SLOTS=slots,
-            HALVES=shape.group == 16,
-            BLOCK=1024,
-            **overlap(features),
-        )
+    order = Launch(
+        order_columns,
+        (m if grouping is None else grouping.count, -(-width // 1024)),
+        **({"order": None} if grouping is None else {}),
+        SLOTS=1 if grouping is None else grouping.slots,
+        HALVES=shape.group == 16,
+        BLOCK=1024,
+        **overlap(features),
+    )
     of_segment = 1 if grouping is None else -(-grouping.rows // tile.m)
     if grouping is not None:
         m = grouping.segments * of_segment * tile.m
@@ -352,8 +345,6 @@ def _tiled(
         HOLD=HOLD if tile.chains > 1 and "wgmma" in features else None,
         **_known_of(grouping),
         TILES_OF_SEGMENT=of_segment,
-        ORDERED=order is not None,
-        SLOTS=slots,
         PDL="overlap" in features,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -392,13 +383,11 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         op.grouping,
     )
     y = _outputs(op)
-    x = op.x
-    if run.order is not None:
-        x = _empty(op, y.shape[0], run.width)
-        run.order(op.x, x, k, run.width, *op.grouped[:1])
+    ordered = _empty(op, y.shape[0], run.width)
+    run.order(op.x, ordered, k, run.width, *op.grouped[:1])
     bias = y if op.bias is None else op.bias
     sums = y if run.rest == 0 else _empty(op, tile.split, run.rest, tile.m, tile.rows, dtype=torch.float32)
-    run.kernel(x, *op.layout, bias, y, sums, run.m, op.n, run.full, *op.grouped)
+    run.kernel(ordered, *op.layout, bias, y, sums, run.m, op.n, run.full, *op.grouped)
     if run.combine is not None:
         _, scale, _, factor, _ = op.layout
         run.combine(sums, scale, factor, bias, y, run.m, op.n, run.full)

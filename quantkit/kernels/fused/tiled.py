@@ -29,11 +29,9 @@ def tiled(
     RT: tl.constexpr, BM: tl.constexpr, CHAINS: tl.constexpr, SPLIT: tl.constexpr,
     SOME_WHOLE: tl.constexpr, STAGES: tl.constexpr, RASTER: tl.constexpr, HALF: tl.constexpr,
     WAIT: tl.constexpr, HOLD: tl.constexpr, TILES_OF_SEGMENT: tl.constexpr, MATRICES: tl.constexpr,
-    ORDERED: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`; not ORDERED, [M, K].
-
-    A chain has RT row tiles.
+    """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`. A chain has RT row tiles.
 
     The tiles from FULL on are divided by columns into SPLIT programs each, which write `sums`, float32
     [SPLIT, tiles, BM, rows]; without SOME_WHOLE, FULL is 0. Unless HALF is None, a step is summed in
@@ -77,8 +75,7 @@ def tiled(
         codes, scale, zero, factor, lut = of_matrix(
             codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
         )
-        if ORDERED:
-            x += first.to(tl.int64) * KP
+        x += first.to(tl.int64) * KP
         y += which * N
         order += first
     row_tiles = ()
@@ -91,23 +88,10 @@ def tiled(
         at = at + (codes + (spans * (TILES * 256))[:, :, None] + tl.arange(0, 256),)
         sums_of = sums_of + (tl.zeros((16 * RT, BM), tl.float32),)
     m = pm * BM + tl.arange(0, BM)
-    row = tl.minimum(m, M - 1).to(tl.int64)
-    if ORDERED:
-        column = tl.arange(0, COLUMNS)
-        xs = x + (row * KP)[None, :] + column[:, None]
-    else:
-        if segments is not None:
-            row = tl.load(order + row).to(tl.int64) // SLOTS
-        # Two columns in a row stay so, and are copied together.
-        column = tl.max_contiguous(tl.multiple_of(_source(tl.arange(0, COLUMNS), GROUP == 16), 2), 2)
-        xs = x + (row * K)[None, :] + column[:, None]
+    xs = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * KP + tl.arange(0, COLUMNS)[:, None]
     xs += begin * COLUMNS
     for i in tl.range(0, steps, num_stages=STAGES):
-        if ORDERED or K == KP:
-            columns = tl.load(xs)
-        else:
-            inside = (begin + i) * COLUMNS + column < K
-            columns = tl.load(xs, mask=inside[:, None], other=0.0)
+        columns = tl.load(xs)
         next_sums = ()
         next_at = ()
         for chain in tl.static_range(CHAINS):
@@ -257,16 +241,6 @@ def combine(
 
 
 @triton.jit
-def _source(to, HALVES: tl.constexpr):
-    """Which column of x comes to place `to` in the order of the fragments."""
-    # to = 16 p0 + 8 e1 + 2 t + e0 of its run
-    t = to // 2 % 4
-    p0 = to // 16 % 2
-    first = p0 * 16 + t * 4 if HALVES else t * 8 + p0 * 4
-    return to // 32 * 32 + first + to // 8 % 2 * 2 + to % 2
-
-
-@triton.jit
 def order_columns(
     x, out, K, KP, order, SLOTS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -283,7 +257,11 @@ def order_columns(
     if order is not None:
         row = tl.load(order + m).to(tl.int64) // SLOTS
     to = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = _source(to, HALVES)
+    # to = 16 p0 + 8 e1 + 2 t + e0 of its run
+    t = to // 2 % 4
+    p0 = to // 16 % 2
+    first = p0 * 16 + t * 4 if HALVES else t * 8 + p0 * 4
+    source = to // 32 * 32 + first + to // 8 % 2 * 2 + to % 2
     v = tl.load(x + row * K + source, mask=(source < K) & (to < KP), other=0.0)
     tl.store(out + m * KP + to, v, mask=to < KP)
 

@@ -25,7 +25,6 @@ from quantkit.kernels.fused.launch import (
     DENSE_WARPS,
     HOLD,
     RASTER,
-    UNORDERED,
     constants,
     half_unit,
     skinny_columns,
@@ -113,8 +112,7 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
         tile = replace(tile, split=1)
     half = half_unit(N, K, row) if case.kernel == "halves" else None
     known |= {"RT": tile.row_tiles, "BM": tile.m, "CHAINS": tile.chains, "SPLIT": tile.split}
-    known |= {"SOME_WHOLE": tile.at_once > 0, "TILES_OF_SEGMENT": 1, "SLOTS": 1}
-    known |= {"ORDERED": tile.m > UNORDERED}
+    known |= {"SOME_WHOLE": tile.at_once > 0, "TILES_OF_SEGMENT": 1}
     known |= {"WAIT": not amd and tile.chains == 1, "HOLD": HOLD if tile.chains > 1 else None}
     known |= {"STAGES": tile.stages, "RASTER": RASTER, "HALF": half, "PDL": 90 <= case.capability < 942}
     return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape, features))
@@ -232,21 +230,10 @@ def facts(case: Case) -> dict[str, Any]:
         "shared": built.metadata.shared,
         "limit": SHARED.get(case.capability, HOPPER_SHARED),
         "bound": found.bound,
-        "x_in_pairs": x_in_pairs(found),
     }
     return about | (
         amd_code(assembly, found) if case.capability == 942 else machine_code(built.asm["cubin"], found)
     )
-
-
-def x_in_pairs(found: Source) -> float:
-    """The part of all bytes of a step of tiles that are columns of x, copied two by two."""
-    known = found.constants
-    if known.get("ORDERED", True):
-        return 0.0
-    # Bytes of a column: 16 * TILES / PLANES are the bits of a code.
-    x, codes = 2 * known["BM"], 32 * known["RT"] * known["CHAINS"] * known["TILES"] / known["PLANES"]
-    return float(x / (x + codes))
 
 
 def per_weight(instructions: int, lanes: int, found: Source) -> float:

@@ -132,7 +132,7 @@ def test_on_hopper_kernels_are_what_makes_them_fast(compiled: Compiled, name: st
     assert found["spills"] == 0, (case, found)
     assert found["wgmma"] > 0 and found["wgmma_registers"] == found["wgmma"], (case, found)
     # Codes and x are copied 16 bytes at a time, past the registers; some scales 4 or 8.
-    assert found["wide_loads"] == 0 and found["x_in_pairs"] == 0, (case, found)
+    assert found["wide_loads"] == 0, (case, found)
     assert found["wide_copies"] >= 0.95, (case, found)
 
 
@@ -201,8 +201,7 @@ def test_with_experts_kernels_are_as_fast_as_with_one_weight(compiled: Compiled)
             continue
         assert_tiles_wait_for_products(case, found)
         assert found["wgmma"] > 0 and found["wgmma_registers"] == found["wgmma"], (case, found)
-        wide = 0.95 * (1 - found["x_in_pairs"])
-        assert found["wide_loads"] == 0 and found["wide_copies"] >= wide, (case, found)
+        assert found["wide_loads"] == 0 and found["wide_copies"] >= 0.95, (case, found)
 
 
 def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> None:

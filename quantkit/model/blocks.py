@@ -459,13 +459,16 @@ class Forwards:
         return tuple(one.reshape(-1, one.shape[-1]) for one in found)
 
     def visit(self, lane: int, see: Callable[[str, torch.Tensor], None]) -> None:
-        """Run micro-batch `lane` through all stages; `see(stage, its inputs [tokens, any])`."""
+        """Run micro-batch `lane` through all stages; `see(stage, its inputs [tokens, any])`.
+
+        These are copies: the block may change its own once the stage has read them.
+        """
         seen = 0
 
         def stop(at: int, inputs: tuple[torch.Tensor, ...]) -> None:
             nonlocal seen
             seen += 1
-            see(self._stops[at], inputs[0].reshape(-1, inputs[0].shape[-1]))
+            see(self._stops[at], inputs[0].reshape(-1, inputs[0].shape[-1]).clone())
             if seen == len(self._stops):
                 raise _Stopped(inputs)
 

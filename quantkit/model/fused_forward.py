@@ -93,10 +93,14 @@ def _difference(
 
 
 def _relative(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """The size of the difference of two tensors by the size of the first."""
+    """The size of the difference of two tensors by the size of the first.
+
+    What is infinite, or no number, in both alike is no difference: logits of what is never said, say.
+    """
     expected, found = expected.float(), found.float()
-    size: torch.Tensor = torch.linalg.vector_norm(expected)
-    difference: torch.Tensor = torch.linalg.vector_norm(found - expected)
+    same = (expected == found) | (expected.isnan() & found.isnan())
+    size: torch.Tensor = torch.linalg.vector_norm(expected.where(expected.isfinite(), 0.0))
+    difference: torch.Tensor = torch.linalg.vector_norm((found - expected).masked_fill(same, 0.0))
     return difference / size.clamp(min=torch.finfo(torch.float32).tiny)
 
 

@@ -139,11 +139,13 @@ class _Kind:
         solver = self._solver
         names = {expert: f"{block}.{next(iter(self._tasks[expert]))}" for expert in group}
         own = self._moments({names[expert]: (expert, self._routed.tokens(expert)) for expert in group})
-        everyone = self._everyone(names)
         moments = {
-            name: every.joined(own.get(name), PRIOR * self.features) for name, every in everyone.items()
+            name: every.joined(own.get(name), PRIOR * self.features)
+            for name, every in self._everyone(names).items()
         }
         inputs = solver.prepare(moments, {name: [self._method] for name in moments})
+        # Their drifts are the corrections, which are let go before the factors come.
+        moments.clear()
         tasks = {matrix: task for expert in group for matrix, task in self._tasks[expert].items()}
         owners = {matrix: names[expert] for expert in group for matrix in self._tasks[expert]}
         finished = solver.solve(tasks, {matrix: inputs[owner] for matrix, owner in owners.items()})

@@ -117,9 +117,7 @@ class Solver:
             for name, task in tasks.items()
         }
         parameters = {name: fit.result() for name, fit in fits.items()}
-        pieces = {
-            name: self._pieces(weights[name], task.method, inputs.get(name)) for name, task in tasks.items()
-        }
+        pieces = {name: self._pieces(weights[name], task, inputs.get(name)) for name, task in tasks.items()}
         # Once for all linears that have an input.
         list(self.workers.map(Inputs.factorize, dict.fromkeys(inputs.values())))
         chunks = {
@@ -145,15 +143,20 @@ class Solver:
         }
 
     def _pieces(
-        self, weight: torch.Tensor, method: Method | None, inputs: Inputs | None
+        self, weight: torch.Tensor, task: Task, inputs: Inputs | None
     ) -> list[tuple[torch.Tensor, ...]]:
         """Rows of a weight some at a time, and their targets, where those are others."""
+        method, chunks = task.method, self._chunks(weight)
         assert method is not None
-        chunks = self._chunks(weight)
         if inputs is None or not (inputs.corrects and method.corrects):
             return [(rows,) for rows in chunks]
-        targets = self.workers.map(lambda rows: inputs.target(rows.to(torch.float32), method), chunks)
-        return list(zip(chunks, targets, strict=True))
+
+        def with_target(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return rows, inputs.target(rows.to(torch.float32), method)
+
+        what = repr(task.source.name)
+        found = self.workers.map(lambda rows: in_pieces(with_target, [rows], what), chunks)
+        return [piece for pieces in found for piece in pieces]
 
     def solve_alike(
         self, name: str, tasks: Mapping[str, Task], share: Sequence[tuple[int, ReadInputs]]

@@ -235,6 +235,26 @@ def test_scaling_lowers_the_error_of_outputs_and_says_where_it_cannot(tmp_path, 
     assert noted == {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
 
 
+def test_what_a_block_does_to_inputs_that_it_has_read_does_not_matter(tmp_path, text, monkeypatch):
+    source = write(tmp_path)
+
+    def quantized(out: Path) -> dict[str, bytes]:
+        quantize(source, out, format="int3", group_size=32, method="awq", calibration=data(text))
+        return files_of(out)
+
+    expected = quantized(tmp_path / "apart")
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    own = attention.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found = own(self, hidden_states, *args, **options)
+        hidden_states.fill_(1.0)
+        return found
+
+    monkeypatch.setattr(attention, "forward", forward)
+    assert quantized(tmp_path / "over") == expected
+
+
 def test_another_seed_draws_other_samples(tmp_path, text):
     source = write(tmp_path)
     for seed in (0, 1):

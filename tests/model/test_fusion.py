@@ -1,6 +1,7 @@
 """What runs in fewer launches computes what the model does: in Triton's interpreter without a GPU."""
 
 import collections
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -534,6 +535,34 @@ def test_prompts_are_not_without_what_torch_does_not_see(
     prompts_are_right(model, [{"tokens": ids(1, seed=seed)} for seed in range(3)])
     assert len(prompts) == 1
     assert "prompts are recorded as they are, with more launches: something computes that" in caplog.text
+
+
+@pytest.mark.parametrize("never", [-math.inf, math.nan])
+def test_what_is_no_number_in_both_is_no_difference(
+    never: float, prompts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Logits of tokens that are never said, which some models make so."""
+    model = made("Llama", **OF_PROMPTS)
+    own = model.lm_head.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        logits = own(x)
+        return logits.masked_fill(torch.arange(logits.shape[-1], device=DEVICE) < 3, never)
+
+    model.lm_head.forward = forward
+    given = [{"tokens": ids(1, seed=seed)} for seed in range(3)]
+    expected = [prompt(model, **inputs) for inputs in given]
+    graph_decoding(model)
+    for inputs, whole in zip(given, expected, strict=True):
+        for one, other in zip(prompt(model, **inputs), whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert len(prompts) == 1 and "as they are" not in caplog.text
+
+
+@pytest.mark.parametrize(("one", "other"), [(math.inf, 1.0), (1.0, math.nan), (math.inf, -math.inf)])
+def test_what_is_no_number_in_one_is_a_difference(one: float, other: float) -> None:
+    found = fused_forward._relative(torch.tensor([1.0, one]), torch.tensor([1.0, other]))
+    assert not found <= fused_forward.MOST_DIFFERENCE
 
 
 @torch.no_grad()

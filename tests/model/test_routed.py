@@ -1,6 +1,7 @@
 """Experts with calibration data: whose tokens, what they become, and what is said of it."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quantkit.calibrate.calibrated import Inputs
 from quantkit.calibrate.moments import Moments
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, UsageError
@@ -90,6 +92,21 @@ def test_moments_are_those_of_a_loop_over_tokens(tmp_path, text, monkeypatch, fa
                 assert (moments.drift is None) == (method == "gptq")
                 if moments.drift is not None:
                     torch.testing.assert_close(moments.drift, shift, rtol=1e-3, atol=1e-4)
+
+
+def test_corrections_are_gone_before_there_are_factors(tmp_path, text, monkeypatch):
+    gone = []
+    factorize = Inputs.factorize
+
+    def watch(inputs: Inputs) -> None:
+        correction = weakref.ref(inputs.correction)
+        factorize(inputs)
+        gone.append(correction() is None)
+
+    monkeypatch.setattr(Inputs, "factorize", watch)
+    source = write(tmp_path, "mixtral")
+    quantize(source, tmp_path / "out", group_size=32, method="best", calibration=data(text, samples=2))
+    assert len(gone) >= 8 and all(gone)
 
 
 def loop_over_tokens(expert: int, chosen: Any, seen: Any, wanted: Any, everyone: int) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantkit.calibrate import grids, moments
+from quantkit.calibrate.calibrated import Inputs
 from quantkit.calibrate.methods import METHODS
 from quantkit.model.ranks import Ranks
 from quantkit.model.solver import Solver
@@ -57,3 +58,27 @@ def test_a_linear_holds_few_matrices_of_its_inputs(monkeypatch, method, least, m
         found = solver.solve_alike("down", {"down": task}, share)
     assert found["down"].detail["output"][0] < 0.1 * found["down"].detail["output"][1]
     assert least < live.most / (4 * COLUMNS**2) < most
+
+
+def test_targets_take_as_many_rows_at_a_time_as_there_is_memory_for(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    weight, *pieces = (torch.randn(64, 64, generator=generator) for _ in range(5))
+    solver = Solver(lambda _: weight, torch.device("cpu"), AtOnce(), 1, Ranks())
+    task = SimpleNamespace(
+        source=SimpleNamespace(name="down", shape=(64, 64)),
+        scheme=scheme("int4", group_size=32),
+        method=METHODS["best"],
+        beside=(),
+    )
+    share = [(0, lambda at=at: (pieces[at], 1.1 * pieces[at])) for at in range(4)]
+    expected = solver.solve_alike("down", {"down": task}, share)["down"].packed
+    target = Inputs.target
+
+    def of_few(inputs: Inputs, rows: torch.Tensor, method: Any) -> torch.Tensor:
+        if len(rows) > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return target(inputs, rows, method)
+
+    monkeypatch.setattr(Inputs, "target", of_few)
+    found = solver.solve_alike("down", {"down": task}, share)["down"].packed
+    assert torch.equal(found.dequantize(), expected.dequantize())

@@ -101,7 +101,7 @@ def tiled(
                 FIELDS, PLANES, DTYPE, HOLD,
             )  # fmt: skip
             if ON_SUMS:
-                s = _load(scale, row_tiles[chain], begin + i, BLOCKS, V, COLUMNS // 128, PER_BLOCK, COLUMNS)
+                s = _load(scale, row_tiles[chain], begin + i, BLOCKS, V, 1, PER_BLOCK, COLUMNS)
                 s = _per_sum(scale_value(s, SCALE), RT, BM)
                 added = sums_of[chain] + tl.dot(q, columns) * s
             elif HALF is None:

@@ -27,7 +27,7 @@ from quantkit.kernels.table import choose, explain, row_named, warn_unfused
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
-pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The interpreter knows neither PTX nor products of 16-bit floats.
@@ -130,6 +130,41 @@ def test_kernels_multiply_with_the_dequantized_weight(
                 assert error(y, op.x, packed, op.bias) < LIMIT[dtype], name
                 # On a CPU there is nothing that could run in another order.
                 assert DEVICE == "cpu" or torch.equal(y, run()), name
+
+
+@pytest.mark.parametrize("m", [3, 21])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("int4", {"group_size": 128}),
+        ("int4", {"group_size": 384, "zero_point": "integer"}),
+        ("int8", {"group_size": 128, "zero_point": "float"}),
+        ("int4", {"group_size": 128, "scale_dtype": e4m3}),
+        # Steps of 256 columns.
+        ("int5", {"group_size": 256}),
+        ("binary", {"group_size": 512}),
+    ],
+    ids=str,
+)
+def test_scales_of_whole_steps_multiply_sums(
+    make_packed: Callable[..., PackedTensor],
+    poisoned: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: dict[str, Any],
+    m: int,
+) -> None:
+    """Where programs wait for each product, which the interpreter need not."""
+    features = FEATURES[0]
+    if DEVICE == "cpu":
+        features = frozenset({"wgmma"})
+        monkeypatch.setattr(tl, "inline_asm_elementwise", lambda asm, constraints, args, *_: args[0])
+    monkeypatch.setitem(CASES, f"{name} of sums", options)
+    for dtype in DTYPES:
+        op, packed = operands(make_packed, f"{name} of sums", 40, 1030, m, dtype)
+        for tile in (Tile(4, 16, stages=2), Tile(2, 32, stages=2)):
+            y = launch.tiled(op, tile, features)
+            assert error(y, op.x, packed, op.bias) < LIMIT[dtype], tile
 
 
 @pytest.mark.parametrize("first", [0, 1, 4])

@@ -23,17 +23,20 @@ def fused_forward(
 ) -> Callable[[], Any]:
     """`forward`, which reads the tensors of `given`, in fewer launches where kernels do for several.
 
-    It is as it was where it cannot be traced, or would not compute the same: a warning says so of `what`.
-    `rewind` takes back what a run writes. Raises `NotRecorded` as `trace` and `check_output` do, and torch's
-    OutOfMemoryError.
+    It is as it was where that cannot be traced, does not run, or would not compute the same: a warning says
+    so of `what`. `rewind` takes back what a run writes. Raises `NotRecorded` as `trace` and `check_output`
+    do, and torch's OutOfMemoryError.
     """
     if not is_possible(given["input_ids"].device):
         return forward
     try:
         changed = _fused(what, forward, tensors_of(given))
-        if changed is None:
-            return forward
         difference = _difference(forward, changed, rewind, given["input_ids"])
+    except (NotRecorded, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        warn_unfused(what, error)
+        return forward
     finally:
         if rewind is not None:
             rewind()
@@ -48,8 +51,8 @@ def warn_unfused(what: str, reason: Any) -> None:
     logger.warning("%s are recorded as they are, with more launches: %s", what, reason)
 
 
-def _fused(what: str, forward: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> Callable[[], Any] | None:
-    """`forward`, which reads `inputs`, in fewer launches; None where it cannot be traced."""
+def _fused(what: str, forward: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> Callable[[], Any]:
+    """`forward`, which reads `inputs`, in fewer launches."""
     outputs = []
 
     def traced(*_: torch.Tensor) -> list[torch.Tensor]:
@@ -60,13 +63,7 @@ def _fused(what: str, forward: Callable[[], Any], inputs: Sequence[torch.Tensor]
         outputs.append(_with(output, [None] * len(made)))
         return made
 
-    try:
-        module = fused(traced, inputs, what)
-    except (NotRecorded, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        warn_unfused(what, error)
-        return None
+    module = fused(traced, inputs, what)
     (output,) = outputs
     return lambda: _with(output, module(*inputs))
 
@@ -84,11 +81,13 @@ def _difference(
     """
     before, made = ids.clone(), []
     ids.copy_(torch.where(ids > 0, ids - 1, ids + 1))
-    for one in (forward, changed):
-        if rewind is not None:
-            rewind()
-        made.append(_made(one()))
-    ids.copy_(before)
+    try:
+        for one in (forward, changed):
+            if rewind is not None:
+                rewind()
+            made.append(_made(one()))
+    finally:
+        ids.copy_(before)
     return float(torch.stack([_relative(*pair) for pair in zip(*made, strict=True)]).max())
 
 

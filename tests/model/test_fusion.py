@@ -514,6 +514,31 @@ def test_prompts_that_cannot_be_traced_are_recorded_as_they_are(
     assert f"prompts are recorded as they are, with more launches: {error}" in caplog.text
 
 
+@torch.no_grad()
+def test_what_does_not_run_in_fewer_launches_is_recorded_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, prompts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel that does not compile, say: neither the prompt nor the step ends with its error."""
+    traced = fused_forward.fused
+
+    def fused(*arguments: Any) -> Any:
+        traced(*arguments)
+
+        def fails(*_: torch.Tensor) -> None:
+            raise RuntimeError("no such kernel")
+
+        return fails
+
+    monkeypatch.setattr(fused_forward, "fused", fused)
+    model = made("Llama")
+    prompts_are_right(model, [{"tokens": ids(seed=seed)} for seed in range(3)])
+    assert len(prompts) == 1
+    expected = decode_whole(model, ids(), 6)
+    close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
+    for what in ("prompts", "decoding steps"):
+        assert f"{what} are recorded as they are, with more launches: no such kernel" in caplog.text
+
+
 def test_prompts_without_memory_to_trace_them_run(
     monkeypatch: pytest.MonkeyPatch, prompts: list[int]
 ) -> None:

@@ -34,7 +34,7 @@ def attend(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if STAGES == 1:
-            # Without a pipeline these are all keys, or most.
+            # There is no pipeline that loads the first keys ahead.
             first = tl.minimum(chunk * CHUNK + tl.arange(0, BN), LENGTH - 1).to(tl.int64)[:, None]
             bring(k + first * k_l + tl.minimum(lines(k, DP), D - 1)[None, :])
             bring(v + first * v_l + tl.minimum(lines(v, VP), V - 1)[None, :])

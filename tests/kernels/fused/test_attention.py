@@ -115,6 +115,33 @@ def test_large_scores_do_not_overflow(chunks):
     assert (found.double() - expected).norm() < 1e-4 * expected.norm()
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "number", "chunk"),
+    # On 132 multiprocessors, with 8 key heads of each sequence.
+    [
+        (1, 700, 0, 64),
+        (1, 1056, 0, 64),
+        (1, 1057, 1, 64),
+        (16, 700, 1, 192),
+        (64, 700, 2, 352),
+        (1, 1 << 20, 2, 16384),
+    ],
+)
+def test_how_keys_are_shared_out(batch, length, number, chunk):
+    sizes = attention._Sizes(8 * batch, 4, 128, 128, 2)
+    plan, keys = attention._plan(sizes, length, 132)
+    assert (replace(plan, most=PLANS[number].most), keys) == (PLANS[number], chunk)
+    assert -(-length // keys) <= attention.MOST_CHUNKS and keys % plan.step == 0
+
+
+@pytest.mark.parametrize(("size", "itemsize", "group"), [(256, 2, 1), (256, 4, 1), (64, 2, 64), (16, 4, 8)])
+def test_longer_keys_and_more_queries_take_more_warps_and_fewer_keys_at_a_time(size, itemsize, group):
+    for batch in (1, 16, 200):
+        plan, keys = attention._plan(attention._Sizes(batch, group, size, size, itemsize), 900, 1)
+        assert plan.step >= 16 and keys % plan.step == 0 and 1 <= plan.warps <= 8
+        assert 2 * plan.step * size * itemsize * plan.stages <= max(56 << 10, 32 * size * itemsize)
+
+
 def test_why_not():
     query, key, value = inputs(4, 2, 100, 32, 32)
     mask = torch.ones(2, 1, 1, 100, dtype=torch.bool)

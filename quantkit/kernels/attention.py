@@ -36,7 +36,7 @@ class Plan:
 
 
 #: With few keys it matters how soon they come, with many how many are on their way.
-PLANS = (Plan(64, 64, 8, 1, 8), Plan(1024, 64, 4, 1, 4), Plan(math.inf, 16, 1, 3, 8))
+PLANS = (Plan(64, 64, 8, 1, 8), Plan(512, 64, 4, 1, 4), Plan(math.inf, 16, 1, 3, 8))
 
 
 def why_not(

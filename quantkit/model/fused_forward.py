@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,19 +36,20 @@ def fused_forward(
     except (NotRecorded, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        warn_unfused(what, error)
+        warn_unchanged(what, str(error))
         return forward
     finally:
         if rewind is not None:
             rewind()
     if difference <= MOST_DIFFERENCE:
         return changed
-    warn_unfused(what, f"something computes that torch does not see (relative difference {difference:.2g})")
+    warn_unchanged(what, f"something computes that torch does not see (relative difference {difference:.2g})")
     return forward
 
 
-def warn_unfused(what: str, reason: Any) -> None:
-    """Say why forwards, which are called `what`, are not in fewer launches."""
+@lru_cache(maxsize=256)
+def warn_unchanged(what: str, reason: str) -> None:
+    """Say why forwards, which are called `what`, are not in fewer launches: once for each reason."""
     logger.warning("%s are recorded as they are, with more launches: %s", what, reason)
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from quantkit.model import graphs
-from quantkit.model.fused_forward import fused_forward, warn_unfused
+from quantkit.model.fused_forward import fused_forward, warn_unchanged
 from quantkit.model.graphs import Inputs, NotRecorded
 
 logger = logging.getLogger("quantkit.model")
@@ -313,6 +313,6 @@ def _record(forward: Callable[..., Any], given: Inputs, pool: graphs.Pool) -> _P
         recorded = fused_forward("prompts", step, static)
     except NotRecorded as error:
         # Whether a mask is all true, say, which transformers does not ask while a graph is recorded.
-        warn_unfused("prompts", error)
+        warn_unchanged("prompts", str(error))
     output, run = graphs.capture(recorded, None, static["input_ids"].device, pool)
     return _PromptGraph(static, output, run)

@@ -132,7 +132,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def slow_append(
     keys: torch.Tensor, values: torch.Tensor, held: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write `k`, `v` [B, H, T, D] into `keys`, `values` [B, H, L, D] after the `held` tokens, a number []."""
+    """Write `k`, `v` [B, H, T, D] into `keys`, `values` [B, H, L, D] after the tokens held, of [] or [1]."""
     positions = torch.arange(k.shape[2], device=k.device) + held
     return keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
 
@@ -142,8 +142,8 @@ def append(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`keys` [B, H, L, D] and `values` [B, H, L, V] with `k`, `v` of T tokens written after the `held`.
 
-    `held` is int64 []. If there is no room for all, what has none is not written, and the last key becomes no
-    number, so that no attention to it is one.
+    `held` is int64 [] or [1]. If there is no room for all, what has none is not written, and the last key
+    becomes no number, so that no attention to it is one.
     """
     batch, heads, tokens, size = k.shape
     k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (k, v))
@@ -182,7 +182,8 @@ def rotate_append(
     """`q` rotated; `keys` and `values` with `k`, rotated, and `v` written after the `held` tokens.
 
     `q` [B, H, T, D], `k` [B, H', T, D] and `v` [B, H', T, V] as for `rotate`; `keys` [B, H', L, D], `values`
-    [B, H', L, V], `held` int64 []. Where there is no room nothing is written, and `q` becomes no numbers.
+    [B, H', L, V], `held` int64 [] or [1]. Where there is no room nothing is written, and `q` becomes no
+    numbers.
     """
     batch, queries, tokens, size = q.shape
     heads, width = k.shape[1], v.shape[-1]

@@ -124,6 +124,19 @@ def test_families(family: str, inference: bool, modules: list[Any], steps: list[
     assert not {"add_.Tensor", "index_copy_.default"} & set(calls(module))
 
 
+def test_counters_of_one_dimension(modules: list[Any]) -> None:
+    """transformers 5.12.1 has them so, 5.17 of none: either is written and counted with."""
+    for shape in ((1,), ()):
+        model = made("Llama")
+        expected = decode_whole(model, ids(), 4)
+        cache = static_cache(model, 40)
+        for layer in cache.layers:
+            layer.cumulative_length = layer.cumulative_length.reshape(shape)
+        graph_decoding(model)
+        close(decode(model, forward_of(model), cache, ids(), steps=4), expected)
+        assert calls(modules[-1])["rotate_append"] == model.config.num_hidden_layers
+
+
 @torch.no_grad()
 def prompt(model: Any, tokens: torch.Tensor, **more: Any) -> list[torch.Tensor]:
     """The logits of the last token, and keys and values."""

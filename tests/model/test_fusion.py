@@ -145,6 +145,13 @@ def prompt(model: Any, tokens: torch.Tensor, **more: Any) -> list[torch.Tensor]:
     return [output.logits, *(part for layer in cache.layers for part in (layer.keys, layer.values))]
 
 
+def steps_are_right(model: Any) -> None:
+    """Six tokens of recorded steps, or of what runs in their place."""
+    expected = decode_whole(model, ids(), 6)
+    graph_decoding(model)
+    close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
+
+
 def prompts_are_right(model: Any, given: Sequence[dict[str, Any]]) -> None:
     """Such inputs, one after the other, of which the second is recorded."""
     expected = [prompt(model, **inputs) for inputs in given]
@@ -453,11 +460,8 @@ def test_a_model_that_cannot_be_traced_is_recorded_as_it_is(
     def fails(*_: Any) -> None:
         raise TypeError("no such thing")
 
-    model = made("Llama")
-    expected = decode_whole(model, ids(), 6)
-    graph_decoding(model)
     monkeypatch.setattr(fused_forward, "fused", fails)
-    close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
+    steps_are_right(made("Llama"))
     assert len(steps) == 1
     assert "decoding steps are recorded as they are, with more launches: no such thing" in caplog.text
 
@@ -468,11 +472,9 @@ def test_a_step_that_cannot_be_recorded_leaves_the_cache_as_it_was(
     def refuse(output: Any) -> None:
         raise NotRecorded("the model returns more")
 
-    model = made("Llama")
-    expected = decode_whole(model, ids(), 6)
-    graph_decoding(model)
     monkeypatch.setattr(fused_forward, "check_output", refuse)
-    close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
+    model = made("Llama")
+    steps_are_right(model)
     assert not steps and list(forward_of(model).refused) == ["the model returns more"]
 
 
@@ -504,9 +506,7 @@ def test_what_torch_does_not_see_is_not_left_out(
     """A module that computes beside torch: what it had returned would be returned for ever."""
     model = made("Llama")
     model.model.layers[0].mlp.forward = beside_torch
-    expected = decode_whole(model, ids(), 6)
-    graph_decoding(model)
-    close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
+    steps_are_right(model)
     assert "something computes that torch does not see" in caplog.text
 
 
@@ -549,8 +549,7 @@ def test_what_does_not_run_in_fewer_launches_is_recorded_as_it_is(
     model = made("Llama")
     prompts_are_right(model, [{"tokens": ids(seed=seed)} for seed in range(3)])
     assert len(prompts) == 1
-    expected = decode_whole(model, ids(), 6)
-    close(decode(model, forward_of(model), static_cache(model, 40), ids()), expected)
+    steps_are_right(model)
     for what in ("prompts", "decoding steps"):
         assert f"{what} are recorded as they are, with more launches: no such kernel" in caplog.text
 

@@ -24,8 +24,8 @@ STAGE_BYTES = 56 << 10
 class Plan:
     """How keys are shared among programs where a multiprocessor has up to `most` of all heads.
 
-    A program takes `step` keys at a time with so many warps, and loads those of so many steps ahead. There
-    are `programs` for a multiprocessor, as far as there are keys.
+    A program takes `step` keys at a time with so many warps, in a pipeline of so many `stages`. There are
+    `programs` for a multiprocessor, as far as there are keys.
     """
 
     most: float

@@ -170,6 +170,7 @@ class _Sizes:
         return _block(max(self.size, self.width)) * self.itemsize
 
 
+@lru_cache(maxsize=1024)
 def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
     """The plan for keys of such sizes, and how many keys a program has, in whole steps."""
     plan = next(one for one in PLANS if sizes.parts * length <= one.most * multiprocessors)

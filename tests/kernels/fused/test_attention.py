@@ -1,6 +1,7 @@
 """Attention of one token against softmax in float64: in Triton's interpreter on a CPU, for real on a GPU."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -42,11 +43,14 @@ def slow(query, key, value, mask, scaling):
 
 
 @pytest.fixture(params=range(len(PLANS) + 1))
-def chunks(request, monkeypatch: pytest.MonkeyPatch) -> None:
+def chunks(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All plans with many chunks, and the last one with one."""
     plan = PLANS[min(request.param, len(PLANS) - 1)]
     programs = 64 if request.param < len(PLANS) else 1
     monkeypatch.setattr(attention, "PLANS", (replace(plan, most=math.inf, programs=programs),))
+    attention._plan.cache_clear()
+    yield
+    attention._plan.cache_clear()
 
 
 @pytest.mark.parametrize(

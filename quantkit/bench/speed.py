@@ -8,7 +8,7 @@ that do, and the median of the repetitions with the smallest and the largest.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,9 @@ DEFAULTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "cpu": ((1, 4), (32, 128, 512), 32),
     "cuda": ((1, 8, 64), (128, 1024, 4096), 128),
 }
-#: How prompts and steps run: kernel by kernel, or on a GPU also as graphs.
-MODES = ("eager", "cuda-graph")
+#: How prompts and steps run: kernel by kernel, or as graphs. By device, those that are measured by default.
+EAGER, GRAPH = "eager", "cuda-graph"
+MODES = {"cpu": (EAGER,), "cuda": (EAGER, GRAPH)}
 #: Generations until a prompt is surely replayed: one lays out weights, for which graphs are made anew, in the
 #: next the prompt comes for the first time, and in the last it is recorded.
 _UNTIL_REPLAYED = 3
@@ -59,8 +60,12 @@ class Settings:
     repeats: int = 5
     text: str | None = None
     seed: int = 0
+    modes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        unknown = set(self.modes or ()) - set(MODES["cuda"])
+        if unknown or self.modes == ():
+            raise UsageError(f"modes are {' and '.join(MODES['cuda'])}, not {', '.join(sorted(unknown))}.")
         numbers = (*(self.batches or ()), *(self.prompts or ()), self.repeats)
         if min(numbers) < 1 or (self.new_tokens is not None and self.new_tokens < 2):
             raise UsageError(
@@ -74,16 +79,21 @@ class Settings:
     def on(self, device: torch.device) -> "Grid":
         """These settings with the defaults of `device`."""
         batches, prompts, new_tokens = DEFAULTS[device.type]
-        return Grid(self.batches or batches, self.prompts or prompts, self.new_tokens or new_tokens)
+        modes = self.modes or MODES[device.type]
+        if not set(modes) <= set(MODES[device.type]):
+            raise UsageError(f"a {device.type} has no {GRAPH}: it runs {', '.join(MODES[device.type])} only.")
+        batches, prompts = self.batches or batches, self.prompts or prompts
+        return Grid(batches, prompts, self.new_tokens or new_tokens, modes)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Every batch with every prompt length, and the tokens that are generated."""
+    """Every batch with every prompt length in every mode, and the tokens that are generated."""
 
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
     new_tokens: int
+    modes: tuple[str, ...]
 
     def within(self, positions: int | None) -> tuple["Grid", tuple[str, ...]]:
         """The part that a model with so many positions can run, and notes on what it cannot."""
@@ -135,11 +145,8 @@ def measure_speed(
     skipped: list[str] = []
     steady = 0
     meter = EnergyMeter(device)
-    modes = MODES[:1] if device.type == "cpu" else MODES
-    total = len(grid.batches) * len(grid.prompts) * len(modes)
-    for number, (batch, prompt, mode) in enumerate(
-        (batch, prompt, mode) for batch in grid.batches for prompt in grid.prompts for mode in modes
-    ):
+    total = len(grid.batches) * len(grid.prompts) * len(grid.modes)
+    for number, (batch, prompt, mode) in enumerate(product(grid.batches, grid.prompts, grid.modes)):
         if progress is not None:
             progress(number, total, f"{label_of(source)}: batch {batch}, prompt {prompt}, {mode}")
         try:
@@ -234,7 +241,7 @@ def _cell(
         cache = StaticCache(config=model.config, max_cache_len=length + new_tokens)
     prefill = step = greedy_step(model, cache, plain_forward(model))
     graphed = None
-    if mode != "eager":
+    if mode == GRAPH:
         graphed = GraphedForward(model)
         prefill, step = greedy_step(model, cache, graphed.forward), greedy_step(model, cache, graphed)
     for _ in range(1 if graphed is None else _UNTIL_REPLAYED):

@@ -37,6 +37,12 @@ def bench(
         int | None,
         typer.Option(help="Tokens that are generated.", min=2, show_default="32; on a GPU 128"),
     ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="How it runs, comma-separated: eager, cuda-graph.", show_default="eager; on a GPU both"
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Generations that count.", min=1)] = 5,
     text: Annotated[
         Path | None,
@@ -88,6 +94,7 @@ def bench(
         "--batch": batch,
         "--prompt": prompt,
         "--new-tokens": new_tokens,
+        "--mode": mode,
         "--text": text,
     }
     load = {
@@ -139,6 +146,7 @@ def bench(
         repeats,
         None if text is None else str(text),
         seed,
+        None if mode is None else tuple(part.strip() for part in mode.split(",")),
     )
     _time(sources, settings, profile, json, report)
 

@@ -137,7 +137,7 @@ def test_prompts(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_grid_within_the_positions() -> None:
-    grid = Grid((1,), (16, 100, 200), 20)
+    grid = Grid((1,), (16, 100, 200), 20, ("eager",))
     assert grid.within(None) == (grid, ())
     assert grid.within(220) == (grid, ())
     cut, notes = grid.within(120)
@@ -153,11 +153,29 @@ def test_grid_within_the_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"batches": (0,)}, {"prompts": (4, 0)}, {"repeats": 0}, {"new_tokens": 1}, {"dtype": "int3"}]
+    "wrong",
+    [
+        {"batches": (0,)},
+        {"prompts": (4, 0)},
+        {"repeats": 0},
+        {"new_tokens": 1},
+        {"dtype": "int3"},
+        {"modes": ("eager", "fast")},
+        {"modes": ()},
+    ],
 )
 def test_settings_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Settings(**wrong)
+
+
+def test_modes_are_those_of_the_device_or_the_ones_asked_for() -> None:
+    assert Settings().on(torch.device("cuda")).modes == ("eager", "cuda-graph")
+    assert Settings().on(torch.device("cpu")).modes == ("eager",)
+    asked = Settings(modes=("cuda-graph",))
+    assert asked.on(torch.device("cuda")).modes == ("cuda-graph",)
+    with pytest.raises(UsageError, match="a cpu has no cuda-graph: it runs eager only"):
+        asked.on(torch.device("cpu"))
 
 
 def test_a_fresh_process_gives_the_same_kind_of_figures(packed: Path, tmp_path: Path) -> None:

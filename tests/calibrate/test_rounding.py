@@ -9,6 +9,7 @@ from quantkit.calibrate.grids import mse, nearest
 from quantkit.calibrate.moments import Damped, factorize, gram
 from quantkit.calibrate.rounding import (
     BLOCK,
+    REFIT_COLUMNS,
     Rounded,
     Rows,
     compensate,
@@ -162,6 +163,21 @@ def test_polishing_comes_close_to_the_best_of_all_codes() -> None:
     done = polish(rows, compensate(rows, factor), Damped.of(second, factor.damping), factor.order, 4)
     polished = loss(done.errors, target)
     assert polished.sum() < 1.1 * best.sum()
+
+
+@pytest.mark.parametrize("columns", [16, 70, 160])
+def test_scales_refitted_from_outputs_of_many_groups_are_those_of_one_after_the_other(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, second = rows_of(SCHEMES["int4"], columns, count=50), gram(inputs(500, columns)) / 500
+    start, moments = round_nearest(rows), Damped.of(second, 0.01)
+    alone = refit_scales(rows, copied(start), moments)
+    monkeypatch.setitem(REFIT_COLUMNS, "cpu", 50)
+    together = refit_scales(rows, copied(start), moments)
+    # A scale within float32's rounding of a tie may go either way.
+    assert (together.scale == alone.scale).all(1).double().mean() >= 0.9
+    assert torch.equal(together.values, alone.values) and not torch.equal(alone.scale, rows.scale)
+    assert torch.equal(together.errors, rows.weights - together.values * rows.wide(together.scale))
 
 
 def test_a_refitted_scale_is_the_least_squares_one() -> None:

@@ -6,13 +6,14 @@ worked on some at a time.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from quantkit.calibrate.grids import whole_importance
 from quantkit.calibrate.methods import Method, QuantizedRows, squared_norm, zero_point_code_dtype
 from quantkit.calibrate.moments import DAMPINGS, Damped, Factor, Moments, correction_, factorize
-from quantkit.calibrate.parameters import TensorParameters
+from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.calibrate.rounding import (
     Rounded,
     Rows,
@@ -155,20 +156,21 @@ def quantize_calibrated_rows(
 
 
 def stored_nearest(
-    weights: torch.Tensor,
-    importance: torch.Tensor,
-    scheme: Scheme,
-    method: Method,
-    parameters: TensorParameters,
+    weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, method: Method
 ) -> torch.Tensor:
-    """What is stored for rows [n, K] rounded to nearest on the weighted grid, float32: to compare scalings
-    by.
+    """What is stored for each of some weights [C, n, K] rounded to nearest on the grid that their
+    `importance` [C, K] asks for, float32: to compare scalings by.
+
+    `scheme` has the values of its codes.
     """
-    bound = parameters.bind(scheme)
-    normalised = parameters.normalised(weights)
-    rows = Rows(normalised, *_grid(normalised, importance, bound, method), bound)
+    shape = (weights.shape[1], weights.shape[2])
+    parameters = [fit_parameters(partial(iter, [one]), shape, scheme, method.fit) for one in weights]
+    pairs = zip(parameters, weights, strict=True)
+    normalised = torch.cat([shared.normalised(one) for shared, one in pairs])
+    rows = Rows(normalised, *_grid_of(normalised, importance, scheme, method), scheme)
     done = round_nearest(rows)
-    return done.values * rows.wide(done.scale) / parameters.global_scale
+    stored = (done.values * rows.wide(done.scale)).view(weights.shape)
+    return torch.stack([one / shared.global_scale for shared, one in zip(parameters, stored, strict=True)])
 
 
 def _round(rows: Rows, method: Method, inputs: Inputs) -> Rounded:
@@ -187,7 +189,7 @@ def _grid(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and zero-points (or None) of rows [n, K], both float32 [n, G]; `importance` is [K]."""
     at_once = len(weights) if weights.device.type == "cpu" else max(1, GPU_GRID_WEIGHTS // weights.shape[1])
-    found = [_grid_of(rows, importance, scheme, method) for rows in torch.split(weights, at_once)]
+    found = [_grid_of(rows, importance[None], scheme, method) for rows in torch.split(weights, at_once)]
     zeros = [zero for _, zero in found if zero is not None]
     return torch.cat([scale for scale, _ in found]), torch.cat(zeros) if zeros else None
 
@@ -195,14 +197,17 @@ def _grid(
 def _grid_of(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, method: Method
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`importance` [C, K] is that of C equal parts of the rows."""
     count, columns = weights.shape
+    parts = len(importance)
     scales, zeros = [], []
     # The ragged last group of every row is fitted on its own: padding would shift its statistics.
     for span, width in scheme.group_spans(columns):
-        counted = importance[span].view(-1, width)
+        counted = importance[:, span].view(parts, 1, -1, width)
         counted = whole_importance(counted + LEAST_IMPORTANCE * counted.mean(-1, keepdim=True))
         groups = weights[:, span].reshape(-1, width)
-        grid = method.fit(groups, scheme, counted.expand(count, -1, -1).reshape(-1, width))
+        of_rows = counted.expand(-1, count // parts, -1, -1)
+        grid = method.fit(groups, scheme, of_rows.reshape(-1, width))
         scales.append(grid.scale.view(count, -1))
         if grid.zero_point is not None:
             zeros.append(grid.zero_point.view(count, -1))

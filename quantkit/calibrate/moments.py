@@ -67,7 +67,13 @@ class Moments:
 
     def output_energy(self, rows: torch.Tensor) -> float:
         """The mean squared output of weights `rows` ([n, K] float32), summed over them: tr(rows H rows^T)."""
-        return float((rows @ self.second).double().mul_(rows).sum())
+        return self.output_energies(rows[None])[0]
+
+    def output_energies(self, parts: torch.Tensor) -> list[float]:
+        """`output_energy` of each of some `parts` ([C, n, K] float32)."""
+        rows = parts.flatten(0, 1)
+        products = (rows @ self.second).double().mul_(rows).view(parts.shape)
+        return torch.stack([part.sum() for part in products]).tolist()
 
     def scaled(self, factors: torch.Tensor) -> "Moments":
         """The moments of inputs divided by `factors` ([K])."""

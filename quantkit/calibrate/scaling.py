@@ -25,13 +25,16 @@ EXPONENTS = tuple(i / 10 for i in range(11))
 WEIGHT_PARTS = (0.0, 0.5, 1.0)
 #: Rows of a weight that a candidate is measured on, evenly spaced.
 SAMPLE_ROWS = 256
+#: Weights that a GPU measures candidates on at a time: starting operations for each takes longer than running
+#: them. It is what scales are searched for at a time.
+GPU_WEIGHTS = 1 << 24
 #: a of SmoothQuant.
 SMOOTHING = 0.5
 #: Scales are at most this far from their geometric mean, either way.
 LARGEST = 1e4
 
-#: (rows float32 [n, K], mean squares of their inputs [K], scheme) -> what is stored for them, rounded to
-#: nearest.
+#: (weights float32 [C, n, K], mean squares of their inputs [C, K], scheme) -> what is stored for each of C
+#: candidates, rounded to nearest.
 Stored = Callable[[torch.Tensor, torch.Tensor, Scheme], torch.Tensor]
 
 
@@ -93,18 +96,24 @@ AWQ = Scaling("scaling", searched)
 SMOOTHQUANT = Scaling("smoothing", smoothed)
 
 
-def output_error(
+def measured_at_once(columns: int, device: torch.device) -> int:
+    """Candidates that `output_errors` is called with at a time."""
+    return 1 if device.type == "cpu" else max(1, GPU_WEIGHTS // (SAMPLE_ROWS * columns))
+
+
+def output_errors(
     consumers: Sequence[Consumer], moments: Moments, scales: torch.Tensor, stored: Stored
-) -> float:
-    """The squared error of the outputs of sampled rows if columns are multiplied by `scales` ([K]) and
-    rounded.
+) -> list[float]:
+    """The squared errors of the outputs of sampled rows if columns are multiplied by each of `scales`
+    ([C, K]) and rounded.
     """
-    importance = moments.importance / scales.square()
-    total = 0.0
+    importance, factors = moments.importance / scales.square(), scales[:, None]
+    totals = [0.0] * len(scales)
     for one in consumers:
-        scaled = one.sample * scales
-        total += moments.output_energy((stored(scaled, importance, one.scheme) - scaled) / scales)
-    return total
+        scaled = one.sample * factors
+        errors = (stored(scaled, importance, one.scheme) - scaled) / factors
+        totals = [total + found for total, found in zip(totals, moments.output_energies(errors), strict=True)]
+    return totals
 
 
 def _relative_magnitude(one: Consumer) -> torch.Tensor:

@@ -30,9 +30,8 @@ import torch
 
 from quantkit.calibrate.calibrated import stored_nearest
 from quantkit.calibrate.moments import Moments, run_of
-from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.samples import Samples, micro_batch
-from quantkit.calibrate.scaling import Consumer, output_error
+from quantkit.calibrate.scaling import Consumer, measured_at_once, output_errors
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.block_tasks import BlockTasks
@@ -45,7 +44,6 @@ from quantkit.model.ranks import Ranks, Record
 from quantkit.model.routed import Routed, coverage, quantize_experts
 from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_piece, packed_of
 from quantkit.model.work_files import WorkFile, WorkFiles
-from quantkit.packing.schemes import Scheme
 from quantkit.progress import Advance
 
 #: Samples that go through a block at a time at most, by device, their tokens, and the features of those where
@@ -507,18 +505,18 @@ class _Worker:
         shared = shared_rows(fold, rows, columns, self.decoder.config).to(self.decoder.device)
         method = tasks[0].method
         assert method is not None and method.scaling is not None
-
-        def stored(weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-            shape = (weights.shape[0], weights.shape[1])
-            parameters = fit_parameters(lambda: iter([weights]), shape, scheme, method.fit)
-            return stored_nearest(weights, importance, scheme, method, parameters)
-
+        stored = partial(stored_nearest, method=method)
         tried = method.scaling.candidates(consumers, moments, shared)
         mine = [tried[at] for at in self.solver.ranks.share(len(tried))]
+        some = measured_at_once(columns, self.decoder.device)
         found = self.solver.workers.map(
-            lambda one: output_error(consumers, moments, one[shared], stored), mine
+            lambda at: output_errors(
+                consumers, moments, torch.stack(mine[at : at + some])[:, shared], stored
+            ),
+            range(0, len(mine), some),
         )
-        errors = list(chain.from_iterable(self.solver.ranks.meet(list(found))))
+        met = self.solver.ranks.meet(list(chain.from_iterable(found)))
+        errors = list(chain.from_iterable(met))
         return tried[errors.index(min(errors))], shared
 
     def _suspends(self, block: Block, states: States) -> bool:

@@ -1,10 +1,14 @@
 """Scales of input features: the error that candidates are compared by is that of the outputs."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from quantkit.calibrate.calibrated import stored_nearest
+from quantkit.calibrate.methods import method_named
 from quantkit.calibrate.moments import Moments, gram, largest
-from quantkit.calibrate.scaling import EXPONENTS, WEIGHT_PARTS, Consumer, output_error, searched, smoothed
+from quantkit.calibrate.scaling import EXPONENTS, WEIGHT_PARTS, Consumer, output_errors, searched, smoothed
 from quantkit.packing.schemes import scheme
 
 
@@ -21,9 +25,22 @@ def test_the_error_is_that_of_running_the_layer() -> None:
     x, weight = inputs(300, 20), torch.randn(30, 20)
     consumer = Consumer(weight, scheme("int4", group_size=10))
     scales = torch.rand(20) + 0.5
-    found = output_error([consumer, consumer], Moments(gram(x) / 300, 300), scales, rounded)
+    (found,) = output_errors([consumer, consumer], Moments(gram(x) / 300, 300), scales[None], rounded)
     outputs = (x / scales) @ rounded(weight * scales, x[0], None).T - x @ weight.T
     assert found == pytest.approx(2 * float(outputs.double().square().sum() / 300), rel=1e-3)
+
+
+@pytest.mark.parametrize("format", ["int4", "nvfp4"])
+def test_candidates_measured_together_have_the_errors_of_each_alone(format: str) -> None:
+    """Also the last, ragged group, and what a tensor shares: a global scale."""
+    x = inputs(300, 40)
+    moments, chosen = Moments(gram(x) / 300, 300), scheme(format).for_columns(40)
+    consumers = [Consumer(torch.randn(rows, 40), chosen) for rows in (30, 7)]
+    stored = partial(stored_nearest, method=method_named("awq"))
+    scales = torch.stack([torch.ones(40), torch.rand(40) + 0.5, 10 * torch.rand(40) + 0.1])
+    together = output_errors(consumers, moments, scales, stored)
+    alone = [output_errors(consumers, moments, one[None], stored)[0] for one in scales]
+    assert together == pytest.approx(alone, rel=1e-5) and len(set(together)) == 3
 
 
 def test_candidates_start_with_one_and_are_shared() -> None:

@@ -475,8 +475,8 @@ class Forwards:
         self._run_to(lane, stop)
 
     def finish(self, lane: int) -> torch.Tensor:
-        """Run micro-batch `lane` to the end: the hidden states [B, T, d] after the block, where those before
-        were, which they may replace.
+        """Run micro-batch `lane` to the end: the hidden states [B, T, d] after the block, in place of those
+        before.
         """
         if not self._suspend:
             return self._run(lane)
@@ -501,9 +501,8 @@ class Forwards:
     def _run(self, lane: int) -> torch.Tensor:
         before = self._hidden[lane]
         with torch.no_grad():
-            after = self._block.run(before.to(self._device, non_blocking=True))
-            # Memory that a GPU may copy to takes long to get.
-            return after if after.device == before.device else before.copy_(after)
+            # In place, so that a GPU has room for all of them.
+            return before.copy_(self._block.run(before.to(self._device, non_blocking=True)))
 
     def _run_to(
         self, lane: int, stop: Callable[[int, tuple[torch.Tensor, ...]], None]

@@ -63,8 +63,8 @@ EXPERTS_MEMORY = 0.25
 #: Linears of methods without data that are quantized together.
 FREE = 16
 #: Hidden states stay on a GPU where they take at most so many bytes and this part of its free memory, and on
-#: the host otherwise.
-HIDDEN_BYTES = 1 << 30
+#: the host otherwise, from where every pass copies them.
+HIDDEN_BYTES = 5 << 29
 HIDDEN_MEMORY = 0.25
 
 #: Said of a linear whose method scales input features, where it does not.
@@ -119,13 +119,14 @@ def quantize_blocks(
     stored = next((i for i in reversed(range(done)) if output.is_done(blocks[i].hidden_filename)), None)
     # With experts all ranks have what those of all samples are called with.
     experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
-    held = (2 * len(mine) * samples.tokens[:size].numel() + experts) * (2 if corrects else 1)
+    held = (len(mine) * samples.tokens[:size].numel() + experts) * (2 if corrects else 1)
     home = _home(decoder, held, ranks)
     # Also of a rank without samples, for the blocks.
     hidden, modules = decoder.embed(mine if mine and stored is None else batches[:1], home)
     if stored is None:
         hidden = hidden[: len(mine)]
-        states = States(runs, home, hidden, [home.hold(one) for one in hidden] if corrects else None)
+        exact = [home.hold(one.clone()) for one in hidden] if corrects else None
+        states = States(runs, home, hidden, exact)
     else:
         states = States.read(output, blocks[stored].hidden_filename, share, runs, size, home)
     solver = Solver(decoder.read, decoder.device, workers, lanes, ranks)

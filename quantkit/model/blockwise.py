@@ -53,8 +53,9 @@ BATCH_TOKENS = 8192
 BATCH_FEATURES = 1 << 27
 #: So many where rounding is learned: a CPU's cores each see a micro-batch in every step.
 LEARNING_BATCH = {"cpu": 1, "cuda": 8}
-#: Seconds after which hidden states are stored again: what an interrupted run has at most to compute anew.
-HIDDEN_SECONDS = 30.0
+#: Seconds after which hidden states are stored again: gigabytes that a run waits for. After an interruption
+#: blocks that were finished since are only run again, which takes a fraction of that.
+HIDDEN_SECONDS = 120.0
 #: Passes are suspended between stages where what they hold then takes at most this part of the free memory.
 #: A GPU runs them anew sooner than it has memory for them.
 SUSPENDED_MEMORY = {"cpu": 0.5, "cuda": 0.0}

@@ -8,7 +8,7 @@ recorded from the decoder's own forward, so that nothing here knows an architect
 import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -70,6 +70,7 @@ class Decoder:
         self.device, self.dtype = device, dtype
         self._checkpoint = checkpoint
         self._kept: dict[str, torch.Tensor] = {}
+        self._ahead: dict[str, Future[torch.Tensor]] = {}
         self._model: Any = meta_model(checkpoint.config, checkpoint.directory, buffers=True)
         self._model.eval()
         names = model_names(self._model, checkpoint.tensors)
@@ -230,8 +231,7 @@ class Decoder:
     @contextmanager
     def kept(self, block: Block) -> Iterator[None]:
         """Read a block's tensors once, some at a time, and hold them on the device; not those of experts."""
-        names = [self._stored.get(f"{block.name}.{name}") for name, _ in block.module.named_parameters()]
-        stored = [name for name in names if name is not None]
+        stored = self._stored_of(block)
         try:
             with ThreadPoolExecutor(READERS, "read") as readers:
                 self._kept.update(zip(stored, readers.map(self.read, stored), strict=True))
@@ -239,10 +239,23 @@ class Decoder:
         finally:
             self._kept.clear()
 
+    def read_ahead(self, block: Block) -> None:
+        """Begin to read what `kept` will hold of a block into the host's memory."""
+        readers = ThreadPoolExecutor(READERS, "read-ahead")
+        for name in self._stored_of(block):
+            self._ahead[name] = readers.submit(self._checkpoint.read, name)
+        readers.shutdown(wait=False)
+
+    def _stored_of(self, block: Block) -> list[str]:
+        names = [self._stored.get(f"{block.name}.{name}") for name, _ in block.module.named_parameters()]
+        return [name for name in names if name is not None]
+
     def read(self, stored: str) -> torch.Tensor:
         """A tensor of the checkpoint on the device, as that reads it. It must not be changed."""
-        found = self._kept.get(stored)
-        return self._checkpoint.read(stored).to(self.device) if found is None else found
+        if stored in self._kept:
+            return self._kept[stored]
+        ahead = self._ahead.pop(stored, None)
+        return (self._checkpoint.read(stored) if ahead is None else ahead.result()).to(self.device)
 
     def release(self, stored: str) -> None:
         """Hold a kept tensor no longer."""

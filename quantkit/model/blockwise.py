@@ -143,6 +143,8 @@ def quantize_blocks(
         elif not block.tasks:
             states = worker.replay(modules[i], block, states, output)
         else:
+            if decoder.device.type == "cuda" and i + 1 < len(modules):
+                decoder.read_ahead(modules[i + 1])
             states = worker.quantize(modules[i], block, states, output, report)
             late = time.monotonic() - stored_at >= HIDDEN_SECONDS
             if any(ranks.meet(late)) and block is not blocks[-1]:

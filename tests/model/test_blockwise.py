@@ -432,6 +432,27 @@ def test_a_pass_that_fails_leaves_no_thread(tmp_path, text, monkeypatch):
     assert {thread.name for thread in threading.enumerate()} <= before | {"MainThread"}
 
 
+def test_a_block_read_ahead_is_read_once(tmp_path, monkeypatch):
+    from quantkit.checkpoint.source import Checkpoint
+
+    checkpoint = Checkpoint.open(write(tmp_path))
+    decoder = blocks.Decoder(checkpoint, torch.device("cpu"), torch.float32)
+    _, found = decoder.embed([torch.arange(10)[None]], blocks.Home(torch.device("cpu")))
+    reads: list[str] = []
+    read = Checkpoint.read
+
+    def counted(self: Checkpoint, name: str) -> torch.Tensor:
+        reads.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    decoder.read_ahead(found[1])
+    with decoder.kept(found[1]):
+        names = [f"{found[1].name}.{name}" for name, _ in found[1].module.named_parameters()]
+        assert all(torch.equal(decoder.read(name), read(checkpoint, name)) for name in names)
+    assert sorted(reads) == sorted(names)
+
+
 def test_linears_with_one_input_are_one_stage(tmp_path):
     from quantkit.checkpoint.source import Checkpoint
 

@@ -16,6 +16,19 @@ def segment(segments, number):
 
 
 @triton.jit
+def in_order(x, HALVES: tl.constexpr):
+    """Columns of x in the order of fragments: in each run (t, p0, e1, e0) becomes (p0, e1, t, e0).
+
+    With `HALVES`, for groups of 16, it is (p0, t, e1, e0) that does. Both sides lie in whole vectors.
+    """
+    if HALVES:
+        x = tl.permute(tl.reshape(x, (x.shape[0] // 32, 2, 4, 2, 2)), (0, 1, 3, 2, 4))
+    else:
+        x = tl.permute(tl.reshape(x, (x.shape[0] // 32, 4, 2, 2, 2)), (0, 2, 3, 1, 4))
+    return tl.reshape(x, (x.numel,))
+
+
+@triton.jit
 def of_matrix(
     codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr,
     PLANES: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,

@@ -14,6 +14,8 @@ from quantkit.kernels.launcher import Launch, launch_features, launching_on, ove
 MOST_COLUMNS = 32768
 #: Numbers of a program of a gate.
 GATED = 1024
+#: Pairs of numbers of a program that rotates heads, of which a thread has eight.
+ROTATED = 512
 #: Products are rounded before they are added, as torch does it.
 _ROUNDED = {"enable_fp_fusion": False}
 
@@ -44,20 +46,24 @@ def slow_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
 NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.0), "gemma": (False, 1.0)}
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) times `weight` [N], for rows of `x` [..., N] (RMSNorm, arXiv 1910.07467)."""
-    return _norm(x, None, weight, eps, kind)[1]
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) times `weight` [N], for rows of `x` [..., N] (RMSNorm, arXiv 1910.07467).
+
+    `weight` is read while the kernels before this one may still run, and what the kernel after it reads early
+    as well, unless that is to start `late`.
+    """
+    return _norm(x, None, weight, eps, kind, late)[1]
 
 
 def add_norm(
-    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float, kind: str
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + other, of one shape, and the norm of it."""
-    return _norm(x, other, weight, eps, kind)
+    return _norm(x, other, weight, eps, kind, late)
 
 
 def _norm(
-    x: torch.Tensor, other: torch.Tensor | None, weight: torch.Tensor, eps: float, kind: str
+    x: torch.Tensor, other: torch.Tensor | None, weight: torch.Tensor, eps: float, kind: str, late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     columns, parts = x.shape[-1], [x] if other is None else [x, other]
     laid = [_rows(part) for part in parts]
@@ -68,10 +74,10 @@ def _norm(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if other is not None else y
     launch = _norm_launch(
-        x.numel() // columns, rows, columns, eps, other is not None, kind, launch_features(x.device)
+        x.numel() // columns, rows, columns, eps, other is not None, kind, late, launch_features(x.device)
     )
     with launching_on(x.device):
-        launch(x, added, weight.contiguous(), total, y, outer, inner, o_outer, o_inner)
+        launch(x, added, weight, total, y, outer, inner, o_outer, o_inner, weight.stride(0))
     return total, y
 
 
@@ -233,7 +239,14 @@ def _angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 @lru_cache(maxsize=256)
 def _norm_launch(
-    programs: int, rows: int, columns: int, eps: float, add: bool, kind: str, features: frozenset[str]
+    programs: int,
+    rows: int,
+    columns: int,
+    eps: float,
+    add: bool,
+    kind: str,
+    late: bool,
+    features: frozenset[str],
 ) -> Launch:
     from quantkit.kernels.fused.glue import rms_norm
 
@@ -249,6 +262,7 @@ def _norm_launch(
         ADD=add,
         ROUND=rounded,
         OFFSET=offset,
+        LATE=late,
         **overlap(features),
         # Eight numbers of a thread.
         num_warps=min(16, max(1, padded // 256)),
@@ -266,8 +280,19 @@ def _gate_launch(rows: int, parts: int, kind: str, features: frozenset[str]) -> 
 def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str]) -> Launch:
     from quantkit.kernels.fused.glue import rotate
 
-    sizes = {"H": half, "HP": power_of_two(half)}
-    return Launch(rotate, (tokens, heads), **sizes, **_ROUNDED, **overlap(features), num_warps=1)
+    padded = power_of_two(half)
+    part = min(power_of_two(heads), max(1, ROTATED // padded))
+    return Launch(
+        rotate,
+        (tokens, -(-heads // part)),
+        HEADS=heads,
+        PART=part,
+        H=half,
+        HP=padded,
+        **_ROUNDED,
+        **overlap(features),
+        num_warps=max(1, part * padded // 256),
+    )
 
 
 @lru_cache(maxsize=256)

@@ -239,6 +239,8 @@ torch.library.define(
     "(Tensor x, Tensor[] parts, Tensor[] layout, Tensor? bias, str scheme, int out_features, "
     "str layout_name) -> Tensor",
 )
+#: The operator, as it is in traced graphs.
+OPERATOR = torch.ops.quantkit.linear.default
 torch.library.define(
     "quantkit::linear_grad_x",
     "(Tensor grad, Tensor[] parts, Tensor[] layout, str scheme, int in_features, str layout_name) -> Tensor",

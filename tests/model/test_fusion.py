@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import quantkit
+from quantkit import linear, quantize_tensor
 from quantkit.kernels import glue
 from quantkit.model import fused_forward, prompt_graphs
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
@@ -411,13 +412,44 @@ def test_what_kernels_do_not_take_stays_as_it_is() -> None:
 
 
 @torch.no_grad()
-def test_a_sum_that_is_its_own_weight_is_there_before_its_norm() -> None:
-    def step(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def test_weights_that_a_step_makes_or_writes_are_not_read_before_it_has() -> None:
+    def of_its_sum(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         total = x + other
         return glue.slow_norm(total, total, 1e-5)
 
-    found = step_of(numbers(16), numbers(16) + 1)(step)
-    assert found["norm"] == 1 and not found["add_norm"]
+    def of_what_it_writes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return glue.slow_norm(x, weight.mul_(2), 1e-5)
+
+    def of_what_it_will_write(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = glue.slow_norm(x, weight, 1e-5)
+        weight.mul_(2)
+        return y
+
+    def of_a_view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return glue.slow_norm(x, weight.view(4, 4).view(16), 1e-5)
+
+    for step in (of_its_sum, of_what_it_writes, of_what_it_will_write):
+        found = step_of(numbers(16), numbers(16) + 1)(step)
+        assert not found["norm"] and not found["add_norm"], step
+    assert step_of(numbers(16), numbers(16))(of_a_view)["norm"] == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("larger", ["before", "after"])
+def test_what_follows_a_norm_waits_for_longer_products_than_itself(larger: str) -> None:
+    small, large = (quantize_tensor(numbers(64, 64).repeat(times, 1), "int4") for times in (1, 4))
+    before, after = (large, small) if larger == "before" else (small, large)
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = linear(x, before).view(-1, 64)
+        total = y + y.flip(0)
+        return total + linear(glue.slow_norm(total, weight, 1e-5), after)[:, :64]
+
+    given = [numbers(2, 64), numbers(64)]
+    module = fused(step, given, "steps")
+    (node,) = module.graph.find_nodes(op="call_function", target=glue.add_norm)
+    assert node.kwargs.get("late", False) == (larger == "before")
+    close(module(*given), step(*given))
 
 
 @torch.no_grad()

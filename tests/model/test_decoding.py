@@ -252,6 +252,16 @@ def test_other_values_of_inputs_are_other_graphs(model: Any, recorded: list[int]
     assert second > 100 * first and third == 0 and len(recorded) == 3
 
 
+def test_a_change_of_any_module_is_seen(model: Any) -> None:
+    """Also where one is in several places, in itself, or nowhere."""
+    model.extra = torch.nn.Sequential(model.model.norm, torch.nn.ModuleList())
+    model.extra.nothing = torch.nn.Dropout()
+    model.extra.nothing = None
+    model.extra[0].whole = model
+    found = decoding._modules_of(model)
+    assert len(found) == len(set(found)) and set(found) == set(model.modules())
+
+
 def test_hooks_are_called_at_each_step(model: Any, recorded: list[int]) -> None:
     seen: list[Any] = []
     handle = model.model.norm.register_forward_hook(lambda *_: seen.append(1))

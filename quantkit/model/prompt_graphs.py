@@ -15,8 +15,10 @@ import torch
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
+from quantkit.kernels.cache import fill, slow_fill
 from quantkit.model import graphs
 from quantkit.model.fused_forward import fused_forward, warn_unchanged
+from quantkit.model.fusion import is_possible
 from quantkit.model.graphs import Inputs, NotRecorded
 
 logger = logging.getLogger("quantkit.model")
@@ -316,13 +318,12 @@ def _fill(layers: Sequence[tuple[Any, States]]) -> None:
         if not layer.is_initialized:
             _allocate(layer, states)
     if new:
-        # What is masked is multiplied with 0, which makes no number of what is none.
-        torch._foreach_zero_([part for layer in new for part in (layer.keys, layer.values)])
         torch._foreach_zero_([layer.cumulative_length for layer in new])
-    tokens = layers[0][1][0].shape[2]
-    room = [part[:, :, :tokens] for layer, _ in layers for part in (layer.keys, layer.values)]
-    torch._foreach_copy_(room, [part for _, states in layers for part in states])
-    torch._foreach_add_([layer.cumulative_length for layer, _ in layers], tokens)
+    rooms = [part for layer, _ in layers for part in (layer.keys, layer.values)]
+    parts = [part for _, states in layers for part in states]
+    # What is masked is multiplied with 0, which makes no number of what is none.
+    (fill if is_possible(parts[0].device) else slow_fill)(rooms, parts, clear=bool(new))
+    torch._foreach_add_([layer.cumulative_length for layer, _ in layers], parts[0].shape[2])
 
 
 def _allocate(layer: Any, states: States) -> None:
@@ -331,10 +332,11 @@ def _allocate(layer: Any, states: States) -> None:
     transformers fills each tensor by a launch of its own, and the counter of tokens comes from the host,
     which waits for all that runs.
     """
-    layer.lazy_initialization(*(part.to("meta") for part in states))
+    layer.lazy_initialization(*(torch.empty(part.shape, dtype=part.dtype, device="meta") for part in states))
     layer.device = states[0].device
     for name in ("keys", "values", "cumulative_length"):
-        tensor = torch.empty_like(getattr(layer, name), device=layer.device)
+        outline = getattr(layer, name)
+        tensor = torch.empty(outline.shape, dtype=outline.dtype, device=layer.device)
         torch._dynamo.mark_static_address(tensor)
         setattr(layer, name, tensor)
 

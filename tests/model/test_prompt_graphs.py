@@ -574,11 +574,21 @@ def test_a_cache_without_room_is_not_written_twice(
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["ours", "transformers"])
+@pytest.mark.parametrize("fast", [False, True], ids=["torch", "triton"])
 def test_caches_are_what_transformers_makes_of_them(
-    model: Any, kind: str, recorded: list[int], monkeypatch: pytest.MonkeyPatch
+    model: Any, kind: str, fast: bool, recorded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With zeros where nothing was written, whatever is in memory."""
-    monkeypatch.setattr(prompt_graphs.torch, "empty_like", nothing)
+    if fast:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(prompt_graphs, "is_possible", lambda device: fast)
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
+        memory = empty(*shape, **options)
+        return memory.fill_(float("nan") if memory.is_floating_point() else 7)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
     for _ in range(3):
         caches = [
             static_cache(model, 20) if kind == "ours" else StaticCache(config=model.config, max_cache_len=20)
@@ -597,11 +607,6 @@ def test_caches_are_what_transformers_makes_of_them(
                 assert found[name].device == value.device and found[name].stride() == value.stride()
                 assert vars(found[name]) == vars(value), "torch.compile knows where it lies"
     assert len(recorded) == 1
-
-
-def nothing(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Memory with something in it."""
-    return torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 7, **options)
 
 
 @torch.no_grad()

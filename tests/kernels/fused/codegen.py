@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quantkit.kernels import attention, glue
+from quantkit.kernels import attention, cache, glue
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.launch import (
     DENSE_WARPS,
@@ -127,6 +127,7 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "rotate": lambda: glue._rotate_launch(1, 8, case.m // 2, features),
         "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, features),
         "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),
+        "fill": lambda: cache._launch(1, 2, 1, case.m * 2 // cache.WORD),
     }[case.name]()
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
@@ -135,7 +136,7 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     types = {
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(tensors, "*bf16"),
-        **({"held": "*i64"} if "held" in names else {}),
+        **{name: "*i64" for name in ("held", "table") if name in names},
         **dict.fromkeys(known, "constexpr"),
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in known}

@@ -247,7 +247,7 @@ def test_attention_fits_memory_and_registers(compiled: Compiled, plan: int) -> N
 
 
 def test_glue_compiles_for_every_target(compiled: Compiled) -> None:
-    sizes = {"norm": 4096, "gate": 1, "rotate": 128, "rotate_append": 128, "append": 128}
+    sizes = {"norm": 4096, "gate": 1, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
     targets = (80, 89, 90, 100, AMD)
     cases: list[Case] = [("glue", name, capability, m) for name, m in sizes.items() for capability in targets]
     for (_, name, capability, _), found in compiled(cases).items():

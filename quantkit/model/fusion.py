@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from quantkit.kernels import glue
-from quantkit.kernels.linear import OPERATOR
+from quantkit.kernels.linear import OPERATOR, linear_in_order, order_of
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.table import is_verbose
 from quantkit.model.trace import META, Memory, part, trace
@@ -209,6 +209,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
                 if not anchor._erased:
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
     _hold_back(graph, memory)
+    _order_columns(graph, memory, inputs[0].device)
     if is_verbose():
         logger.warning("%s launch %s", what, _launches(graph, memory))
     module.recompile()
@@ -255,6 +256,33 @@ def _hold_back(graph: Graph, memory: Memory) -> None:
         before = max(_weight_bytes(_source(memory, one)) for one in node.all_input_nodes)
         if before > max(map(_weight_bytes, _used(memory, node)), default=before):
             node.update_kwarg("late", True)
+
+
+def _order_columns(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Have norms and gates write columns in the order that the products of them all want them in."""
+    for target in (glue.norm, glue.add_norm, glue.gate):
+        for node in graph.find_nodes(op="call_function", target=target):
+            made = [user for user in node.users if user.args[1] == 1] if target is glue.add_norm else [node]
+            products = [user for one in made for user in _used(memory, one)]
+            orders = {_order_of(user, made[0], device) for user in products}
+            if len(orders) == 1 and (order := orders.pop()):
+                node.update_kwarg("order", order)
+                for product in products:
+                    product.target = linear_in_order
+
+
+def _order_of(node: Node, made: Node, device: torch.device) -> str:
+    """The order that a product of rows of `made` wants their columns in; "" if it is another operation."""
+    if node.target is not OPERATOR:
+        return ""
+    of: Any = node.args
+    x, _, _, _, *weight = of
+    given, rows = x.meta[META], made.meta[META]
+    # A view of whole rows.
+    if given.shape[-1] != rows.shape[-1] or given.stride(-1) != 1:
+        return ""
+    columns = given.shape[-1]
+    return order_of(given.numel() // columns, columns, given.dtype, device, *weight)
 
 
 def _weight_bytes(node: Node) -> int:

@@ -16,8 +16,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import quantkit
 from quantkit import linear, quantize_tensor
+from quantkit.errors import KernelError
 from quantkit.kernels import glue
-from quantkit.model import fused_forward, prompt_graphs
+from quantkit.kernels.linear import OPERATOR, linear_in_order
+from quantkit.model import fused_forward, fusion, prompt_graphs
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.fusion import fused
 from quantkit.model.graphs import NotRecorded
@@ -450,6 +452,53 @@ def test_what_follows_a_norm_waits_for_longer_products_than_itself(larger: str) 
     (node,) = module.graph.find_nodes(op="call_function", target=glue.add_norm)
     assert node.kwargs.get("late", False) == (larger == "before")
     close(module(*given), step(*given))
+
+
+@torch.no_grad()
+def test_norms_and_gates_write_columns_in_the_order_of_the_products_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order = "fragments"
+    source = glue.in_order(torch.arange(64), order).to(DEVICE)
+    asked: list[tuple[int, int]] = []
+
+    def order_of(rows: int, columns: int, *of: Any) -> str:
+        asked.append((rows, columns))
+        return order
+
+    def in_order(x: torch.Tensor, *of: Any) -> torch.Tensor:
+        back = torch.empty_like(x)
+        back[..., source] = x
+        return OPERATOR(back, *of)
+
+    monkeypatch.setattr(fusion, "order_of", order_of)
+    monkeypatch.setattr(fusion, "linear_in_order", in_order)
+    packed = quantize_tensor(numbers(64, 64), "int4")
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = x + x.flip(0)
+        y = glue.slow_norm(total, weight, 1e-5)
+        gated = glue.slow_silu_gate(linear(y, packed), linear(y.view(1, 6, 64), packed)[0].view(2, 3, 64))
+        once = glue.slow_norm(linear(gated, packed), weight, 1e-5)
+        # The order of what anything else takes too is its own.
+        kept = glue.slow_norm(total + once, weight, 1e-5)
+        return linear(once[:, -1:], packed) + linear(kept, packed).flip(1) * kept + total
+
+    given = [numbers(2, 3, 64), numbers(64)]
+    module = fused(step, given, "steps")
+    names = {node.target.__name__: node for node in module.graph.nodes if node.op == "call_function"}
+    assert calls(module)["in_order"] == 3 and calls(module)["linear.default"] == 2
+    assert sum(node.kwargs.get("order") == order for node in module.graph.nodes) == 2
+    assert asked and names["gate"].kwargs["order"] == order
+    close(module(*given), step(*given))
+
+
+@torch.no_grad()
+def test_columns_in_the_order_of_another_kernel_are_refused() -> None:
+    packed = quantize_tensor(numbers(64, 64), "int4")
+    given: Any = (numbers(2, 64), list(packed.tensors), [], None, packed.scheme.token, 64, "")
+    with pytest.raises(KernelError, match="in the order of another kernel than unpack"):
+        linear_in_order(*given)
 
 
 @torch.no_grad()

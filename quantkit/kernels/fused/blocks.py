@@ -16,15 +16,13 @@ def segment(segments, number):
 
 
 @triton.jit
-def in_order(x, HALVES: tl.constexpr):
-    """Columns of x in the order of fragments: in each run (t, p0, e1, e0) becomes (p0, e1, t, e0).
+def in_order(x, SHAPE: tl.constexpr, AXES: tl.constexpr):
+    """`x` [K] with each run of 32 columns in an order of `quantkit.kernels.problem.COLUMN_ORDERS`.
 
-    With `HALVES`, for groups of 16, it is (p0, t, e1, e0) that does. Both sides lie in whole vectors.
+    Threads load and store whole vectors: what moves between them goes through shared memory.
     """
-    if HALVES:
-        x = tl.permute(tl.reshape(x, (x.shape[0] // 32, 2, 4, 2, 2)), (0, 1, 3, 2, 4))
-    else:
-        x = tl.permute(tl.reshape(x, (x.shape[0] // 32, 4, 2, 2, 2)), (0, 2, 3, 1, 4))
+    x = tl.reshape(x, (x.numel // 32, SHAPE[0], SHAPE[1], SHAPE[2], SHAPE[3]))
+    x = tl.permute(x, (0, AXES[0] + 1, AXES[1] + 1, AXES[2] + 1, AXES[3] + 1))
     return tl.reshape(x, (x.numel,))
 
 

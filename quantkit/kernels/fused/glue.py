@@ -7,17 +7,20 @@ kernel for each operation.
 import triton
 import triton.language as tl
 
+from quantkit.kernels.fused.blocks import in_order
+
 
 @triton.jit
 def rms_norm(
     x, other, weight, total, y, x_o, x_i, o_o, o_i, w_i,
     ROWS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
-    ROUND: tl.constexpr, OFFSET: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    ROUND: tl.constexpr, OFFSET: tl.constexpr, SHAPE: tl.constexpr, AXES: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) of rows of N numbers; with ADD that of x + other.
 
     Row number r of `x` is at r // ROWS * x_o + r % ROWS * x_i. With ROUND, numbers are rounded to the dtype
-    of `y` before they are multiplied by weights.
+    of `y` before they are multiplied by weights. With SHAPE, columns of `y` are `in_order`.
     """
     n = tl.arange(0, NP)
     inside = n < N
@@ -39,14 +42,18 @@ def rms_norm(
     scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
     if ROUND:
         scaled = scaled.to(y.dtype.element_ty).to(tl.float32)
-    tl.store(y + row * N + n, (scaled * factor).to(y.dtype.element_ty), mask=inside)
+    scaled = (scaled * factor).to(y.dtype.element_ty)
+    if SHAPE is not None:
+        scaled = in_order(scaled, SHAPE, AXES)
+    tl.store(y + row * N + n, scaled, mask=inside)
 
 
 @triton.jit
 def gate(
-    x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
+    x, up, y, x_r, u_r, N, KIND: tl.constexpr, SHAPE: tl.constexpr, AXES: tl.constexpr, B: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """`y` = f(x) * up, rows of N numbers, where f is silu or gelu by tanh."""
+    """`y` = f(x) * up, rows of N numbers, where f is silu or gelu by tanh; with SHAPE `in_order`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -64,7 +71,10 @@ def gate(
     found = found.to(dtype).to(tl.float32) * tl.load(up + row * u_r + n, mask=inside, other=0.0).to(
         tl.float32
     )
-    tl.store(y + row * N + n, found.to(dtype), mask=inside)
+    found = found.to(dtype)
+    if SHAPE is not None:
+        found = in_order(found, SHAPE, AXES)
+    tl.store(y + row * N + n, found, mask=inside)
 
 
 @triton.jit

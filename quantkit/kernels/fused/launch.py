@@ -11,7 +11,7 @@ from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
-from quantkit.kernels.problem import gpu_of
+from quantkit.kernels.problem import COLUMN_ORDERS, gpu_of
 from quantkit.packing.schemes import Scheme
 
 #: Multiprocessors of an H200, for which the rules were made.
@@ -73,7 +73,7 @@ class Operands:
     """x [m, k] and a weight [n, k] in the fragment layout: codes, scale, zero, factor, values.
 
     Kernels take besides what the device can do, of `GPU_FEATURES`. With `pairs`, the parts of the layout have
-    a first dimension more, that of matrices of experts.
+    a first dimension more, that of matrices of experts. Columns of x may be `ordered` as `column_order` says.
     """
 
     x: torch.Tensor
@@ -82,6 +82,7 @@ class Operands:
     scheme: Scheme
     n: int
     pairs: Pairs | None = None
+    ordered: bool = False
 
     @property
     def grouping(self) -> Grouping | None:
@@ -182,6 +183,17 @@ def half_unit(n: int, k: int, scheme: Scheme) -> float:
         return 1.0
     largest = scheme.format.max if scheme.zero_point == "none" else 2.0**scheme.format.bits
     return 2.0 ** -math.ceil(math.log2(largest))
+
+
+def column_order(shape: Geometry) -> str:
+    """The one of `COLUMN_ORDERS` that `tiled` has columns of x in."""
+    return "fragments of 16" if shape.group == 16 else "fragments"
+
+
+def ordering(name: str) -> dict[str, tuple[int, ...]]:
+    """What kernels know of one of `COLUMN_ORDERS`."""
+    shape, axes = COLUMN_ORDERS[name]
+    return {"SHAPE": shape, "AXES": axes}
 
 
 def _empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -318,7 +330,7 @@ def _tiled(
         (m if grouping is None else grouping.count, -(-width // 1024)),
         **({"order": None} if grouping is None else {}),
         SLOTS=1 if grouping is None else grouping.slots,
-        HALVES=shape.group == 16,
+        **ordering(column_order(shape)),
         BLOCK=1024,
         **overlap(features),
     )
@@ -383,8 +395,10 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         op.grouping,
     )
     y = _outputs(op)
-    ordered = _empty(op, y.shape[0], run.width)
-    run.order(op.x, ordered, k, run.width, *op.grouped[:1])
+    ordered = op.x
+    if not op.ordered:
+        ordered = _empty(op, y.shape[0], run.width)
+        run.order(op.x, ordered, k, run.width, *op.grouped[:1])
     bias = y if op.bias is None else op.bias
     sums = y if run.rest == 0 else _empty(op, tile.split, run.rest, tile.m, tile.rows, dtype=torch.float32)
     run.kernel(ordered, *op.layout, bias, y, sums, run.m, op.n, run.full, *op.grouped)

@@ -128,10 +128,12 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         layout: tuple[torch.Tensor, ...],
         bias: torch.Tensor | None,
         tile: Any = None,
+        ordered: bool = False,
     ) -> torch.Tensor:
         if bias is not None:
             bias = bias.contiguous()
-        return _started(run, Operands(x, layout, bias, weight.scheme, weight.shape[0]), tile)
+        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], ordered=ordered)
+        return _started(run, operands, tile)
 
     return launched
 
@@ -181,6 +183,12 @@ def _dense(operands: Operands, features: frozenset[str], tile: Any) -> torch.Ten
         block = launch.dequantize(operands, start, stop, features)
         y[:, start:stop] = F.linear(x, block, None if bias is None else bias[start:stop])
     return y
+
+
+def _tiled_order(problem: Problem) -> str:
+    """Nothing but the kernel itself adds the zeros that it has beyond the last columns."""
+    shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
+    return launch.column_order(shape) if shape.spans * shape.span == problem.k else ""
 
 
 _RUNS: dict[str, _Run] = {"fused-skinny": _skinny, "fused-tiled": _tiled, "dequantize": _dense}
@@ -281,6 +289,7 @@ FUSED_ROWS = (
         layout=FRAGMENTS,
         launch=_launch(_tiled),
         tiling=TILED,
+        order=_tiled_order,
     ),
     KernelRow(
         name="dequantize",

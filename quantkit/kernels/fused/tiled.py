@@ -250,8 +250,9 @@ def combine(
 
 @triton.jit
 def order_columns(
-    x, out, K, KP, order, SLOTS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x, out, K, KP, order, SLOTS: tl.constexpr, SHAPE: tl.constexpr, AXES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """x [M, K] `in_order` as [M, KP], zeros beyond K.
 
     With `order`, row i of the result is that of pair order[i], row order[i] // SLOTS of x.
@@ -265,7 +266,7 @@ def order_columns(
         row = tl.load(order + m).to(tl.int64) // SLOTS
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + row * K + k, mask=k < K, other=0.0)
-    tl.store(out + m * KP + k, in_order(v, HALVES), mask=k < KP)
+    tl.store(out + m * KP + k, in_order(v, SHAPE, AXES), mask=k < KP)
 
 
 @triton.jit

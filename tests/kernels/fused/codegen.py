@@ -122,8 +122,12 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """What is between the linears of a model with hidden states, or heads, of `m` numbers, in bfloat16."""
     features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
     launch = {
-        "norm": lambda: glue._norm_launch(1, 1, case.m, 1e-5, True, "llama", False, features),
-        "gate": lambda: glue._gate_launch(1, 1, "silu", features),
+        "norm": lambda: glue._norm_launch(1, 1, case.m, 1e-5, True, "llama", False, "", features),
+        "norm in order": lambda: glue._norm_launch(
+            1, 1, case.m, 1e-5, True, "llama", False, "fragments", features
+        ),
+        "gate": lambda: glue._gate_launch(1, 1, "silu", "", features),
+        "gate in order": lambda: glue._gate_launch(1, 1, "silu", "fragments of 16", features),
         "rotate": lambda: glue._rotate_launch(1, 8, case.m // 2, features),
         "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, features),
         "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),

@@ -103,7 +103,8 @@ def rotate(
     token = tl.program_id(0)
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
     head = (tl.program_id(1) * PART + tl.arange(0, PART)).to(tl.int64)[:, None]
-    d = tl.arange(0, HP)[None, :]
+    # Angles are loaded for each head, as numbers are: 16 bytes of a thread, which nothing moves to another.
+    d = tl.broadcast_to(tl.arange(0, HP)[None, :], (PART, HP))
     inside = (head < HEADS) & (d < H)
     base = x + b * x_b + head * x_h + t * x_t
     low = tl.load(base + d, mask=inside, other=0.0)

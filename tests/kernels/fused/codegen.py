@@ -25,6 +25,8 @@ from quantkit.kernels.fused.launch import (
     DENSE_WARPS,
     HOLD,
     RASTER,
+    Tile,
+    _tiled,
     constants,
     half_unit,
     skinny_columns,
@@ -132,6 +134,9 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, features),
         "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),
         "fill": lambda: cache._launch(1, 2, 1, case.m * 2 // cache.WORD),
+        "order_columns": lambda: (
+            _tiled(1, N, case.m, scheme("int4"), torch.bfloat16, False, Tile(4, 16), features, 1, None).order
+        ),
     }[case.name]()
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
@@ -146,7 +151,7 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in known}
     code = ASTSource(launch._kernel, types, known, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    found = Source(launch._kernel, known, options["num_warps"], 1, None)
+    found = Source(launch._kernel, known, options.get("num_warps", 4), 1, None)
     return triton.compile(code, target=target, options=others), found
 
 

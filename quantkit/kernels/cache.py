@@ -1,6 +1,7 @@
 """Keys and values of a prompt to the memory of a cache, in one launch for all layers."""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -23,17 +24,17 @@ def slow_fill(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool
 def fill(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
     """Write `states` [B, H, T, D] to the first tokens of `rooms` [B, H, L, D]; others become 0 if `clear`.
 
-    Each pair is of one dtype, and all have as many tokens. One launch for all rooms of a shape; what is not
-    of whole words that lie together is for `slow_fill`. The host does not wait for the GPU.
+    Each pair is of one dtype and device, and all have as many tokens. One launch for all rooms of a shape;
+    what is not of whole words that lie together is for `slow_fill`. The host does not wait for the GPU.
     """
-    launches: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    launches: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
     for room, part in zip(rooms, states, strict=True):
         batch, heads, length, size = room.shape
-        key = batch, heads, length, size * room.itemsize
+        key = room.device, batch, heads, length, size * room.itemsize
         (launches.setdefault(key, []) if _is_of_words(room, part) else others).append((room, part))
-    for (batch, heads, length, row), pairs in launches.items():
-        device, tokens = pairs[0][0].device, pairs[0][1].shape[2]
+    for (device, batch, heads, length, row), pairs in launches.items():
+        tokens = pairs[0][1].shape[2]
         end = length if clear else tokens
         launch = _launch(len(pairs), batch * heads, -(-end // TOKENS), row // WORD)
         entries = [_entry(room, part) for room, part in pairs]

@@ -306,7 +306,7 @@ def _is_room(layer: Any, states: States) -> bool:
         return False
     held = (layer.keys, layer.values) if layer.is_initialized else ()
     return all(
-        graphs.outline(old[:, :, :tokens]) == graphs.outline(new)
+        old.device == new.device and graphs.outline(old[:, :, :tokens]) == graphs.outline(new)
         for old, new in zip(held, states, strict=False)
     )
 

@@ -612,15 +612,17 @@ def test_caches_are_what_transformers_makes_of_them(
 @torch.no_grad()
 @pytest.mark.skipif(DEVICE == "cuda", reason="an index that is none ends all that a GPU runs")
 def test_a_cache_that_does_not_fit_is_refused(model: Any) -> None:
-    """As transformers does: of other sequences, of another dtype, for less tokens."""
+    """As transformers does: of other sequences, of another dtype, elsewhere, for less tokens."""
     for _ in range(3):
-        for change in ("sequences", "dtype", "tokens"):
+        for change in ("sequences", "dtype", "device", "tokens"):
             cache = static_cache(model, 20)
             assert cache is not None
             model(input_ids=ids(), past_key_values=cache, **LAST)
             cache.reset()
             if change == "dtype":
                 cache.layers[0].keys = cache.layers[0].keys.double()
+            if change == "device":
+                cache.layers[0].keys = cache.layers[0].keys.to("meta")
             prompt = ids(1 if change == "sequences" else 2, 300 if change == "tokens" else 9)
             with pytest.raises((RuntimeError, IndexError), match="index"):
                 model(input_ids=prompt, past_key_values=cache, **LAST)

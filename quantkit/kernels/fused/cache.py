@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "LENGTH", "END", "HEADS"])
 def fill(table, T, LENGTH, END, HEADS, W: tl.constexpr, WP: tl.constexpr, BT: tl.constexpr):
     """`table` [N, 5] says where tensors are written and read, and by what strides: a program for BT tokens.
 

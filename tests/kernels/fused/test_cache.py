@@ -63,3 +63,15 @@ def test_most_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [LAID[kind](1, 6, 64, torch.float16) for kind in kinds]
     cache.fill([numbers(1, 3, 8, 64, dtype=torch.float16) for _ in kinds], states, True)
     assert launched == [len(kinds)]
+
+
+def test_each_device_has_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[int, str]] = []
+
+    def launch(tensors: int, *_: int) -> Callable[..., None]:
+        return lambda table, *_: launched.append((tensors, table.device.type))
+
+    monkeypatch.setattr(cache, "_launch", launch)
+    rooms = [torch.zeros(1, 2, 8, 16, device=device) for device in (DEVICE, "meta", DEVICE)]
+    cache.fill(rooms, [room[:, :, :5].clone() for room in rooms], True)
+    assert launched == [(2, DEVICE), (1, "meta")]

@@ -264,22 +264,24 @@ def _order_columns(graph: Graph, memory: Memory, device: torch.device) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             made = [user for user in node.users if user.args[1] == 1] if target is glue.add_norm else [node]
             products = [user for one in made for user in _used(memory, one)]
-            orders = {_order_of(user, made[0], device) for user in products}
+            orders = {_order_of(memory, user, made[0], device) for user in products}
             if len(orders) == 1 and (order := orders.pop()):
                 node.update_kwarg("order", order)
                 for product in products:
                     product.target = linear_in_order
 
 
-def _order_of(node: Node, made: Node, device: torch.device) -> str:
+def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> str:
     """The order that a product of rows of `made` wants their columns in; "" if it is another operation."""
     if node.target is not OPERATOR:
         return ""
     of: Any = node.args
-    x, _, _, _, *weight = of
+    x, parts, layout, bias, *weight = of
     given, rows = x.meta[META], made.meta[META]
     # A view of whole rows.
     if given.shape[-1] != rows.shape[-1] or given.stride(-1) != 1:
+        return ""
+    if any(memory.of(one) == memory.of(made) for one in (*parts, *layout, bias) if one is not None):
         return ""
     columns = given.shape[-1]
     return order_of(given.numel() // columns, columns, given.dtype, device, *weight)

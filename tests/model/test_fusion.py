@@ -494,6 +494,20 @@ def test_norms_and_gates_write_columns_in_the_order_of_the_products_after_them(
 
 
 @torch.no_grad()
+def test_norms_that_are_a_bias_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion, "order_of", lambda *_: "fragments")
+    packed = quantize_tensor(numbers(64, 64), "int4")
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear(x, packed, glue.slow_norm(x, weight, 1e-5)[0])
+
+    given = [numbers(2, 64), numbers(64)]
+    module = fused(step, given, "steps")
+    assert calls(module)["norm"] == 1 and calls(module)["linear.default"] == 1
+    close(module(*given), step(*given))
+
+
+@torch.no_grad()
 def test_columns_in_the_order_of_another_kernel_are_refused() -> None:
     packed = quantize_tensor(numbers(64, 64), "int4")
     given: Any = (numbers(2, 64), list(packed.tensors), [], None, packed.scheme.token, 64, "")

@@ -140,6 +140,9 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     }[case.name]()
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
+    if "w_i" in names:
+        # Weights lie together.
+        known["w_i"] = 1
     # Strides and sizes have an underscore, or are in capitals.
     tensors = [name for name in names if name not in known and "_" not in name and name.islower()]
     types = {

@@ -4,6 +4,7 @@ import collections
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ import quantkit
 from quantkit import linear, quantize_tensor
 from quantkit.errors import KernelError
 from quantkit.kernels import glue
+from quantkit.kernels.building import building
+from quantkit.kernels.fused.rows import FRAGMENTS
 from quantkit.kernels.linear import OPERATOR, linear_in_order
+from quantkit.kernels.problem import Problem
 from quantkit.model import fused_forward, fusion, prompt_graphs
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.fusion import fused
@@ -491,6 +495,40 @@ def test_norms_and_gates_write_columns_in_the_order_of_the_products_after_them(
     assert sum(node.kwargs.get("order") == order for node in module.graph.nodes) == 2
     assert asked and names["gate"].kwargs["order"] == order
     close(module(*given), step(*given))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["int4", "nvfp4"])
+def test_products_are_the_same_of_columns_in_order(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """With the kernels that take them so, where there are as many rows as those are for."""
+    on = Problem.on
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        features = frozenset({"triton"})
+        as_gpu = partial(replace, device="cuda", features=features)
+        monkeypatch.setattr(Problem, "on", lambda *of: as_gpu(on(*of)))
+    layouts = []
+    for n, k in ((128, 256), (128, 256), (256, 128)):
+        packed = quantize_tensor(numbers(n, k) / 16, scheme)
+        with building():
+            layouts.append((list(FRAGMENTS.build(packed, torch.float16)), None, packed.scheme.token, n))
+
+    def product(x: torch.Tensor, number: int) -> torch.Tensor:
+        return OPERATOR(x, [], *layouts[number], FRAGMENTS.name)
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = x + x.flip(0)
+        y = glue.slow_norm(total, weight, 1e-5)
+        return total + product(glue.slow_silu_gate(product(y, 0), product(y, 1)), 2)
+
+    given = [numbers(2, 10, 256).half(), numbers(256).half()]
+    ordered = fused(step, given, "steps")
+    assert calls(ordered)["linear_in_order"] == 3
+    monkeypatch.setattr(fusion, "_order_columns", lambda *_: None)
+    plain = fused(step, given, "steps")
+    assert calls(plain)["linear.default"] == 3
+    assert torch.equal(ordered(*given), plain(*given))
+    assert fused_forward._relative(step(*given), ordered(*given)) < 0.01
 
 
 @torch.no_grad()

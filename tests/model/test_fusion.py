@@ -23,6 +23,7 @@ from quantkit.kernels.building import building
 from quantkit.kernels.fused.rows import FRAGMENTS
 from quantkit.kernels.linear import OPERATOR, linear_in_order
 from quantkit.kernels.problem import Problem
+from quantkit.kernels.table import FORCE_VARIABLE
 from quantkit.model import fused_forward, fusion, prompt_graphs
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.fusion import fused
@@ -500,7 +501,8 @@ def test_norms_and_gates_write_columns_in_the_order_of_the_products_after_them(
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", ["int4", "nvfp4"])
 def test_products_are_the_same_of_columns_in_order(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
-    """With the kernels that take them so, where there are as many rows as those are for."""
+    """By the kernels that take them so, which a tile table of the GPU may not name."""
+    monkeypatch.setenv(FORCE_VARIABLE, "fused-tiled")
     on = Problem.on
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

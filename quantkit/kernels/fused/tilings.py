@@ -240,6 +240,7 @@ def hopper_memory(tile: HopperTile) -> int:
 
 def _hopper_loses(problem: Problem, tile: HopperTile) -> str | None:
     reasons = (
+        (problem.m <= 32, "it multiplies 64 rows of x at least"),
         (tile.m > max(64, 2 * problem.m), f"{tile.m} rows do not suit {problem.m} rows of x"),
         (tile.parts * tile.m > 256, f"sums would take {tile.parts * tile.m // 2} registers"),
     )

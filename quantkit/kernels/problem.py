@@ -2,8 +2,10 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from quantkit.packing.tensor import PackedTensor
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: What kernels may use on a GPU; `ptx` is inline assembly, `overlap` launches that overlap the kernel before,
-#: `wgmma` products that go on while the warps that asked for them do.
-GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma"})
+#: `wgmma` products that go on while the warps that asked for them do, `gluon` the language of Triton in which
+#: warps of a program do different things.
+GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma", "gluon"})
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,9 @@ def _gpu_features(device: torch.device) -> frozenset[str]:
         # bfloat16 arithmetic came with 8.0, dependent launches with 9.0.
         facts |= {fact for fact, since in (("ptx", 8), ("overlap", 9)) if major >= since}
         facts |= {"wgmma"} if major == 9 else set()
+        # It changes with every version.
+        with suppress(metadata.PackageNotFoundError):
+            facts |= {"gluon"} if metadata.version("triton").startswith("3.6.") else set()
     return frozenset(facts)
 
 

@@ -18,6 +18,8 @@ from quantkit.packing.schemes import Scheme
 HOPPER_PROCESSORS = 132
 #: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
 RASTER = 8
+#: Registers of a thread that multiplies in `hopper`: three groups of warps have 504, the one that copies 24.
+MULTIPLYING_REGISTERS = 240
 #: Outputs that a program of `combine` adds up.
 COMBINED = 512
 #: Numbers that a program which orders pairs has at a time: its pairs times the experts.
@@ -139,6 +141,20 @@ class Tile:
     def rows(self) -> int:
         """Rows of the weight that a program has."""
         return ROWS * self.row_tiles * self.chains
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Times 64 rows of each of two groups of warps, rows of x of a program, blocks of x in shared memory."""
+
+    parts: int = 2
+    m: int = 128
+    stages: int = 4
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight that a program has."""
+        return 128 * self.parts
 
 
 @lru_cache(maxsize=4096)
@@ -305,6 +321,20 @@ class _Tiles:
     rest: int
 
 
+def _ordering(m: int, shape: Geometry, features: frozenset[str], grouping: Grouping | None = None) -> Launch:
+    from quantkit.kernels.fused.tiled import order_columns
+
+    return Launch(
+        order_columns,
+        (m if grouping is None else grouping.count, -(-shape.spans * shape.span // 1024)),
+        **({"order": None} if grouping is None else {}),
+        SLOTS=1 if grouping is None else grouping.slots,
+        **ordering(column_order(shape)),
+        BLOCK=1024,
+        **overlap(features),
+    )
+
+
 @lru_cache(maxsize=4096)
 def _tiled(
     m: int,
@@ -318,22 +348,14 @@ def _tiled(
     multiprocessors: int,
     grouping: Grouping | None,
 ) -> _Tiles:
-    from quantkit.kernels.fused.tiled import combine, order_columns
+    from quantkit.kernels.fused.tiled import combine
     from quantkit.kernels.fused.tiled import tiled as kernel
 
     shape = geometry(n, k, scheme, dtype)
     assert shape.steps % tile.split == 0 and (grouping is None or tile.split == 1), (shape, tile)
     known = constants(n, k, scheme, dtype, "ptx" in features)
     width = shape.spans * shape.span
-    order = Launch(
-        order_columns,
-        (m if grouping is None else grouping.count, -(-width // 1024)),
-        **({"order": None} if grouping is None else {}),
-        SLOTS=1 if grouping is None else grouping.slots,
-        **ordering(column_order(shape)),
-        BLOCK=1024,
-        **overlap(features),
-    )
+    order = _order_launch(m, shape, features, grouping)
     of_segment = 1 if grouping is None else -(-grouping.rows // tile.m)
     if grouping is not None:
         m = grouping.segments * of_segment * tile.m
@@ -405,6 +427,66 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
     if run.combine is not None:
         _, scale, _, factor, _ = op.layout
         run.combine(sums, scale, factor, bias, y, run.m, op.n, run.full)
+    return y
+
+
+@dataclass(frozen=True)
+class _HopperTiles:
+    """The launches of `hopper`, and what lies in shared memory: the layout of a block of x."""
+
+    order: Launch
+    kernel: Launch
+    width: int
+    layout: Any
+
+
+@lru_cache(maxsize=4096)
+def _hopper(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: HopperTile,
+    features: frozenset[str],
+    multiprocessors: int,
+) -> _HopperTiles:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from quantkit.kernels.fused.hopper import hopper as kernel
+
+    shape = geometry(n, k, scheme, dtype)
+    known = constants(n, k, scheme, dtype, True)
+    main = Launch(
+        kernel,
+        (min(multiprocessors, -(-n // tile.rows) * -(-m // tile.m)),),
+        **{name: known[name] for name in kernel.arg_names if name in known},
+        HAS_BIAS=bias,
+        PARTS=tile.parts,
+        BM=tile.m,
+        STAGES=tile.stages,
+        REGISTERS=MULTIPLYING_REGISTERS,
+        RASTER=RASTER,
+        num_warps=4,
+    )
+    layout = NVMMASharedLayout(128, 16, 2)
+    return _HopperTiles(_order_launch(m, shape, features), main, shape.spans * shape.span, layout)
+
+
+def hopper(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """y [m, n] for any m, on GPUs of compute capability 9."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    m, k = op.x.shape
+    processors = _multiprocessors(op.x.device)
+    run = _hopper(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, processors)
+    y, ordered = _outputs(op), op.x
+    if not op.ordered:
+        ordered = _empty(op, m, run.width)
+        run.order(op.x, ordered, k, run.width)
+    x = TensorDescriptor(ordered, [m, run.width], [run.width, 1], [tile.m, 128], run.layout)
+    run.kernel(x, *op.layout, y if op.bias is None else op.bias, y, m, op.n)
     return y
 
 

@@ -18,6 +18,7 @@ from quantkit.kernels.fused.launch import Grouping, Operands, Pairs
 from quantkit.kernels.fused.layout import ROWS, build, geometry, join, restore
 from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.fused.tilings import (
+    HOPPER,
     LONG_ROWS,
     SKINNY,
     SKINNY_SEGMENT,
@@ -100,6 +101,23 @@ def _skinny_pays(problem: Problem) -> str | None:
     return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
 
 
+def _hopper_supports(problem: Problem) -> str | None:
+    if (reason := _unmultipliable(problem)) is not None:
+        return reason
+    if not {"wgmma", "gluon"} <= problem.features:
+        return "it is for compute capability 9, and the Gluon of Triton 3.6"
+    shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
+    if shape.span > 128:
+        return f"it takes spans of up to 128 columns, {shape.bits} bits have {shape.span}"
+    if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:
+        return f"it would look up every value of {problem.scheme.format.name} in memory"
+    return None
+
+
+def _hopper_pays(problem: Problem) -> str | None:
+    return None if problem.m > 64 else "smaller tiles are faster up to M=64"
+
+
 def _tiled_pays(problem: Problem) -> str | None:
     shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
     if _looked_up(problem):
@@ -172,6 +190,10 @@ def _tiled(operands: Operands, features: frozenset[str], tile: Any) -> torch.Ten
     return launch.tiled(operands, tile, features)
 
 
+def _hopper(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
+    return launch.hopper(operands, tile, features)
+
+
 def _dense(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
     x, bias, n = operands.x, operands.bias, operands.n
     step = max(1, DENSE_WEIGHTS // x.shape[1] // ROWS) * ROWS
@@ -191,7 +213,12 @@ def _tiled_order(problem: Problem) -> str:
     return launch.column_order(shape) if shape.spans * shape.span == problem.k else ""
 
 
-_RUNS: dict[str, _Run] = {"fused-skinny": _skinny, "fused-tiled": _tiled, "dequantize": _dense}
+_RUNS: dict[str, _Run] = {
+    "fused-skinny": _skinny,
+    "fused-tiled": _tiled,
+    "fused-hopper": _hopper,
+    "dequantize": _dense,
+}
 
 
 def ungroupable(problem: Problem) -> str | None:
@@ -289,6 +316,17 @@ FUSED_ROWS = (
         layout=FRAGMENTS,
         launch=_launch(_tiled),
         tiling=TILED,
+        order=_tiled_order,
+    ),
+    KernelRow(
+        name="fused-hopper",
+        summary="Gluon: as fused-tiled, with a warp that copies x beside those that decode and multiply",
+        devices=("cuda",),
+        supports=_hopper_supports,
+        pays=_hopper_pays,
+        layout=FRAGMENTS,
+        launch=_launch(_hopper),
+        tiling=HOPPER,
         order=_tiled_order,
     ),
     KernelRow(

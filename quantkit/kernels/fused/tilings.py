@@ -7,7 +7,14 @@ multiprocessors, and within their shared memory.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quantkit.kernels.fused.launch import HOPPER_PROCESSORS, SkinnyTile, Tile, skinny_columns, skinny_steps
+from quantkit.kernels.fused.launch import (
+    HOPPER_PROCESSORS,
+    HopperTile,
+    SkinnyTile,
+    Tile,
+    skinny_columns,
+    skinny_steps,
+)
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
 
@@ -33,6 +40,11 @@ SKINNY_VALUES: Mapping[str, tuple[int, ...]] = {
     "unroll": (4, 8, 16),
     "present": (False, True),
     "together": (False, True),
+}
+HOPPER_VALUES: Mapping[str, tuple[int, ...]] = {
+    "parts": (1, 2),
+    "m": (64, 128, 256),
+    "stages": (2, 3, 4, 6),
 }
 TILED_VALUES: Mapping[str, tuple[int, ...]] = {
     "row_tiles": (4, 8),
@@ -154,7 +166,18 @@ def _shared(problem: Problem) -> int:
     return HOPPER_SHARED if problem.gpu is None else problem.gpu.shared_memory
 
 
-def _unknown_value(tile: SkinnyTile | Tile, values: Mapping[str, tuple[int, ...]]) -> str | None:
+def hopper_tile(n: int, m: int, multiprocessors: int = HOPPER_PROCESSORS) -> HopperTile:
+    """The tile for m rows of x: the largest with which most processors are busy."""
+    tiles = [HopperTile(2, 128), HopperTile(1, 128), HopperTile(1, 64)]
+
+    def busy(tile: HopperTile) -> float:
+        count = -(-n // tile.rows) * -(-m // tile.m)
+        return count / (-(-count // multiprocessors) * multiprocessors)
+
+    return next((tile for tile in tiles if busy(tile) >= 0.75), max(tiles, key=busy))
+
+
+def _unknown_value(tile: SkinnyTile | Tile | HopperTile, values: Mapping[str, tuple[int, ...]]) -> str | None:
     for field, known in values.items():
         value = getattr(tile, field)
         if value not in known:
@@ -203,6 +226,27 @@ def _tiled_why_not(problem: Problem, tile: Tile) -> str | None:
     return None
 
 
+def _hopper_why_not(problem: Problem, tile: HopperTile) -> str | None:
+    if (reason := _unknown_value(tile, HOPPER_VALUES)) is not None:
+        return reason
+    held = hopper_memory(tile)
+    return None if held <= _shared(problem) else f"stages would take {held} bytes of shared memory"
+
+
+def hopper_memory(tile: HopperTile) -> int:
+    """Bytes of shared memory that a program of `fused-hopper` takes: blocks of x, outputs on their way."""
+    return tile.stages * tile.m * 128 * 2 + 64 * tile.m * 2 + 1024
+
+
+def _hopper_loses(problem: Problem, tile: HopperTile) -> str | None:
+    reasons = (
+        (problem.m <= 32, "it multiplies 64 rows of x at least"),
+        (tile.m > max(64, 2 * problem.m), f"{tile.m} rows do not suit {problem.m} rows of x"),
+        (tile.parts * tile.m > 256, f"sums would take {tile.parts * tile.m // 2} registers"),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
+
+
 def _tiled_loses(problem: Problem, tile: Tile) -> str | None:
     shape, m, split = _shape(problem), problem.m, tile.split > 1
     sums, shared = tile.rows * tile.m // (32 * tile.warps), shared_memory(tile, shape, problem.features)
@@ -244,4 +288,11 @@ TILED = Tiling(
     _tiled_rule,
     _tiled_why_not,
     _tiled_loses,
+)
+HOPPER = Tiling(
+    HopperTile,
+    HOPPER_VALUES,
+    lambda problem: hopper_tile(problem.n, problem.m, processors(problem)),
+    _hopper_why_not,
+    _hopper_loses,
 )

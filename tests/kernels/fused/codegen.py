@@ -18,12 +18,16 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from quantkit.kernels import attention, cache, glue
 from quantkit.kernels.fused.dense import dequantize
+from quantkit.kernels.fused.hopper import hopper
 from quantkit.kernels.fused.launch import (
     DENSE_WARPS,
     HOLD,
+    MULTIPLYING_REGISTERS,
     RASTER,
     Tile,
     _tiled,
@@ -37,7 +41,14 @@ from quantkit.kernels.fused.order import order_codes
 from quantkit.kernels.fused.pairs import count_pairs, order_pairs, weigh_pairs
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
-from quantkit.kernels.fused.tilings import HOPPER_SHARED, shared_memory, skinny_tile, tiled_tile
+from quantkit.kernels.fused.tilings import (
+    HOPPER_SHARED,
+    hopper_memory,
+    hopper_tile,
+    shared_memory,
+    skinny_tile,
+    tiled_tile,
+)
 from quantkit.packing.schemes import scheme
 
 N = K = 4096
@@ -184,6 +195,36 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     return triton.compile(code, target=target, options=others), found
 
 
+def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+    """The kernel for many rows of x in the tile of the rules."""
+    row, dtype = scheme(case.name), torch.bfloat16
+    shape, tile = geometry(N, K, row, dtype), hopper_tile(N, case.m)
+    known = {
+        name: value for name, value in constants(N, K, row, dtype, True).items() if name in hopper.arg_names
+    }
+    known |= {"HAS_BIAS": True, "PARTS": tile.parts, "BM": tile.m, "STAGES": tile.stages}
+    known |= {"REGISTERS": MULTIPLYING_REGISTERS, "RASTER": RASTER}
+    types = {
+        **dict.fromkeys(hopper.arg_names, "*bf16"),
+        "x": f"tensordesc<bf16[{tile.m},128],{NVMMASharedLayout(128, 16, 2)!r}>",
+        "codes": "*i16",
+        "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
+        **dict.fromkeys(("factor", "lut"), "*fp32"),
+        **dict.fromkeys(("M", "N"), "i32"),
+        **dict.fromkeys(known, "constexpr"),
+    }
+    names = hopper.arg_names
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
+    code = GluonASTSource(
+        hopper,
+        {name: types[name] for name in names},
+        {(names.index(name),): known[name] for name in known},
+        aligned,
+    )
+    found = Source(hopper, known, 4, tile.stages, hopper_memory(tile))
+    return triton.compile(code, target=target, options={"num_warps": 4}), found
+
+
 def build(case: Case) -> tuple[Any, Source]:
     amd = case.capability == 942
     target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", case.capability, 32)
@@ -191,6 +232,8 @@ def build(case: Case) -> tuple[Any, Source]:
         return build_attention(case, target)
     if case.kernel == "glue":
         return build_glue(case, target)
+    if case.kernel == "hopper":
+        return build_hopper(case, target)
     dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
     row = scheme(case.name)
     found = source(case, row, dtype)
@@ -239,7 +282,7 @@ def facts(case: Case) -> dict[str, Any]:
         "sums": sorted(set(re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.(\w+)\.f16\.f16", assembly))),
         "halves": count(r"wgmma.mma_async\S*\.f16\.f16\.f16"),
         # Whether the table of values is more than a parameter.
-        "looks_up": built.asm["ttir"].count("%lut") > 1,
+        "looks_up": built.asm.get("ttir", "").count("%lut") > 1,
         "shared": built.metadata.shared,
         "limit": SHARED.get(case.capability, HOPPER_SHARED),
         "bound": found.bound,
@@ -290,6 +333,8 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
         "spills": sum(line.startswith(("STL", "LDL")) for line in lines),
         "registers": 1 + max(map(int, re.findall(r"\bR(\d+)", " ".join(lines)))),
         "wgmma": len(products),
+        # Where they are not left in flight, each has two of its own.
+        "waits": sum(line.startswith("WARPGROUP") for line in lines),
         # "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24": operand A is R4, not in shared memory as B is.
         "wgmma_registers": sum(
             re.match(r"HGMMA\S* R\d+, R\d+, gdesc", line) is not None for line in products

@@ -246,6 +246,16 @@ def test_attention_fits_memory_and_registers(compiled: Compiled, plan: int) -> N
         assert found["spills"] == 0, (case, found)
 
 
+def test_hopper_leaves_products_in_flight(compiled: Compiled) -> None:
+    """Of 8 products of 16 columns and 64 rows each, from weights in registers."""
+    names = ("int8", "int6", "int4", "int2", "ternary", "fp8", "fp6", "fp4", "nf4", "mxfp4")
+    for (_, name, _, _), found in compiled([("hopper", name, 90, 4096) for name in names]).items():
+        assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], (name, found)
+        assert found["spills"] <= 8, (name, found)
+        assert found["wgmma"] == found["wgmma_registers"] == 2 * 2 * 8, (name, found)
+        assert found["waits"] < 2 * 8, (name, found)
+
+
 def test_glue_compiles_for_every_target(compiled: Compiled) -> None:
     sizes = {"norm": 4096, "norm in order": 4096, "gate": 1, "gate in order": 1}
     sizes |= {"rotate": 128, "rotate_append": 128, "append": 128, "fill": 128, "order_columns": 4096}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from quantkit.errors import FormatError
 from quantkit.kernels import glue
 from quantkit.kernels.building import building
 from quantkit.kernels.fused import launch, layout, rows
-from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
+from quantkit.kernels.fused.launch import HopperTile, Operands, SkinnyTile, Tile
 from quantkit.kernels.fused.layout import (
     build,
     geometry,
@@ -94,6 +95,9 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
         found["tiled split"] = lambda: launch.tiled(op, Tile(4, 32, split=2, stages=2), features)
     if shape.span <= 128:
         found["tiled chains"] = lambda: launch.tiled(op, Tile(4, 16, stages=2, chains=2), features)
+    if {"gluon", "wgmma", "ptx"} <= features and shape.span <= 128:
+        for tile in (HopperTile(1, 64, 2), HopperTile(2, 128, 3), HopperTile(1, 256, 2)):
+            found[f"hopper {tile}"] = partial(launch.hopper, op, tile, features)
     if m <= 32:
         found["skinny"] = lambda: launch.skinny(op, skinny_tile(shape, m), features)
         if DEVICE == "cuda":

@@ -207,7 +207,7 @@ def test_what_does_not_fit_or_compile_is_skipped(gpu: Gpu) -> None:
     reasons = set(one.rejected.values())
     assert reasons == {"out of resource: registers", "the compiler crashed"}
     assert not one.wrong
-    assert {candidate.row for candidate in one.coarse} == {"fused-skinny", "dequantize"}
+    assert {candidate.row for candidate in one.coarse} == {"fused-skinny", "fused-hopper", "dequantize"}
 
 
 def test_where_nothing_runs_there_is_no_entry(gpu: Gpu) -> None:

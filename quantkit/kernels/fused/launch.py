@@ -321,7 +321,9 @@ class _Tiles:
     rest: int
 
 
-def _ordering(m: int, shape: Geometry, features: frozenset[str], grouping: Grouping | None = None) -> Launch:
+def _order_launch(
+    m: int, shape: Geometry, features: frozenset[str], grouping: Grouping | None = None
+) -> Launch:
     from quantkit.kernels.fused.tiled import order_columns
 
     return Launch(

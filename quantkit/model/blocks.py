@@ -485,7 +485,9 @@ class Forwards:
             if seen == len(self._stops):
                 raise _Stopped(inputs)
 
-        self._run_to(lane, stop)
+        stopped = self._run_to(lane, stop)
+        # To its end a pass has replaced the hidden states.
+        assert stopped is not None, f"{self._block.name} does not come to all of its stages"
 
     def finish(self, lane: int) -> torch.Tensor:
         """Run micro-batch `lane` to the end: the hidden states [B, T, d] after the block, in place of those

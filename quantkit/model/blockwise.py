@@ -63,10 +63,13 @@ SUSPENDED_MEMORY = {"cpu": 0.5, "cuda": 0.0}
 EXPERTS_MEMORY = 0.25
 #: Linears of methods without data that are quantized together.
 FREE = 16
-#: Hidden states stay on a GPU where they take at most so many bytes and this part of its free memory, and on
-#: the host otherwise, from where every pass copies them.
-HIDDEN_BYTES = 5 << 29
+#: Hidden states stay on a GPU where they take at most so many bytes with one matrix of K x K in float32, K
+#: the most columns of a linear, as quantizing takes some of those, and alone this part of its free memory.
+#: Otherwise they are on the host, from where every pass copies them.
+HIDDEN_BYTES = 3 << 30
 HIDDEN_MEMORY = 0.25
+#: Whether the weights of the next block are read while one is in work: a GPU leaves the host time for that.
+READS_AHEAD = {"cpu": False, "cuda": True}
 
 #: Said of a linear whose method scales input features, where it does not.
 NOT_SCALED = (
@@ -121,7 +124,7 @@ def quantize_blocks(
     # With experts all ranks have what those of all samples are called with.
     experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
     held = (len(mine) * samples.tokens[:size].numel() + experts) * (2 if corrects else 1)
-    home = _home(decoder, held, ranks)
+    home = _home(decoder, held, max((columns for _, columns in shapes), default=1), ranks)
     # Also of a rank without samples, for the blocks.
     hidden, modules = decoder.embed(mine if mine and stored is None else batches[:1], home)
     if stored is None:
@@ -143,8 +146,9 @@ def quantize_blocks(
         elif not block.tasks:
             states = worker.replay(modules[i], block, states, output)
         else:
-            if decoder.device.type == "cuda" and i + 1 < len(modules):
-                decoder.read_ahead(modules[i + 1])
+            following = modules[i + 1 : len(blocks)]
+            if following and READS_AHEAD[decoder.device.type]:
+                decoder.read_ahead(following[0])
             states = worker.quantize(modules[i], block, states, output, report)
             late = time.monotonic() - stored_at >= HIDDEN_SECONDS
             if any(ranks.meet(late)) and block is not blocks[-1]:
@@ -154,10 +158,13 @@ def quantize_blocks(
                 kept, stored_at = block.hidden_filename, time.monotonic()
 
 
-def _home(decoder: Decoder, tokens: int, ranks: Ranks) -> Home:
-    """Where hidden states stay between blocks, the same on all ranks, if so many are there at a time."""
+def _home(decoder: Decoder, tokens: int, columns: int, ranks: Ranks) -> Home:
+    """Where hidden states stay between blocks, the same on all ranks, if so many are there at a time and
+    linears have at most so many `columns`.
+    """
     needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
-    fits = needed <= min(HIDDEN_BYTES, HIDDEN_MEMORY * _free_share(decoder.device, ranks))
+    room = min(HIDDEN_BYTES - 4 * columns**2, HIDDEN_MEMORY * _free_share(decoder.device, ranks))
+    fits = needed <= room
     on_host = decoder.device.type == "cpu"
     return (
         Home(decoder.device) if on_host or all(ranks.meet(fits)) else Home(torch.device("cpu"), locked=True)

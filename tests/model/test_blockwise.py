@@ -453,6 +453,19 @@ def test_a_block_read_ahead_is_read_once(tmp_path, monkeypatch):
     assert sorted(reads) == sorted(names)
 
 
+def test_a_read_ahead_that_fails_is_an_error_of_its_own_block(tmp_path):
+    from quantkit.checkpoint.source import Checkpoint
+
+    checkpoint = Checkpoint.open(write(tmp_path))
+    decoder = blocks.Decoder(checkpoint, torch.device("cpu"), torch.float32)
+    _, found = decoder.embed([torch.arange(10)[None]], blocks.Home(torch.device("cpu")))
+    (weights,) = checkpoint.shards
+    os.truncate(weights, weights.stat().st_size - 1)
+    decoder.read_ahead(found[1])
+    with pytest.raises(CheckpointError, match=f"{weights}: the file has changed"), decoder.kept(found[1]):
+        pass
+
+
 def test_linears_with_one_input_are_one_stage(tmp_path):
     from quantkit.checkpoint.source import Checkpoint
 

@@ -17,6 +17,7 @@ the linears. Moments are summed as in one process, and all ranks see the same qu
 number of ranks changes nothing either.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from quantkit.calibrate.samples import Samples, micro_batch
 from quantkit.calibrate.scaling import Consumer, measured_at_once, output_errors
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.files import size_text
 from quantkit.model.block_tasks import BlockTasks
 from quantkit.model.blocks import Block, Decoder, Forwards, Home, set_weight, stages_of
 from quantkit.model.folding import Factors, Fold, fold_into, shared_rows
@@ -45,6 +48,8 @@ from quantkit.model.routed import Routed, coverage, quantize_experts
 from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_piece, packed_of
 from quantkit.model.work_files import WorkFile, WorkFiles
 from quantkit.progress import Advance
+
+logger = logging.getLogger("quantkit.memory")
 
 #: Samples that go through a block at a time at most, by device, their tokens, and the features of those where
 #: a linear has the most: an MLP has several tensors of so many.
@@ -68,6 +73,8 @@ FREE = 16
 #: Otherwise they are on the host, from where every pass copies them.
 HIDDEN_BYTES = 3 << 30
 HIDDEN_MEMORY = 0.25
+#: And where they take more than this part of the free memory there, on the disk.
+HOST_MEMORY = 0.5
 #: Whether the weights of the next block are read while one is in work: a GPU leaves the host time for that.
 READS_AHEAD = {"cpu": False, "cuda": True}
 
@@ -124,7 +131,7 @@ def quantize_blocks(
     # With experts all ranks have what those of all samples are called with.
     experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
     held = (len(mine) * samples.tokens[:size].numel() + experts) * (2 if corrects else 1)
-    home = _home(decoder, held, max((columns for _, columns in shapes), default=1), ranks)
+    home = _home(decoder, held, max((columns for _, columns in shapes), default=1), ranks, output.path)
     # Also of a rank without samples, for the blocks.
     hidden, modules = decoder.embed(mine if mine and stored is None else batches[:1], home)
     if stored is None:
@@ -158,17 +165,27 @@ def quantize_blocks(
                 kept, stored_at = block.hidden_filename, time.monotonic()
 
 
-def _home(decoder: Decoder, tokens: int, columns: int, ranks: Ranks) -> Home:
+def _home(decoder: Decoder, tokens: int, columns: int, ranks: Ranks, directory: Path) -> Home:
     """Where hidden states stay between blocks, the same on all ranks, if so many are there at a time and
     linears have at most so many `columns`.
     """
-    needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
+    needed, host = tokens * decoder.hidden_size * decoder.dtype.itemsize, torch.device("cpu")
     room = min(HIDDEN_BYTES - 4 * columns**2, HIDDEN_MEMORY * _free_share(decoder.device, ranks))
-    fits = needed <= room
-    on_host = decoder.device.type == "cpu"
-    return (
-        Home(decoder.device) if on_host or all(ranks.meet(fits)) else Home(torch.device("cpu"), locked=True)
+    on_gpu = decoder.device != host and needed <= room
+    free = _free_share(host, ranks)
+    fits = [all(of_one) for of_one in zip(*ranks.meet((on_gpu, needed <= HOST_MEMORY * free)), strict=True)]
+    if fits[0]:
+        return Home(decoder.device)
+    if fits[1]:
+        return Home(host, locked=decoder.device != host)
+    logger.warning(
+        "%s of hidden states stay in %s, as the host has %s of free memory: every pass waits for that disk. "
+        "Fewer or shorter samples take less (--calibration-samples, --calibration-length).",
+        size_text(needed),
+        directory,
+        size_text(free),
     )
+    return Home(host, directory=directory)
 
 
 @dataclass(frozen=True, eq=False)

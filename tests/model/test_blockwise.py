@@ -1,5 +1,6 @@
 """Quantizing with calibration data: what a slow twin finds, whatever memory, workers and interruptions."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -518,8 +519,55 @@ def test_hidden_states_stay_on_a_gpu_beside_what_quantizing_takes(
     monkeypatch.setattr(blockwise, "free_memory", lambda device: 139 << 30)
     device = torch.device("cuda")
     decoder = SimpleNamespace(hidden_size=hidden, dtype=torch.bfloat16, device=device)
-    home = blockwise._home(decoder, samples * length, columns, Ranks())
+    home = blockwise._home(decoder, samples * length, columns, Ranks(), Path())
     assert home == (blocks.Home(device) if on_gpu else blocks.Home(torch.device("cpu"), locked=True))
+
+
+@pytest.mark.parametrize("method", ["gptq", "best"])
+def test_hidden_states_that_the_host_has_no_room_for_are_on_the_disk(
+    tmp_path, text, monkeypatch, caplog, method
+):
+    source, options = write(tmp_path), {"method": method, "calibration": data(text)}
+    quantize(source, tmp_path / "host", **options)
+    assert not caplog.records
+    made, memory = [], blocks.disk_memory
+
+    def noted(directory: Path, size: int) -> Any:
+        before = set(directory.iterdir())
+        found = memory(directory, size)
+        assert set(directory.iterdir()) == before
+        made.append(directory)
+        return found
+
+    monkeypatch.setattr(blockwise, "HOST_MEMORY", 0.0)
+    monkeypatch.setattr(blocks, "disk_memory", noted)
+    quantize(source, tmp_path / "disk", **options)
+    assert set(made) == {tmp_path / "disk"}
+    assert files_of(tmp_path / "disk") == files_of(tmp_path / "host")
+    (said,) = caplog.messages
+    assert f"of hidden states stay in {tmp_path / 'disk'}, as the host has " in said
+    assert "--calibration-samples" in said
+
+
+def test_a_disk_without_room_for_hidden_states_is_an_error_and_the_run_goes_on_later(
+    tmp_path, text, monkeypatch
+):
+    source, out, options = write(tmp_path), tmp_path / "out", {"method": "gptq", "calibration": data(text)}
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as short:
+        short.setattr(blockwise, "HOST_MEMORY", 0.0)
+        short.setattr(os, "posix_fallocate", full)
+        with pytest.raises(
+            OutputError, match=r"cannot write .*out: No space left .* Free space on that disk"
+        ):
+            quantize(source, out, **options)
+    assert not [path for path in out.iterdir() if path.name.startswith("tmp")]
+    quantize(source, out, resume=True, **options)
+    quantize(source, tmp_path / "whole", **options)
+    assert files_of(out) == files_of(tmp_path / "whole")
 
 
 def test_linears_with_one_input_are_one_stage(tmp_path):

@@ -159,7 +159,7 @@ def explained(source: str | Path) -> Iterator[None]:
         if not files or isinstance(error, QuantkitError) or is_lack_of_memory(error) or _is_bug(error):
             raise
         text = " ".join(str(error).split())
-        if "trust_remote_code" in text:
+        if "trust_remote_code=True" in text:
             raise CheckpointError(
                 f"{source} asks for code that comes with it, and quantkit runs none. Use a checkpoint of a "
                 "kind that transformers itself knows."

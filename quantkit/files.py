@@ -21,6 +21,9 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 TEMP_PREFIX = ".tmp-"
 #: How deep JSON may be: what takes it apart recurses, and Python's own limit depends on who calls.
 MAX_DEPTH = 100
+#: Objects and lists that JSON may have: three bytes of text can be one, which takes hundreds of memory. The
+#: longest header that is allowed has fewer.
+MAX_CONTAINERS = 2_000_000
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _FILE_MODE = 0o644  # the kernel takes the umask away
 
@@ -56,8 +59,10 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """`data` as a JSON object; a `ValueError`, which calls the data `what`, says what is wrong with it.
 
     Stricter than `json.loads`: UTF-8 only, no duplicate keys at any level (`RepeatedKeyError`), and a nesting
-    bomb is an error of the data.
+    bomb is an error of the data, as are more than `MAX_CONTAINERS` objects and lists.
     """
+    if data.count(b"{") + data.count(b"[") > MAX_CONTAINERS:
+        raise ValueError(f"{what} has more objects and lists than expected; allowed are {MAX_CONTAINERS}")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
         if _HALF_CHARACTER.search(data):
@@ -81,8 +86,12 @@ def _is_deep(value: dict[str, Any]) -> bool:
     """Whether JSON has more than `MAX_DEPTH` levels."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        nodes = [node.values() if isinstance(node, dict) else node for node in level]
-        level = [item for node in nodes for item in node if isinstance(item, dict | list)]
+        level = [
+            item
+            for node in level
+            for item in (node.values() if isinstance(node, dict) else node)
+            if isinstance(item, dict | list)
+        ]
         if not level:
             return False
     return True

@@ -2,8 +2,10 @@
 
 import errno
 import hashlib
+import mmap
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +74,21 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write {path}: {os_error_text(error)}. {remedy}, then run the same command "
             "with --resume: finished files are kept and the run continues after them."
         ) from error
+
+
+def disk_memory(directory: Path, size: int) -> mmap.mmap:
+    """So many bytes of a file in `directory` as memory; the file has no name, and goes with the memory.
+
+    `OutputError` where the disk has no room for all of them: writing to what it lacks ends a process.
+    """
+    with writing(directory):
+        fd, name = tempfile.mkstemp(dir=directory)
+        try:
+            Path(name).unlink()
+            os.posix_fallocate(fd, 0, size)
+            return mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
 
 
 def write_file(directory: Path, name: str, chunks: Iterable[bytes | memoryview]) -> FileRecord:

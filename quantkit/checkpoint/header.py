@@ -104,14 +104,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a small file; `CheckpointError`, which names it, for anything else."""
+def read_json(path: Path, allowed: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of at most so many bytes; `CheckpointError`, which names it, for anything
+    else.
+    """
     try:
         with open_regular(path) as file:
             # Asked first, because a read of as much as is allowed would take that much memory.
             file_bytes = os.fstat(file.fileno()).st_size
-            if file_bytes > MAX_JSON_BYTES:
-                _fail(f"the file is too large; allowed are {MAX_JSON_BYTES} bytes", _DOWNLOAD_AGAIN)
+            if file_bytes > allowed:
+                _fail(f"the file is too large; allowed are {allowed} bytes", _DOWNLOAD_AGAIN)
             return parse_json(file.read(file_bytes), "the file")
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None

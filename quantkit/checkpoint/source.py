@@ -25,6 +25,9 @@ SINGLE_NAME = "model.safetensors"
 ADAPTER_NAME = "adapter_config.json"
 HEADERS_ONLY_NAME = ".quantkit-headers-only"
 
+#: An index has a line for each tensor. A config has none, and transformers copies it many times.
+MAX_CONFIG_BYTES = 16 * 2**20
+
 _SHARD_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
 # One system call reads at most 2**31 - 4096 bytes on Linux.
 _READ_BYTES = 2**30
@@ -235,7 +238,7 @@ def _quant_method(value: object) -> object:
 def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any], list[str]]:
     path = directory / CONFIG_NAME
     _check_inside(path)
-    config = read_json(path)
+    config = read_json(path, MAX_CONFIG_BYTES)
     _check_no_kernels(path, config)
     if not config.get("auto_map"):
         return config, []

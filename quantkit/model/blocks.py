@@ -11,12 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from quantkit.checkpoint.durable import disk_memory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.names import ExpertPart, expert_parts, model_names
@@ -47,13 +49,19 @@ READERS = 4
 
 @dataclass(frozen=True)
 class Home:
-    """Where hidden states stay between blocks: on `device`, on a host page-locked if a GPU copies them."""
+    """Where hidden states stay between blocks: on `device`, on a host page-locked if a GPU copies them, or in
+    files in a `directory`.
+    """
 
     device: torch.device
     locked: bool = False
+    directory: Path | None = None
 
     def hold(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` there, in memory of its own if that is page-locked."""
+        """`hidden` there, in memory of its own if that is page-locked or a file's."""
+        if self.directory is not None:
+            memory = disk_memory(self.directory, hidden.nbytes)
+            return torch.frombuffer(memory, dtype=hidden.dtype).view(hidden.shape).copy_(hidden)
         if not self.locked:
             return hidden.to(self.device)
         return torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True).copy_(hidden)
@@ -485,7 +493,9 @@ class Forwards:
             if seen == len(self._stops):
                 raise _Stopped(inputs)
 
-        self._run_to(lane, stop)
+        stopped = self._run_to(lane, stop)
+        # To its end a pass has replaced the hidden states.
+        assert stopped is not None, f"{self._block.name} does not come to all of its stages"
 
     def finish(self, lane: int) -> torch.Tensor:
         """Run micro-batch `lane` to the end: the hidden states [B, T, d] after the block, in place of those

@@ -17,6 +17,7 @@ the linears. Moments are summed as in one process, and all ranks see the same qu
 number of ranks changes nothing either.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from quantkit.calibrate.samples import Samples, micro_batch
 from quantkit.calibrate.scaling import Consumer, measured_at_once, output_errors
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.files import size_text
 from quantkit.model.block_tasks import BlockTasks
 from quantkit.model.blocks import Block, Decoder, Forwards, Home, set_weight, stages_of
 from quantkit.model.folding import Factors, Fold, fold_into, shared_rows
@@ -45,6 +48,8 @@ from quantkit.model.routed import Routed, coverage, quantize_experts
 from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_piece, packed_of
 from quantkit.model.work_files import WorkFile, WorkFiles
 from quantkit.progress import Advance
+
+logger = logging.getLogger("quantkit.memory")
 
 #: Samples that go through a block at a time at most, by device, their tokens, and the features of those where
 #: a linear has the most: an MLP has several tensors of so many.
@@ -63,10 +68,15 @@ SUSPENDED_MEMORY = {"cpu": 0.5, "cuda": 0.0}
 EXPERTS_MEMORY = 0.25
 #: Linears of methods without data that are quantized together.
 FREE = 16
-#: Hidden states stay on a GPU where they take at most so many bytes and this part of its free memory, and on
-#: the host otherwise, from where every pass copies them.
-HIDDEN_BYTES = 5 << 29
+#: Hidden states stay on a GPU where they take at most so many bytes with one matrix of K x K in float32, K
+#: the most columns of a linear, as quantizing takes some of those, and alone this part of its free memory.
+#: Otherwise they are on the host, from where every pass copies them.
+HIDDEN_BYTES = 3 << 30
 HIDDEN_MEMORY = 0.25
+#: And where they take more than this part of the free memory there, on the disk.
+HOST_MEMORY = 0.5
+#: Whether the weights of the next block are read while one is in work: a GPU leaves the host time for that.
+READS_AHEAD = {"cpu": False, "cuda": True}
 
 #: Said of a linear whose method scales input features, where it does not.
 NOT_SCALED = (
@@ -121,7 +131,7 @@ def quantize_blocks(
     # With experts all ranks have what those of all samples are called with.
     experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
     held = (len(mine) * samples.tokens[:size].numel() + experts) * (2 if corrects else 1)
-    home = _home(decoder, held, ranks)
+    home = _home(decoder, held, max((columns for _, columns in shapes), default=1), ranks, output.path)
     # Also of a rank without samples, for the blocks.
     hidden, modules = decoder.embed(mine if mine and stored is None else batches[:1], home)
     if stored is None:
@@ -143,8 +153,9 @@ def quantize_blocks(
         elif not block.tasks:
             states = worker.replay(modules[i], block, states, output)
         else:
-            if decoder.device.type == "cuda" and i + 1 < len(modules):
-                decoder.read_ahead(modules[i + 1])
+            following = modules[i + 1 : len(blocks)]
+            if following and READS_AHEAD[decoder.device.type]:
+                decoder.read_ahead(following[0])
             states = worker.quantize(modules[i], block, states, output, report)
             late = time.monotonic() - stored_at >= HIDDEN_SECONDS
             if any(ranks.meet(late)) and block is not blocks[-1]:
@@ -154,14 +165,27 @@ def quantize_blocks(
                 kept, stored_at = block.hidden_filename, time.monotonic()
 
 
-def _home(decoder: Decoder, tokens: int, ranks: Ranks) -> Home:
-    """Where hidden states stay between blocks, the same on all ranks, if so many are there at a time."""
-    needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
-    fits = needed <= min(HIDDEN_BYTES, HIDDEN_MEMORY * _free_share(decoder.device, ranks))
-    on_host = decoder.device.type == "cpu"
-    return (
-        Home(decoder.device) if on_host or all(ranks.meet(fits)) else Home(torch.device("cpu"), locked=True)
+def _home(decoder: Decoder, tokens: int, columns: int, ranks: Ranks, directory: Path) -> Home:
+    """Where hidden states stay between blocks, the same on all ranks, if so many are there at a time and
+    linears have at most so many `columns`.
+    """
+    needed, host = tokens * decoder.hidden_size * decoder.dtype.itemsize, torch.device("cpu")
+    room = min(HIDDEN_BYTES - 4 * columns**2, HIDDEN_MEMORY * _free_share(decoder.device, ranks))
+    on_gpu = decoder.device != host and needed <= room
+    free = _free_share(host, ranks)
+    fits = [all(of_one) for of_one in zip(*ranks.meet((on_gpu, needed <= HOST_MEMORY * free)), strict=True)]
+    if fits[0]:
+        return Home(decoder.device)
+    if fits[1]:
+        return Home(host, locked=decoder.device != host)
+    logger.warning(
+        "%s of hidden states stay in %s, as the host has %s of free memory: every pass waits for that disk. "
+        "Fewer or shorter samples take less (--calibration-samples, --calibration-length).",
+        size_text(needed),
+        directory,
+        size_text(free),
     )
+    return Home(host, directory=directory)
 
 
 @dataclass(frozen=True, eq=False)

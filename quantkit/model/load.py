@@ -23,6 +23,9 @@ from quantkit.model.versions import register_plugin, require_transformers
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 
+#: Characters that are tokenized at a time: tokenizers take hundreds of bytes for each.
+TOKENIZED = 1 << 22
+
 _PACKAGE = Path(quantkit.__file__).parent
 #: What quantkit's own calls of Python and torch raise for what files say: numbers that do not fit, such as
 #: probabilities that are none, keys that are not there, and what the disk says.
@@ -105,12 +108,27 @@ def tokenizer(path: str | Path) -> Any:
 def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
     """The tokens of `text` alone, int64 [n]: no BOS, no EOS, no other special token is added.
 
-    `CheckpointError` for a tokenizer whose files do not fit each other.
+    Lines of up to `TOKENIZED` characters go together. `CheckpointError` for a tokenizer whose files do not
+    fit each other.
     """
     with explained(getattr(tokenizer, "name_or_path", None) or "the tokenizer"):
         # verbose=False: windows make the length warning of the tokenizer pointless.
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return torch.tensor(ids, dtype=torch.int64)
+        found = [
+            torch.tensor(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+            for part in _parts(text)
+        ]
+        return torch.cat(found).to(torch.int64)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """`text` in parts of up to `TOKENIZED` characters, which end with a line where there is one."""
+    start = 0
+    while start == 0 or start < len(text):
+        end = start + TOKENIZED
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
 
 
 def _whole(source: str | Path) -> Path:
@@ -141,6 +159,11 @@ def explained(source: str | Path) -> Iterator[None]:
         if not files or isinstance(error, QuantkitError) or is_lack_of_memory(error) or _is_bug(error):
             raise
         text = " ".join(str(error).split())
+        if "trust_remote_code=True" in text:
+            raise CheckpointError(
+                f"{source} asks for code that comes with it, and quantkit runs none. Use a checkpoint of a "
+                "kind that transformers itself knows."
+            ) from error
         raise CheckpointError(
             f"{source} cannot be opened or run: {type(error).__name__}: {text}{_of_the_disk(error)} Check "
             "its files, a packed checkpoint's with `quantkit verify`."

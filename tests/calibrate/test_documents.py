@@ -3,6 +3,7 @@
 import builtins
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,25 @@ def test_parquet_needs_pyarrow_and_says_so(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(EnvironmentProblem, match=r"a\.parquet.*pip install 'quantkit\[parquet\]'.*jsonl"):
+        read_documents(path)
+
+
+def test_parquet_that_grows_is_read_row_by_row_and_never_without_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a" * 1_000_000] * 50}), path, compression="gzip")
+    assert path.stat().st_size < 10_000
+    before = pyarrow.total_allocated_bytes()
+    held = max(pyarrow.total_allocated_bytes() - before for _ in documents._parquet(path))
+    assert held < 10_000_000
+    monkeypatch.setattr(documents, "MAX_DECOMPRESSED_BYTES", 5_000_000)
+    assert read_documents(path, 4_000_000) == ["a" * 1_000_000] * 4  # the rest is not looked at
+    with pytest.raises(
+        UsageError, match=r"a\.parquet: has more than 5000000 bytes when decompressed. Give a"
+    ):
         read_documents(path)
 
 
@@ -114,6 +134,17 @@ def test_compressed_files_are_read_and_never_grow_without_bound(tmp_path: Path, 
     text.write_bytes(gzip.compress(b"a" * 21, mtime=0))
     with pytest.raises(UsageError, match="has more than 20 bytes"):
         read_text(text)
+
+
+def test_a_text_of_short_lines_takes_little_more_memory_than_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"ab\n" * 500_000))
+    tracemalloc.start()
+    text = read_text(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert text == "ab\n" * 500_000
+    assert peak < 10 * len(text)
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from quantkit.checkpoint.header import MAX_JSON_BYTES
 from quantkit.checkpoint.source import (
     CONFIG_NAME,
     HEADERS_ONLY_NAME,
     INDEX_NAME,
+    MAX_CONFIG_BYTES,
     SINGLE_NAME,
     Checkpoint,
     check_not_quantized,
 )
 from quantkit.errors import CheckpointError, EnvironmentProblem
+from quantkit.files import MAX_CONTAINERS
 
 MODELS = Path(__file__).parents[2] / "../shared/models"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -308,8 +309,12 @@ BAD_CONFIGS: dict[str, tuple[bytes | None, str]] = {
     "no object": (b'"llama"', "the file is 'llama'; expected a JSON object. Download the file again."),
     "deep": (b"[" * 100_000, "the file is nested too deeply; expected a few levels of JSON."),
     "too large": (
-        b" " * (MAX_JSON_BYTES + 1),
-        f"the file is too large; allowed are {MAX_JSON_BYTES} bytes. Download the file again.",
+        b" " * (MAX_CONFIG_BYTES + 1),
+        f"the file is too large; allowed are {MAX_CONFIG_BYTES} bytes. Download the file again.",
+    ),
+    "too many": (
+        b'{"a": [' + b"[]," * MAX_CONTAINERS + b"1]}",
+        f"the file has more objects and lists than expected; allowed are {MAX_CONTAINERS}. Download the file",
     ),
     "auto_map": (
         b'{"auto_map": {"AutoModel": "modeling.Model"}}',

@@ -1,11 +1,13 @@
 """Quantizing with calibration data: what a slow twin finds, whatever memory, workers and interruptions."""
 
+import errno
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from quantkit.model import quantize as quantizing
 from quantkit.model.calibration_data import CalibrationOptions
 from quantkit.model.load import load
 from quantkit.model.quantize import quantize
+from quantkit.model.ranks import Ranks
 from quantkit.model.verify import verify
 from quantkit.packing.schemes import scheme
 
@@ -451,6 +454,120 @@ def test_a_block_read_ahead_is_read_once(tmp_path, monkeypatch):
         names = [f"{found[1].name}.{name}" for name, _ in found[1].module.named_parameters()]
         assert all(torch.equal(decoder.read(name), read(checkpoint, name)) for name in names)
     assert sorted(reads) == sorted(names)
+
+
+def test_reading_ahead_ends_with_the_last_block_that_has_work_and_changes_nothing(
+    tmp_path, text, monkeypatch
+):
+    source = write(tmp_path)
+    options = {"method": "best", "calibration": data(text), "rules": ("*.layers.[12].*=int8::mse",)}
+    quantize(source, tmp_path / "one by one", **options)
+    ahead: list[str] = []
+    read_ahead = blocks.Decoder.read_ahead
+
+    def noted(self: blocks.Decoder, block: blocks.Block) -> None:
+        ahead.append(block.name)
+        read_ahead(self, block)
+
+    monkeypatch.setitem(blockwise.READS_AHEAD, "cpu", True)
+    monkeypatch.setattr(blocks.Decoder, "read_ahead", noted)
+    quantize(source, tmp_path / "ahead", **options)
+    assert not ahead
+    options = {**options, "rules": ("*.layers.2.*=int8::mse",), "overwrite": True}
+    quantize(source, tmp_path / "ahead", **options)
+    assert ahead == ["model.layers.1"]
+    monkeypatch.setitem(blockwise.READS_AHEAD, "cpu", False)
+    quantize(source, tmp_path / "one by one", **options)
+    assert files_of(tmp_path / "ahead") == files_of(tmp_path / "one by one")
+
+
+def test_what_cannot_be_read_ahead_ends_the_run_with_its_error(tmp_path, text, monkeypatch):
+    from quantkit.checkpoint.source import Checkpoint
+
+    source, out = write(tmp_path), tmp_path / "out"
+    options: dict[str, Any] = {"method": "gptq", "calibration": data(text)}
+    read = Checkpoint.read
+
+    def failing(self: Checkpoint, name: str, *span: Any) -> torch.Tensor:
+        if threading.current_thread().name.startswith("read-ahead") and name.endswith("1.mlp.up_proj.weight"):
+            raise CheckpointError("planted")
+        return read(self, name, *span)
+
+    with monkeypatch.context() as broken:
+        broken.setitem(blockwise.READS_AHEAD, "cpu", True)
+        broken.setattr(Checkpoint, "read", failing)
+        with pytest.raises(CheckpointError, match="planted"):
+            quantize(source, out, **options)
+    assert [path.name for path in out.glob("calibrated-*")] == ["calibrated-00000.safetensors"]
+    quantize(source, out, resume=True, **options)
+    quantize(source, tmp_path / "whole", **options)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "columns", "samples", "length", "on_gpu"),
+    [
+        (4096, 14336, 128, 2048, True),
+        (4096, 14336, 256, 2048, False),
+        # The matrices of such columns leave no room within 16 GB.
+        (8192, 28672, 128, 512, False),
+    ],
+)
+def test_hidden_states_stay_on_a_gpu_beside_what_quantizing_takes(
+    monkeypatch, hidden, columns, samples, length, on_gpu
+):
+    monkeypatch.setattr(blockwise, "free_memory", lambda device: 139 << 30)
+    device = torch.device("cuda")
+    decoder = SimpleNamespace(hidden_size=hidden, dtype=torch.bfloat16, device=device)
+    home = blockwise._home(decoder, samples * length, columns, Ranks(), Path())
+    assert home == (blocks.Home(device) if on_gpu else blocks.Home(torch.device("cpu"), locked=True))
+
+
+@pytest.mark.parametrize("method", ["gptq", "best"])
+def test_hidden_states_that_the_host_has_no_room_for_are_on_the_disk(
+    tmp_path, text, monkeypatch, caplog, method
+):
+    source, options = write(tmp_path), {"method": method, "calibration": data(text)}
+    quantize(source, tmp_path / "host", **options)
+    assert not caplog.records
+    made, memory = [], blocks.disk_memory
+
+    def noted(directory: Path, size: int) -> Any:
+        before = set(directory.iterdir())
+        found = memory(directory, size)
+        assert set(directory.iterdir()) == before
+        made.append(directory)
+        return found
+
+    monkeypatch.setattr(blockwise, "HOST_MEMORY", 0.0)
+    monkeypatch.setattr(blocks, "disk_memory", noted)
+    quantize(source, tmp_path / "disk", **options)
+    assert set(made) == {tmp_path / "disk"}
+    assert files_of(tmp_path / "disk") == files_of(tmp_path / "host")
+    (said,) = caplog.messages
+    assert f"of hidden states stay in {tmp_path / 'disk'}, as the host has " in said
+    assert "--calibration-samples" in said
+
+
+def test_a_disk_without_room_for_hidden_states_is_an_error_and_the_run_goes_on_later(
+    tmp_path, text, monkeypatch
+):
+    source, out, options = write(tmp_path), tmp_path / "out", {"method": "gptq", "calibration": data(text)}
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as short:
+        short.setattr(blockwise, "HOST_MEMORY", 0.0)
+        short.setattr(os, "posix_fallocate", full)
+        with pytest.raises(
+            OutputError, match=r"cannot write .*out: No space left .* Free space on that disk"
+        ):
+            quantize(source, out, **options)
+    assert not [path for path in out.iterdir() if path.name.startswith("tmp")]
+    quantize(source, out, resume=True, **options)
+    quantize(source, tmp_path / "whole", **options)
+    assert files_of(out) == files_of(tmp_path / "whole")
 
 
 def test_linears_with_one_input_are_one_stage(tmp_path):

@@ -241,6 +241,34 @@ def test_tokenizer(tiny, words):
     assert tokenizer(checkpoint.packed)("w5 w6").input_ids == [5, 6]
 
 
+def test_long_texts_are_tokenized_in_parts(tiny, words, monkeypatch):
+    load_module = importlib.import_module("quantkit.model.load")
+    checkpoint = tiny()
+    words.save_pretrained(checkpoint.packed)
+    words = tokenizer(checkpoint.packed)
+    text = "w1 w2\nw3 w4 w5\nw6\nw7 w8 w9 w1 w2\n"
+    whole = load_module.tokenize(words, text)
+    monkeypatch.setattr(load_module, "TOKENIZED", 9)
+    assert list(load_module._parts(text)) == ["w1 w2\n", "w3 w4 w5\n", "w6\n", "w7 w8 w9 ", "w1 w2\n"]
+    found = load_module.tokenize(words, text)
+    assert torch.equal(found, whole) and found.dtype == torch.int64
+    assert load_module.tokenize(words, "").tolist() == []
+
+
+def test_a_tokenizer_with_code_is_refused(tiny, words):
+    checkpoint = tiny()
+    words.save_pretrained(checkpoint.packed)
+    path = checkpoint.packed / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {
+        "tokenizer_class": "Mine",
+        "auto_map": {"AutoTokenizer": ["mine.Mine", None]},
+    }
+    path.write_text(json.dumps(config))
+    (checkpoint.packed / "mine.py").write_text("raise SystemExit('code of the checkpoint ran')")
+    with pytest.raises(CheckpointError, match="asks for code that comes with it, and quantkit runs none"):
+        tokenizer(checkpoint.packed)
+
+
 # Costs, each in a process of its own
 
 

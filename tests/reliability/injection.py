@@ -76,7 +76,7 @@ _OS: dict[str, str] = {
     **dict.fromkeys(("fsync", "fdatasync"), "fsync"),
     **dict.fromkeys(("replace", "rename", "link", "symlink"), "rename"),
     **dict.fromkeys(("unlink", "remove", "rmdir"), "unlink"),
-    **dict.fromkeys(("truncate", "ftruncate"), "truncate"),
+    **dict.fromkeys(("truncate", "ftruncate", "posix_fallocate"), "truncate"),
     **dict.fromkeys(("stat", "lstat", "fstat", "statvfs", "readlink"), "stat"),
     **dict.fromkeys(("listdir", "scandir"), "list"),
     "mkdir": "mkdir",

@@ -65,7 +65,8 @@ class Settings:
     def __post_init__(self) -> None:
         unknown = set(self.modes or ()) - set(MODES["cuda"])
         if unknown or self.modes == ():
-            raise UsageError(f"modes are {' and '.join(MODES['cuda'])}, not {', '.join(sorted(unknown))}.")
+            given = ", ".join(map(repr, sorted(unknown))) or "none"
+            raise UsageError(f"modes are {' and '.join(MODES['cuda'])}, not {given}.")
         numbers = (*(self.batches or ()), *(self.prompts or ()), self.repeats)
         if min(numbers) < 1 or (self.new_tokens is not None and self.new_tokens < 2):
             raise UsageError(

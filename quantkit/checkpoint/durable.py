@@ -5,7 +5,6 @@ import hashlib
 import mmap
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,13 +81,13 @@ def disk_memory(directory: Path, size: int) -> mmap.mmap:
     `OutputError` where the disk has no room for all of them: writing to what it lacks ends a process.
     """
     with writing(directory):
-        fd, name = tempfile.mkstemp(dir=directory)
+        # Ranks share the directory.
+        file = TempFile(directory, f"memory-{os.getpid()}")
         try:
-            Path(name).unlink()
-            os.posix_fallocate(fd, 0, size)
-            return mmap.mmap(fd, size)
+            os.posix_fallocate(file.fd, 0, size)
+            return mmap.mmap(file.fd, size)
         finally:
-            os.close(fd)
+            file.discard()
 
 
 def write_file(directory: Path, name: str, chunks: Iterable[bytes | memoryview]) -> FileRecord:

@@ -21,6 +21,7 @@ from quantkit.calibrate.moments import Moments, drift, gram
 from quantkit.calibrate.parameters import TensorParameters
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
+from quantkit.files import TEMP_PREFIX
 from quantkit.model import blocks, blockwise, solver
 from quantkit.model import quantize as quantizing
 from quantkit.model.calibration_data import CalibrationOptions
@@ -564,7 +565,7 @@ def test_a_disk_without_room_for_hidden_states_is_an_error_and_the_run_goes_on_l
             OutputError, match=r"cannot write .*out: No space left .* Free space on that disk"
         ):
             quantize(source, out, **options)
-    assert not [path for path in out.iterdir() if path.name.startswith("tmp")]
+    assert not [path for path in out.iterdir() if path.name.startswith((TEMP_PREFIX, "tmp"))]
     quantize(source, out, resume=True, **options)
     quantize(source, tmp_path / "whole", **options)
     assert files_of(out) == files_of(tmp_path / "whole")

@@ -18,10 +18,24 @@ from quantkit.packing.schemes import Scheme
 HOPPER_PROCESSORS = 132
 #: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
 RASTER = 8
+#: Shared memory of a program on GPUs of compute capability 9, in bytes.
+HOPPER_SHARED = 227 << 10
+#: The same for all but blocks of x in `hopper`: barriers, and outputs on their way to other threads.
+HOPPER_SCRATCH = 8 << 10
+#: Rows of the weight of a program of `hopper`, columns of a block of x, and of a step, which are two blocks.
+HOPPER_ROWS, HOPPER_COLUMNS, HOPPER_STEP = 128, 128, 256
+#: Blocks of x that `hopper` has in shared memory at most.
+HOPPER_STAGES = 8
 #: Registers of a thread that multiplies in `hopper`: three groups of warps have 504, the one that copies 24.
 MULTIPLYING_REGISTERS = 240
 #: Outputs that a program of `combine` adds up.
 COMBINED = 512
+#: Rows and columns of outputs that a program of `combine_shares` adds up.
+COMBINED_SHARES = 32
+#: Steps that a program has of a tile that it shares, at least.
+LEAST_SHARE = 2
+#: Steps that take about as long as to add up sums of all programs.
+SHARED_LONGER = 2
 #: Numbers that a program which orders pairs has at a time: its pairs times the experts.
 ORDERED = 8192
 #: Outputs that a program of `weigh_pairs` has.
@@ -145,16 +159,18 @@ class Tile:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Times 64 rows of each of two groups of warps, rows of x of a program, blocks of x in shared memory."""
+    """Rows of x of a program, of `HOPPER_ROWS` of the weight, and whether the last tiles are shared out.
 
-    parts: int = 2
+    All programs have a `share` of their steps then, where some would be idle.
+    """
+
     m: int = 128
-    stages: int = 4
+    share: bool = False
 
     @property
-    def rows(self) -> int:
-        """Rows of the weight that a program has."""
-        return 128 * self.parts
+    def stages(self) -> int:
+        """Blocks of x in shared memory: as many as there is room for, up to what memory takes to answer."""
+        return min(HOPPER_STAGES, (HOPPER_SHARED - HOPPER_SCRATCH) // (2 * self.m * HOPPER_COLUMNS))
 
 
 @lru_cache(maxsize=4096)
@@ -434,12 +450,21 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
 
 @dataclass(frozen=True)
 class _HopperTiles:
-    """The launches of `hopper`, and what lies in shared memory: the layout of a block of x."""
+    """The launches of `hopper`, the layout of what is in shared memory, and who has which steps.
+
+    `full` tiles are done whole; the steps of the others begin `width` after each other, and each program has
+    `share` of them. `slots` is how many sums of parts of tiles there may be.
+    """
 
     order: Launch
     kernel: Launch
-    width: int
+    combine: Launch
+    columns: int
     layout: Any
+    full: int
+    share: int
+    width: int
+    slots: int
 
 
 @lru_cache(maxsize=4096)
@@ -456,24 +481,69 @@ def _hopper(
 ) -> _HopperTiles:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
+    from quantkit.kernels.fused.hopper import combine_shares
     from quantkit.kernels.fused.hopper import hopper as kernel
 
     shape = geometry(n, k, scheme, dtype)
     known = constants(n, k, scheme, dtype, True)
+    columns = shape.spans * shape.span
+    tiles, steps = -(-n // HOPPER_ROWS) * -(-m // tile.m), -(-columns // HOPPER_STEP)
+    full, share, width = tiles, 0, steps
+    if tile.share:
+        full, share, width = shares(tiles, steps, multiprocessors)
+    programs = min(multiprocessors, tiles) if full == tiles else multiprocessors
     main = Launch(
         kernel,
-        (min(multiprocessors, -(-n // tile.rows) * -(-m // tile.m)),),
+        (programs,),
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
-        PARTS=tile.parts,
         BM=tile.m,
         STAGES=tile.stages,
         REGISTERS=MULTIPLYING_REGISTERS,
         RASTER=RASTER,
         num_warps=4,
+        **overlap(features),
     )
-    layout = NVMMASharedLayout(128, 16, 2)
-    return _HopperTiles(_order_launch(m, shape, features), main, shape.spans * shape.span, layout)
+    combine = Launch(
+        combine_shares,
+        (max(1, tiles - full), tile.m * HOPPER_ROWS // COMBINED_SHARES**2),
+        **{name: known[name] for name in combine_shares.arg_names if name in known},
+        STEPS=steps,
+        HAS_BIAS=bias,
+        BM=tile.m,
+        ROWS=HOPPER_ROWS,
+        RASTER=RASTER,
+        MOST=2 if share == 0 else power_of_two((steps - 2) // share + 2),
+        BLOCK=COMBINED_SHARES,
+        **overlap(features),
+    )
+    return _HopperTiles(
+        _order_launch(m, shape, features),
+        main,
+        combine,
+        columns,
+        NVMMASharedLayout(128, 16, 2),
+        full,
+        share,
+        width,
+        slots=0 if share in (0, steps) else 2 * programs,
+    )
+
+
+def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int]:
+    """How many of `tiles` are done whole, and for the others the steps of a program and from tile to tile.
+
+    Each of the latter is divided among as many programs, unless that takes much longer than to give all
+    programs the same, some of which have parts of two tiles then: more sums go through memory so.
+    """
+    others = tiles % programs
+    if others == 0:
+        return tiles, 0, steps
+    apart = max(LEAST_SHARE, -(-steps // (programs // others)))
+    even = max(LEAST_SHARE, -(-others * steps // programs))
+    if apart <= even + SHARED_LONGER:
+        return tiles - others, apart, -(-steps // apart) * apart
+    return tiles - others, even, steps
 
 
 def hopper(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
@@ -485,10 +555,15 @@ def hopper(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset(
     run = _hopper(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, processors)
     y, ordered = _outputs(op), op.x
     if not op.ordered:
-        ordered = _empty(op, m, run.width)
-        run.order(op.x, ordered, k, run.width)
-    x = TensorDescriptor(ordered, [m, run.width], [run.width, 1], [tile.m, 128], run.layout)
-    run.kernel(x, *op.layout, y if op.bias is None else op.bias, y, m, op.n)
+        ordered = _empty(op, m, run.columns)
+        run.order(op.x, ordered, k, run.columns)
+    x = TensorDescriptor(ordered, [m, run.columns], [run.columns, 1], [tile.m, HOPPER_COLUMNS], run.layout)
+    bias = y if op.bias is None else op.bias
+    sums = _empty(op, run.slots, HOPPER_ROWS, tile.m, dtype=torch.float32) if run.slots else y
+    run.kernel(x, *op.layout, bias, y, sums, m, op.n, run.full, run.share, run.width)
+    if run.slots:
+        _, scale, _, factor, _ = op.layout
+        run.combine(sums, scale, factor, bias, y, m, op.n, run.full, run.share, run.width)
     return y
 
 

@@ -115,7 +115,11 @@ def _hopper_supports(problem: Problem) -> str | None:
 
 
 def _hopper_pays(problem: Problem) -> str | None:
-    return None if problem.m > 64 else "smaller tiles are faster up to M=64"
+    if problem.m <= 64:
+        return "smaller tiles are faster up to M=64"
+    if problem.m > 512 and geometry(problem.n, problem.k, problem.scheme, problem.dtype).group == 16:
+        return "dequantizing and the library's product are faster from M=513 on for groups of 16"
+    return None
 
 
 def _tiled_pays(problem: Problem) -> str | None:
@@ -307,6 +311,17 @@ FUSED_ROWS = (
         tiling=SKINNY,
     ),
     KernelRow(
+        name="fused-hopper",
+        summary="Gluon, for Hopper: decodes weights in registers while other warps copy and multiply",
+        devices=("cuda",),
+        supports=_hopper_supports,
+        pays=_hopper_pays,
+        layout=FRAGMENTS,
+        launch=_launch(_hopper),
+        tiling=HOPPER,
+        order=_tiled_order,
+    ),
+    KernelRow(
         name="fused-tiled",
         summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
@@ -316,17 +331,6 @@ FUSED_ROWS = (
         layout=FRAGMENTS,
         launch=_launch(_tiled),
         tiling=TILED,
-        order=_tiled_order,
-    ),
-    KernelRow(
-        name="fused-hopper",
-        summary="Gluon: as fused-tiled, with a warp that copies x beside those that decode and multiply",
-        devices=("cuda",),
-        supports=_hopper_supports,
-        pays=_hopper_pays,
-        layout=FRAGMENTS,
-        launch=_launch(_hopper),
-        tiling=HOPPER,
         order=_tiled_order,
     ),
     KernelRow(

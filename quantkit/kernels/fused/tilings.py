@@ -9,9 +9,13 @@ from dataclasses import replace
 
 from quantkit.kernels.fused.launch import (
     HOPPER_PROCESSORS,
+    HOPPER_ROWS,
+    HOPPER_SHARED,
+    HOPPER_STEP,
     HopperTile,
     SkinnyTile,
     Tile,
+    shares,
     skinny_columns,
     skinny_steps,
 )
@@ -26,8 +30,13 @@ LONG_ROWS = 8192
 VERY_LONG_ROWS = 16384
 #: Pairs of a segment: all that `fused-skinny` takes, and the most there are.
 SKINNY_SEGMENT, TILED_SEGMENT = 8, 128
-#: Bytes of shared memory that a program may have on an H100 or H200.
-HOPPER_SHARED = 227 << 10
+#: Microseconds of a step of `fused-hopper` on an H200 by its rows of x, and of what surrounds all steps.
+HOPPER_STEPS: Mapping[int, float] = {64: 1.3, 128: 1.6, 256: 2.3}
+HOPPER_AROUND = 4.0
+#: Microseconds, for each row of x of a tile, that sums of parts of tiles take to be written and added up.
+HOPPER_SHARES = 0.05
+#: Bytes of x that stay in the cache. Programs that share tiles are at different steps, and read x from there.
+HOPPER_CACHED = 32 << 20
 #: Registers of a thread that codes in flight, or sums, may take before ptxas would spill.
 CODE_REGISTERS, SUM_REGISTERS = 64, 128
 
@@ -42,9 +51,8 @@ SKINNY_VALUES: Mapping[str, tuple[int, ...]] = {
     "together": (False, True),
 }
 HOPPER_VALUES: Mapping[str, tuple[int, ...]] = {
-    "parts": (1, 2),
     "m": (64, 128, 256),
-    "stages": (2, 3, 4, 6),
+    "share": (False, True),
 }
 TILED_VALUES: Mapping[str, tuple[int, ...]] = {
     "row_tiles": (4, 8),
@@ -166,15 +174,20 @@ def _shared(problem: Problem) -> int:
     return HOPPER_SHARED if problem.gpu is None else problem.gpu.shared_memory
 
 
-def hopper_tile(n: int, m: int, multiprocessors: int = HOPPER_PROCESSORS) -> HopperTile:
-    """The tile for m rows of x: the largest with which most processors are busy."""
-    tiles = [HopperTile(2, 128), HopperTile(1, 128), HopperTile(1, 64)]
+def hopper_tile(n: int, k: int, m: int, multiprocessors: int = HOPPER_PROCESSORS) -> HopperTile:
+    """The tile for m rows of x that should be fastest, by what each was measured to take for int4."""
+    steps = -(-k // HOPPER_STEP)
 
-    def busy(tile: HopperTile) -> float:
-        count = -(-n // tile.rows) * -(-m // tile.m)
-        return count / (-(-count // multiprocessors) * multiprocessors)
+    def time(tile: HopperTile) -> float:
+        tiles = -(-n // HOPPER_ROWS) * -(-m // tile.m)
+        if not tile.share:
+            return -(-tiles // multiprocessors) * steps * HOPPER_STEPS[tile.m] + HOPPER_AROUND
+        full, share, _ = shares(tiles, steps, multiprocessors)
+        mine = full // multiprocessors * steps + share
+        return mine * HOPPER_STEPS[tile.m] + HOPPER_AROUND + (HOPPER_SHARES * tile.m if share else 0.0)
 
-    return next((tile for tile in tiles if busy(tile) >= 0.75), max(tiles, key=busy))
+    able = (False, True) if 2 * m * k <= HOPPER_CACHED else (False,)
+    return min((HopperTile(rows, share) for rows in HOPPER_VALUES["m"] for share in able), key=time)
 
 
 def _unknown_value(tile: SkinnyTile | Tile | HopperTile, values: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -227,22 +240,13 @@ def _tiled_why_not(problem: Problem, tile: Tile) -> str | None:
 
 
 def _hopper_why_not(problem: Problem, tile: HopperTile) -> str | None:
-    if (reason := _unknown_value(tile, HOPPER_VALUES)) is not None:
-        return reason
-    held = hopper_memory(tile)
-    return None if held <= _shared(problem) else f"stages would take {held} bytes of shared memory"
-
-
-def hopper_memory(tile: HopperTile) -> int:
-    """Bytes of shared memory that a program of `fused-hopper` takes: blocks of x, outputs on their way."""
-    return tile.stages * tile.m * 128 * 2 + 64 * tile.m * 2 + 1024
+    return _unknown_value(tile, HOPPER_VALUES)
 
 
 def _hopper_loses(problem: Problem, tile: HopperTile) -> str | None:
     reasons = (
         (problem.m <= 32, "it multiplies 64 rows of x at least"),
         (tile.m > max(64, 2 * problem.m), f"{tile.m} rows do not suit {problem.m} rows of x"),
-        (tile.parts * tile.m > 256, f"sums would take {tile.parts * tile.m // 2} registers"),
     )
     return next((reason for loses, reason in reasons if loses), None)
 
@@ -292,7 +296,7 @@ TILED = Tiling(
 HOPPER = Tiling(
     HopperTile,
     HOPPER_VALUES,
-    lambda problem: hopper_tile(problem.n, problem.m, processors(problem)),
+    lambda problem: hopper_tile(problem.n, problem.k, problem.m, processors(problem)),
     _hopper_why_not,
     _hopper_loses,
 )

@@ -27,8 +27,12 @@ from quantkit.kernels.fused.hopper import hopper
 from quantkit.kernels.fused.launch import (
     DENSE_WARPS,
     HOLD,
+    HOPPER_COLUMNS,
+    HOPPER_SCRATCH,
+    HOPPER_SHARED,
     MULTIPLYING_REGISTERS,
     RASTER,
+    HopperTile,
     Tile,
     _tiled,
     constants,
@@ -42,9 +46,6 @@ from quantkit.kernels.fused.pairs import count_pairs, order_pairs, weigh_pairs
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
 from quantkit.kernels.fused.tilings import (
-    HOPPER_SHARED,
-    hopper_memory,
-    hopper_tile,
     shared_memory,
     skinny_tile,
     tiled_tile,
@@ -196,21 +197,21 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
 
 def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
-    """The kernel for many rows of x in the tile of the rules."""
-    row, dtype = scheme(case.name), torch.bfloat16
-    shape, tile = geometry(N, K, row, dtype), hopper_tile(N, case.m)
+    """The kernel for many rows of x, in the largest tile that suits so many."""
+    row, dtype, tile = scheme(case.name), torch.bfloat16, HopperTile(min(case.m, 256))
+    shape = geometry(N, K, row, dtype)
     known = {
         name: value for name, value in constants(N, K, row, dtype, True).items() if name in hopper.arg_names
     }
-    known |= {"HAS_BIAS": True, "PARTS": tile.parts, "BM": tile.m, "STAGES": tile.stages}
-    known |= {"REGISTERS": MULTIPLYING_REGISTERS, "RASTER": RASTER}
+    known |= {"HAS_BIAS": True, "BM": tile.m, "STAGES": tile.stages}
+    known |= {"REGISTERS": MULTIPLYING_REGISTERS, "RASTER": RASTER, "PDL": True}
     types = {
         **dict.fromkeys(hopper.arg_names, "*bf16"),
-        "x": f"tensordesc<bf16[{tile.m},128],{NVMMASharedLayout(128, 16, 2)!r}>",
+        "x": f"tensordesc<bf16[{tile.m},{HOPPER_COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
         "codes": "*i16",
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
-        **dict.fromkeys(("factor", "lut"), "*fp32"),
-        **dict.fromkeys(("M", "N"), "i32"),
+        **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
+        **dict.fromkeys(("M", "N", "FULL", "SHARE", "WIDTH"), "i32"),
         **dict.fromkeys(known, "constexpr"),
     }
     names = hopper.arg_names
@@ -221,8 +222,9 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         {(names.index(name),): known[name] for name in known},
         aligned,
     )
-    found = Source(hopper, known, 4, tile.stages, hopper_memory(tile))
-    return triton.compile(code, target=target, options={"num_warps": 4}), found
+    bound = 2 * tile.stages * tile.m * HOPPER_COLUMNS + HOPPER_SCRATCH
+    found = Source(hopper, known, 4, tile.stages, bound)
+    return triton.compile(code, target=target, options={"num_warps": 4, "launch_pdl": True}), found
 
 
 def build(case: Case) -> tuple[Any, Source]:

@@ -96,7 +96,12 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
     if shape.span <= 128:
         found["tiled chains"] = lambda: launch.tiled(op, Tile(4, 16, stages=2, chains=2), features)
     if {"gluon", "wgmma", "ptx"} <= features and shape.span <= 128:
-        for tile in (HopperTile(1, 64, 2), HopperTile(2, 128, 3), HopperTile(1, 256, 2)):
+        for tile in (
+            HopperTile(64, True),
+            HopperTile(128, False),
+            HopperTile(128, True),
+            HopperTile(256, True),
+        ):
             found[f"hopper {tile}"] = partial(launch.hopper, op, tile, features)
     if m <= 32:
         found["skinny"] = lambda: launch.skinny(op, skinny_tile(shape, m), features)

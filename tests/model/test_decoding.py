@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
@@ -28,6 +30,8 @@ from transformers import (
     MixtralForCausalLM,
     StaticCache,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import quantkit
 from quantkit.kernels.linear import KernelLayout
@@ -163,14 +167,20 @@ def test_graphs_are_few_and_let_caches_go(model: Any, recorded: list[int]) -> No
     assert all(graph.cache() is None for graph in graphed._graphs.values())
 
 
+def attend_otherwise(model: Any) -> None:
+    """By a name that the model does not have yet, as SDPA does, which a graph takes on any device."""
+    AttentionInterface.register("another", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register("another", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation("another")
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda model: model.to(torch.float64).to(torch.float32),
         lambda model: model.model.layers[0].self_attn.q_proj._layouts.update({"another": LAYOUT}),
         lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[1].mlp)),
-        # Masks of "eager" are made of numbers of the host, which no graph takes.
-        lambda model: model.set_attn_implementation("eager" if DEVICE == "cpu" else "sdpa"),
+        attend_otherwise,
     ],
     ids=["moved", "layouts", "module", "attention"],
 )

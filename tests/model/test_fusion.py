@@ -453,6 +453,7 @@ def test_what_follows_a_norm_waits_for_longer_products_than_itself(larger: str) 
         return total + linear(glue.slow_norm(total, weight, 1e-5), after)[:, :64]
 
     given = [numbers(2, 64), numbers(64)]
+    step(*given)  # Layouts are built before a step is recorded.
     module = fused(step, given, "steps")
     (node,) = module.graph.find_nodes(op="call_function", target=glue.add_norm)
     assert node.kwargs.get("late", False) == (larger == "before")
@@ -490,6 +491,7 @@ def test_norms_and_gates_write_columns_in_the_order_of_the_products_after_them(
         return linear(once[:, -1:], packed) + linear(kept, packed).flip(1) * kept + total
 
     given = [numbers(2, 3, 64), numbers(64)]
+    step(*given)  # Layouts are built before a step is recorded.
     module = fused(step, given, "steps")
     names = {node.target.__name__: node for node in module.graph.nodes if node.op == "call_function"}
     assert calls(module)["in_order"] == 3 and calls(module)["linear.default"] == 2
@@ -542,6 +544,7 @@ def test_norms_that_are_a_bias_keep_their_order(monkeypatch: pytest.MonkeyPatch)
         return linear(x, packed, glue.slow_norm(x, weight, 1e-5)[0])
 
     given = [numbers(2, 64), numbers(64)]
+    step(*given)  # Layouts are built before a step is recorded.
     module = fused(step, given, "steps")
     assert calls(module)["norm"] == 1 and calls(module)["linear.default"] == 1
     close(module(*given), step(*given))

@@ -513,7 +513,7 @@ def _hopper(
         BM=tile.m,
         ROWS=HOPPER_ROWS,
         RASTER=RASTER,
-        MOST=2 if share == 0 else power_of_two((steps - 2) // share + 2),
+        MOST=power_of_two((steps - 2) // share + 2) if 0 < share < steps else 2,
         BLOCK=COMBINED_SHARES,
         **overlap(features),
     )
@@ -526,7 +526,7 @@ def _hopper(
         full,
         share,
         width,
-        slots=0 if share in (0, steps) else 2 * programs,
+        slots=2 * programs if 0 < share < steps else 0,
     )
 
 

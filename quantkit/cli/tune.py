@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from quantkit.kernels.tiles.search import Search, Weight
     from quantkit.kernels.tiles.table import Entry, Key, TileTable
 
-#: Rows of x: decoding, batches, prompts. Above, dequantizing wins everywhere it was measured.
-ROWS_OF_X = "1,2,4,8,16,32,64,128,256,512,1024"
+#: Rows of x: decoding, batches, prompts. Above, the rules choose.
+ROWS_OF_X = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096"
 
 
 def tune(

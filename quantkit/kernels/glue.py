@@ -4,16 +4,20 @@ Beside each function is its twin: what models of transformers compute in torch, 
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
+from quantkit.kernels.problem import COLUMN_ORDERS
 
 #: The most numbers of a row that a norm is taken of: a program has them in registers.
 MOST_COLUMNS = 32768
 #: Numbers of a program of a gate.
 GATED = 1024
+#: Pairs of numbers of a program that rotates heads, of which a thread has eight.
+ROTATED = 512
 #: Products are rounded before they are added, as torch does it.
 _ROUNDED = {"enable_fp_fusion": False}
 
@@ -44,20 +48,45 @@ def slow_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
 NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.0), "gemma": (False, 1.0)}
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) times `weight` [N], for rows of `x` [..., N] (RMSNorm, arXiv 1910.07467)."""
-    return _norm(x, None, weight, eps, kind)[1]
+def in_order(x: torch.Tensor, order: str) -> torch.Tensor:
+    """`x` [..., N] with columns in one of `COLUMN_ORDERS`: what the functions here do for it in passing."""
+    shape, axes = COLUMN_ORDERS[order]
+    runs = x.reshape(-1, *shape)
+    return runs.permute(0, *(1 + axis for axis in axes)).reshape(x.shape)
+
+
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False, order: str = ""
+) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) times `weight` [N], for rows of `x` [..., N] (RMSNorm, arXiv 1910.07467).
+
+    `weight` is read while the kernels before this one may still run, and what the kernel after it reads early
+    as well, unless that is to start `late`. The result is `in_order` if one is named: N is a multiple of 32.
+    """
+    return _norm(x, None, weight, eps, kind, late, order)[1]
 
 
 def add_norm(
-    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float, kind: str
+    x: torch.Tensor,
+    other: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    kind: str,
+    late: bool = False,
+    order: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + other, of one shape, and the norm of it."""
-    return _norm(x, other, weight, eps, kind)
+    """x + other, of one shape, and the norm of it, which may be `in_order`."""
+    return _norm(x, other, weight, eps, kind, late, order)
 
 
 def _norm(
-    x: torch.Tensor, other: torch.Tensor | None, weight: torch.Tensor, eps: float, kind: str
+    x: torch.Tensor,
+    other: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    kind: str,
+    late: bool,
+    order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     columns, parts = x.shape[-1], [x] if other is None else [x, other]
     laid = [_rows(part) for part in parts]
@@ -67,11 +96,11 @@ def _norm(
     (x, rows, outer, inner), (added, _, o_outer, o_inner) = laid[0], laid[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if other is not None else y
-    launch = _norm_launch(
-        x.numel() // columns, rows, columns, eps, other is not None, kind, launch_features(x.device)
-    )
+    features = launch_features(x.device)
+    programs, adds = x.numel() // columns, other is not None
+    launch = _norm_launch(programs, rows, columns, eps, adds, kind, late, order, features)
     with launching_on(x.device):
-        launch(x, added, weight.contiguous(), total, y, outer, inner, o_outer, o_inner)
+        launch(x, added, weight, total, y, outer, inner, o_outer, o_inner, weight.stride(0))
     return total, y
 
 
@@ -85,14 +114,17 @@ def slow_gelu_gate(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh") * up
 
 
-def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """silu(x) * up, or gelu(x) * up, of `x` and `up` [..., N] (GLU variants, arXiv 2002.05202)."""
+def gate(x: torch.Tensor, up: torch.Tensor, kind: str, order: str = "") -> torch.Tensor:
+    """silu(x) * up, or gelu(x) * up, of `x` and `up` [..., N] (GLU variants, arXiv 2002.05202).
+
+    The result is `in_order` if one is named, with N a multiple of 32.
+    """
     columns = x.shape[-1]
     flat, flat_up = (part.reshape(-1, columns) for part in (x, up))
     if flat.stride(-1) != 1 or flat_up.stride(-1) != 1:
         flat, flat_up = flat.contiguous(), flat_up.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch = _gate_launch(len(flat), -(-columns // GATED), kind, launch_features(x.device))
+    launch = _gate_launch(len(flat), -(-columns // GATED), kind, order, launch_features(x.device))
     with launching_on(x.device):
         launch(flat, flat_up, y, flat.stride(0), flat_up.stride(0), columns)
     return y
@@ -233,7 +265,15 @@ def _angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 @lru_cache(maxsize=256)
 def _norm_launch(
-    programs: int, rows: int, columns: int, eps: float, add: bool, kind: str, features: frozenset[str]
+    programs: int,
+    rows: int,
+    columns: int,
+    eps: float,
+    add: bool,
+    kind: str,
+    late: bool,
+    order: str,
+    features: frozenset[str],
 ) -> Launch:
     from quantkit.kernels.fused.glue import rms_norm
 
@@ -249,6 +289,8 @@ def _norm_launch(
         ADD=add,
         ROUND=rounded,
         OFFSET=offset,
+        **_ordering(order),
+        LATE=late,
         **overlap(features),
         # Eight numbers of a thread.
         num_warps=min(16, max(1, padded // 256)),
@@ -256,18 +298,38 @@ def _norm_launch(
 
 
 @lru_cache(maxsize=256)
-def _gate_launch(rows: int, parts: int, kind: str, features: frozenset[str]) -> Launch:
+def _gate_launch(rows: int, parts: int, kind: str, order: str, features: frozenset[str]) -> Launch:
     from quantkit.kernels.fused.glue import gate
 
-    return Launch(gate, (rows, parts), KIND=kind, B=GATED, **overlap(features), num_warps=4)
+    known = {"KIND": kind, **_ordering(order), "B": GATED}
+    return Launch(gate, (rows, parts), **known, **overlap(features), num_warps=4)
+
+
+def _ordering(order: str) -> dict[str, Any]:
+    if not order:
+        return {"SHAPE": None, "AXES": None}
+    from quantkit.kernels.fused.launch import ordering
+
+    return ordering(order)
 
 
 @lru_cache(maxsize=256)
 def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str]) -> Launch:
     from quantkit.kernels.fused.glue import rotate
 
-    sizes = {"H": half, "HP": power_of_two(half)}
-    return Launch(rotate, (tokens, heads), **sizes, **_ROUNDED, **overlap(features), num_warps=1)
+    padded = power_of_two(half)
+    part = min(power_of_two(heads), max(1, ROTATED // padded))
+    return Launch(
+        rotate,
+        (tokens, -(-heads // part)),
+        HEADS=heads,
+        PART=part,
+        H=half,
+        HP=padded,
+        **_ROUNDED,
+        **overlap(features),
+        num_warps=max(1, part * padded // 256),
+    )
 
 
 @lru_cache(maxsize=256)

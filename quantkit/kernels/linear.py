@@ -239,6 +239,8 @@ torch.library.define(
     "(Tensor x, Tensor[] parts, Tensor[] layout, Tensor? bias, str scheme, int out_features, "
     "str layout_name) -> Tensor",
 )
+#: The operator, as it is in traced graphs.
+OPERATOR = torch.ops.quantkit.linear.default
 torch.library.define(
     "quantkit::linear_grad_x",
     "(Tensor grad, Tensor[] parts, Tensor[] layout, str scheme, int in_features, str layout_name) -> Tensor",
@@ -247,6 +249,36 @@ torch.library.define(
     "quantkit::restore_words",
     "(Tensor[] layout, str layout_name, str scheme, int out_features, int in_features) -> Tensor",
 )
+
+
+def order_of(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scheme: str,
+    out_features: int,
+    layout_name: str,
+) -> str:
+    """The order that the operator would put columns of x [rows, columns] in first, `KernelRow.order`."""
+    parsed = parse_token(scheme)
+    if parsed.column_scale:
+        return ""
+    problem = Problem.on(device, rows, out_features, columns, parsed, dtype, layout_name)
+    return choose(problem).row.order(problem)
+
+
+def linear_in_order(
+    x: torch.Tensor,
+    parts: list[torch.Tensor],
+    layout: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    scheme: str,
+    out_features: int,
+    layout_name: str,
+) -> torch.Tensor:
+    """What `OPERATOR` computes, of x whose columns are in the order that `order_of` names."""
+    return _product(x, parts, layout, bias, scheme, out_features, layout_name, True)
 
 
 @torch.library.impl("quantkit::linear", "default")
@@ -258,6 +290,19 @@ def _linear(
     scheme: str,
     out_features: int,
     layout_name: str,
+) -> torch.Tensor:
+    return _product(x, parts, layout, bias, scheme, out_features, layout_name, False)
+
+
+def _product(
+    x: torch.Tensor,
+    parts: list[torch.Tensor],
+    layout: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    scheme: str,
+    out_features: int,
+    layout_name: str,
+    ordered: bool,
 ) -> torch.Tensor:
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
@@ -280,11 +325,18 @@ def _linear(
             f"{layout_name}. Set {FORCE_VARIABLE} before the model is loaded."
         )
     log_choice(problem, chosen)
+    if ordered and (parsed.column_scale or not chosen.row.order(problem)):
+        raise KernelError(
+            f"columns of x are in the order of another kernel than {chosen.row.name}, which runs {problem}. "
+            f"Set {FORCE_VARIABLE} before a model runs, not between two runs of it."
+        )
     shape = (out_features, columns)
     # The whole weight only where it is used: to check its parts takes longer than to launch most kernels.
     outlined = not parts or (chosen.row.layout is not None and chosen.row.layout.whole)
     weight = Outline(parsed, shape) if outlined else _whole(parts, layout, layout_name, parsed, shape)
-    y = chosen.launch(flat, weight, tuple(layout) if chosen.row.layout is not None else (), bias)
+    options = {"ordered": True} if ordered else {}
+    given = tuple(layout) if chosen.row.layout is not None else ()
+    y = chosen.launch(flat, weight, given, bias, **options)
     return y.view(*x.shape[:-1], out_features)
 
 

@@ -2,8 +2,10 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from quantkit.packing.tensor import PackedTensor
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: What kernels may use on a GPU; `ptx` is inline assembly, `overlap` launches that overlap the kernel before,
-#: `wgmma` products that go on while the warps that asked for them do.
-GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma"})
+#: `wgmma` products that go on while the warps that asked for them do, `gluon` the language of Triton in which
+#: warps of a program do different things.
+GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma", "gluon"})
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,18 @@ def one_plane(problem: Problem) -> str | None:
 #: The tensors of a weight in a kernel layout.
 LayoutTensors = tuple[torch.Tensor, ...]
 
+#: By name, orders that kernels take columns of x in: the shape of each run of 32, and its axes in order.
+COLUMN_ORDERS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    # (t, p0, e1, e0) becomes (p0, e1, t, e0); in groups of 16 (p0, t, e1, e0) does.
+    "fragments": ((4, 2, 2, 2), (1, 2, 0, 3)),
+    "fragments of 16": ((2, 4, 2, 2), (0, 2, 1, 3)),
+}
+
+
+def as_it_is(_: "Problem") -> str:
+    """The `KernelRow.order` of a row that takes columns of x in no other order."""
+    return ""
+
 
 def unjoinable(_: Sequence[LayoutTensors], __: Sequence[int]) -> None:
     """The `Layout.join` of a layout that does not join."""
@@ -170,6 +185,9 @@ class KernelRow:
     `layout` is None for a row that reads the storage layout. `launch(x [m, k], weight, layout, bias)` returns
     y [m, n] of x's dtype, for m >= 1 and contiguous x; with a `tiling` it takes a `tile` too. A column scale
     is in x already. Where the layout is `whole`, `weight` is only the `Outline`.
+
+    `order(problem)` names the order that the kernel puts columns of x in first, "" for none. What makes x can
+    do that in passing (`COLUMN_ORDERS`): `launch` takes such x with `ordered=True`.
     """
 
     name: str
@@ -180,6 +198,7 @@ class KernelRow:
     layout: Layout | None
     launch: Callable[..., torch.Tensor]
     tiling: Tiling | None = None
+    order: Callable[[Problem], str] = as_it_is
 
 
 @lru_cache(maxsize=64)
@@ -213,6 +232,9 @@ def _gpu_features(device: torch.device) -> frozenset[str]:
         # bfloat16 arithmetic came with 8.0, dependent launches with 9.0.
         facts |= {fact for fact, since in (("ptx", 8), ("overlap", 9)) if major >= since}
         facts |= {"wgmma"} if major == 9 else set()
+        # It changes with every version.
+        with suppress(metadata.PackageNotFoundError):
+            facts |= {"gluon"} if metadata.version("triton").startswith("3.6.") else set()
     return frozenset(facts)
 
 

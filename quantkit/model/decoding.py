@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,14 +123,15 @@ class GraphedForward:
 
         transformers calls this, as the model's `get_compiled_call`, once for each generation.
         """
-        now = _fingerprint(self._model)
+        modules = _modules_of(self._model)
+        now = _fingerprint(self._model, modules)
         with self._lock:
             if now != self._recorded:
                 self._graphs.clear()
                 never = _why_no_static_cache(self._model) or prompt_graphs.why_never(self._model, self.plain)
                 self._prompts.clear(never)
                 self._recorded = now
-        self._unfit = _why_unfit(self._model)
+        self._unfit = _why_unfit(self._model, modules)
         return self
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
@@ -210,17 +211,22 @@ def plain_forward(model: Any) -> Callable[..., Any]:
     return _without_graphs(model.forward)
 
 
-def _fingerprint(model: Any) -> tuple[Any, ...]:
-    """What a graph of `model` depends on besides its inputs: its modules, and where their tensors lie."""
-    modules = list(model.modules())
+def _modules_of(model: Any) -> list[Any]:
+    """What `model.modules()` has, in another order and in a third of the time: each prompt waits for it."""
+    found: dict[Any, None] = {}
+    left = [model]
+    for module in left:
+        if module is not None and module not in found:
+            found[module] = None
+            left += module._modules.values()
+    return list(found)
+
+
+def _fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
+    """What a graph of `model` depends on besides its inputs: its `modules`, and where their tensors lie."""
     states = tuple((id(module), module.training) for module in modules)
-    # Each prompt waits for this: `model.parameters()` would go through the modules once more.
-    tensors = tuple(
-        tensor.data_ptr()
-        for module in modules
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
-    )
+    held = (group for module in modules for group in (module._parameters, module._buffers) if group)
+    tensors = tuple(tensor.data_ptr() for group in held for tensor in group.values() if tensor is not None)
     packed = (module for module in modules if isinstance(module, PackedModule))
     layouts = tuple(address for module in packed for address in module.layout_addresses())
     # What the config asks for beside logits.
@@ -228,14 +234,15 @@ def _fingerprint(model: Any) -> tuple[Any, ...]:
     return states, tensors, layouts, asked, model.config._attn_implementation, forced_row()
 
 
-def _why_unfit(model: Any) -> str | None:
-    """None if a step of `model` may be recorded, else the reason it may not: what the host does at each."""
-    for name, module in model.named_modules():
-        if _package(type(module)) == "peft":
-            return "adapters may change what it computes from step to step"
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+def _why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
+    """None if a step of `model` may be recorded, else what the host does at each step in one of `modules`."""
+    if any(_package(kind) == "peft" for kind in {type(module) for module in modules}):
+        return "adapters may change what it computes from step to step"
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
             # Those of transformers do nothing until somebody asks for outputs.
-            if _package(hook) != "transformers":
+            if hooks and any(_package(hook) != "transformers" for hook in hooks.values()):
+                name = next(name for name, one in model.named_modules() if one is module)
                 return f"a hook of {name or type(module).__name__!r} is to be called at each"
     return None
 

@@ -71,9 +71,10 @@ def sample(
     `streamer`, which transformers does not pass on, gets each token while the next step runs. If that was one
     too many, it changed nothing but the cache.
     """
-    forward = model.get_compiled_call(getattr(generation_config, "compile_config", None))
     first = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
     output = model(**first, return_dict=True)
+    # While a GPU runs the prompt, as this looks at all of the model.
+    forward = model.get_compiled_call(getattr(generation_config, "compile_config", None))
     with_ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     before: tuple[HostCopy, HostCopy] | None = None

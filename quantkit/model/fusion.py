@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from quantkit.kernels import glue
+from quantkit.kernels.linear import OPERATOR, linear_in_order, order_of
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.table import is_verbose
 from quantkit.model.trace import META, Memory, part, trace
@@ -45,6 +47,8 @@ class Fusion:
     options: Mapping[str, Any] = field(default_factory=dict)
     #: Those of the twin's tensors that are not of the dtype of activations.
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    #: Those that `fast` reads while the kernels before it may still run.
+    constants: tuple[str, ...] = ()
     #: Memory that lies as results do; without, they are contiguous.
     made: Callable[[Shapes], torch.Tensor] | None = None
 
@@ -118,6 +122,10 @@ def _slow_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return lambda x, weight: twin(x, weight, 0.0123)
 
 
+def _norm(twin: Callable[..., Any], fast: Callable[..., Any], shapes: _Sizes, kind: str) -> Fusion:
+    return Fusion(twin, fast, shapes, _takes_norm, ("eps",), {"kind": kind}, constants=("weight",))
+
+
 def _fusions() -> Iterator[Fusion]:
     """All that is known, longest chains first."""
     angles: _Sizes = {"cos": (2, 1, 41, 74), "sin": (2, 1, 41, 74)}
@@ -144,9 +152,9 @@ def _fusions() -> Iterator[Fusion]:
     weight: _Sizes = {"weight": (20,)}
     for kind, twin in norms.items():
         shapes = x | {"other": (2, 3, 20)} | weight
-        yield Fusion(_slow_add_norm(twin), glue.add_norm, shapes, _takes_norm, ("eps",), {"kind": kind})
+        yield _norm(_slow_add_norm(twin), glue.add_norm, shapes, kind)
     for kind, twin in norms.items():
-        yield Fusion(_slow_norm(twin), glue.norm, x | weight, _takes_norm, ("eps",), {"kind": kind})
+        yield _norm(_slow_norm(twin), glue.norm, x | weight, kind)
     gates = {"silu": glue.slow_silu_gate, "gelu": glue.slow_gelu_gate}
     for kind, gate in gates.items():
         yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _takes_gate, (), {"kind": kind})
@@ -200,6 +208,8 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
                 # It may have been replaced together with one before.
                 if not anchor._erased:
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
+    _hold_back(graph, memory)
+    _order_columns(graph, memory, inputs[0].device)
     if is_verbose():
         logger.warning("%s launch %s", what, _launches(graph, memory))
     module.recompile()
@@ -234,6 +244,72 @@ def _count_at_the_end(graph: Graph, memory: Memory) -> None:
             memory.enter(graph.call_function(aten._foreach_add_.Scalar, (counters, added)))
         for node in additions:
             graph.erase_node(node)
+
+
+def _hold_back(graph: Graph, memory: Memory) -> None:
+    """Start what follows a norm late, where the product before that reads more than the one after it.
+
+    The programs of a product that wait for x hold its first weights, and take room from the product that
+    still runs: a loss where that takes long, a gain where it is short (docs/kernels.md).
+    """
+    for node in graph.find_nodes(op="call_function", target=glue.add_norm):
+        before = max(_weight_bytes(_source(memory, one)) for one in node.all_input_nodes)
+        if before > max(map(_weight_bytes, _used(memory, node)), default=before):
+            node.update_kwarg("late", True)
+
+
+def _order_columns(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Have norms and gates write columns in the order that the products of them all want them in."""
+    for target in (glue.norm, glue.add_norm, glue.gate):
+        for node in graph.find_nodes(op="call_function", target=target):
+            made = [user for user in node.users if user.args[1] == 1] if target is glue.add_norm else [node]
+            products = [user for one in made for user in _used(memory, one)]
+            orders = {_order_of(memory, user, made[0], device) for user in products}
+            if len(orders) == 1 and (order := orders.pop()):
+                node.update_kwarg("order", order)
+                for product in products:
+                    product.target = linear_in_order
+
+
+def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> str:
+    """The order that a product of rows of `made` wants their columns in; "" if it is another operation."""
+    if node.target is not OPERATOR:
+        return ""
+    of: Any = node.args
+    x, parts, layout, bias, *weight = of
+    given, rows = x.meta[META], made.meta[META]
+    # A view of whole rows.
+    if given.shape[-1] != rows.shape[-1] or given.stride(-1) != 1:
+        return ""
+    if any(memory.of(one) == memory.of(made) for one in (*parts, *layout, bias) if one is not None):
+        return ""
+    columns = given.shape[-1]
+    return order_of(given.numel() // columns, columns, given.dtype, device, *weight)
+
+
+def _weight_bytes(node: Node) -> int:
+    """What a product reads of its weight; 0 of other operations."""
+    if node.target is not OPERATOR:
+        return 0
+    _, parts, layout, *_ = node.args
+    read = [one.meta[META] for one in pytree.tree_leaves(layout or parts)]
+    return sum(one.numel() * one.itemsize for one in read)
+
+
+def _source(memory: Memory, node: Node) -> Node:
+    """The operation that made what `node` may be only a view of."""
+    while node.op == "call_function" and memory.is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _used(memory: Memory, node: Node) -> Iterator[Node]:
+    """What takes the results of `node`, or views of them."""
+    for user in node.users:
+        if memory.is_view(user):
+            yield from _used(memory, user)
+        else:
+            yield user
 
 
 @dataclass
@@ -320,6 +396,7 @@ def _suits(
     tensors: Shapes = {name: node.meta[META] for name, node in given.items()}
     return (
         all(tensor.dtype == fusion.dtypes.get(name, dtype) for name, tensor in tensors.items())
+        and all(memory.is_constant(given[name]) for name in fusion.constants)
         and fusion.takes(tensors, match.numbers)
         # But for what it writes where it was.
         and all(

@@ -144,11 +144,11 @@ def _decoded(
     prompt_tokens = ids.shape[1]
     ends = _end_tokens(model)
     text = _TextOf(tokenizer, ids[0].tolist())
-    forward = model
-    if cache is None and model.device.type == "cuda":
+    graphed = cache is None and model.device.type == "cuda"
+    if graphed:
         from quantkit.model.decoding import forward_of, static_cache
 
-        forward, cache = forward_of(model), static_cache(model, prompt_tokens + room)
+        cache = static_cache(model, prompt_tokens + room)
     only_last = last_logits(model)
 
     def follow(tokens: torch.Tensor, run: Any) -> torch.Tensor:
@@ -159,6 +159,8 @@ def _decoded(
 
     started = time.perf_counter()
     chosen, prefilled = follow(ids, model), None
+    # While a GPU runs the prompt, as this looks at all of the model.
+    forward = forward_of(model) if graphed else model
     while True:
         # A GPU runs the next step while the host waits for this token, which may have been the last.
         answer = HostCopy(chosen)

@@ -7,7 +7,7 @@ values of its own, which are copied to the caller's cache: one graph does for ca
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,16 @@ import torch
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
+from quantkit.kernels.cache import fill, slow_fill
 from quantkit.model import graphs
 from quantkit.model.fused_forward import fused_forward, warn_unchanged
+from quantkit.model.fusion import is_possible
 from quantkit.model.graphs import Inputs, NotRecorded
 
 logger = logging.getLogger("quantkit.model")
+
+#: Keys and values [B, H, T, D] of a layer.
+States = tuple[torch.Tensor, torch.Tensor]
 
 #: Tokens of a batch, with padding, up to which its prompts are recorded. For more, a GPU computes longer than
 #: the host launches, so that a graph gains nothing, and its memory grows with them.
@@ -268,18 +273,72 @@ class _PromptLayer(DynamicLayer):  # type: ignore[misc]
         if self.is_initialized:
             return super().update(keys, values)
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        # Parts of a product would keep the whole of it.
-        self.keys, self.values = keys.contiguous(), values.contiguous()
+        self.keys, self.values = _alone(keys), _alone(values)
         return self.keys, self.values
+
+
+def _alone(states: torch.Tensor) -> torch.Tensor:
+    """`states`, copied if they are a part of a product, all of which they would keep."""
+    return states if states.untyped_storage().nbytes() == states.nbytes else states.contiguous()
 
 
 def _handed_over(output: Any, cache: Any, tokens: int) -> Any:
     """The caller's own output, with `cache`, which gets the keys and values of so many tokens."""
+    at_once: list[tuple[Any, States]] = []
     for number, layer in enumerate(output.past_key_values.layers):
-        if layer.is_initialized:
-            # Both kinds of layers copy.
-            cache.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], number)
+        if not layer.is_initialized:
+            continue
+        states = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
+        if number < len(cache.layers) and _is_room(cache.layers[number], states):
+            at_once.append((cache.layers[number], states))
+        else:
+            # Layers that grow copy.
+            cache.update(*states, number)
+    if at_once:
+        _fill(at_once)
     return graphs.own_output(output, cache)
+
+
+def _is_room(layer: Any, states: States) -> bool:
+    """Whether `layer` of an empty cache is a static one that `states` fit in."""
+    tokens = states[0].shape[2]
+    if type(layer) is not StaticLayer or layer.max_cache_len < tokens:
+        return False
+    held = (layer.keys, layer.values) if layer.is_initialized else ()
+    return all(
+        old.device == new.device and graphs.outline(old[:, :, :tokens]) == graphs.outline(new)
+        for old, new in zip(held, states, strict=False)
+    )
+
+
+def _fill(layers: Sequence[tuple[Any, States]]) -> None:
+    """Write to static layers that hold no tokens, in few launches and without waiting for the GPU."""
+    new = [layer for layer, _ in layers if not layer.is_initialized]
+    for layer, states in layers:
+        if not layer.is_initialized:
+            _allocate(layer, states)
+    if new:
+        torch._foreach_zero_([layer.cumulative_length for layer in new])
+    rooms = [part for layer, _ in layers for part in (layer.keys, layer.values)]
+    parts = [part for _, states in layers for part in states]
+    # What is masked is multiplied with 0, which makes no number of what is none.
+    (fill if is_possible(parts[0].device) else slow_fill)(rooms, parts, clear=bool(new))
+    torch._foreach_add_([layer.cumulative_length for layer, _ in layers], parts[0].shape[2])
+
+
+def _allocate(layer: Any, states: States) -> None:
+    """Give a static layer memory for keys and values as `states`, with any numbers in it.
+
+    transformers fills each tensor by a launch of its own, and the counter of tokens comes from the host,
+    which waits for all that runs.
+    """
+    layer.lazy_initialization(*(torch.empty(part.shape, dtype=part.dtype, device="meta") for part in states))
+    layer.device = states[0].device
+    for name in ("keys", "values", "cumulative_length"):
+        outline = getattr(layer, name)
+        tensor = torch.empty(outline.shape, dtype=outline.dtype, device=layer.device)
+        torch._dynamo.mark_static_address(tensor)
+        setattr(layer, name, tensor)
 
 
 @dataclass(eq=False)

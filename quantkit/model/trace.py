@@ -150,6 +150,13 @@ class Memory:
         """The memory that a node writes."""
         return self._written[node]
 
+    def is_constant(self, node: Node) -> bool:
+        """Whether what a result lies in is there before the module runs, and not written by it."""
+        roots = self._of[node]
+        return not any(roots & written for written in self._written.values()) and not any(
+            isinstance(root, Node) and root.op != "placeholder" for root in roots
+        )
+
     def is_view(self, node: Node) -> bool:
         """Whether a node only hands memory on."""
         return node.target is part or (self.of(node) <= self.read(node) and not self.written(node))

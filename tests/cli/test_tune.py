@@ -34,7 +34,7 @@ class Bench:
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
         if candidate.tile == SkinnyTile(4, 256, 1, True):
             return 1.0
-        return 30.0 if candidate.tile is None else 8.0 if candidate.tile == BEST[candidate.row] else 12.0
+        return 30.0 if candidate.tile is None else 8.0 if candidate.tile == BEST.get(candidate.row) else 12.0
 
 
 class Pool:

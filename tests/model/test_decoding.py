@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
@@ -28,6 +30,8 @@ from transformers import (
     MixtralForCausalLM,
     StaticCache,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import quantkit
 from quantkit.kernels.linear import KernelLayout
@@ -163,14 +167,20 @@ def test_graphs_are_few_and_let_caches_go(model: Any, recorded: list[int]) -> No
     assert all(graph.cache() is None for graph in graphed._graphs.values())
 
 
+def attend_otherwise(model: Any) -> None:
+    """By a name that the model does not have yet, as SDPA does, which a graph takes on any device."""
+    AttentionInterface.register("another", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register("another", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation("another")
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda model: model.to(torch.float64).to(torch.float32),
         lambda model: model.model.layers[0].self_attn.q_proj._layouts.update({"another": LAYOUT}),
         lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[1].mlp)),
-        # Masks of "eager" are made of numbers of the host, which no graph takes.
-        lambda model: model.set_attn_implementation("eager" if DEVICE == "cpu" else "sdpa"),
+        attend_otherwise,
     ],
     ids=["moved", "layouts", "module", "attention"],
 )
@@ -250,6 +260,16 @@ def test_other_values_of_inputs_are_other_graphs(model: Any, recorded: list[int]
         model(input_ids=ids(), past_key_values=cache, by=1)
         first, second, third = (graphed(**given, by=by).logits.norm() for by in (1.0, 1000.0, {"all": 0.0}))
     assert second > 100 * first and third == 0 and len(recorded) == 3
+
+
+def test_a_change_of_any_module_is_seen(model: Any) -> None:
+    """Also where one is in several places, in itself, or nowhere."""
+    model.extra = torch.nn.Sequential(model.model.norm, torch.nn.ModuleList())
+    model.extra.nothing = torch.nn.Dropout()
+    model.extra.nothing = None
+    model.extra[0].whole = model
+    found = decoding._modules_of(model)
+    assert len(found) == len(set(found)) and set(found) == set(model.modules())
 
 
 def test_hooks_are_called_at_each_step(model: Any, recorded: list[int]) -> None:

@@ -22,6 +22,7 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    StaticCache,
 )
 
 import quantkit
@@ -565,10 +566,81 @@ def test_a_cache_without_room_is_not_written_twice(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(cache.layers[1], "update", full)
+    monkeypatch.setattr(cache.layers[1], "lazy_initialization", full)
     with pytest.raises(torch.OutOfMemoryError):
         generate(model, ids(), cache, 0)
     close(generate(model, ids(), static_cache(model, 20)), generate_whole(model, ids()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["ours", "transformers"])
+@pytest.mark.parametrize("fast", [False, True], ids=["torch", "triton"])
+def test_caches_are_what_transformers_makes_of_them(
+    model: Any, kind: str, fast: bool, recorded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With zeros where nothing was written, whatever is in memory."""
+    if fast:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(prompt_graphs, "is_possible", lambda device: fast)
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
+        memory = empty(*shape, **options)
+        return memory.fill_(float("nan") if memory.is_floating_point() else 7)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    for _ in range(3):
+        caches = [
+            static_cache(model, 20) if kind == "ours" else StaticCache(config=model.config, max_cache_len=20)
+            for _ in range(2)
+        ]
+        model(input_ids=ids(), past_key_values=caches[0], **LAST)
+        forward_of(model).plain(input_ids=ids(), past_key_values=caches[1], **LAST)
+        for layer, other in zip(caches[0].layers, caches[1].layers, strict=True):
+            found, expected = vars(layer), vars(other)
+            assert found.keys() == expected.keys() and layer.is_initialized
+            for name, value in expected.items():
+                if not torch.is_tensor(value):
+                    assert found[name] == value, name
+                    continue
+                close(found[name], value)
+                assert found[name].device == value.device and found[name].stride() == value.stride()
+                assert vars(found[name]) == vars(value), "torch.compile knows where it lies"
+    assert len(recorded) == 1
+
+
+@torch.no_grad()
+@pytest.mark.skipif(DEVICE == "cuda", reason="an index that is none ends all that a GPU runs")
+def test_a_cache_that_does_not_fit_is_refused(model: Any) -> None:
+    """As transformers does: of other sequences, of another dtype, elsewhere, for less tokens."""
+    for _ in range(3):
+        for change in ("sequences", "dtype", "device", "tokens"):
+            cache = static_cache(model, 20)
+            assert cache is not None
+            model(input_ids=ids(), past_key_values=cache, **LAST)
+            cache.reset()
+            if change == "dtype":
+                cache.layers[0].keys = cache.layers[0].keys.double()
+            if change == "device":
+                cache.layers[0].keys = cache.layers[0].keys.to("meta")
+            prompt = ids(1 if change == "sequences" else 2, 300 if change == "tokens" else 9)
+            with pytest.raises((RuntimeError, IndexError), match="index"):
+                model(input_ids=prompt, past_key_values=cache, **LAST)
+
+
+@torch.no_grad()
+def test_a_graph_keeps_no_more_than_keys_and_values(recorded: list[int]) -> None:
+    """Not the product of q, k and v, whose parts they are in Phi-3."""
+    config = AutoConfig.for_model("phi3", **SIZES, pad_token_id=0)
+    model = made(AutoModelForCausalLM.from_config, config)
+    graph_decoding(model)
+    for _ in range(3):
+        close(generate(model, ids(), static_cache(model, 20)), generate_whole(model, ids()))
+    (graph,) = prompts_of(model).graphs.values()
+    for layer in graph.output.past_key_values.layers:
+        for part in (layer.keys, layer.values):
+            assert part.untyped_storage().nbytes() == part.nbytes
+    assert len(recorded) == 1
 
 
 @torch.no_grad()

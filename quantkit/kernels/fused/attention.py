@@ -89,8 +89,9 @@ def gather(
 ):  # fmt: skip
     """`out` [B * HEADS, GROUP, V] from what `attend` wrote; a head that sees no key has zeros."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        # Its programs would take room from those of `attend`.
+        tl.extra.cuda.gdc_launch_dependents()
     head, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk, e = tl.arange(0, S), tl.arange(0, VP)
     part = head * CHUNKS + chunk

@@ -1,33 +1,38 @@
 """What is between the linears of a model: sums and norms, gates, rotary positions, writes to the cache.
 
-A program has one row, or one head of one token. Numbers are rounded where torch would round them, which has a
+A program has one row, or heads of one token. Numbers are rounded where torch would round them, which has a
 kernel for each operation.
 """
 
 import triton
 import triton.language as tl
 
-from quantkit.kernels.fused.ahead import bring, lines
+from quantkit.kernels.fused.blocks import in_order
 
 
 @triton.jit
 def rms_norm(
-    x, other, weight, total, y, x_o, x_i, o_o, o_i,
+    x, other, weight, total, y, x_o, x_i, o_o, o_i, w_i,
     ROWS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
-    ROUND: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+    ROUND: tl.constexpr, OFFSET: tl.constexpr, SHAPE: tl.constexpr, AXES: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) of rows of N numbers; with ADD that of x + other.
 
     Row number r of `x` is at r // ROWS * x_o + r % ROWS * x_i. With ROUND, numbers are rounded to the dtype
-    of `y` before they are multiplied by weights.
+    of `y` before they are multiplied by weights. With SHAPE, columns of `y` are `in_order`.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        bring(weight + tl.minimum(lines(weight, NP), N - 1))
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)
     inside = n < N
+    # No kernel that runs beside this one writes weights.
+    factor = tl.load(weight + n * w_i, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    if PDL:
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
     numbers = tl.load(x + row // ROWS * x_o + row % ROWS * x_i + n, mask=inside, other=0.0)
     if ADD:
         more = tl.load(other + row // ROWS * o_o + row % ROWS * o_i + n, mask=inside, other=0.0)
@@ -37,15 +42,18 @@ def rms_norm(
     scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
     if ROUND:
         scaled = scaled.to(y.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + n, mask=inside, other=0.0).to(tl.float32) + OFFSET
-    tl.store(y + row * N + n, (scaled * factor).to(y.dtype.element_ty), mask=inside)
+    scaled = (scaled * factor).to(y.dtype.element_ty)
+    if SHAPE is not None:
+        scaled = in_order(scaled, SHAPE, AXES)
+    tl.store(y + row * N + n, scaled, mask=inside)
 
 
 @triton.jit
 def gate(
-    x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
+    x, up, y, x_r, u_r, N, KIND: tl.constexpr, SHAPE: tl.constexpr, AXES: tl.constexpr, B: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """`y` = f(x) * up, rows of N numbers, where f is silu or gelu by tanh."""
+    """`y` = f(x) * up, rows of N numbers, where f is silu or gelu by tanh; with SHAPE `in_order`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -63,12 +71,15 @@ def gate(
     found = found.to(dtype).to(tl.float32) * tl.load(up + row * u_r + n, mask=inside, other=0.0).to(
         tl.float32
     )
-    tl.store(y + row * N + n, found.to(dtype), mask=inside)
+    found = found.to(dtype)
+    if SHAPE is not None:
+        found = in_order(found, SHAPE, AXES)
+    tl.store(y + row * N + n, found, mask=inside)
 
 
 @triton.jit
 def _rotated(low, high, cos, sin, at, d, inside, H: tl.constexpr):
-    """The halves of a head, rotated by the angles of its token."""
+    """The halves of heads of a token, rotated by its angles."""
     dtype = low.dtype
     cos_low = tl.load(cos + at + d, mask=inside, other=0.0).to(tl.float32)
     cos_high = tl.load(cos + at + H + d, mask=inside, other=0.0).to(tl.float32)
@@ -83,20 +94,22 @@ def _rotated(low, high, cos, sin, at, d, inside, H: tl.constexpr):
 @triton.jit
 def rotate(
     x, cos, sin, y, T, x_b, x_h, x_t, c_b, c_t, y_b, y_h, y_t,
-    H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, PART: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`y` [B, heads, T, 2 H] = `x` rotated by `cos`, `sin` [B, T, 2 H]: one program for a head of a token."""
+    """`y` [B, HEADS, T, 2 H] = `x` rotated by `cos`, `sin` [B, T, 2 H]: PART heads of a token each."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0)
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    d = tl.arange(0, HP)
-    inside = d < H
+    head = (tl.program_id(1) * PART + tl.arange(0, PART)).to(tl.int64)[:, None]
+    # Angles are loaded for each head, as numbers are: 16 bytes of a thread, which nothing moves to another.
+    d = tl.broadcast_to(tl.arange(0, HP)[None, :], (PART, HP))
+    inside = (head < HEADS) & (d < H)
     base = x + b * x_b + head * x_h + t * x_t
     low = tl.load(base + d, mask=inside, other=0.0)
     high = tl.load(base + H + d, mask=inside, other=0.0)
-    low, high = _rotated(low, high, cos, sin, b * c_b + t * c_t, d, inside, H)
+    low, high = _rotated(low, high, cos, sin, b * c_b + t * c_t, d, d < H, H)
     out = y + b * y_b + head * y_h + t * y_t
     tl.store(out + d, low, mask=inside)
     tl.store(out + H + d, high, mask=inside)
@@ -115,8 +128,9 @@ def rotate_append(
     A token for which the cache, of LENGTH tokens, has no room is not written, and its `y` is no numbers.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        # Attention that waits beside the product before this kernel would slow it down.
+        tl.extra.cuda.gdc_launch_dependents()
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
     at = tl.load(held).to(tl.int64) + t

@@ -11,15 +11,31 @@ from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
-from quantkit.kernels.problem import gpu_of
+from quantkit.kernels.problem import COLUMN_ORDERS, gpu_of
 from quantkit.packing.schemes import Scheme
 
 #: Multiprocessors of an H200, for which the rules were made.
 HOPPER_PROCESSORS = 132
 #: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
 RASTER = 8
+#: Shared memory of a program on GPUs of compute capability 9, in bytes.
+HOPPER_SHARED = 227 << 10
+#: The same for all but blocks of x in `hopper`: barriers, and outputs on their way to other threads.
+HOPPER_SCRATCH = 8 << 10
+#: Rows of the weight of a program of `hopper`, columns of a block of x, and of a step, which are two blocks.
+HOPPER_ROWS, HOPPER_COLUMNS, HOPPER_STEP = 128, 128, 256
+#: Blocks of x that `hopper` has in shared memory at most.
+HOPPER_STAGES = 8
+#: Registers of a thread that multiplies in `hopper`: three groups of warps have 504, the one that copies 24.
+MULTIPLYING_REGISTERS = 240
 #: Outputs that a program of `combine` adds up.
 COMBINED = 512
+#: Rows and columns of outputs that a program of `combine_shares` adds up.
+COMBINED_SHARES = 32
+#: Steps that a program has of a tile that it shares, at least.
+LEAST_SHARE = 2
+#: Steps that take about as long as to add up sums of all programs.
+SHARED_LONGER = 2
 #: Numbers that a program which orders pairs has at a time: its pairs times the experts.
 ORDERED = 8192
 #: Outputs that a program of `weigh_pairs` has.
@@ -73,7 +89,7 @@ class Operands:
     """x [m, k] and a weight [n, k] in the fragment layout: codes, scale, zero, factor, values.
 
     Kernels take besides what the device can do, of `GPU_FEATURES`. With `pairs`, the parts of the layout have
-    a first dimension more, that of matrices of experts.
+    a first dimension more, that of matrices of experts. Columns of x may be `ordered` as `column_order` says.
     """
 
     x: torch.Tensor
@@ -82,6 +98,7 @@ class Operands:
     scheme: Scheme
     n: int
     pairs: Pairs | None = None
+    ordered: bool = False
 
     @property
     def grouping(self) -> Grouping | None:
@@ -140,6 +157,22 @@ class Tile:
         return ROWS * self.row_tiles * self.chains
 
 
+@dataclass(frozen=True)
+class HopperTile:
+    """Rows of x of a program, of `HOPPER_ROWS` of the weight, and whether the last tiles are shared out.
+
+    All programs have a `share` of their steps then, where some would be idle.
+    """
+
+    m: int = 128
+    share: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Blocks of x in shared memory: as many as there is room for, up to what memory takes to answer."""
+        return min(HOPPER_STAGES, (HOPPER_SHARED - HOPPER_SCRATCH) // (2 * self.m * HOPPER_COLUMNS))
+
+
 @lru_cache(maxsize=4096)
 def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) -> dict[str, Any]:
     """What all fused kernels know of a weight at compile time. `inline` allows PTX."""
@@ -182,6 +215,17 @@ def half_unit(n: int, k: int, scheme: Scheme) -> float:
         return 1.0
     largest = scheme.format.max if scheme.zero_point == "none" else 2.0**scheme.format.bits
     return 2.0 ** -math.ceil(math.log2(largest))
+
+
+def column_order(shape: Geometry) -> str:
+    """The one of `COLUMN_ORDERS` that `tiled` has columns of x in."""
+    return "fragments of 16" if shape.group == 16 else "fragments"
+
+
+def ordering(name: str) -> dict[str, tuple[int, ...]]:
+    """What kernels know of one of `COLUMN_ORDERS`."""
+    shape, axes = COLUMN_ORDERS[name]
+    return {"SHAPE": shape, "AXES": axes}
 
 
 def _empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -293,6 +337,22 @@ class _Tiles:
     rest: int
 
 
+def _order_launch(
+    m: int, shape: Geometry, features: frozenset[str], grouping: Grouping | None = None
+) -> Launch:
+    from quantkit.kernels.fused.tiled import order_columns
+
+    return Launch(
+        order_columns,
+        (m if grouping is None else grouping.count, -(-shape.spans * shape.span // 1024)),
+        **({"order": None} if grouping is None else {}),
+        SLOTS=1 if grouping is None else grouping.slots,
+        **ordering(column_order(shape)),
+        BLOCK=1024,
+        **overlap(features),
+    )
+
+
 @lru_cache(maxsize=4096)
 def _tiled(
     m: int,
@@ -306,22 +366,14 @@ def _tiled(
     multiprocessors: int,
     grouping: Grouping | None,
 ) -> _Tiles:
-    from quantkit.kernels.fused.tiled import combine, order_columns
+    from quantkit.kernels.fused.tiled import combine
     from quantkit.kernels.fused.tiled import tiled as kernel
 
     shape = geometry(n, k, scheme, dtype)
     assert shape.steps % tile.split == 0 and (grouping is None or tile.split == 1), (shape, tile)
     known = constants(n, k, scheme, dtype, "ptx" in features)
     width = shape.spans * shape.span
-    order = Launch(
-        order_columns,
-        (m if grouping is None else grouping.count, -(-width // 1024)),
-        **({"order": None} if grouping is None else {}),
-        SLOTS=1 if grouping is None else grouping.slots,
-        HALVES=shape.group == 16,
-        BLOCK=1024,
-        **overlap(features),
-    )
+    order = _order_launch(m, shape, features, grouping)
     of_segment = 1 if grouping is None else -(-grouping.rows // tile.m)
     if grouping is not None:
         m = grouping.segments * of_segment * tile.m
@@ -383,14 +435,135 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         op.grouping,
     )
     y = _outputs(op)
-    ordered = _empty(op, y.shape[0], run.width)
-    run.order(op.x, ordered, k, run.width, *op.grouped[:1])
+    ordered = op.x
+    if not op.ordered:
+        ordered = _empty(op, y.shape[0], run.width)
+        run.order(op.x, ordered, k, run.width, *op.grouped[:1])
     bias = y if op.bias is None else op.bias
     sums = y if run.rest == 0 else _empty(op, tile.split, run.rest, tile.m, tile.rows, dtype=torch.float32)
     run.kernel(ordered, *op.layout, bias, y, sums, run.m, op.n, run.full, *op.grouped)
     if run.combine is not None:
         _, scale, _, factor, _ = op.layout
         run.combine(sums, scale, factor, bias, y, run.m, op.n, run.full)
+    return y
+
+
+@dataclass(frozen=True)
+class _HopperTiles:
+    """The launches of `hopper`, the layout of what is in shared memory, and who has which steps.
+
+    `full` tiles are done whole; the steps of the others begin `width` after each other, and each program has
+    `share` of them. `slots` is how many sums of parts of tiles there may be.
+    """
+
+    order: Launch
+    kernel: Launch
+    combine: Launch
+    columns: int
+    layout: Any
+    full: int
+    share: int
+    width: int
+    slots: int
+
+
+@lru_cache(maxsize=4096)
+def _hopper(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: HopperTile,
+    features: frozenset[str],
+    multiprocessors: int,
+) -> _HopperTiles:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from quantkit.kernels.fused.hopper import combine_shares
+    from quantkit.kernels.fused.hopper import hopper as kernel
+
+    shape = geometry(n, k, scheme, dtype)
+    known = constants(n, k, scheme, dtype, True)
+    columns = shape.spans * shape.span
+    tiles, steps = -(-n // HOPPER_ROWS) * -(-m // tile.m), -(-columns // HOPPER_STEP)
+    full, share, width = tiles, 0, steps
+    if tile.share:
+        full, share, width = shares(tiles, steps, multiprocessors)
+    programs = min(multiprocessors, tiles) if full == tiles else multiprocessors
+    main = Launch(
+        kernel,
+        (programs,),
+        **{name: known[name] for name in kernel.arg_names if name in known},
+        HAS_BIAS=bias,
+        BM=tile.m,
+        STAGES=tile.stages,
+        REGISTERS=MULTIPLYING_REGISTERS,
+        RASTER=RASTER,
+        num_warps=4,
+        **overlap(features),
+    )
+    combine = Launch(
+        combine_shares,
+        (max(1, tiles - full), tile.m * HOPPER_ROWS // COMBINED_SHARES**2),
+        **{name: known[name] for name in combine_shares.arg_names if name in known},
+        STEPS=steps,
+        HAS_BIAS=bias,
+        BM=tile.m,
+        ROWS=HOPPER_ROWS,
+        RASTER=RASTER,
+        MOST=power_of_two((steps - 2) // share + 2) if 0 < share < steps else 2,
+        BLOCK=COMBINED_SHARES,
+        **overlap(features),
+    )
+    return _HopperTiles(
+        _order_launch(m, shape, features),
+        main,
+        combine,
+        columns,
+        NVMMASharedLayout(128, 16, 2),
+        full,
+        share,
+        width,
+        slots=2 * programs if 0 < share < steps else 0,
+    )
+
+
+def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int]:
+    """How many of `tiles` are done whole, and for the others the steps of a program and from tile to tile.
+
+    Each of the latter is divided among as many programs, unless that takes much longer than to give all
+    programs the same, some of which have parts of two tiles then: more sums go through memory so.
+    """
+    others = tiles % programs
+    if others == 0:
+        return tiles, 0, steps
+    apart = max(LEAST_SHARE, -(-steps // (programs // others)))
+    even = max(LEAST_SHARE, -(-others * steps // programs))
+    if apart <= even + SHARED_LONGER:
+        return tiles - others, apart, -(-steps // apart) * apart
+    return tiles - others, even, steps
+
+
+def hopper(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """y [m, n] for any m, on GPUs of compute capability 9."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    m, k = op.x.shape
+    processors = _multiprocessors(op.x.device)
+    run = _hopper(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, processors)
+    y, ordered = _outputs(op), op.x
+    if not op.ordered:
+        ordered = _empty(op, m, run.columns)
+        run.order(op.x, ordered, k, run.columns)
+    x = TensorDescriptor(ordered, [m, run.columns], [run.columns, 1], [tile.m, HOPPER_COLUMNS], run.layout)
+    bias = y if op.bias is None else op.bias
+    sums = _empty(op, run.slots, HOPPER_ROWS, tile.m, dtype=torch.float32) if run.slots else y
+    run.kernel(x, *op.layout, bias, y, sums, m, op.n, run.full, run.share, run.width)
+    if run.slots:
+        _, scale, _, factor, _ = op.layout
+        run.combine(sums, scale, factor, bias, y, m, op.n, run.full, run.share, run.width)
     return y
 
 

@@ -18,6 +18,7 @@ from quantkit.kernels.fused.launch import Grouping, Operands, Pairs
 from quantkit.kernels.fused.layout import ROWS, build, geometry, join, restore
 from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.fused.tilings import (
+    HOPPER,
     LONG_ROWS,
     SKINNY,
     SKINNY_SEGMENT,
@@ -100,6 +101,27 @@ def _skinny_pays(problem: Problem) -> str | None:
     return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
 
 
+def _hopper_supports(problem: Problem) -> str | None:
+    if (reason := _unmultipliable(problem)) is not None:
+        return reason
+    if not {"wgmma", "gluon"} <= problem.features:
+        return "it is for compute capability 9, and the Gluon of Triton 3.6"
+    shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
+    if shape.span > 128:
+        return f"it takes spans of up to 128 columns, {shape.bits} bits have {shape.span}"
+    if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:
+        return f"it would look up every value of {problem.scheme.format.name} in memory"
+    return None
+
+
+def _hopper_pays(problem: Problem) -> str | None:
+    if problem.m <= 64:
+        return "smaller tiles are faster up to M=64"
+    if problem.m > 512 and geometry(problem.n, problem.k, problem.scheme, problem.dtype).group == 16:
+        return "dequantizing and the library's product are faster from M=513 on for groups of 16"
+    return None
+
+
 def _tiled_pays(problem: Problem) -> str | None:
     shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
     if _looked_up(problem):
@@ -128,10 +150,12 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         layout: tuple[torch.Tensor, ...],
         bias: torch.Tensor | None,
         tile: Any = None,
+        ordered: bool = False,
     ) -> torch.Tensor:
         if bias is not None:
             bias = bias.contiguous()
-        return _started(run, Operands(x, layout, bias, weight.scheme, weight.shape[0]), tile)
+        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], ordered=ordered)
+        return _started(run, operands, tile)
 
     return launched
 
@@ -170,6 +194,10 @@ def _tiled(operands: Operands, features: frozenset[str], tile: Any) -> torch.Ten
     return launch.tiled(operands, tile, features)
 
 
+def _hopper(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
+    return launch.hopper(operands, tile, features)
+
+
 def _dense(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
     x, bias, n = operands.x, operands.bias, operands.n
     step = max(1, DENSE_WEIGHTS // x.shape[1] // ROWS) * ROWS
@@ -183,7 +211,18 @@ def _dense(operands: Operands, features: frozenset[str], tile: Any) -> torch.Ten
     return y
 
 
-_RUNS: dict[str, _Run] = {"fused-skinny": _skinny, "fused-tiled": _tiled, "dequantize": _dense}
+def _tiled_order(problem: Problem) -> str:
+    """Nothing but the kernel itself adds the zeros that it has beyond the last columns."""
+    shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
+    return launch.column_order(shape) if shape.spans * shape.span == problem.k else ""
+
+
+_RUNS: dict[str, _Run] = {
+    "fused-skinny": _skinny,
+    "fused-tiled": _tiled,
+    "fused-hopper": _hopper,
+    "dequantize": _dense,
+}
 
 
 def ungroupable(problem: Problem) -> str | None:
@@ -272,6 +311,17 @@ FUSED_ROWS = (
         tiling=SKINNY,
     ),
     KernelRow(
+        name="fused-hopper",
+        summary="Gluon, for Hopper: decodes weights in registers while other warps copy and multiply",
+        devices=("cuda",),
+        supports=_hopper_supports,
+        pays=_hopper_pays,
+        layout=FRAGMENTS,
+        launch=_launch(_hopper),
+        tiling=HOPPER,
+        order=_tiled_order,
+    ),
+    KernelRow(
         name="fused-tiled",
         summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
@@ -281,6 +331,7 @@ FUSED_ROWS = (
         layout=FRAGMENTS,
         launch=_launch(_tiled),
         tiling=TILED,
+        order=_tiled_order,
     ),
     KernelRow(
         name="dequantize",

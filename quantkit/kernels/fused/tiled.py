@@ -14,7 +14,15 @@ With `segments`, x has a row for each pair of a token and an expert in the order
 import triton
 import triton.language as tl
 
-from quantkit.kernels.fused.blocks import decode, finish, load_by_lane, of_matrix, scale_value, segment
+from quantkit.kernels.fused.blocks import (
+    decode,
+    finish,
+    in_order,
+    load_by_lane,
+    of_matrix,
+    scale_value,
+    segment,
+)
 
 
 @triton.jit(do_not_specialize=["M", "FULL"])
@@ -242,12 +250,12 @@ def combine(
 
 @triton.jit
 def order_columns(
-    x, out, K, KP, order, SLOTS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """x [M, K] as [M, KP], zeros beyond K: in each run (t, p0, e1, e0) becomes (p0, e1, t, e0).
+    x, out, K, KP, order, SLOTS: tl.constexpr, SHAPE: tl.constexpr, AXES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """x [M, K] `in_order` as [M, KP], zeros beyond K.
 
-    With `HALVES`, for groups of 16, it is (p0, t, e1, e0) that does. With `order`, row i of the result is
-    that of pair order[i], row order[i] // SLOTS of x.
+    With `order`, row i of the result is that of pair order[i], row order[i] // SLOTS of x.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -256,14 +264,9 @@ def order_columns(
     row = m
     if order is not None:
         row = tl.load(order + m).to(tl.int64) // SLOTS
-    to = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # to = 16 p0 + 8 e1 + 2 t + e0 of its run
-    t = to // 2 % 4
-    p0 = to // 16 % 2
-    first = p0 * 16 + t * 4 if HALVES else t * 8 + p0 * 4
-    source = to // 32 * 32 + first + to // 8 % 2 * 2 + to % 2
-    v = tl.load(x + row * K + source, mask=(source < K) & (to < KP), other=0.0)
-    tl.store(out + m * KP + to, v, mask=to < KP)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + row * K + k, mask=k < K, other=0.0)
+    tl.store(out + m * KP + k, in_order(v, SHAPE, AXES), mask=k < KP)
 
 
 @triton.jit

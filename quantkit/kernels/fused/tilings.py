@@ -7,7 +7,18 @@ multiprocessors, and within their shared memory.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quantkit.kernels.fused.launch import HOPPER_PROCESSORS, SkinnyTile, Tile, skinny_columns, skinny_steps
+from quantkit.kernels.fused.launch import (
+    HOPPER_PROCESSORS,
+    HOPPER_ROWS,
+    HOPPER_SHARED,
+    HOPPER_STEP,
+    HopperTile,
+    SkinnyTile,
+    Tile,
+    shares,
+    skinny_columns,
+    skinny_steps,
+)
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
 
@@ -19,8 +30,13 @@ LONG_ROWS = 8192
 VERY_LONG_ROWS = 16384
 #: Pairs of a segment: all that `fused-skinny` takes, and the most there are.
 SKINNY_SEGMENT, TILED_SEGMENT = 8, 128
-#: Bytes of shared memory that a program may have on an H100 or H200.
-HOPPER_SHARED = 227 << 10
+#: Microseconds of a step of `fused-hopper` on an H200 by its rows of x, and of what surrounds all steps.
+HOPPER_STEPS: Mapping[int, float] = {64: 1.3, 128: 1.6, 256: 2.3}
+HOPPER_AROUND = 4.0
+#: Microseconds, for each row of x of a tile, that sums of parts of tiles take to be written and added up.
+HOPPER_SHARES = 0.05
+#: Bytes of x that stay in the cache. Programs that share tiles are at different steps, and read x from there.
+HOPPER_CACHED = 32 << 20
 #: Registers of a thread that codes in flight, or sums, may take before ptxas would spill.
 CODE_REGISTERS, SUM_REGISTERS = 64, 128
 
@@ -33,6 +49,10 @@ SKINNY_VALUES: Mapping[str, tuple[int, ...]] = {
     "unroll": (4, 8, 16),
     "present": (False, True),
     "together": (False, True),
+}
+HOPPER_VALUES: Mapping[str, tuple[int, ...]] = {
+    "m": (64, 128, 256),
+    "share": (False, True),
 }
 TILED_VALUES: Mapping[str, tuple[int, ...]] = {
     "row_tiles": (4, 8),
@@ -154,7 +174,23 @@ def _shared(problem: Problem) -> int:
     return HOPPER_SHARED if problem.gpu is None else problem.gpu.shared_memory
 
 
-def _unknown_value(tile: SkinnyTile | Tile, values: Mapping[str, tuple[int, ...]]) -> str | None:
+def hopper_tile(n: int, k: int, m: int, multiprocessors: int = HOPPER_PROCESSORS) -> HopperTile:
+    """The tile for m rows of x that should be fastest, by what each was measured to take for int4."""
+    steps = -(-k // HOPPER_STEP)
+
+    def time(tile: HopperTile) -> float:
+        tiles = -(-n // HOPPER_ROWS) * -(-m // tile.m)
+        if not tile.share:
+            return -(-tiles // multiprocessors) * steps * HOPPER_STEPS[tile.m] + HOPPER_AROUND
+        full, share, _ = shares(tiles, steps, multiprocessors)
+        mine = full // multiprocessors * steps + share
+        return mine * HOPPER_STEPS[tile.m] + HOPPER_AROUND + (HOPPER_SHARES * tile.m if share else 0.0)
+
+    able = (False, True) if 2 * m * k <= HOPPER_CACHED else (False,)
+    return min((HopperTile(rows, share) for rows in HOPPER_VALUES["m"] for share in able), key=time)
+
+
+def _unknown_value(tile: SkinnyTile | Tile | HopperTile, values: Mapping[str, tuple[int, ...]]) -> str | None:
     for field, known in values.items():
         value = getattr(tile, field)
         if value not in known:
@@ -203,6 +239,18 @@ def _tiled_why_not(problem: Problem, tile: Tile) -> str | None:
     return None
 
 
+def _hopper_why_not(problem: Problem, tile: HopperTile) -> str | None:
+    return _unknown_value(tile, HOPPER_VALUES)
+
+
+def _hopper_loses(problem: Problem, tile: HopperTile) -> str | None:
+    reasons = (
+        (problem.m <= 32, "it multiplies 64 rows of x at least"),
+        (tile.m > max(64, 2 * problem.m), f"{tile.m} rows do not suit {problem.m} rows of x"),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
+
+
 def _tiled_loses(problem: Problem, tile: Tile) -> str | None:
     shape, m, split = _shape(problem), problem.m, tile.split > 1
     sums, shared = tile.rows * tile.m // (32 * tile.warps), shared_memory(tile, shape, problem.features)
@@ -244,4 +292,11 @@ TILED = Tiling(
     _tiled_rule,
     _tiled_why_not,
     _tiled_loses,
+)
+HOPPER = Tiling(
+    HopperTile,
+    HOPPER_VALUES,
+    lambda problem: hopper_tile(problem.n, problem.k, problem.m, processors(problem)),
+    _hopper_why_not,
+    _hopper_loses,
 )

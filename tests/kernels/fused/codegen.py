@@ -18,13 +18,23 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from quantkit.kernels import attention, glue
+from quantkit.kernels import attention, cache, glue
 from quantkit.kernels.fused.dense import dequantize
+from quantkit.kernels.fused.hopper import hopper
 from quantkit.kernels.fused.launch import (
     DENSE_WARPS,
     HOLD,
+    HOPPER_COLUMNS,
+    HOPPER_SCRATCH,
+    HOPPER_SHARED,
+    MULTIPLYING_REGISTERS,
     RASTER,
+    HopperTile,
+    Tile,
+    _tiled,
     constants,
     half_unit,
     skinny_columns,
@@ -35,7 +45,11 @@ from quantkit.kernels.fused.order import order_codes
 from quantkit.kernels.fused.pairs import count_pairs, order_pairs, weigh_pairs
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
-from quantkit.kernels.fused.tilings import HOPPER_SHARED, shared_memory, skinny_tile, tiled_tile
+from quantkit.kernels.fused.tilings import (
+    shared_memory,
+    skinny_tile,
+    tiled_tile,
+)
 from quantkit.packing.schemes import scheme
 
 N = K = 4096
@@ -122,26 +136,37 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """What is between the linears of a model with hidden states, or heads, of `m` numbers, in bfloat16."""
     features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
     launch = {
-        "norm": lambda: glue._norm_launch(1, 1, case.m, 1e-5, True, "llama", features),
-        "gate": lambda: glue._gate_launch(1, 1, "silu", features),
+        "norm": lambda: glue._norm_launch(1, 1, case.m, 1e-5, True, "llama", False, "", features),
+        "norm in order": lambda: glue._norm_launch(
+            1, 1, case.m, 1e-5, True, "llama", False, "fragments", features
+        ),
+        "gate": lambda: glue._gate_launch(1, 1, "silu", "", features),
+        "gate in order": lambda: glue._gate_launch(1, 1, "silu", "fragments of 16", features),
         "rotate": lambda: glue._rotate_launch(1, 8, case.m // 2, features),
         "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, features),
         "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),
+        "fill": lambda: cache._launch(1, 2, 1, case.m * 2 // cache.WORD),
+        "order_columns": lambda: (
+            _tiled(1, N, case.m, scheme("int4"), torch.bfloat16, False, Tile(4, 16), features, 1, None).order
+        ),
     }[case.name]()
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
+    if "w_i" in names:
+        # Weights lie together.
+        known["w_i"] = 1
     # Strides and sizes have an underscore, or are in capitals.
     tensors = [name for name in names if name not in known and "_" not in name and name.islower()]
     types = {
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(tensors, "*bf16"),
-        **({"held": "*i64"} if "held" in names else {}),
+        **{name: "*i64" for name in ("held", "table") if name in names},
         **dict.fromkeys(known, "constexpr"),
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in known}
     code = ASTSource(launch._kernel, types, known, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    found = Source(launch._kernel, known, options["num_warps"], 1, None)
+    found = Source(launch._kernel, known, options.get("num_warps", 4), 1, None)
     return triton.compile(code, target=target, options=others), found
 
 
@@ -171,6 +196,37 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     return triton.compile(code, target=target, options=others), found
 
 
+def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+    """The kernel for many rows of x, in the largest tile that suits so many."""
+    row, dtype, tile = scheme(case.name), torch.bfloat16, HopperTile(min(case.m, 256))
+    shape = geometry(N, K, row, dtype)
+    known = {
+        name: value for name, value in constants(N, K, row, dtype, True).items() if name in hopper.arg_names
+    }
+    known |= {"HAS_BIAS": True, "BM": tile.m, "STAGES": tile.stages}
+    known |= {"REGISTERS": MULTIPLYING_REGISTERS, "RASTER": RASTER, "PDL": True}
+    types = {
+        **dict.fromkeys(hopper.arg_names, "*bf16"),
+        "x": f"tensordesc<bf16[{tile.m},{HOPPER_COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
+        "codes": "*i16",
+        "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
+        **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
+        **dict.fromkeys(("M", "N", "FULL", "SHARE", "WIDTH"), "i32"),
+        **dict.fromkeys(known, "constexpr"),
+    }
+    names = hopper.arg_names
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
+    code = GluonASTSource(
+        hopper,
+        {name: types[name] for name in names},
+        {(names.index(name),): known[name] for name in known},
+        aligned,
+    )
+    bound = 2 * tile.stages * tile.m * HOPPER_COLUMNS + HOPPER_SCRATCH
+    found = Source(hopper, known, 4, tile.stages, bound)
+    return triton.compile(code, target=target, options={"num_warps": 4, "launch_pdl": True}), found
+
+
 def build(case: Case) -> tuple[Any, Source]:
     amd = case.capability == 942
     target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", case.capability, 32)
@@ -178,6 +234,8 @@ def build(case: Case) -> tuple[Any, Source]:
         return build_attention(case, target)
     if case.kernel == "glue":
         return build_glue(case, target)
+    if case.kernel == "hopper":
+        return build_hopper(case, target)
     dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
     row = scheme(case.name)
     found = source(case, row, dtype)
@@ -226,7 +284,7 @@ def facts(case: Case) -> dict[str, Any]:
         "sums": sorted(set(re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.(\w+)\.f16\.f16", assembly))),
         "halves": count(r"wgmma.mma_async\S*\.f16\.f16\.f16"),
         # Whether the table of values is more than a parameter.
-        "looks_up": built.asm["ttir"].count("%lut") > 1,
+        "looks_up": built.asm.get("ttir", "").count("%lut") > 1,
         "shared": built.metadata.shared,
         "limit": SHARED.get(case.capability, HOPPER_SHARED),
         "bound": found.bound,
@@ -277,6 +335,8 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
         "spills": sum(line.startswith(("STL", "LDL")) for line in lines),
         "registers": 1 + max(map(int, re.findall(r"\bR(\d+)", " ".join(lines)))),
         "wgmma": len(products),
+        # Where they are not left in flight, each has two of its own.
+        "waits": sum(line.startswith("WARPGROUP") for line in lines),
         # "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24": operand A is R4, not in shared memory as B is.
         "wgmma_registers": sum(
             re.match(r"HGMMA\S* R\d+, R\d+, gdesc", line) is not None for line in products

@@ -246,14 +246,30 @@ def test_attention_fits_memory_and_registers(compiled: Compiled, plan: int) -> N
         assert found["spills"] == 0, (case, found)
 
 
+def test_hopper_leaves_products_in_flight(compiled: Compiled) -> None:
+    """Of 8 products of 16 columns and 64 rows each, from weights in registers."""
+    names = ("int8", "int6", "int4", "int2", "ternary", "fp8", "fp6", "fp4", "nf4", "mxfp4")
+    for (_, name, _, _), found in compiled([("hopper", name, 90, 4096) for name in names]).items():
+        assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], (name, found)
+        assert found["spills"] == 0, (name, found)
+        # Two groups of warps, two halves of a step.
+        assert found["wgmma"] == found["wgmma_registers"] == 2 * 2 * 8, (name, found)
+        assert found["waits"] == 2 * 2 * 2, (name, found)
+
+
 def test_glue_compiles_for_every_target(compiled: Compiled) -> None:
-    sizes = {"norm": 4096, "gate": 1, "rotate": 128, "rotate_append": 128, "append": 128}
+    sizes = {"norm": 4096, "norm in order": 4096, "gate": 1, "gate in order": 1}
+    sizes |= {"rotate": 128, "rotate_append": 128, "append": 128, "fill": 128, "order_columns": 4096}
+    # Loads of 16 bytes: of x, other and weight; of x and up; of both halves of numbers, cosines and sines.
+    wide = {"norm": 3, "norm in order": 3, "gate": 2, "gate in order": 2, "rotate": 6, "order_columns": 1}
     targets = (80, 89, 90, 100, AMD)
     cases: list[Case] = [("glue", name, capability, m) for name, m in sizes.items() for capability in targets]
     for (_, name, capability, _), found in compiled(cases).items():
         assert found["shared"] <= found["limit"] and found["spills"] == 0, (name, capability)
-        if name in ("norm", "gate") and capability != AMD:
-            assert "ld.global.v4" in found["loads"], (name, capability)
+        if name in wide and capability != AMD:
+            assert found["wide_loads"] == wide[name], (name, capability, found)
+            # Angles do not move between threads.
+            assert name != "rotate" or found["shared"] == 0, (capability, found)
 
 
 def test_float16_sums_are_what_consumer_gpus_multiply_at_full_rate(compiled: Compiled) -> None:

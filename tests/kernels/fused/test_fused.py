@@ -3,15 +3,17 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from quantkit.errors import FormatError
+from quantkit.kernels import glue
 from quantkit.kernels.building import building
 from quantkit.kernels.fused import launch, layout, rows
-from quantkit.kernels.fused.launch import Operands, SkinnyTile, Tile
+from quantkit.kernels.fused.launch import HopperTile, Operands, SkinnyTile, Tile
 from quantkit.kernels.fused.layout import (
     build,
     geometry,
@@ -93,6 +95,14 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
         found["tiled split"] = lambda: launch.tiled(op, Tile(4, 32, split=2, stages=2), features)
     if shape.span <= 128:
         found["tiled chains"] = lambda: launch.tiled(op, Tile(4, 16, stages=2, chains=2), features)
+    if {"gluon", "wgmma", "ptx"} <= features and shape.span <= 128:
+        for tile in (
+            HopperTile(64, True),
+            HopperTile(128, False),
+            HopperTile(128, True),
+            HopperTile(256, True),
+        ):
+            found[f"hopper {tile}"] = partial(launch.hopper, op, tile, features)
     if m <= 32:
         found["skinny"] = lambda: launch.skinny(op, skinny_tile(shape, m), features)
         if DEVICE == "cuda":
@@ -517,6 +527,21 @@ def test_rows_launch_what_they_say(
     for bias in (op.bias, None, op.bias.repeat_interleave(2)[::2]):
         y = chosen.launch(op.x, packed, chosen.layout.build(packed, dtype), bias, **tile)
         assert error(y, op.x, packed, torch.zeros_like(op.bias) if bias is None else bias) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("case", ["int4", "int5", "nvfp4"])
+def test_columns_may_be_in_order_already(
+    make_packed: Callable[..., PackedTensor], poisoned: None, case: str
+) -> None:
+    op, packed = operands(make_packed, case, 40, 512, 5, DTYPES[0])
+    asked = Problem(5, 40, 512, packed.scheme, DTYPES[0], "cuda", device_features("cuda"))
+    order = row_named("fused-tiled").order(asked)
+    ordered = replace(op, x=glue.in_order(op.x, order), ordered=True)
+    tile = Tile(4, 16, stages=2)
+    assert torch.equal(launch.tiled(ordered, tile), launch.tiled(op, tile))
+    # Zeros follow where columns are no whole spans, and others take x as it is.
+    assert not row_named("fused-tiled").order(replace(asked, k=500))
+    assert not row_named("fused-skinny").order(asked)
 
 
 @pytest.mark.fault(70)

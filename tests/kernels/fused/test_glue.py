@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantkit.kernels import glue
+from quantkit.kernels.problem import COLUMN_ORDERS
 
 pytest.importorskip("triton")
 
@@ -96,21 +97,41 @@ def test_gates_of_what_is_no_number(kind: str) -> None:
     torch.testing.assert_close(glue.gate(x, up, kind), GATES[kind](x, up), equal_nan=True)
 
 
+@pytest.mark.parametrize("order", COLUMN_ORDERS)
+@pytest.mark.parametrize("columns", [32, 96, 4640])
+def test_columns_in_an_order(poisoned: None, columns: int, order: str) -> None:
+    # Where each column comes from.
+    source = glue.in_order(torch.arange(columns), order).to(DEVICE)
+    assert torch.equal(source.sort().values, torch.arange(columns, device=DEVICE))
+    # Triton itself launches a kernel only the first time.
+    for dtype in DTYPES * 2:
+        x, other, weight = (numbers(*shape, columns, dtype=dtype) for shape in ((2, 3), (2, 3), ()))
+        y = glue.norm(x, weight, 1e-5, "llama")
+        assert torch.equal(glue.norm(x, weight, 1e-5, "llama", order=order), y[..., source])
+        total, y = glue.add_norm(x, other, weight, 1e-5, "llama")
+        found = glue.add_norm(x, other, weight, 1e-5, "llama", order=order)
+        assert torch.equal(found[0], total) and torch.equal(found[1], y[..., source])
+        assert torch.equal(glue.gate(x, other, "silu", order), glue.gate(x, other, "silu")[..., source])
+
+
 def angles(batch: int, tokens: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     turn = 9 * numbers(batch, 1, tokens, size, seed=7)
     return turn.cos().to(dtype), turn.sin().to(dtype)
 
 
 @pytest.mark.parametrize(("batch", "of"), [(1, 1), (3, 3), (3, 1)])
-@pytest.mark.parametrize("size", [2, 10, 64, 256])
-def test_rotary_positions(poisoned: None, batch: int, of: int, size: int) -> None:
+# Programs have up to 512 pairs: all heads, some of them, and at last one more than there are.
+@pytest.mark.parametrize(("heads", "size"), [(3, 2), (3, 10), (3, 64), (1, 256), (11, 256)])
+def test_rotary_positions(poisoned: None, batch: int, of: int, heads: int, size: int) -> None:
     for dtype in DTYPES:
-        x = numbers(batch, 5, 3, size, dtype=dtype).transpose(1, 2)
+        joined = numbers(batch, 5, heads + 2, size, dtype=dtype)
         cos, sin = angles(of, 5, size, dtype)
-        for heads in (x, x.contiguous()):
-            found, expected = glue.rotate(heads, cos, sin), glue.slow_rotate(heads, cos, sin)
+        part = joined[:, :, 1:-1].transpose(1, 2)
+        for x in (part, part.contiguous(), part.transpose(1, 2).contiguous().transpose(1, 2)):
+            found, expected = glue.rotate(x, cos, sin), glue.slow_rotate(x, cos, sin)
             assert torch.equal(found, expected)
-            assert found.stride() == expected.stride()
+            # Of one head any stride will do.
+            assert found.squeeze(1).stride() == expected.squeeze(1).stride()
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

@@ -1,0 +1,310 @@
+"""y = x W^T for many rows of x on Hopper: y^T = W x^T, in programs whose warps do one thing each.
+
+One warp has x copied to shared memory, by the tensor memory accelerator, as far ahead as there is room. Two
+groups of four warps have half of the rows of the weight each: they decode them in registers, as operand A,
+and multiply. While one of them decodes, the tensor cores have the products of the other. A program takes one
+tile after the other. Tiles that are left when there are none for some programs may be shared out by columns:
+their float32 sums `combine_shares` adds up.
+
+Written in Gluon, as Triton itself has no way to say which warps do what. `tiled` is its portable twin.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from quantkit.kernels.fused.blocks import decode, finish, scale_value
+from quantkit.kernels.fused.tiled import place
+
+
+@gluon.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH"])
+def hopper(
+    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE, WIDTH,
+    SPANS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+    BLOCKS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr,
+    HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """`x` describes [M, SPANS * span] in the order of the fragments, by `order_columns`, in blocks [BM, 128].
+
+    A tile is 128 rows of the weight times BM rows of x, a step 256 columns. Tiles up to FULL are done whole,
+    one by one. The steps of the others, which begin WIDTH after each other, are shared out, SHARE to each
+    program: what is not a whole tile goes to `sums`, float32 [programs, 2, 128, BM], for `combine_shares`.
+    """
+    STEPS: gl.constexpr = (SPANS * 16 * PLANES + 255) // 256
+    held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                0, held, ready, free, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE,
+                WIDTH, STEPS, SPANS, TILES, GROUPS, PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, HAS_FACTOR,
+                HAS_BIAS, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BM, STAGES, RASTER, PDL,
+            )),
+            (_multiply, (
+                1, held, ready, free, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE,
+                WIDTH, STEPS, SPANS, TILES, GROUPS, PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, HAS_FACTOR,
+                HAS_BIAS, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BM, STAGES, RASTER, PDL,
+            )),
+            (_copy, (x, held, ready, free, M, N, FULL, SHARE, WIDTH, STEPS, BM, STAGES, RASTER, PDL)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _jobs(M, N, FULL, SHARE, WIDTH, BM: gl.constexpr):
+    """How many whole tiles this program does, how many in all, and where its share of the others is."""
+    program = gl.program_id(0)
+    others = gl.cdiv(M, BM) * gl.cdiv(N, 128) - FULL
+    whole = gl.cdiv(gl.maximum(FULL - program, 0), gl.num_programs(0))
+    begin = gl.minimum(program * SHARE, others * WIDTH)
+    end = gl.minimum(begin + SHARE, others * WIDTH)
+    shared = gl.where(begin < end, (end + WIDTH - 1) // WIDTH - begin // WIDTH, 0)
+    return whole, whole + shared, begin, end
+
+
+@gluon.jit
+def _job(number, whole, begin, end, FULL, WIDTH, STEPS: gl.constexpr):
+    """The tile of a job, its first step, and the one after its last."""
+    other = begin // WIDTH + number - whole
+    is_whole = number < whole
+    tile = gl.where(is_whole, gl.program_id(0) + number * gl.num_programs(0), FULL + other)
+    first = gl.where(is_whole, 0, gl.maximum(begin - other * WIDTH, 0))
+    last = gl.where(is_whole, STEPS, gl.minimum(end - other * WIDTH, STEPS))
+    return tile, first, last
+
+
+@gluon.jit
+def _copy(
+    x, held, ready, free, M, N, FULL, SHARE, WIDTH, STEPS: gl.constexpr, BM: gl.constexpr,
+    STAGES: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Blocks of x to shared memory, in the order in which `_multiply` takes them."""
+    if PDL:
+        _let_next_start()
+        _wait_for_kernel_before()
+    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, 128)
+    whole, jobs, begin, end = _jobs(M, N, FULL, SHARE, WIDTH, BM)
+    count = 0
+    for number in range(jobs):
+        tile, first, last = _job(number, whole, begin, end, FULL, WIDTH, STEPS)
+        pm, _ = place(tile, columns, rows, RASTER)
+        for half in range(first * 2, last * 2):
+            stage = count % STAGES
+            mbarrier.wait(free.index(stage), count // STAGES % 2 ^ 1)
+            mbarrier.expect(ready.index(stage), BM * 128 * 2)
+            tma.async_copy_global_to_shared(x, [pm * BM, half * 128], ready.index(stage), held.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _multiply(
+    which: gl.constexpr, held, ready, free, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL,
+    SHARE, WIDTH, STEPS: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
+    PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr,
+    HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
+    CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr,
+    DTYPE: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """64 rows of a tile, those of group number `which`."""
+    SPAN: gl.constexpr = 16 * PLANES
+    C: gl.constexpr = 128 // SPAN
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    # Weights [64 rows, V groups, their columns] where operand A has them.
+    like = gl.reshape(gl.full([64, 128], 0.0, DTYPE, OPERAND), (64, V, 128 // V))
+    WEIGHTS: gl.constexpr = like.type.layout
+    # Half a step may be left over: x is zero there, by whatever weights.
+    MOST: gl.constexpr = SPANS // C - 1
+    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, 128)
+    whole, jobs, begin, end = _jobs(M, N, FULL, SHARE, WIDTH, BM)
+    tile, first, last = _job(0, whole, begin, end, FULL, WIDTH, STEPS)
+    pm, pn = place(tile, columns, rows, RASTER)
+    words_at, values_at = _addresses(pn * 8 + which * 4, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS)
+    words, s, z = _load(
+        words_at, values_at, scale, zero, first * 2, C, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO
+    )
+    count = 0
+    for number in range(jobs):
+        total = gl.zeros([64, BM], gl.float32, SUMS)
+        for step in range(first, last):
+            # Two halves, so that what one loads need not be copied, and so waited for, to be decoded next.
+            for half in gl.static_range(2):
+                following = gl.minimum(step * 2 + half + 1, MOST)
+                next_words, next_s, next_z = _load(
+                    words_at, values_at, scale, zero, following,
+                    C, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                )  # fmt: skip
+                q = decode(_halves(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+                q = gl.reshape(q, (4, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
+                q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (64, V, 128 // V))
+                q = gl.convert_layout(q, WEIGHTS, assert_trivial=True)
+                if HAS_ZERO:
+                    q -= gl.expand_dims(z.to(DTYPE), 2)
+                if GROUPS > 1:
+                    q *= gl.expand_dims(scale_value(s, SCALE).to(DTYPE), 2)
+                q = gl.convert_layout(gl.reshape(q, (64, 128)), OPERAND, assert_trivial=True)
+                stage = count % STAGES
+                mbarrier.wait(ready.index(stage), count // STAGES % 2)
+                total = warpgroup_mma(q, held.index(stage).permute((1, 0)), total, is_async=True)
+                # Weights stay in their registers until the products are done.
+                total, q = warpgroup_mma_wait(0, [total, q])
+                mbarrier.arrive(free.index(stage), count=1)
+                words = next_words
+                s = next_s
+                z = next_z
+                count += 1
+        row, m = pn * 128 + which * 64, pm * BM
+        is_whole = last - first == STEPS
+        # What the next tile begins with is on its way while this one is written.
+        tile, first, last = _job(gl.minimum(number + 1, jobs - 1), whole, begin, end, FULL, WIDTH, STEPS)
+        pm, pn = place(tile, columns, rows, RASTER)
+        words_at, values_at = _addresses(pn * 8 + which * 4, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS)
+        words, s, z = _load(
+            words_at, values_at, scale, zero, first * 2, C, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO
+        )
+        if PDL:
+            # The kernel before may still read what lies where this one writes.
+            _wait_for_kernel_before()
+        if is_whole:
+            _store(total, y, row, m, M, N, scale, factor, bias, BM, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, SUMS)
+        else:
+            slot = gl.program_id(0) * 2 + number - whole
+            n = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+            column = gl.arange(0, BM, gl.SliceLayout(0, SUMS))
+            to = sums + slot.to(gl.int64) * (128 * BM)
+            gl.store(to + gl.expand_dims(n, 1) * BM + gl.expand_dims(column, 0), total)
+
+
+@gluon.jit
+def _addresses(
+    first, codes, N, SPANS: gl.constexpr, C: gl.constexpr, TILES: gl.constexpr, BLOCKS: gl.constexpr,
+    V: gl.constexpr, WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """Where the codes of four row tiles from `first` on begin, and which of the scales are theirs."""
+    CODES: gl.constexpr = _codes(C)
+    last = (N + 15) // 16 - 1
+    tile = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, CODES))), last)
+    tile = gl.expand_dims(gl.expand_dims(tile, 1), 2).to(gl.int64)
+    span = gl.expand_dims(gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(2, CODES))), 0), 2)
+    lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
+    lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
+    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, WEIGHTS))), 1)
+    group = gl.expand_dims(gl.arange(0, V, gl.SliceLayout(0, gl.SliceLayout(2, WEIGHTS))), 0)
+    values_at = gl.minimum(first + row // 16, last) * (BLOCKS * 16 * V)
+    return (
+        codes.to(gl.pointer_type(gl.int32), bitcast=True) + (tile * SPANS + span) * (TILES * 128) + lane,
+        values_at + row % 8 * (2 * V) + group * 2 + row // 8 % 2,
+    )
+
+
+@gluon.jit
+def _wait_for_kernel_before():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _let_next_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _codes(C: int) -> gl.DistributedLinearLayout:
+    """Codes [4 row tiles, C spans, 128 pairs]: a warp has a row tile, a thread 16 bytes of each span."""
+    spans = [[0, 1 << bit, 0] for bit in range(C.bit_length() - 1)]
+    pairs = [[0, 0, 1 << bit] for bit in range(7)]
+    return gl.DistributedLinearLayout(pairs[:2] + spans, pairs[2:], [[1, 0, 0], [2, 0, 0]], [], [4, C, 128])
+
+
+@gluon.jit
+def _load(
+    words_at, values_at, scale, zero, half, C: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
+    PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, HAS_ZERO: gl.constexpr,
+):  # fmt: skip
+    """Codes, scales and zero-points of half a step; 0 for what there is none of."""
+    block = gl.minimum(half * 128 // PER_BLOCK, BLOCKS - 1) * (16 * V)
+    words = ()
+    for t in gl.static_range(TILES):
+        words = words + (gl.load(words_at + (half * (C * TILES) + t) * 128),)
+    s = gl.load(scale + values_at + block) if GROUPS > 1 else 0
+    z = gl.load(zero + values_at + block) if HAS_ZERO else 0
+    return words, s, z
+
+
+@gluon.jit
+def _halves(words, TILES: gl.constexpr):
+    """The lanes of 16 bits that `decode` takes of pairs, which stay in their registers from step to step.
+
+    Lanes would be copied one by one at the end of a step, before the products are begun.
+    """
+    lanes = ()
+    for t in gl.static_range(TILES):
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words[t]], (gl.int16, gl.int16), True, 1
+        )
+        pairs = gl.join(low, high)
+        lanes = lanes + (gl.reshape(pairs, (pairs.shape[0], pairs.shape[1], 256)),)
+    return lanes
+
+
+@gluon.jit
+def _store(
+    sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
+    HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Finish sums of 64 rows from `row` on and write them to columns of y, for rows of x from `m` on."""
+    rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), 1)
+    out = finish(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    # Threads side by side write rows side by side.
+    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    out = gl.convert_layout(out.to(y.dtype.element_ty), STORED)
+    n = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, STORED)), 1)
+    m = gl.expand_dims(m + gl.arange(0, BM, gl.SliceLayout(0, STORED)), 0)
+    gl.store(y + m.to(gl.int64) * N + n, out, mask=(m < M) & (n < N))
+
+
+@triton.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH"])
+def combine_shares(
+    sums, scale, factor, bias, y, M, N, FULL, SHARE, WIDTH,
+    STEPS: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, RASTER: tl.constexpr, MOST: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The tiles of y [M, N] from FULL on that several programs of `hopper` have shares of, MOST at most.
+
+    A program adds up BLOCK rows and columns, in the order of the shares.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(0)
+    first = tile * WIDTH // SHARE
+    last = (tile * WIDTH + STEPS - 1) // SHARE
+    if first == last:
+        return
+    m = tl.program_id(1) % (BM // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(1) // (BM // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for number in tl.static_range(MOST):
+        program = first + number
+        # The first or the second tile that the program has a share of.
+        slot = 2 * program + tile - program * SHARE // WIDTH
+        at = sums + slot.to(tl.int64) * (ROWS * BM) + n[:, None] * BM + m[None, :]
+        total += tl.load(at, mask=program <= last, other=0.0)
+    pm, pn = place(FULL + tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS), RASTER)
+    rows = pn * ROWS + n
+    m += pm * BM
+    total = finish(total, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    to = y + m.to(tl.int64)[None, :] * N + rows[:, None]
+    tl.store(to, total.to(y.dtype.element_ty), mask=(rows < N)[:, None] & (m < M)[None, :])

@@ -128,7 +128,8 @@ def _multiply(
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, 128)
     whole, jobs, begin, end = _jobs(M, N, FULL, SHARE, WIDTH, BM)
     tile, first, last = _job(0, whole, begin, end, FULL, WIDTH, STEPS)
-    pm, pn = place(tile, columns, rows, RASTER)
+    # A program without a job loads what one would begin with all the same.
+    pm, pn = place(gl.minimum(tile, columns * rows - 1), columns, rows, RASTER)
     words_at, values_at = _addresses(pn * 8 + which * 4, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS)
     words, s, z = _load(
         words_at, values_at, scale, zero, first * 2, C, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO

@@ -229,6 +229,18 @@ def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor
             assert torch.equal(run(), reference), name
 
 
+@pytest.mark.skipif("gluon" not in FEATURES[0], reason="Gluon runs on a GPU of compute capability 9.0 only")
+@pytest.mark.parametrize("tile", [HopperTile(64, True), HopperTile(128, True), HopperTile(128)], ids=str)
+def test_programs_without_work_read_what_is_there(
+    make_packed: Callable[..., PackedTensor], poisoned: None, tile: HopperTile
+) -> None:
+    """Eight tiles of rows of x, after which a program without work would begin with row -8 of the tiles."""
+    op, packed = operands(make_packed, "int4", 256, 2048, 8 * tile.m, DTYPES[0])
+    y = launch.hopper(op, tile, FEATURES[0])
+    assert error(y, op.x, packed, op.bias) < LIMIT[DTYPES[0]]
+    assert torch.equal(y, launch.hopper(op, tile, FEATURES[0]))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("case", ["int4", "nvfp4"])
 def test_what_is_no_number_stays_in_its_row(

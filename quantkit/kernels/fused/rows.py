@@ -44,6 +44,8 @@ from quantkit.packing.tensor import PackedTensor
 SKINNY_ROWS = 32
 #: The most scales of a weight, with their padding: they alone are addressed in 32 bits.
 MOST_SCALES = 1 << 30
+#: Weights of so many numbers or fewer have no use for the tiles of `fused-hopper`, as `quantkit tune` found.
+SMALL_WEIGHT = 1 << 23
 #: Weights dequantized at a time, 256 MiB in 16 bits.
 DENSE_WEIGHTS = 1 << 27
 
@@ -117,6 +119,8 @@ def _hopper_supports(problem: Problem) -> str | None:
 def _hopper_pays(problem: Problem) -> str | None:
     if problem.m <= 64:
         return "smaller tiles are faster up to M=64"
+    if problem.n * problem.k <= SMALL_WEIGHT:
+        return f"it has too few tiles of a weight of {problem.n} x {problem.k}"
     if problem.m > 512 and geometry(problem.n, problem.k, problem.scheme, problem.dtype).group == 16:
         return "dequantizing and the library's product are faster from M=513 on for groups of 16"
     return None

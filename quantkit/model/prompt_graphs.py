@@ -313,12 +313,19 @@ def _is_room(layer: Any, states: States) -> bool:
 
 def _fill(layers: Sequence[tuple[Any, States]]) -> None:
     """Write to static layers that hold no tokens, in few launches and without waiting for the GPU."""
-    new = [layer for layer, _ in layers if not layer.is_initialized]
-    for layer, states in layers:
-        if not layer.is_initialized:
+    new = [(layer, states) for layer, states in layers if not layer.is_initialized]
+    before = [dict(vars(layer)) for layer, _ in new]
+    try:
+        for layer, states in new:
             _allocate(layer, states)
+    except BaseException:
+        # Memory has run out, and the cache is to be as empty as it was: there may be some later.
+        for (layer, _), attributes in zip(new, before, strict=True):
+            vars(layer).clear()
+            vars(layer).update(attributes)
+        raise
     if new:
-        torch._foreach_zero_([layer.cumulative_length for layer in new])
+        torch._foreach_zero_([layer.cumulative_length for layer, _ in new])
     rooms = [part for layer, _ in layers for part in (layer.keys, layer.values)]
     parts = [part for _, states in layers for part in states]
     # What is masked is multiplied with 0, which makes no number of what is none.

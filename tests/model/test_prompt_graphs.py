@@ -573,6 +573,30 @@ def test_a_cache_without_room_is_not_written_twice(
 
 
 @torch.no_grad()
+def test_a_cache_that_found_no_room_is_empty_and_may_be_used_later(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        generate(model, ids(), static_cache(model, 20), 0)
+    cache = static_cache(model, 20)
+    assert cache is not None
+    allocate, full = prompt_graphs._allocate, [False, True]
+
+    def second_fails(layer: Any, states: Any) -> None:
+        allocate(layer, states)
+        if full and full.pop(0):
+            layer.cumulative_length.fill_(12345)
+            raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(prompt_graphs, "_allocate", second_fails)
+    before = [dict(vars(layer)) for layer in cache.layers]
+    with pytest.raises(torch.OutOfMemoryError):
+        generate(model, ids(), cache, 0)
+    assert [vars(layer) for layer in cache.layers] == before and not full
+    close(generate(model, ids(), cache), generate_whole(model, ids()))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["ours", "transformers"])
 @pytest.mark.parametrize("fast", [False, True], ids=["torch", "triton"])
 def test_caches_are_what_transformers_makes_of_them(

@@ -328,7 +328,7 @@ def _product(
     if ordered and (parsed.column_scale or not chosen.row.order(problem)):
         raise KernelError(
             f"columns of x are in the order of another kernel than {chosen.row.name}, which runs {problem}. "
-            f"Set {FORCE_VARIABLE} before a model runs, not between two runs of it."
+            f"Set {FORCE_VARIABLE} and what else chooses kernels before a model runs, not between two runs."
         )
     shape = (out_features, columns)
     # The whole weight only where it is used: to check its parts takes longer than to launch most kernels.

@@ -278,12 +278,16 @@ def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> s
     of: Any = node.args
     x, parts, layout, bias, *weight = of
     given, rows = x.meta[META], made.meta[META]
+    columns = given.shape[-1]
     # A view of whole rows.
-    if given.shape[-1] != rows.shape[-1] or given.stride(-1) != 1:
+    if (
+        columns != rows.shape[-1]
+        or given.stride(-1) != 1
+        or any(step % columns for step in given.stride()[:-1])
+    ):
         return ""
     if any(memory.of(one) == memory.of(made) for one in (*parts, *layout, bias) if one is not None):
         return ""
-    columns = given.shape[-1]
     return order_of(given.numel() // columns, columns, given.dtype, device, *weight)
 
 

@@ -28,13 +28,20 @@ class Launch:
 
     def __call__(self, *arguments: Any) -> None:
         """Launch on the current device; for operands on the meta device only compile."""
-        first = getattr(arguments[0], "base", arguments[0])
+        first, block = arguments[0], ()
+        if not isinstance(first, torch.Tensor):
+            # A descriptor of blocks of a tensor.
+            first, block = first.base, tuple(first.block_shape)
         if first.is_meta:
             self._kernel.warmup(*arguments, grid=self._grid, **self._options)
             return
         key = (
             first.get_device(),
-            *[_kind(a) if isinstance(a, int) else _kind_of_tensor(a) for a in arguments],
+            block,
+            *[
+                _kind(a) if isinstance(a, int) else (a.dtype, a.data_ptr() & 15)
+                for a in (first, *arguments[1:])
+            ],
         )
         if self._by_size:
             key += tuple([a.untyped_storage().size() >> 31 for a in arguments if not isinstance(a, int)])
@@ -51,13 +58,6 @@ class Launch:
 def _kind(number: int) -> int:
     """What a kernel is compiled for: 1 is a constant, multiples of 16 are known as such, 64 bits a type."""
     return -1 if number == 1 else (number & 15 == 0) + 2 * (number >> 31 != 0)
-
-
-def _kind_of_tensor(given: Any) -> tuple[Any, ...]:
-    """What a kernel is compiled for, of a tensor, or of a descriptor of blocks of one."""
-    if isinstance(given, torch.Tensor):
-        return given.dtype, given.data_ptr() & 15
-    return given.base.dtype, *given.block_shape
 
 
 def launch_features(device: torch.device) -> frozenset[str]:

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from quantkit.kernels.fused.blocks import decode, finish, scale_value
-from quantkit.kernels.fused.tiled import place
+from quantkit.kernels.fused.tiled import place, store
 
 
 @gluon.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH"])
@@ -304,8 +304,5 @@ def combine_shares(
         at = sums + slot.to(tl.int64) * (ROWS * BM) + n[:, None] * BM + m[None, :]
         total += tl.load(at, mask=program <= last, other=0.0)
     pm, pn = place(FULL + tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS), RASTER)
-    rows = pn * ROWS + n
     m += pm * BM
-    total = finish(total, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-    to = y + m.to(tl.int64)[None, :] * N + rows[:, None]
-    tl.store(to, total.to(y.dtype.element_ty), mask=(rows < N)[:, None] & (m < M)[None, :])
+    store(total, y, pn * ROWS + n, m, m, N, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)

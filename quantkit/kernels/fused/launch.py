@@ -353,6 +353,15 @@ def _order_launch(
     )
 
 
+def _ordered(op: Operands, order: Launch, rows: int, columns: int) -> torch.Tensor:
+    """x in the order of the fragments, [rows, columns] with zeros at the end, by `order` unless it is so."""
+    if op.ordered:
+        return op.x
+    ordered = _empty(op, rows, columns)
+    order(op.x, ordered, op.x.shape[1], columns, *op.grouped[:1])
+    return ordered
+
+
 @lru_cache(maxsize=4096)
 def _tiled(
     m: int,
@@ -435,10 +444,7 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
         op.grouping,
     )
     y = _outputs(op)
-    ordered = op.x
-    if not op.ordered:
-        ordered = _empty(op, y.shape[0], run.width)
-        run.order(op.x, ordered, k, run.width, *op.grouped[:1])
+    ordered = _ordered(op, run.order, y.shape[0], run.width)
     bias = y if op.bias is None else op.bias
     sums = y if run.rest == 0 else _empty(op, tile.split, run.rest, tile.m, tile.rows, dtype=torch.float32)
     run.kernel(ordered, *op.layout, bias, y, sums, run.m, op.n, run.full, *op.grouped)
@@ -453,12 +459,12 @@ class _HopperTiles:
     """The launches of `hopper`, the layout of what is in shared memory, and who has which steps.
 
     `full` tiles are done whole; the steps of the others begin `width` after each other, and each program has
-    `share` of them. `slots` is how many sums of parts of tiles there may be.
+    `share` of them. If that leaves parts of tiles, there are up to `slots` sums, which `combine` adds up.
     """
 
     order: Launch
     kernel: Launch
-    combine: Launch
+    combine: Launch | None
     columns: int
     layout: Any
     full: int
@@ -504,19 +510,21 @@ def _hopper(
         num_warps=4,
         **overlap(features),
     )
-    combine = Launch(
-        combine_shares,
-        (max(1, tiles - full), tile.m * HOPPER_ROWS // COMBINED_SHARES**2),
-        **{name: known[name] for name in combine_shares.arg_names if name in known},
-        STEPS=steps,
-        HAS_BIAS=bias,
-        BM=tile.m,
-        ROWS=HOPPER_ROWS,
-        RASTER=RASTER,
-        MOST=power_of_two((steps - 2) // share + 2) if 0 < share < steps else 2,
-        BLOCK=COMBINED_SHARES,
-        **overlap(features),
-    )
+    combine = None
+    if 0 < share < steps:
+        combine = Launch(
+            combine_shares,
+            (tiles - full, tile.m * HOPPER_ROWS // COMBINED_SHARES**2),
+            **{name: known[name] for name in combine_shares.arg_names if name in known},
+            STEPS=steps,
+            HAS_BIAS=bias,
+            BM=tile.m,
+            ROWS=HOPPER_ROWS,
+            RASTER=RASTER,
+            MOST=power_of_two((steps - 2) // share + 2),
+            BLOCK=COMBINED_SHARES,
+            **overlap(features),
+        )
     return _HopperTiles(
         _order_launch(m, shape, features),
         main,
@@ -526,7 +534,7 @@ def _hopper(
         full,
         share,
         width,
-        slots=2 * programs if 0 < share < steps else 0,
+        slots=2 * programs,
     )
 
 
@@ -553,15 +561,13 @@ def hopper(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset(
     m, k = op.x.shape
     processors = _multiprocessors(op.x.device)
     run = _hopper(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, processors)
-    y, ordered = _outputs(op), op.x
-    if not op.ordered:
-        ordered = _empty(op, m, run.columns)
-        run.order(op.x, ordered, k, run.columns)
+    y = _outputs(op)
+    ordered = _ordered(op, run.order, m, run.columns)
     x = TensorDescriptor(ordered, [m, run.columns], [run.columns, 1], [tile.m, HOPPER_COLUMNS], run.layout)
     bias = y if op.bias is None else op.bias
-    sums = _empty(op, run.slots, HOPPER_ROWS, tile.m, dtype=torch.float32) if run.slots else y
+    sums = _empty(op, run.slots, HOPPER_ROWS, tile.m, dtype=torch.float32) if run.combine else y
     run.kernel(x, *op.layout, bias, y, sums, m, op.n, run.full, run.share, run.width)
-    if run.slots:
+    if run.combine:
         _, scale, _, factor, _ = op.layout
         run.combine(sums, scale, factor, bias, y, m, op.n, run.full, run.share, run.width)
     return y

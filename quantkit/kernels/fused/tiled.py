@@ -134,7 +134,7 @@ def tiled(
     for chain in tl.static_range(CHAINS):
         local = chain * (16 * RT) + tl.arange(0, 16 * RT)
         if SPLIT == 1 or (SOME_WHOLE and program < FULL):
-            _store(
+            store(
                 sums_of[chain], y, pn * ROWS + local, m, row_of_y, N * MATRICES, M, N, scale, factor, bias,
                 GROUPS, SCALE, HAS_FACTOR, HAS_BIAS,
             )  # fmt: skip
@@ -211,7 +211,7 @@ def _half_product(q, columns, HALF: tl.constexpr):
 
 
 @triton.jit
-def _store(
+def store(
     sums, y, rows, m, row_of_y, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -245,7 +245,7 @@ def combine(
         total += tl.load(sums + at + within)
     rows = pn * ROWS + tl.arange(0, ROWS)
     m = pm * BM + local
-    _store(total, y, rows, m, m, N, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    store(total, y, rows, m, m, N, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
 
 
 @triton.jit

@@ -278,10 +278,9 @@ def linear_in_order(
     layout_name: str,
 ) -> torch.Tensor:
     """What `OPERATOR` computes, of x whose columns are in the order that `order_of` names."""
-    return _product(x, parts, layout, bias, scheme, out_features, layout_name, True)
+    return _linear(x, parts, layout, bias, scheme, out_features, layout_name, ordered=True)
 
 
-@torch.library.impl("quantkit::linear", "default")
 def _linear(
     x: torch.Tensor,
     parts: list[torch.Tensor],
@@ -290,19 +289,8 @@ def _linear(
     scheme: str,
     out_features: int,
     layout_name: str,
-) -> torch.Tensor:
-    return _product(x, parts, layout, bias, scheme, out_features, layout_name, False)
-
-
-def _product(
-    x: torch.Tensor,
-    parts: list[torch.Tensor],
-    layout: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    scheme: str,
-    out_features: int,
-    layout_name: str,
-    ordered: bool,
+    *,
+    ordered: bool = False,
 ) -> torch.Tensor:
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
@@ -338,6 +326,9 @@ def _product(
     given = tuple(layout) if chosen.row.layout is not None else ()
     y = chosen.launch(flat, weight, given, bias, **options)
     return y.view(*x.shape[:-1], out_features)
+
+
+torch.library.impl("quantkit::linear", "default", _linear)
 
 
 def _whole(

@@ -135,9 +135,9 @@ def judged(status: int, output: str) -> Part:
 def of_triton(hazard: str) -> bool:
     """Whether all accesses of a hazard are to the table of what the warps of `hopper` do.
 
-    It is accessed where the kernel begins and ends, and where it tells them: `def`, `gl.warp_specialize`.
+    It is accessed where the kernel begins and ends, and where it tells them, by the number of their groups.
     """
-    begin = ("def hopper(", "    gl.warp_specialize(")
+    begin = ("def hopper(", "    if ROWS == ", "        gl.warp_specialize(")
     lines = enumerate(KERNEL.read_text().splitlines(), 1)
     table = {str(number) for number, line in lines if line.startswith(begin)}
     accesses = ACCESS.findall(hazard)

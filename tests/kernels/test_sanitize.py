@@ -6,8 +6,7 @@ from .sanitize import FOUND, KERNEL, judged
 
 LINES = KERNEL.read_text().splitlines()
 DEF, DISPATCH = (
-    next(i + 1 for i, line in enumerate(LINES) if text in line)
-    for text in ("def hopper(", "gl.warp_specialize(")
+    next(i + 1 for i, line in enumerate(LINES) if text in line) for text in ("def hopper(", "    if ROWS == ")
 )
 KNOWN = f"""\
 ..========= Error: Race reported between Read access at hopper+0x100 in hopper.py:{DEF}

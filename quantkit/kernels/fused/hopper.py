@@ -1,8 +1,8 @@
 """y = x W^T for many rows of x on Hopper: y^T = W x^T, in programs whose warps do one thing each.
 
 One warp has x copied to shared memory, by the tensor memory accelerator, as far ahead as there is room. Two
-groups of four warps have half of the rows of the weight each: they decode them in registers, as operand A,
-and multiply. While one of them decodes, the tensor cores have the products of the other. A program takes one
+or three groups of four warps have 64 rows of the weight each: they decode them in registers, as operand A,
+and multiply. While one of them decodes, the tensor cores have the products of another. A program takes one
 tile after the other. Tiles that are left when there are none for some programs may be shared out by columns:
 their float32 sums `combine_shares` adds up.
 
@@ -19,52 +19,74 @@ from quantkit.kernels.fused.blocks import decode, finish, scale_value
 from quantkit.kernels.fused.tiled import place, store
 
 
-@gluon.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH"])
+@gluon.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH", "SPANS", "BLOCKS"])
 def hopper(
-    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE, WIDTH,
-    SPANS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
-    BLOCKS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr,
-    HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
-    TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
+    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS,
+    TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr,
+    HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
+    CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr,
+    DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`x` describes [M, SPANS * span] in the order of the fragments, by `order_columns`, in blocks [BM, 128].
 
-    A tile is 128 rows of the weight times BM rows of x, a step 256 columns. Tiles up to FULL are done whole,
-    one by one. The steps of the others, which begin WIDTH after each other, are shared out, SHARE to each
-    program: what is not a whole tile goes to `sums`, float32 [programs, 2, 128, BM], for `combine_shares`.
+    A tile is ROWS rows of the weight times BM rows of x, a step two units, each of 128 columns, or of a span
+    where that is longer; codes are loaded AHEAD units before they are decoded. GROUPS only says whether there
+    are several. Tiles up to FULL are done whole, one by one. The steps of the others, which begin WIDTH after
+    each other, are shared out, SHARE to each program: what is not a whole tile goes to `sums`, float32
+    [programs, 2, ROWS, BM], for `combine_shares`.
     """
-    STEPS: gl.constexpr = (SPANS * 16 * PLANES + 255) // 256
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                0, held, ready, free, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE,
-                WIDTH, STEPS, SPANS, TILES, GROUPS, PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, HAS_FACTOR,
-                HAS_BIAS, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BM, STAGES, RASTER, PDL,
-            )),
-            (_multiply, (
-                1, held, ready, free, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE,
-                WIDTH, STEPS, SPANS, TILES, GROUPS, PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, HAS_FACTOR,
-                HAS_BIAS, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BM, STAGES, RASTER, PDL,
-            )),
-            (_copy, (x, held, ready, free, M, N, FULL, SHARE, WIDTH, STEPS, BM, STAGES, RASTER, PDL)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
+        mbarrier.init(free.index(stage), count=ROWS // 64)
+    given = (
+        held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
+        M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS,
     )  # fmt: skip
+    if ROWS == 128:
+        gl.warp_specialize([
+            (_multiply, (
+                0, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, PDL,
+            )),
+            (_multiply, (
+                1, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, PDL,
+            )),
+            (_copy, (
+                x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES, ROWS, BM, STAGES, RASTER,
+                PDL,
+            )),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (
+                0, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, PDL,
+            )),
+            (_multiply, (
+                1, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, PDL,
+            )),
+            (_multiply, (
+                2, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, PDL,
+            )),
+            (_copy, (
+                x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES, ROWS, BM, STAGES, RASTER,
+                PDL,
+            )),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
 @gluon.jit
-def _jobs(M, N, FULL, SHARE, WIDTH, BM: gl.constexpr):
+def _jobs(M, N, FULL, SHARE, WIDTH, ROWS: gl.constexpr, BM: gl.constexpr):
     """How many whole tiles this program does, how many in all, and where its share of the others is."""
     program = gl.program_id(0)
-    others = gl.cdiv(M, BM) * gl.cdiv(N, 128) - FULL
+    others = gl.cdiv(M, BM) * gl.cdiv(N, ROWS) - FULL
     whole = gl.cdiv(gl.maximum(FULL - program, 0), gl.num_programs(0))
     begin = gl.minimum(program * SHARE, others * WIDTH)
     end = gl.minimum(begin + SHARE, others * WIDTH)
@@ -73,106 +95,132 @@ def _jobs(M, N, FULL, SHARE, WIDTH, BM: gl.constexpr):
 
 
 @gluon.jit
-def _job(number, whole, begin, end, FULL, WIDTH, STEPS: gl.constexpr):
+def _job(number, whole, begin, end, FULL, WIDTH, steps):
     """The tile of a job, its first step, and the one after its last."""
     other = begin // WIDTH + number - whole
     is_whole = number < whole
     tile = gl.where(is_whole, gl.program_id(0) + number * gl.num_programs(0), FULL + other)
     first = gl.where(is_whole, 0, gl.maximum(begin - other * WIDTH, 0))
-    last = gl.where(is_whole, STEPS, gl.minimum(end - other * WIDTH, STEPS))
+    last = gl.where(is_whole, steps, gl.minimum(end - other * WIDTH, steps))
     return tile, first, last
 
 
 @gluon.jit
 def _copy(
-    x, held, ready, free, M, N, FULL, SHARE, WIDTH, STEPS: gl.constexpr, BM: gl.constexpr,
-    STAGES: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
+    x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES: gl.constexpr, ROWS: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Blocks of x to shared memory, in the order in which `_multiply` takes them."""
     if PDL:
         _let_next_start()
         _wait_for_kernel_before()
-    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, 128)
-    whole, jobs, begin, end = _jobs(M, N, FULL, SHARE, WIDTH, BM)
+    BLOCKS_OF_STEP: gl.constexpr = _unit(PLANES) // 64
+    steps = gl.cdiv(SPANS * (16 * PLANES), 2 * _unit(PLANES))
+    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
+    whole, jobs, begin, end = _jobs(M, N, FULL, SHARE, WIDTH, ROWS, BM)
     count = 0
     for number in range(jobs):
-        tile, first, last = _job(number, whole, begin, end, FULL, WIDTH, STEPS)
+        tile, first, last = _job(number, whole, begin, end, FULL, WIDTH, steps)
         pm, _ = place(tile, columns, rows, RASTER)
-        for half in range(first * 2, last * 2):
+        for block in range(first * BLOCKS_OF_STEP, last * BLOCKS_OF_STEP):
             stage = count % STAGES
             mbarrier.wait(free.index(stage), count // STAGES % 2 ^ 1)
             mbarrier.expect(ready.index(stage), BM * 128 * 2)
-            tma.async_copy_global_to_shared(x, [pm * BM, half * 128], ready.index(stage), held.index(stage))
+            tma.async_copy_global_to_shared(x, [pm * BM, block * 128], ready.index(stage), held.index(stage))
             count += 1
 
 
 @gluon.jit
 def _multiply(
-    which: gl.constexpr, held, ready, free, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL,
-    SHARE, WIDTH, STEPS: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
-    PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr,
+    which: gl.constexpr, given, TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+    V: gl.constexpr, SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
     CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr,
-    DTYPE: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
+    DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr,
+    RASTER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """64 rows of a tile, those of group number `which`."""
+    held, ready, free, codes, scale, zero, factor, lut, bias, y, sums = given[:11]
+    M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS = given[11:]
     SPAN: gl.constexpr = 16 * PLANES
-    C: gl.constexpr = 128 // SPAN
+    C: gl.constexpr = _unit(PLANES) // SPAN
+    PIECES: gl.constexpr = _unit(PLANES) // 128
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     # Weights [64 rows, V groups, their columns] where operand A has them.
     like = gl.reshape(gl.full([64, 128], 0.0, DTYPE, OPERAND), (64, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
     # Half a step may be left over: x is zero there, by whatever weights.
-    MOST: gl.constexpr = SPANS // C - 1
-    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, 128)
-    whole, jobs, begin, end = _jobs(M, N, FULL, SHARE, WIDTH, BM)
-    tile, first, last = _job(0, whole, begin, end, FULL, WIDTH, STEPS)
+    last_unit = SPANS // C - 1
+    steps = gl.cdiv(SPANS, 2 * C)
+    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
+    whole, jobs, begin, end = _jobs(M, N, FULL, SHARE, WIDTH, ROWS, BM)
+    tile, first, last = _job(0, whole, begin, end, FULL, WIDTH, steps)
     # A program without a job loads what one would begin with all the same.
     pm, pn = place(gl.minimum(tile, columns * rows - 1), columns, rows, RASTER)
-    words_at, values_at = _addresses(pn * 8 + which * 4, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS)
-    words, s, z = _load(
-        words_at, values_at, scale, zero, first * 2, C, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO
+    words_at, values_at = _addresses(
+        pn * (ROWS // 16) + which * 4, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS
     )
+    units = _first_units(
+        words_at, values_at, scale, zero, first * 2, last_unit,
+        C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+    )  # fmt: skip
     count = 0
     for number in range(jobs):
         total = gl.zeros([64, BM], gl.float32, SUMS)
         for step in range(first, last):
-            # Two halves, so that what one loads need not be copied, and so waited for, to be decoded next.
+            # Two units, so that what one loads need not be copied, and so waited for, to be decoded next.
             for half in gl.static_range(2):
-                following = gl.minimum(step * 2 + half + 1, MOST)
-                next_words, next_s, next_z = _load(
-                    words_at, values_at, scale, zero, following,
-                    C, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
-                )  # fmt: skip
+                words, s, z = units[half]
                 q = decode(_halves(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
                 q = gl.reshape(q, (4, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
-                q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (64, V, 128 // V))
-                q = gl.convert_layout(q, WEIGHTS, assert_trivial=True)
-                if HAS_ZERO:
-                    q -= gl.expand_dims(z.to(DTYPE), 2)
-                if GROUPS > 1:
-                    q *= gl.expand_dims(scale_value(s, SCALE).to(DTYPE), 2)
-                q = gl.convert_layout(gl.reshape(q, (64, 128)), OPERAND, assert_trivial=True)
-                stage = count % STAGES
-                mbarrier.wait(ready.index(stage), count // STAGES % 2)
-                total = warpgroup_mma(q, held.index(stage).permute((1, 0)), total, is_async=True)
+                q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (64, 128 * PIECES))
+                if PIECES == 1:
+                    pieces = (q,)
+                else:
+                    pieces = gl.split(gl.permute(gl.reshape(q, (64, 2, 128)), (0, 2, 1)))
+                weights = ()
+                for piece in gl.static_range(PIECES):
+                    q = gl.convert_layout(
+                        gl.reshape(pieces[piece], (64, V, 128 // V)), WEIGHTS, assert_trivial=True
+                    )
+                    if HAS_ZERO:
+                        q -= gl.expand_dims(z[piece].to(DTYPE), 2)
+                    if GROUPS > 1:
+                        q *= gl.expand_dims(scale_value(s[piece], SCALE).to(DTYPE), 2)
+                    weights = weights + (
+                        gl.convert_layout(gl.reshape(q, (64, 128)), OPERAND, assert_trivial=True),
+                    )
+                following = _load(
+                    words_at, values_at, scale, zero, gl.minimum(step * 2 + half + AHEAD, last_unit),
+                    C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                )  # fmt: skip
+                units = (following, units[1]) if (half + AHEAD) % 2 == 0 else (units[0], following)
+                for piece in gl.static_range(PIECES):
+                    stage = (count + piece) % STAGES
+                    mbarrier.wait(ready.index(stage), (count + piece) // STAGES % 2)
+                    x = held.index(stage).permute((1, 0))
+                    total = warpgroup_mma(weights[piece], x, total, is_async=True)
                 # Weights stay in their registers until the products are done.
-                total, q = warpgroup_mma_wait(0, [total, q])
-                mbarrier.arrive(free.index(stage), count=1)
-                words = next_words
-                s = next_s
-                z = next_z
-                count += 1
-        row, m = pn * 128 + which * 64, pm * BM
-        is_whole = last - first == STEPS
+                if PIECES == 1:
+                    total, _ = warpgroup_mma_wait(0, [total, weights[0]])
+                else:
+                    total, _, _ = warpgroup_mma_wait(0, [total, weights[0], weights[1]])
+                for piece in gl.static_range(PIECES):
+                    mbarrier.arrive(free.index((count + piece) % STAGES), count=1)
+                count += PIECES
+        row, m = pn * ROWS + which * 64, pm * BM
+        is_whole = last - first == steps
         # What the next tile begins with is on its way while this one is written.
-        tile, first, last = _job(gl.minimum(number + 1, jobs - 1), whole, begin, end, FULL, WIDTH, STEPS)
+        tile, first, last = _job(gl.minimum(number + 1, jobs - 1), whole, begin, end, FULL, WIDTH, steps)
         pm, pn = place(tile, columns, rows, RASTER)
-        words_at, values_at = _addresses(pn * 8 + which * 4, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS)
-        words, s, z = _load(
-            words_at, values_at, scale, zero, first * 2, C, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO
+        words_at, values_at = _addresses(
+            pn * (ROWS // 16) + which * 4, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS
         )
+        units = _first_units(
+            words_at, values_at, scale, zero, first * 2, last_unit,
+            C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+        )  # fmt: skip
         if PDL:
             # The kernel before may still read what lies where this one writes.
             _wait_for_kernel_before()
@@ -182,14 +230,14 @@ def _multiply(
             slot = gl.program_id(0) * 2 + number - whole
             n = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
             column = gl.arange(0, BM, gl.SliceLayout(0, SUMS))
-            to = sums + slot.to(gl.int64) * (128 * BM)
+            to = sums + slot.to(gl.int64) * (ROWS * BM)
             gl.store(to + gl.expand_dims(n, 1) * BM + gl.expand_dims(column, 0), total)
 
 
 @gluon.jit
 def _addresses(
-    first, codes, N, SPANS: gl.constexpr, C: gl.constexpr, TILES: gl.constexpr, BLOCKS: gl.constexpr,
-    V: gl.constexpr, WEIGHTS: gl.constexpr,
+    first, codes, N, SPANS, C: gl.constexpr, TILES: gl.constexpr, BLOCKS, V: gl.constexpr,
+    WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Where the codes of four row tiles from `first` on begin, and which of the scales are theirs."""
     CODES: gl.constexpr = _codes(C)
@@ -230,17 +278,45 @@ def _codes(C: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _load(
-    words_at, values_at, scale, zero, half, C: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
-    PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, HAS_ZERO: gl.constexpr,
+    words_at, values_at, scale, zero, unit, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
+    GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr, HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Codes, scales and zero-points of half a step; 0 for what there is none of."""
-    block = gl.minimum(half * 128 // PER_BLOCK, BLOCKS - 1) * (16 * V)
+    """Codes of a unit, scales and zero-points of its pieces of 128 columns; 0 for what there is none of."""
     words = ()
     for t in gl.static_range(TILES):
-        words = words + (gl.load(words_at + (half * (C * TILES) + t) * 128),)
-    s = gl.load(scale + values_at + block) if GROUPS > 1 else 0
-    z = gl.load(zero + values_at + block) if HAS_ZERO else 0
+        words = words + (gl.load(words_at + (unit * (C * TILES) + t) * 128),)
+    s = ()
+    z = ()
+    for piece in gl.static_range(PIECES):
+        block = gl.minimum((unit * PIECES + piece) * 128 // PER_BLOCK, BLOCKS - 1) * (16 * V)
+        s = s + (gl.load(scale + values_at + block) if GROUPS > 1 else 0,)
+        z = z + (gl.load(zero + values_at + block) if HAS_ZERO else 0,)
     return words, s, z
+
+
+@gluon.constexpr_function
+def _unit(PLANES: int) -> int:
+    """Columns that are decoded at a time: 128, or a span where that is longer."""
+    return max(128, 16 * PLANES)
+
+
+@gluon.jit
+def _first_units(
+    words_at, values_at, scale, zero, unit, last_unit, C: gl.constexpr, PIECES: gl.constexpr,
+    TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
+):  # fmt: skip
+    """What `_load` gives for the two units of a step."""
+    units = ()
+    for half in gl.static_range(2):
+        unit_of_half = gl.minimum(unit + half, last_unit)
+        units = units + (
+            _load(
+                words_at, values_at, scale, zero, unit_of_half,
+                C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+            ),
+        )  # fmt: skip
+    return units
 
 
 @gluon.jit
@@ -275,10 +351,10 @@ def _store(
     gl.store(y + m.to(gl.int64) * N + n, out, mask=(m < M) & (n < N))
 
 
-@triton.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH"])
+@triton.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH", "STEPS"])
 def combine_shares(
-    sums, scale, factor, bias, y, M, N, FULL, SHARE, WIDTH,
-    STEPS: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    sums, scale, factor, bias, y, M, N, FULL, SHARE, WIDTH, STEPS,
+    GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, RASTER: tl.constexpr, MOST: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

@@ -22,12 +22,13 @@ RASTER = 8
 HOPPER_SHARED = 227 << 10
 #: The same for all but blocks of x in `hopper`: barriers, and outputs on their way to other threads.
 HOPPER_SCRATCH = 8 << 10
-#: Rows of the weight of a program of `hopper`, columns of a block of x, and of a step, which are two blocks.
-HOPPER_ROWS, HOPPER_COLUMNS, HOPPER_STEP = 128, 128, 256
+#: Columns of a block of x in `hopper`.
+HOPPER_COLUMNS = 128
 #: Blocks of x that `hopper` has in shared memory at most.
 HOPPER_STAGES = 8
-#: Registers of a thread that multiplies in `hopper`: three groups of warps have 504, the one that copies 24.
-MULTIPLYING_REGISTERS = 240
+#: Registers of a thread that multiplies in `hopper`, by rows of the weight, of which four warps have 64: its
+#: groups of four warps have 504 together, the one that copies 24.
+MULTIPLYING_REGISTERS = {128: 240, 192: 160}
 #: Outputs that a program of `combine` adds up.
 COMBINED = 512
 #: Rows and columns of outputs that a program of `combine_shares` adds up.
@@ -159,12 +160,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Rows of x of a program, of `HOPPER_ROWS` of the weight, and whether the last tiles are shared out.
+    """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
 
-    All programs have a `share` of their steps then, where some would be idle.
+    Codes are on their way while one unit is multiplied, or two. Where some programs would be idle at the end,
+    all have a `share` of the steps of the tiles that are left.
     """
 
     m: int = 128
+    rows: int = 128
+    ahead: int = 1
     share: bool = False
 
     @property
@@ -458,8 +462,8 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
 class _HopperTiles:
     """The launches of `hopper`, the layout of what is in shared memory, and who has which steps.
 
-    `full` tiles are done whole; the steps of the others begin `width` after each other, and each program has
-    `share` of them. If that leaves parts of tiles, there are up to `slots` sums, which `combine` adds up.
+    `shares` are those of the function. If they leave parts of tiles, there are up to `slots` sums, which
+    `combine` adds up. A weight has so many `spans` and `blocks`, and a tile so many `steps`.
     """
 
     order: Launch
@@ -467,9 +471,10 @@ class _HopperTiles:
     combine: Launch | None
     columns: int
     layout: Any
-    full: int
-    share: int
-    width: int
+    shares: tuple[int, int, int]
+    steps: int
+    spans: int
+    blocks: int
     slots: int
 
 
@@ -491,9 +496,11 @@ def _hopper(
     from quantkit.kernels.fused.hopper import hopper as kernel
 
     shape = geometry(n, k, scheme, dtype)
-    known = constants(n, k, scheme, dtype, True)
+    # One kernel does for every K.
+    known = {**constants(n, k, scheme, dtype, True), "GROUPS": min(2, shape.groups)}
+    del known["SPANS"], known["BLOCKS"]
     columns = shape.spans * shape.span
-    tiles, steps = -(-n // HOPPER_ROWS) * -(-m // tile.m), -(-columns // HOPPER_STEP)
+    tiles, steps = -(-n // tile.rows) * -(-m // tile.m), -(-columns // hopper_step(shape))
     full, share, width = tiles, 0, steps
     if tile.share:
         full, share, width = shares(tiles, steps, multiprocessors)
@@ -503,9 +510,11 @@ def _hopper(
         (programs,),
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
+        ROWS=tile.rows,
         BM=tile.m,
+        AHEAD=tile.ahead,
         STAGES=tile.stages,
-        REGISTERS=MULTIPLYING_REGISTERS,
+        REGISTERS=MULTIPLYING_REGISTERS[tile.rows],
         RASTER=RASTER,
         num_warps=4,
         **overlap(features),
@@ -514,12 +523,11 @@ def _hopper(
     if 0 < share < steps:
         combine = Launch(
             combine_shares,
-            (tiles - full, tile.m * HOPPER_ROWS // COMBINED_SHARES**2),
+            (tiles - full, tile.m * tile.rows // COMBINED_SHARES**2),
             **{name: known[name] for name in combine_shares.arg_names if name in known},
-            STEPS=steps,
             HAS_BIAS=bias,
             BM=tile.m,
-            ROWS=HOPPER_ROWS,
+            ROWS=tile.rows,
             RASTER=RASTER,
             MOST=power_of_two((steps - 2) // share + 2),
             BLOCK=COMBINED_SHARES,
@@ -531,11 +539,17 @@ def _hopper(
         combine,
         columns,
         NVMMASharedLayout(128, 16, 2),
-        full,
-        share,
-        width,
+        (full, share, width),
+        steps,
+        shape.spans,
+        shape.blocks,
         slots=2 * programs,
     )
+
+
+def hopper_step(shape: Geometry) -> int:
+    """Columns of a step of `hopper`: twice what it decodes at a time."""
+    return 2 * max(HOPPER_COLUMNS, shape.span)
 
 
 def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int]:
@@ -565,11 +579,11 @@ def hopper(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset(
     ordered = _ordered(op, run.order, m, run.columns)
     x = TensorDescriptor(ordered, [m, run.columns], [run.columns, 1], [tile.m, HOPPER_COLUMNS], run.layout)
     bias = y if op.bias is None else op.bias
-    sums = _empty(op, run.slots, HOPPER_ROWS, tile.m, dtype=torch.float32) if run.combine else y
-    run.kernel(x, *op.layout, bias, y, sums, m, op.n, run.full, run.share, run.width)
+    sums = _empty(op, run.slots, tile.rows, tile.m, dtype=torch.float32) if run.combine else y
+    run.kernel(x, *op.layout, bias, y, sums, m, op.n, *run.shares, run.spans, run.blocks)
     if run.combine:
         _, scale, _, factor, _ = op.layout
-        run.combine(sums, scale, factor, bias, y, m, op.n, run.full, run.share, run.width)
+        run.combine(sums, scale, factor, bias, y, m, op.n, *run.shares, run.steps)
     return y
 
 

@@ -46,6 +46,8 @@ SKINNY_ROWS = 32
 MOST_SCALES = 1 << 30
 #: Weights of so many numbers or fewer have no use for the tiles of `fused-hopper`, as `quantkit tune` found.
 SMALL_WEIGHT = 1 << 23
+#: And those of so many, or fewer, have none from so many rows of x on.
+MIDDLE_WEIGHT, LONG_PROMPT = 1 << 25, 2048
 #: Weights dequantized at a time, 256 MiB in 16 bits.
 DENSE_WEIGHTS = 1 << 27
 
@@ -108,9 +110,6 @@ def _hopper_supports(problem: Problem) -> str | None:
         return reason
     if not {"wgmma", "gluon"} <= problem.features:
         return "it is for compute capability 9, and the Gluon of Triton 3.6"
-    shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
-    if shape.span > 128:
-        return f"it takes spans of up to 128 columns, {shape.bits} bits have {shape.span}"
     if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:
         return f"it would look up every value of {problem.scheme.format.name} in memory"
     return None
@@ -121,6 +120,8 @@ def _hopper_pays(problem: Problem) -> str | None:
         return "smaller tiles are faster up to M=64"
     if problem.n * problem.k <= SMALL_WEIGHT:
         return f"it has too few tiles of a weight of {problem.n} x {problem.k}"
+    if problem.m >= LONG_PROMPT and problem.n * problem.k <= MIDDLE_WEIGHT:
+        return f"dequantizing and the library's product are faster from M={LONG_PROMPT} on for such a weight"
     if problem.m > 512 and geometry(problem.n, problem.k, problem.scheme, problem.dtype).group == 16:
         return "dequantizing and the library's product are faster from M=513 on for groups of 16"
     return None

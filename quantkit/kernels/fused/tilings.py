@@ -9,12 +9,11 @@ from dataclasses import replace
 
 from quantkit.kernels.fused.launch import (
     HOPPER_PROCESSORS,
-    HOPPER_ROWS,
     HOPPER_SHARED,
-    HOPPER_STEP,
     HopperTile,
     SkinnyTile,
     Tile,
+    hopper_step,
     shares,
     skinny_columns,
     skinny_steps,
@@ -30,9 +29,15 @@ LONG_ROWS = 8192
 VERY_LONG_ROWS = 16384
 #: Pairs of a segment: all that `fused-skinny` takes, and the most there are.
 SKINNY_SEGMENT, TILED_SEGMENT = 8, 128
-#: Microseconds of a step of `fused-hopper` on an H200 by its rows of x, and of what surrounds all steps.
-HOPPER_STEPS: Mapping[int, float] = {64: 1.3, 128: 1.6, 256: 2.3}
-HOPPER_AROUND = 4.0
+#: Microseconds of 256 columns in `fused-hopper` on an H200 by rows of x and of the weight, and of what
+#: surrounds all steps.
+HOPPER_STEPS: Mapping[tuple[int, int], float] = {
+    (64, 128): 1.3,
+    (128, 128): 1.5,
+    (128, 192): 2.2,
+    (256, 128): 2.5,
+}
+HOPPER_AROUND = 3.0
 #: Microseconds, for each row of x of a tile, that sums of parts of tiles take to be written and added up.
 HOPPER_SHARES = 0.05
 #: Bytes of x that stay in the cache. Programs that share tiles are at different steps, and read x from there.
@@ -52,6 +57,8 @@ SKINNY_VALUES: Mapping[str, tuple[int, ...]] = {
 }
 HOPPER_VALUES: Mapping[str, tuple[int, ...]] = {
     "m": (64, 128, 256),
+    "rows": (128, 192),
+    "ahead": (1, 2),
     "share": (False, True),
 }
 TILED_VALUES: Mapping[str, tuple[int, ...]] = {
@@ -174,20 +181,31 @@ def _shared(problem: Problem) -> int:
     return HOPPER_SHARED if problem.gpu is None else problem.gpu.shared_memory
 
 
-def hopper_tile(n: int, k: int, m: int, multiprocessors: int = HOPPER_PROCESSORS) -> HopperTile:
+def hopper_tile(shape: Geometry, m: int, multiprocessors: int = HOPPER_PROCESSORS) -> HopperTile:
     """The tile for m rows of x that should be fastest, by what each was measured to take for int4."""
-    steps = -(-k // HOPPER_STEP)
+    columns = hopper_step(shape)
+    steps = -(-shape.k // columns)
 
     def time(tile: HopperTile) -> float:
-        tiles = -(-n // HOPPER_ROWS) * -(-m // tile.m)
-        if not tile.share:
-            return -(-tiles // multiprocessors) * steps * HOPPER_STEPS[tile.m] + HOPPER_AROUND
-        full, share, _ = shares(tiles, steps, multiprocessors)
-        mine = full // multiprocessors * steps + share
-        return mine * HOPPER_STEPS[tile.m] + HOPPER_AROUND + (HOPPER_SHARES * tile.m if share else 0.0)
+        tiles = -(-shape.n // tile.rows) * -(-m // tile.m)
+        mine, sums = -(-tiles // multiprocessors) * steps, 0.0
+        if tile.share:
+            full, share, _ = shares(tiles, steps, multiprocessors)
+            mine, sums = full // multiprocessors * steps + share, HOPPER_SHARES * tile.m if share else 0.0
+        return mine * HOPPER_STEPS[tile.m, tile.rows] * columns / 256 + HOPPER_AROUND + sums
 
-    able = (False, True) if 2 * m * k <= HOPPER_CACHED else (False,)
-    return min((HopperTile(rows, share) for rows in HOPPER_VALUES["m"] for share in able), key=time)
+    tiles = [HopperTile(x, rows, 1 if x * rows > 128 * 128 else 2) for x, rows in _in_registers(shape)]
+    able = (False, True) if 2 * m * shape.k <= HOPPER_CACHED else (False,)
+    return min((replace(tile, share=share) for tile in tiles for share in able), key=time)
+
+
+def _in_registers(shape: Geometry) -> list[tuple[int, int]]:
+    """Rows of x and of the weight of tiles of `fused-hopper` whose sums leave registers for weights."""
+    most = 128 if shape.span > 128 else 256
+    few_scales = shape.groups == 1 or shape.group >= 64
+    return [
+        (x, rows) for x, rows in HOPPER_STEPS if x <= most and (rows == 128 or (few_scales and most == 256))
+    ]
 
 
 def _unknown_value(tile: SkinnyTile | Tile | HopperTile, values: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -240,7 +258,11 @@ def _tiled_why_not(problem: Problem, tile: Tile) -> str | None:
 
 
 def _hopper_why_not(problem: Problem, tile: HopperTile) -> str | None:
-    return _unknown_value(tile, HOPPER_VALUES)
+    if (reason := _unknown_value(tile, HOPPER_VALUES)) is not None:
+        return reason
+    if (tile.m, tile.rows) not in HOPPER_STEPS:
+        return f"{tile.rows} rows of the weight are for 128 rows of x, not for {tile.m}"
+    return None
 
 
 def _hopper_loses(problem: Problem, tile: HopperTile) -> str | None:
@@ -296,7 +318,7 @@ TILED = Tiling(
 HOPPER = Tiling(
     HopperTile,
     HOPPER_VALUES,
-    lambda problem: hopper_tile(problem.n, problem.k, problem.m, processors(problem)),
+    lambda problem: hopper_tile(_shape(problem), problem.m, processors(problem)),
     _hopper_why_not,
     _hopper_loses,
 )

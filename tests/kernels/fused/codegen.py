@@ -32,7 +32,6 @@ from quantkit.kernels.fused.launch import (
     HOPPER_SHARED,
     MULTIPLYING_REGISTERS,
     RASTER,
-    HopperTile,
     Tile,
     _tiled,
     constants,
@@ -46,6 +45,7 @@ from quantkit.kernels.fused.pairs import count_pairs, order_pairs, weigh_pairs
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
 from quantkit.kernels.fused.tilings import (
+    hopper_tile,
     shared_memory,
     skinny_tile,
     tiled_tile,
@@ -198,20 +198,24 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
 def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for many rows of x, in the largest tile that suits so many."""
-    row, dtype, tile = scheme(case.name), torch.bfloat16, HopperTile(min(case.m, 256))
+    row, dtype = scheme(case.name), torch.bfloat16
     shape = geometry(N, K, row, dtype)
+    tile = hopper_tile(shape, case.m)
+    given = {"SPANS", "BLOCKS"}
     known = {
-        name: value for name, value in constants(N, K, row, dtype, True).items() if name in hopper.arg_names
+        name: value
+        for name, value in constants(N, K, row, dtype, True).items()
+        if name in hopper.arg_names and name not in given
     }
-    known |= {"HAS_BIAS": True, "BM": tile.m, "STAGES": tile.stages}
-    known |= {"REGISTERS": MULTIPLYING_REGISTERS, "RASTER": RASTER, "PDL": True}
+    known |= {"HAS_BIAS": True, "ROWS": tile.rows, "BM": tile.m, "AHEAD": tile.ahead, "STAGES": tile.stages}
+    known |= {"REGISTERS": MULTIPLYING_REGISTERS[tile.rows], "RASTER": RASTER, "PDL": True}
     types = {
         **dict.fromkeys(hopper.arg_names, "*bf16"),
         "x": f"tensordesc<bf16[{tile.m},{HOPPER_COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
         "codes": "*i16",
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
-        **dict.fromkeys(("M", "N", "FULL", "SHARE", "WIDTH"), "i32"),
+        **dict.fromkeys(("M", "N", "FULL", "SHARE", "WIDTH", *given), "i32"),
         **dict.fromkeys(known, "constexpr"),
     }
     names = hopper.arg_names

@@ -95,14 +95,16 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
         found["tiled split"] = lambda: launch.tiled(op, Tile(4, 32, split=2, stages=2), features)
     if shape.span <= 128:
         found["tiled chains"] = lambda: launch.tiled(op, Tile(4, 16, stages=2, chains=2), features)
-    if {"gluon", "wgmma", "ptx"} <= features and shape.span <= 128:
+    if {"gluon", "wgmma", "ptx"} <= features:
         for tile in (
-            HopperTile(64, True),
-            HopperTile(128, False),
-            HopperTile(128, True),
-            HopperTile(256, True),
+            HopperTile(64, ahead=2, share=True),
+            HopperTile(128),
+            HopperTile(128, share=True),
+            HopperTile(128, rows=192, ahead=2, share=True),
+            HopperTile(256, share=True),
         ):
-            found[f"hopper {tile}"] = partial(launch.hopper, op, tile, features)
+            if tile.m < 256 or shape.span <= 128:
+                found[f"hopper {tile}"] = partial(launch.hopper, op, tile, features)
     if m <= 32:
         found["skinny"] = lambda: launch.skinny(op, skinny_tile(shape, m), features)
         if DEVICE == "cuda":
@@ -230,7 +232,9 @@ def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor
 
 
 @pytest.mark.skipif("gluon" not in FEATURES[0], reason="Gluon runs on a GPU of compute capability 9.0 only")
-@pytest.mark.parametrize("tile", [HopperTile(64, True), HopperTile(128, True), HopperTile(128)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(128)], ids=str
+)
 def test_programs_without_work_read_what_is_there(
     make_packed: Callable[..., PackedTensor], poisoned: None, tile: HopperTile
 ) -> None:

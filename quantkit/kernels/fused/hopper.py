@@ -140,8 +140,10 @@ def _multiply(
     RASTER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """64 rows of a tile, those of group number `which`."""
-    held, ready, free, codes, scale, zero, factor, lut, bias, y, sums = given[:11]
-    M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS = given[11:]
+    (
+        held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
+        M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS,
+    ) = given  # fmt: skip
     SPAN: gl.constexpr = 16 * PLANES
     C: gl.constexpr = _unit(PLANES) // SPAN
     PIECES: gl.constexpr = _unit(PLANES) // 128

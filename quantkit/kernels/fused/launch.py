@@ -26,8 +26,8 @@ HOPPER_SCRATCH = 8 << 10
 HOPPER_COLUMNS = 128
 #: Blocks of x that `hopper` has in shared memory at most.
 HOPPER_STAGES = 8
-#: Registers of a thread that multiplies in `hopper`, by rows of the weight, of which four warps have 64: its
-#: groups of four warps have 504 together, the one that copies 24.
+#: Registers of a thread that multiplies in `hopper`, by rows of the weight, of which four warps have 64. With
+#: the 24 of one that copies, a thread of each group has 504 together.
 MULTIPLYING_REGISTERS = {128: 240, 192: 160}
 #: Outputs that a program of `combine` adds up.
 COMBINED = 512
@@ -496,9 +496,7 @@ def _hopper(
     from quantkit.kernels.fused.hopper import hopper as kernel
 
     shape = geometry(n, k, scheme, dtype)
-    # One kernel does for every K.
-    known = {**constants(n, k, scheme, dtype, True), "GROUPS": min(2, shape.groups)}
-    del known["SPANS"], known["BLOCKS"]
+    known = hopper_constants(n, k, scheme, dtype)
     columns = shape.spans * shape.span
     tiles, steps = -(-n // tile.rows) * -(-m // tile.m), -(-columns // hopper_step(shape))
     full, share, width = tiles, 0, steps
@@ -545,6 +543,14 @@ def _hopper(
         shape.blocks,
         slots=2 * programs,
     )
+
+
+def hopper_constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> dict[str, Any]:
+    """What `hopper` knows of a weight at compile time, the same for every K."""
+    shape, known = geometry(n, k, scheme, dtype), constants(n, k, scheme, dtype, True)
+    # The scale of a whole row takes its place in the only block there is.
+    known |= {"GROUPS": 1, "PER_BLOCK": HOPPER_COLUMNS} if shape.groups == 1 else {"GROUPS": 2}
+    return {name: value for name, value in known.items() if name not in ("SPANS", "BLOCKS")}
 
 
 def hopper_step(shape: Geometry) -> int:

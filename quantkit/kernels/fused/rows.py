@@ -46,7 +46,7 @@ SKINNY_ROWS = 32
 MOST_SCALES = 1 << 30
 #: Weights of so many numbers or fewer have no use for the tiles of `fused-hopper`, as `quantkit tune` found.
 SMALL_WEIGHT = 1 << 23
-#: And those of so many, or fewer, have none from so many rows of x on.
+#: And those of so many, or fewer, mostly have none from so many rows of x on.
 MIDDLE_WEIGHT, LONG_PROMPT = 1 << 25, 2048
 #: Weights dequantized at a time, 256 MiB in 16 bits.
 DENSE_WEIGHTS = 1 << 27
@@ -121,7 +121,9 @@ def _hopper_pays(problem: Problem) -> str | None:
     if problem.n * problem.k <= SMALL_WEIGHT:
         return f"it has too few tiles of a weight of {problem.n} x {problem.k}"
     if problem.m >= LONG_PROMPT and problem.n * problem.k <= MIDDLE_WEIGHT:
-        return f"dequantizing and the library's product are faster from M={LONG_PROMPT} on for such a weight"
+        return (
+            f"dequantizing and the library's product are mostly faster from M={LONG_PROMPT} on at such a size"
+        )
     if problem.m > 512 and geometry(problem.n, problem.k, problem.scheme, problem.dtype).group == 16:
         return "dequantizing and the library's product are faster from M=513 on for groups of 16"
     return None

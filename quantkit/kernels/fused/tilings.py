@@ -29,16 +29,17 @@ LONG_ROWS = 8192
 VERY_LONG_ROWS = 16384
 #: Pairs of a segment: all that `fused-skinny` takes, and the most there are.
 SKINNY_SEGMENT, TILED_SEGMENT = 8, 128
-#: Microseconds of 256 columns in `fused-hopper` on an H200 by rows of x and of the weight, and of what
-#: surrounds all steps.
-HOPPER_STEPS: Mapping[tuple[int, int], float] = {
+#: Rows of x and of the weight that a tile of `fused-hopper` may have, with its microseconds for 256 columns
+#: of int4 on an H200, and those of what surrounds all steps.
+HOPPER_TILES: Mapping[tuple[int, int], float] = {
     (64, 128): 1.3,
     (128, 128): 1.5,
     (128, 192): 2.2,
     (256, 128): 2.5,
 }
 HOPPER_AROUND = 3.0
-#: Microseconds, for each row of x of a tile, that sums of parts of tiles take to be written and added up.
+#: Microseconds, for each row of x of a tile of 128 rows of the weight, that sums of its parts take to be
+#: written and added up.
 HOPPER_SHARES = 0.05
 #: Bytes of x that stay in the cache. Programs that share tiles are at different steps, and read x from there.
 HOPPER_CACHED = 32 << 20
@@ -191,9 +192,11 @@ def hopper_tile(shape: Geometry, m: int, multiprocessors: int = HOPPER_PROCESSOR
         mine, sums = -(-tiles // multiprocessors) * steps, 0.0
         if tile.share:
             full, share, _ = shares(tiles, steps, multiprocessors)
-            mine, sums = full // multiprocessors * steps + share, HOPPER_SHARES * tile.m if share else 0.0
-        return mine * HOPPER_STEPS[tile.m, tile.rows] * columns / 256 + HOPPER_AROUND + sums
+            mine = full // multiprocessors * steps + share
+            sums = HOPPER_SHARES * tile.m * tile.rows / 128 if share else 0.0
+        return mine * HOPPER_TILES[tile.m, tile.rows] * columns / 256 + HOPPER_AROUND + sums
 
+    # Where registers are left, all formats but int4 gain from codes that are loaded two units ahead.
     tiles = [HopperTile(x, rows, 1 if x * rows > 128 * 128 else 2) for x, rows in _in_registers(shape)]
     able = (False, True) if 2 * m * shape.k <= HOPPER_CACHED else (False,)
     return min((replace(tile, share=share) for tile in tiles for share in able), key=time)
@@ -201,11 +204,10 @@ def hopper_tile(shape: Geometry, m: int, multiprocessors: int = HOPPER_PROCESSOR
 
 def _in_registers(shape: Geometry) -> list[tuple[int, int]]:
     """Rows of x and of the weight of tiles of `fused-hopper` whose sums leave registers for weights."""
-    most = 128 if shape.span > 128 else 256
-    few_scales = shape.groups == 1 or shape.group >= 64
-    return [
-        (x, rows) for x, rows in HOPPER_STEPS if x <= most and (rows == 128 or (few_scales and most == 256))
-    ]
+    # Seven bits of 256 columns take many, and of 240 registers 192 rows leave 160.
+    most = 128 if shape.span > 128 and shape.bits > 5 else 256
+    three_groups = shape.span <= 128 and (shape.groups == 1 or shape.group >= 64)
+    return [(x, rows) for x, rows in HOPPER_TILES if x <= most and (rows == 128 or three_groups)]
 
 
 def _unknown_value(tile: SkinnyTile | Tile | HopperTile, values: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -260,7 +262,7 @@ def _tiled_why_not(problem: Problem, tile: Tile) -> str | None:
 def _hopper_why_not(problem: Problem, tile: HopperTile) -> str | None:
     if (reason := _unknown_value(tile, HOPPER_VALUES)) is not None:
         return reason
-    if (tile.m, tile.rows) not in HOPPER_STEPS:
+    if (tile.m, tile.rows) not in HOPPER_TILES:
         return f"{tile.rows} rows of the weight are for 128 rows of x, not for {tile.m}"
     return None
 

@@ -36,6 +36,7 @@ from quantkit.kernels.fused.launch import (
     _tiled,
     constants,
     half_unit,
+    hopper_constants,
     skinny_columns,
     unrolled,
 )
@@ -197,16 +198,12 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
 
 def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
-    """The kernel for many rows of x, in the largest tile that suits so many."""
+    """The kernel for many rows of x, in the tile of the rules."""
     row, dtype = scheme(case.name), torch.bfloat16
     shape = geometry(N, K, row, dtype)
     tile = hopper_tile(shape, case.m)
-    given = {"SPANS", "BLOCKS"}
-    known = {
-        name: value
-        for name, value in constants(N, K, row, dtype, True).items()
-        if name in hopper.arg_names and name not in given
-    }
+    known = hopper_constants(N, K, row, dtype)
+    known = {name: value for name, value in known.items() if name in hopper.arg_names}
     known |= {"HAS_BIAS": True, "ROWS": tile.rows, "BM": tile.m, "AHEAD": tile.ahead, "STAGES": tile.stages}
     known |= {"REGISTERS": MULTIPLYING_REGISTERS[tile.rows], "RASTER": RASTER, "PDL": True}
     types = {
@@ -215,7 +212,7 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "codes": "*i16",
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
-        **dict.fromkeys(("M", "N", "FULL", "SHARE", "WIDTH", *given), "i32"),
+        **dict.fromkeys(("M", "N", "FULL", "SHARE", "WIDTH", "SPANS", "BLOCKS"), "i32"),
         **dict.fromkeys(known, "constexpr"),
     }
     names = hopper.arg_names

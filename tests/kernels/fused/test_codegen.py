@@ -54,6 +54,8 @@ TABLES = {"book4", "nf4"}
 AMD = 942
 #: Instructions of the kernel for few rows that spill a register or fetch it back; all others have none.
 SPILLS = {"int3": 2}
+#: The same of the kernel for many rows.
+HOPPER_SPILLS = {"mxfp8": 4, "int5": 2}
 
 
 @pytest.fixture(scope="module")
@@ -248,13 +250,12 @@ def test_attention_fits_memory_and_registers(compiled: Compiled, plan: int) -> N
 
 def test_hopper_leaves_products_in_flight(compiled: Compiled) -> None:
     """Of 8 or 16 products of 16 columns and 64 rows each, from weights in registers."""
-    names = [name for name in NAMES if name != "mxfp8"]
     # Of 768 rows of x, tiles of 192 rows of the weight give each processor one.
-    cases = [("hopper", name, 90, 4096) for name in names]
+    cases = [("hopper", name, 90, 4096) for name in NAMES]
     cases += [("hopper", name, 90, 768) for name in ("int8", "int4", "fp6", "nf4")]
     for (_, name, _, m), found in compiled(cases).items():
         assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], (name, found)
-        assert found["spills"] == 0, (name, found)
+        assert found["spills"] <= HOPPER_SPILLS.get(name, 0), (name, found)
         # Two or three groups of warps, two units; some formats are decoded 256 columns at a time.
         groups = 3 if m == 768 else 2
         blocks = 2 if name.startswith(("int7", "int5", "int3", "binary")) else 1

@@ -99,12 +99,11 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
         for tile in (
             HopperTile(64, ahead=2, share=True),
             HopperTile(128),
-            HopperTile(128, share=True),
+            HopperTile(128, ahead=2, share=True),
             HopperTile(128, rows=192, ahead=2, share=True),
             HopperTile(256, share=True),
         ):
-            if tile.m < 256 or shape.span <= 128:
-                found[f"hopper {tile}"] = partial(launch.hopper, op, tile, features)
+            found[f"hopper {tile}"] = partial(launch.hopper, op, tile, features)
     if m <= 32:
         found["skinny"] = lambda: launch.skinny(op, skinny_tile(shape, m), features)
         if DEVICE == "cuda":

@@ -46,6 +46,7 @@ def hopper(
         held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS,
     )  # fmt: skip
+    # What is written out again could not be put together: constants stay such in the call itself only.
     if ROWS == 128:
         gl.warp_specialize([
             (_multiply, (
@@ -160,12 +161,9 @@ def _multiply(
     tile, first, last = _job(0, whole, begin, end, FULL, WIDTH, steps)
     # A program without a job loads what one would begin with all the same.
     pm, pn = place(gl.minimum(tile, columns * rows - 1), columns, rows, RASTER)
-    words_at, values_at = _addresses(
-        pn * (ROWS // 16) + which * 4, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS
-    )
-    units = _first_units(
-        words_at, values_at, scale, zero, first * 2, last_unit,
-        C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+    words_at, values_at, units = _begin(
+        pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
+        C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
     )  # fmt: skip
     count = 0
     for number in range(jobs):
@@ -216,12 +214,9 @@ def _multiply(
         # What the next tile begins with is on its way while this one is written.
         tile, first, last = _job(gl.minimum(number + 1, jobs - 1), whole, begin, end, FULL, WIDTH, steps)
         pm, pn = place(tile, columns, rows, RASTER)
-        words_at, values_at = _addresses(
-            pn * (ROWS // 16) + which * 4, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS
-        )
-        units = _first_units(
-            words_at, values_at, scale, zero, first * 2, last_unit,
-            C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+        words_at, values_at, units = _begin(
+            pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
+            C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
         )  # fmt: skip
         if PDL:
             # The kernel before may still read what lies where this one writes.
@@ -234,6 +229,26 @@ def _multiply(
             column = gl.arange(0, BM, gl.SliceLayout(0, SUMS))
             to = sums + slot.to(gl.int64) * (ROWS * BM)
             gl.store(to + gl.expand_dims(n, 1) * BM + gl.expand_dims(column, 0), total)
+
+
+@gluon.jit
+def _begin(
+    row_tile, step, codes, scale, zero, N, SPANS, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
+    GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr, HAS_ZERO: gl.constexpr,
+    WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """The addresses of four row tiles, and what `_load` gives for the two units of a step."""
+    words_at, values_at = _addresses(row_tile, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS)
+    units = ()
+    for half in gl.static_range(2):
+        unit = gl.minimum(step * 2 + half, SPANS // C - 1)
+        units = units + (
+            _load(
+                words_at, values_at, scale, zero, unit,
+                C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+            ),
+        )  # fmt: skip
+    return words_at, values_at, units
 
 
 @gluon.jit
@@ -300,25 +315,6 @@ def _load(
 def _unit(PLANES: int) -> int:
     """Columns that are decoded at a time: 128, or a span where that is longer."""
     return max(128, 16 * PLANES)
-
-
-@gluon.jit
-def _first_units(
-    words_at, values_at, scale, zero, unit, last_unit, C: gl.constexpr, PIECES: gl.constexpr,
-    TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
-    HAS_ZERO: gl.constexpr,
-):  # fmt: skip
-    """What `_load` gives for the two units of a step."""
-    units = ()
-    for half in gl.static_range(2):
-        unit_of_half = gl.minimum(unit + half, last_unit)
-        units = units + (
-            _load(
-                words_at, values_at, scale, zero, unit_of_half,
-                C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
-            ),
-        )  # fmt: skip
-    return units
 
 
 @gluon.jit

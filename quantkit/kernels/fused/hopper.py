@@ -3,25 +3,23 @@
 One warp has x copied to shared memory, by the tensor memory accelerator, as far ahead as there is room. Two
 or three groups of four warps have 64 rows of the weight each: they decode them in registers, as operand A,
 and multiply. While one of them decodes, the tensor cores have the products of another. A program takes one
-tile after the other. Tiles that are left when there are none for some programs may be shared out by columns:
-their float32 sums `combine_shares` adds up.
+tile after the other. Tiles that are left when there are none for some programs may be shared out by columns
+(stream-K, arXiv 2301.03598): the program that has the last of them adds up the float32 sums of all.
 
 Written in Gluon, as Triton itself has no way to say which warps do what. `tiled` is its portable twin.
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from quantkit.kernels.fused.blocks import decode, finish, scale_value
-from quantkit.kernels.fused.tiled import place, store
+from quantkit.kernels.fused.tiled import place
 
 
-@gluon.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH", "SPANS", "BLOCKS"])
+@gluon.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH", "SPANS", "BLOCKS", "TOKEN"])
 def hopper(
-    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS,
+    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
     CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr,
@@ -33,8 +31,9 @@ def hopper(
     A tile is ROWS rows of the weight times BM rows of x, a step two units, each of 128 columns, or of a span
     where that is longer; codes are loaded AHEAD units before they are decoded. GROUPS only says whether there
     are several. Tiles up to FULL are done whole, one by one. The steps of the others, which begin WIDTH after
-    each other, are shared out, SHARE to each program: what is not a whole tile goes to `sums`, float32
-    [programs, 2, ROWS, BM], for `combine_shares`.
+    each other, are shared out, SHARE to each program. Who has the last steps of such a tile writes it; the
+    others leave what they have in `sums`, float32 [programs, ROWS // 64, 64 * BM], and say so by TOKEN, 64
+    bits that no other launch has, in what follows there: int64 [programs, ROWS // 64].
     """
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -44,7 +43,7 @@ def hopper(
         mbarrier.init(free.index(stage), count=ROWS // 64)
     given = (
         held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
-        M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS,
+        M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     )  # fmt: skip
     # What is written out again could not be put together: constants stay such in the call itself only.
     if ROWS == 128:
@@ -84,25 +83,30 @@ def hopper(
 
 
 @gluon.jit
-def _jobs(M, N, FULL, SHARE, WIDTH, ROWS: gl.constexpr, BM: gl.constexpr):
-    """How many whole tiles this program does, how many in all, and where its share of the others is."""
+def _jobs(M, N, FULL, SHARE, WIDTH, STEPS, ROWS: gl.constexpr, BM: gl.constexpr):
+    """How many whole tiles this program does, how many in all, its share of the others, and what comes first.
+
+    First it does what another program waits for, and last what it waits for itself: the end of a tile.
+    """
     program = gl.program_id(0)
     others = gl.cdiv(M, BM) * gl.cdiv(N, ROWS) - FULL
     whole = gl.cdiv(gl.maximum(FULL - program, 0), gl.num_programs(0))
     begin = gl.minimum(program * SHARE, others * WIDTH)
     end = gl.minimum(begin + SHARE, others * WIDTH)
     shared = gl.where(begin < end, (end + WIDTH - 1) // WIDTH - begin // WIDTH, 0)
-    return whole, whole + shared, begin, end
+    has_end = end - begin // WIDTH * WIDTH >= STEPS
+    ahead = gl.where((shared == 2) | ((shared == 1) & (not has_end)), 1, 0)
+    return whole, whole + shared, begin, end, ahead
 
 
 @gluon.jit
-def _job(number, whole, begin, end, FULL, WIDTH, steps):
+def _job(number, whole, begin, end, ahead, FULL, WIDTH, STEPS):
     """The tile of a job, its first step, and the one after its last."""
-    other = begin // WIDTH + number - whole
-    is_whole = number < whole
-    tile = gl.where(is_whole, gl.program_id(0) + number * gl.num_programs(0), FULL + other)
+    is_whole = (number >= ahead) & (number < whole + ahead)
+    other = gl.where(number < ahead, (end - 1) // WIDTH, begin // WIDTH)
+    tile = gl.where(is_whole, gl.program_id(0) + (number - ahead) * gl.num_programs(0), FULL + other)
     first = gl.where(is_whole, 0, gl.maximum(begin - other * WIDTH, 0))
-    last = gl.where(is_whole, steps, gl.minimum(end - other * WIDTH, steps))
+    last = gl.where(is_whole, STEPS, gl.minimum(end - other * WIDTH, STEPS))
     return tile, first, last
 
 
@@ -118,10 +122,10 @@ def _copy(
     BLOCKS_OF_STEP: gl.constexpr = _unit(PLANES) // 64
     steps = gl.cdiv(SPANS * (16 * PLANES), 2 * _unit(PLANES))
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
-    whole, jobs, begin, end = _jobs(M, N, FULL, SHARE, WIDTH, ROWS, BM)
+    whole, jobs, begin, end, ahead = _jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
     count = 0
     for number in range(jobs):
-        tile, first, last = _job(number, whole, begin, end, FULL, WIDTH, steps)
+        tile, first, last = _job(number, whole, begin, end, ahead, FULL, WIDTH, steps)
         pm, _ = place(tile, columns, rows, RASTER)
         for block in range(first * BLOCKS_OF_STEP, last * BLOCKS_OF_STEP):
             stage = count % STAGES
@@ -143,7 +147,7 @@ def _multiply(
     """64 rows of a tile, those of group number `which`."""
     (
         held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
-        M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS,
+        M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     ) = given  # fmt: skip
     SPAN: gl.constexpr = 16 * PLANES
     C: gl.constexpr = _unit(PLANES) // SPAN
@@ -157,8 +161,8 @@ def _multiply(
     last_unit = SPANS // C - 1
     steps = gl.cdiv(SPANS, 2 * C)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
-    whole, jobs, begin, end = _jobs(M, N, FULL, SHARE, WIDTH, ROWS, BM)
-    tile, first, last = _job(0, whole, begin, end, FULL, WIDTH, steps)
+    whole, jobs, begin, end, ahead = _jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
+    tile, first, last = _job(0, whole, begin, end, ahead, FULL, WIDTH, steps)
     # A program without a job loads what one would begin with all the same.
     pm, pn = place(gl.minimum(tile, columns * rows - 1), columns, rows, RASTER)
     words_at, values_at, units = _begin(
@@ -210,9 +214,13 @@ def _multiply(
                     mbarrier.arrive(free.index((count + piece) % STAGES), count=1)
                 count += PIECES
         row, m = pn * ROWS + which * 64, pm * BM
-        is_whole = last - first == steps
+        is_written, is_added = last == steps, first > 0
+        # The programs before that have steps of the same tile.
+        before = (tile - FULL) * WIDTH // gl.maximum(SHARE, 1)
         # What the next tile begins with is on its way while this one is written.
-        tile, first, last = _job(gl.minimum(number + 1, jobs - 1), whole, begin, end, FULL, WIDTH, steps)
+        tile, first, last = _job(
+            gl.minimum(number + 1, jobs - 1), whole, begin, end, ahead, FULL, WIDTH, steps
+        )
         pm, pn = place(tile, columns, rows, RASTER)
         words_at, values_at, units = _begin(
             pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
@@ -221,14 +229,75 @@ def _multiply(
         if PDL:
             # The kernel before may still read what lies where this one writes.
             _wait_for_kernel_before()
-        if is_whole:
+        if is_written:
+            if is_added:
+                total = _add(total, sums, before, which, TOKEN, ROWS, BM, SUMS)
             _store(total, y, row, m, M, N, scale, factor, bias, BM, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, SUMS)
         else:
-            slot = gl.program_id(0) * 2 + number - whole
-            n = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-            column = gl.arange(0, BM, gl.SliceLayout(0, SUMS))
-            to = sums + slot.to(gl.int64) * (ROWS * BM)
-            gl.store(to + gl.expand_dims(n, 1) * BM + gl.expand_dims(column, 0), total)
+            _leave(total, sums, which, TOKEN, ROWS, BM)
+
+
+@gluon.jit
+def _leave(total, sums, which: gl.constexpr, TOKEN, ROWS: gl.constexpr, BM: gl.constexpr):
+    """Leave sums to the program that writes the tile."""
+    flat = _in_registers_of_threads(total, BM)
+    FLAT: gl.constexpr = flat.type.layout
+    gl.store(_sums_of(gl.program_id(0), sums, which, FLAT, ROWS, BM), flat)
+    gl.thread_barrier()
+    gl.atomic_xchg(_said_by(gl.program_id(0), sums, which, ROWS, BM), TOKEN, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _add(
+    total, sums, before, which: gl.constexpr, TOKEN, ROWS: gl.constexpr, BM: gl.constexpr, SUMS: gl.constexpr
+):
+    """Add what programs from `before` on have left, and take back their words: a graph has a token for good.
+
+    Programs with smaller numbers have begun before this one, and wait for none with a larger one.
+    """
+    last = gl.program_id(0) - 1
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for first in range(before, last + 1, 32):
+        words = gl.minimum(first + gl.arange(0, 32, LANES), last)
+        said = _said_by(words, sums, which, ROWS, BM)
+        while gl.min((_acquired(said) == TOKEN).to(gl.int32), 0) == 0:
+            pass
+        gl.thread_barrier()
+        gl.store(said, gl.full([32], 0, gl.int64, LANES))
+    flat = _in_registers_of_threads(total, BM)
+    FLAT: gl.constexpr = flat.type.layout
+    for program in range(before, last + 1):
+        flat += gl.load(_sums_of(program, sums, which, FLAT, ROWS, BM))
+    flat = gl.permute(gl.reshape(flat, (BM // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(gl.reshape(flat, (64, BM)), SUMS, assert_trivial=True)
+
+
+@gluon.jit
+def _in_registers_of_threads(total, BM: gl.constexpr):
+    """Sums [64, BM] as threads hold them: four in a row of one thread, then the next thread."""
+    flat = gl.permute(gl.reshape(total, (4, 2, 8, BM // 8, 4, 2)), (3, 0, 2, 4, 1, 5))
+    return gl.reshape(flat, (64 * BM,))
+
+
+@gluon.jit
+def _sums_of(program, sums, which: gl.constexpr, FLAT: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr):
+    """Where a group of warps of a program leaves its sums."""
+    return sums + (program.to(gl.int64) * (ROWS // 64) + which) * (64 * BM) + gl.arange(0, 64 * BM, FLAT)
+
+
+@gluon.jit
+def _said_by(program, sums, which: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr):
+    """Where it says that they are there."""
+    said = sums + gl.num_programs(0).to(gl.int64) * (ROWS * BM)
+    return said.to(gl.pointer_type(gl.int64), bitcast=True) + program * (ROWS // 64) + which
+
+
+@gluon.jit
+def _acquired(words):
+    """Words of other programs; what they wrote before is there if they are."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [words], dtype=gl.int64, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -347,36 +416,3 @@ def _store(
     n = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, STORED)), 1)
     m = gl.expand_dims(m + gl.arange(0, BM, gl.SliceLayout(0, STORED)), 0)
     gl.store(y + m.to(gl.int64) * N + n, out, mask=(m < M) & (n < N))
-
-
-@triton.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH", "STEPS"])
-def combine_shares(
-    sums, scale, factor, bias, y, M, N, FULL, SHARE, WIDTH, STEPS,
-    GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, RASTER: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The tiles of y [M, N] from FULL on that several programs of `hopper` have shares of, MOST at most.
-
-    A program adds up BLOCK rows and columns, in the order of the shares.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    tile = tl.program_id(0)
-    first = tile * WIDTH // SHARE
-    last = (tile * WIDTH + STEPS - 1) // SHARE
-    if first == last:
-        return
-    m = tl.program_id(1) % (BM // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.program_id(1) // (BM // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for number in tl.static_range(MOST):
-        program = first + number
-        # The first or the second tile that the program has a share of.
-        slot = 2 * program + tile - program * SHARE // WIDTH
-        at = sums + slot.to(tl.int64) * (ROWS * BM) + n[:, None] * BM + m[None, :]
-        total += tl.load(at, mask=program <= last, other=0.0)
-    pm, pn = place(FULL + tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS), RASTER)
-    m += pm * BM
-    store(total, y, pn * ROWS + n, m, m, N, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -31,12 +32,10 @@ HOPPER_STAGES = 8
 MULTIPLYING_REGISTERS = {128: 240, 192: 160}
 #: Outputs that a program of `combine` adds up.
 COMBINED = 512
-#: Rows and columns of outputs that a program of `combine_shares` adds up.
-COMBINED_SHARES = 32
+#: Tokens of one launch and the next are so far apart: by 2^64 divided by the golden ratio.
+TOKENS_APART = 0x9E3779B97F4A7C15
 #: Steps that a program has of a tile that it shares, at least.
 LEAST_SHARE = 2
-#: Steps that take about as long as to add up sums of all programs.
-SHARED_LONGER = 2
 #: Numbers that a program which orders pairs has at a time: its pairs times the experts.
 ORDERED = 8192
 #: Outputs that a program of `weigh_pairs` has.
@@ -44,6 +43,7 @@ WEIGHED = 1024
 #: PTX that waits until no more than the products of the other chain are in flight, of which there are eight
 #: or more, and seven the most that can be waited for.
 HOLD = "{wgmma.wait_group.sync.aligned 7;\nmov.b32 $0, $1;}"
+_LAUNCHES = count(1)
 #: How 8-bit scales are to be read; the others are floats of Triton's own.
 SCALE_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 
@@ -462,20 +462,18 @@ def tiled(op: Operands, tile: Tile, features: frozenset[str] = frozenset()) -> t
 class _HopperTiles:
     """The launches of `hopper`, the layout of what is in shared memory, and who has which steps.
 
-    `shares` are those of the function. If they leave parts of tiles, there are up to `slots` sums, which
-    `combine` adds up. A weight has so many `spans` and `blocks`, and a tile so many `steps`.
+    `shares` are those of the function. Parts of tiles take `sums` numbers, with what programs say of them. A
+    weight has so many `spans` and `blocks`.
     """
 
     order: Launch
     kernel: Launch
-    combine: Launch | None
     columns: int
     layout: Any
     shares: tuple[int, int, int]
-    steps: int
     spans: int
     blocks: int
-    slots: int
+    sums: int
 
 
 @lru_cache(maxsize=4096)
@@ -492,7 +490,6 @@ def _hopper(
 ) -> _HopperTiles:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from quantkit.kernels.fused.hopper import combine_shares
     from quantkit.kernels.fused.hopper import hopper as kernel
 
     shape = geometry(n, k, scheme, dtype)
@@ -517,31 +514,16 @@ def _hopper(
         num_warps=4,
         **overlap(features),
     )
-    combine = None
-    if 0 < share < steps:
-        combine = Launch(
-            combine_shares,
-            (tiles - full, tile.m * tile.rows // COMBINED_SHARES**2),
-            **{name: known[name] for name in combine_shares.arg_names if name in known},
-            HAS_BIAS=bias,
-            BM=tile.m,
-            ROWS=tile.rows,
-            RASTER=RASTER,
-            MOST=power_of_two((steps - 2) // share + 2),
-            BLOCK=COMBINED_SHARES,
-            **overlap(features),
-        )
     return _HopperTiles(
         _order_launch(m, shape, features),
         main,
-        combine,
         columns,
         NVMMASharedLayout(128, 16, 2),
         (full, share, width),
-        steps,
         shape.spans,
         shape.blocks,
-        slots=2 * programs,
+        # A word of 64 bits for each group of warps.
+        programs * (tile.rows * tile.m + tile.rows // 64 * 2) if 0 < share < steps else 0,
     )
 
 
@@ -561,15 +543,15 @@ def hopper_step(shape: Geometry) -> int:
 def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int]:
     """How many of `tiles` are done whole, and for the others the steps of a program and from tile to tile.
 
-    Each of the latter is divided among as many programs, unless that takes much longer than to give all
-    programs the same, some of which have parts of two tiles then: more sums go through memory so.
+    Each of the latter is divided among as many programs, unless it is sooner to give all programs the same,
+    some of which have parts of two tiles then.
     """
     others = tiles % programs
     if others == 0:
         return tiles, 0, steps
     apart = max(LEAST_SHARE, -(-steps // (programs // others)))
     even = max(LEAST_SHARE, -(-others * steps // programs))
-    if apart <= even + SHARED_LONGER:
+    if apart <= even:
         return tiles - others, apart, -(-steps // apart) * apart
     return tiles - others, even, steps
 
@@ -585,12 +567,14 @@ def hopper(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset(
     ordered = _ordered(op, run.order, m, run.columns)
     x = TensorDescriptor(ordered, [m, run.columns], [run.columns, 1], [tile.m, HOPPER_COLUMNS], run.layout)
     bias = y if op.bias is None else op.bias
-    sums = _empty(op, run.slots, tile.rows, tile.m, dtype=torch.float32) if run.combine else y
-    run.kernel(x, *op.layout, bias, y, sums, m, op.n, *run.shares, run.spans, run.blocks)
-    if run.combine:
-        _, scale, _, factor, _ = op.layout
-        run.combine(sums, scale, factor, bias, y, m, op.n, *run.shares, run.steps)
+    sums = _empty(op, run.sums, dtype=torch.float32) if run.sums else y
+    run.kernel(x, *op.layout, bias, y, sums, m, op.n, *run.shares, run.spans, run.blocks, _token())
     return y
+
+
+def _token() -> int:
+    """63 bits that no other launch of this process has, and that no memory has but by chance."""
+    return (next(_LAUNCHES) * TOKENS_APART) % (1 << 63) | 1 << 62
 
 
 @dataclass(frozen=True)

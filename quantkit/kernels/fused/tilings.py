@@ -40,7 +40,7 @@ HOPPER_TILES: Mapping[tuple[int, int], float] = {
 HOPPER_AROUND = 3.0
 #: Microseconds, for each row of x of a tile of 128 rows of the weight, that sums of its parts take to be
 #: written and added up.
-HOPPER_SHARES = 0.05
+HOPPER_SHARES = 0.033
 #: Bytes of x that stay in the cache. Programs that share tiles are at different steps, and read x from there.
 HOPPER_CACHED = 32 << 20
 #: Registers of a thread that codes in flight, or sums, may take before ptxas would spill.

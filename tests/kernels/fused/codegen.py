@@ -213,6 +213,7 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
         **dict.fromkeys(("M", "N", "FULL", "SHARE", "WIDTH", "SPANS", "BLOCKS"), "i32"),
+        "TOKEN": "i64",
         **dict.fromkeys(known, "constexpr"),
     }
     names = hopper.arg_names
@@ -334,6 +335,7 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
     return {
         # Registers that went to memory or back.
         "spills": sum(line.startswith(("STL", "LDL")) for line in lines),
+        "spills_in_steps": spills_in_steps(text),
         "registers": 1 + max(map(int, re.findall(r"\bR(\d+)", " ".join(lines)))),
         "wgmma": len(products),
         # Where they are not left in flight, each has two of its own.
@@ -346,6 +348,22 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
         "wide_loads": sum(re.match(r"LDG\.\S*128", line) is not None for line in lines),
         "per_weight": per_weight(len(lines), 32, found),
     }
+
+
+def spills_in_steps(text: str) -> int:
+    """Of the loops that have products and no other such loop in them."""
+    lines = [
+        (int(address, 16), line)
+        for address, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text)
+    ]
+    # "BRA 0x2170"
+    jumps = [(int(line.split("0x")[1], 16), at) for at, line in lines if re.match("BRA.* 0x", line)]
+    steps: set[tuple[int, int]] = set()
+    for product in (at for at, line in lines if line.startswith("HGMMA")):
+        around = [(first, last) for first, last in jumps if first <= product <= last]
+        steps |= {min(around, key=lambda loop: loop[1] - loop[0])} if around else set()
+    spills = [at for at, line in lines if line.startswith(("STL", "LDL"))]
+    return sum(first <= at <= last for at in spills for first, last in steps)
 
 
 if __name__ == "__main__":

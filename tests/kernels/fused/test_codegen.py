@@ -54,8 +54,8 @@ TABLES = {"book4", "nf4"}
 AMD = 942
 #: Instructions of the kernel for few rows that spill a register or fetch it back; all others have none.
 SPILLS = {"int3": 2}
-#: The same of the kernel for many rows.
-HOPPER_SPILLS = {"mxfp8": 4, "int5": 2}
+#: The same of the kernel for many rows, at the begin and the end of a tile.
+HOPPER_SPILLS = 20
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_hopper_leaves_products_in_flight(compiled: Compiled) -> None:
     cases += [("hopper", name, 90, 768) for name in ("int8", "int4", "fp6", "nf4")]
     for (_, name, _, m), found in compiled(cases).items():
         assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], (name, found)
-        assert found["spills"] <= HOPPER_SPILLS.get(name, 0), (name, found)
+        assert found["spills"] <= HOPPER_SPILLS and found["spills_in_steps"] == 0, (name, found)
         # Two or three groups of warps, two units; some formats are decoded 256 columns at a time.
         groups = 3 if m == 768 else 2
         blocks = 2 if name.startswith(("int7", "int5", "int3", "binary")) else 1

@@ -568,12 +568,15 @@ def hopper(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset(
     x = TensorDescriptor(ordered, [m, run.columns], [run.columns, 1], [tile.m, HOPPER_COLUMNS], run.layout)
     bias = y if op.bias is None else op.bias
     sums = _empty(op, run.sums, dtype=torch.float32) if run.sums else y
-    run.kernel(x, *op.layout, bias, y, sums, m, op.n, *run.shares, run.spans, run.blocks, _token())
+    run.kernel(x, *op.layout, bias, y, sums, m, op.n, *run.shares, run.spans, run.blocks, launch_token())
     return y
 
 
-def _token() -> int:
-    """63 bits that no other launch of this process has, and that no memory has but by chance."""
+def launch_token() -> int:
+    """63 bits that no other launch of this process has, and that no memory has but by chance.
+
+    By it programs of a launch tell each other, in memory that nobody has cleared, that something is there.
+    """
     return (next(_LAUNCHES) * TOKENS_APART) % (1 << 63) | 1 << 62
 
 

@@ -244,6 +244,29 @@ def test_programs_without_work_read_what_is_there(
     assert torch.equal(y, launch.hopper(op, tile, FEATURES[0]))
 
 
+@pytest.mark.skipif("gluon" not in FEATURES[0], reason="Gluon runs on a GPU of compute capability 9.0 only")
+@pytest.mark.parametrize(("n", "k", "m"), [(1024, 8192, 300), (128, 16384, 64), (4000, 3000, 700)])
+@pytest.mark.parametrize(
+    "tile", [HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(256, share=True)], ids=str
+)
+def test_parts_of_tiles_are_added_up_alike_in_every_replay(
+    make_packed: Callable[..., PackedTensor], n: int, k: int, m: int, tile: HopperTile
+) -> None:
+    """Also when one follows the other without a pause, with the same token and the same memory."""
+    op, packed = operands(make_packed, "int4", n, k, m, DTYPES[0])
+    run = partial(launch.hopper, op, tile, FEATURES[0])
+    y = run()
+    assert error(y, op.x, packed, op.bias) < LIMIT[DTYPES[0]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [run() for _ in range(3)]
+    for _ in range(50):
+        for found in captured:
+            found.fill_(math.nan)
+        graph.replay()
+        assert all(torch.equal(found, y) for found in captured)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("case", ["int4", "nvfp4"])
 def test_what_is_no_number_stays_in_its_row(

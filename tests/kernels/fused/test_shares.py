@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quantkit.kernels.fused.launch import LEAST_SHARE, shares
+from quantkit.kernels.fused.launch import LEAST_SHARE, launch_token, shares
 
 SIZES = given(st.integers(1, 500), st.integers(1, 230), st.integers(1, 150))
 
@@ -83,3 +83,10 @@ def test_no_program_takes_much_longer_than_its_part(tiles: int, steps: int, prog
     assert full % programs == 0 or full == tiles
     even = -(-(tiles - full) * steps // programs)
     assert share <= max(even, LEAST_SHARE) + 2 and (tiles - full) < programs
+
+
+def test_every_launch_has_a_token_of_its_own() -> None:
+    tokens = [launch_token() for _ in range(10_000)]
+    assert len(set(tokens)) == len(tokens)
+    # They fit an int64, and are neither what memory begins with nor what a reader takes them back with.
+    assert all(1 << 62 <= token < 1 << 63 for token in tokens)

@@ -32,8 +32,8 @@ def hopper(
     where that is longer; codes are loaded AHEAD units before they are decoded. GROUPS only says whether there
     are several. Tiles up to FULL are done whole, one by one. The steps of the others, which begin WIDTH after
     each other, are shared out, SHARE to each program. Who has the last steps of such a tile writes it; the
-    others leave what they have in `sums`, float32 [programs, ROWS // 64, 64 * BM], and say so by TOKEN, 64
-    bits that no other launch has, in what follows there: int64 [programs, ROWS // 64].
+    others leave what they have in `sums`, float32 [programs, ROWS // 64, 64 * BM], and say so by TOKEN, which
+    no other launch of the process has, in what follows there: int64 [programs, ROWS // 64].
     """
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -253,13 +253,14 @@ def _add(
 ):
     """Add what programs from `before` on have left, and take back their words: a graph has a token for good.
 
-    Programs with smaller numbers have begun before this one, and wait for none with a larger one.
+    They have begun before this one, as programs begin in the order of their numbers, and wait for none with a
+    larger one.
     """
     last = gl.program_id(0) - 1
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     for first in range(before, last + 1, 32):
-        words = gl.minimum(first + gl.arange(0, 32, LANES), last)
-        said = _said_by(words, sums, which, ROWS, BM)
+        programs = gl.minimum(first + gl.arange(0, 32, LANES), last)
+        said = _said_by(programs, sums, which, ROWS, BM)
         while gl.min((_acquired(said) == TOKEN).to(gl.int32), 0) == 0:
             pass
         gl.thread_barrier()

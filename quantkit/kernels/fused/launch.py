@@ -573,7 +573,7 @@ def hopper(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset(
 
 
 def launch_token() -> int:
-    """63 bits that no other launch of this process has, and that no memory has but by chance.
+    """A number that no other launch of this process has, and that no memory has but by chance.
 
     By it programs of a launch tell each other, in memory that nobody has cleared, that something is there.
     """

@@ -335,7 +335,7 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
     return {
         # Registers that went to memory or back.
         "spills": sum(line.startswith(("STL", "LDL")) for line in lines),
-        "spills_in_steps": spills_in_steps(text),
+        **loops_of_products(text),
         "registers": 1 + max(map(int, re.findall(r"\bR(\d+)", " ".join(lines)))),
         "wgmma": len(products),
         # Where they are not left in flight, each has two of its own.
@@ -350,20 +350,23 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
     }
 
 
-def spills_in_steps(text: str) -> int:
-    """Of the loops that have products and no other such loop in them."""
+def loops_of_products(text: str) -> dict[str, int]:
+    """How many loops have products and no other such loop in them, and the registers spilled there."""
     lines = [
         (int(address, 16), line)
         for address, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text)
     ]
     # "BRA 0x2170"
     jumps = [(int(line.split("0x")[1], 16), at) for at, line in lines if re.match("BRA.* 0x", line)]
-    steps: set[tuple[int, int]] = set()
+    loops: set[tuple[int, int]] = set()
     for product in (at for at, line in lines if line.startswith("HGMMA")):
         around = [(first, last) for first, last in jumps if first <= product <= last]
-        steps |= {min(around, key=lambda loop: loop[1] - loop[0])} if around else set()
+        loops |= {min(around, key=lambda loop: loop[1] - loop[0])} if around else set()
     spills = [at for at, line in lines if line.startswith(("STL", "LDL"))]
-    return sum(first <= at <= last for at in spills for first, last in steps)
+    return {
+        "loops": len(loops),
+        "spills_in_loops": sum(first <= at <= last for at in spills for first, last in loops),
+    }
 
 
 if __name__ == "__main__":

@@ -255,10 +255,11 @@ def test_hopper_leaves_products_in_flight(compiled: Compiled) -> None:
     cases += [("hopper", name, 90, 768) for name in ("int8", "int4", "fp6", "nf4")]
     for (_, name, _, m), found in compiled(cases).items():
         assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], (name, found)
-        assert found["spills"] <= HOPPER_SPILLS and found["spills_in_steps"] == 0, (name, found)
+        assert found["spills"] <= HOPPER_SPILLS and found["spills_in_loops"] == 0, (name, found)
         # Two or three groups of warps, two units; some formats are decoded 256 columns at a time.
         groups = 3 if m == 768 else 2
         blocks = 2 if name.startswith(("int7", "int5", "int3", "binary")) else 1
+        assert found["loops"] == groups, (name, found)
         assert found["wgmma"] == found["wgmma_registers"] == groups * 2 * blocks * 8, (name, found)
         # One to begin with each block of x, and one for the end of all.
         assert found["waits"] == groups * 2 * (blocks + 1), (name, found)

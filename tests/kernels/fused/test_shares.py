@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quantkit.kernels.fused import hopper
@@ -43,6 +43,7 @@ def before(program: int, tile: int, programs: int, tiles: int, steps: int) -> ra
     return range((tile - full) * width // max(share, 1), program)
 
 
+@settings(deadline=None)
 @SIZES
 @example(16, 56, 132)
 @example(96, 16, 132)
@@ -53,8 +54,9 @@ def test_every_step_is_done_once_and_added_up_by_who_writes_the_tile(
     done: Counter[tuple[int, int]] = Counter()
     left: dict[int, int] = {}
     writers: dict[int, int] = {}
-    for program in range(programs):
-        for tile, first, last in jobs(program, programs, tiles, steps):
+    done_by = [jobs(program, programs, tiles, steps) for program in range(programs)]
+    for program, mine in enumerate(done_by):
+        for tile, first, last in mine:
             assert first < last
             done.update((tile, step) for step in range(first, last))
             if last == steps:
@@ -67,11 +69,12 @@ def test_every_step_is_done_once_and_added_up_by_who_writes_the_tile(
     assert done == Counter((tile, step) for tile in range(tiles) for step in range(steps))
     for tile in range(tiles):
         program = writers[tile]
-        mine = next(job for job in jobs(program, programs, tiles, steps) if job[0] == tile)
-        added = list(before(program, tile, programs, tiles, steps)) if mine[1] > 0 else []
+        first = next(first for found, first, _ in done_by[program] if found == tile)
+        added = list(before(program, tile, programs, tiles, steps)) if first > 0 else []
         assert added == [other for other, found in sorted(left.items()) if found == tile]
 
 
+@settings(deadline=None)
 @SIZES
 @example(96, 16, 132)
 @example(100, 7, 132)
@@ -85,6 +88,7 @@ def test_what_is_waited_for_comes_before_all_else(tiles: int, steps: int, progra
         assert waits == sorted(waits) and sum(waits) <= 1
 
 
+@settings(deadline=None)
 @SIZES
 def test_no_program_takes_much_longer_than_its_part(tiles: int, steps: int, programs: int) -> None:
     full, share, _ = shares(tiles, steps, programs)

@@ -84,9 +84,10 @@ def hopper(
 
 @gluon.jit
 def _jobs(M, N, FULL, SHARE, WIDTH, STEPS, ROWS: gl.constexpr, BM: gl.constexpr):
-    """How many whole tiles this program does, how many in all, its share of the others, and what comes first.
+    """How many whole tiles this program does, how many in all, its share of the others, and what it leaves.
 
-    First it does what another program waits for, and last what it waits for itself: the end of a tile.
+    First is the part that it leaves to another program, if there is one, and last the end of a tile of which
+    others have parts.
     """
     program = gl.program_id(0)
     others = gl.cdiv(M, BM) * gl.cdiv(N, ROWS) - FULL
@@ -95,19 +96,25 @@ def _jobs(M, N, FULL, SHARE, WIDTH, STEPS, ROWS: gl.constexpr, BM: gl.constexpr)
     end = gl.minimum(begin + SHARE, others * WIDTH)
     shared = gl.where(begin < end, (end + WIDTH - 1) // WIDTH - begin // WIDTH, 0)
     has_end = end - begin // WIDTH * WIDTH >= STEPS
-    ahead = gl.where((shared == 2) | ((shared == 1) & (not has_end)), 1, 0)
-    return whole, whole + shared, begin, end, ahead
+    left = gl.where((shared == 2) | ((shared == 1) & (not has_end)), 1, 0)
+    return whole, whole + shared, begin, end, left
 
 
 @gluon.jit
-def _job(number, whole, begin, end, ahead, FULL, WIDTH, STEPS):
+def _job(number, whole, begin, end, left, FULL, WIDTH, STEPS):
     """The tile of a job, its first step, and the one after its last."""
-    is_whole = (number >= ahead) & (number < whole + ahead)
-    other = gl.where(number < ahead, (end - 1) // WIDTH, begin // WIDTH)
-    tile = gl.where(is_whole, gl.program_id(0) + (number - ahead) * gl.num_programs(0), FULL + other)
+    is_whole = (number >= left) & (number < whole + left)
+    other = gl.where(number < left, (end - 1) // WIDTH, begin // WIDTH)
+    tile = gl.where(is_whole, gl.program_id(0) + (number - left) * gl.num_programs(0), FULL + other)
     first = gl.where(is_whole, 0, gl.maximum(begin - other * WIDTH, 0))
     last = gl.where(is_whole, STEPS, gl.minimum(end - other * WIDTH, STEPS))
     return tile, first, last
+
+
+@gluon.jit
+def _first_of(tile, FULL, SHARE, WIDTH):
+    """The first of the programs that have steps of a tile that is shared out."""
+    return (tile - FULL) * WIDTH // gl.maximum(SHARE, 1)
 
 
 @gluon.jit
@@ -122,10 +129,10 @@ def _copy(
     BLOCKS_OF_STEP: gl.constexpr = _unit(PLANES) // 64
     steps = gl.cdiv(SPANS * (16 * PLANES), 2 * _unit(PLANES))
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
-    whole, jobs, begin, end, ahead = _jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
+    whole, jobs, begin, end, left = _jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
     count = 0
     for number in range(jobs):
-        tile, first, last = _job(number, whole, begin, end, ahead, FULL, WIDTH, steps)
+        tile, first, last = _job(number, whole, begin, end, left, FULL, WIDTH, steps)
         pm, _ = place(tile, columns, rows, RASTER)
         for block in range(first * BLOCKS_OF_STEP, last * BLOCKS_OF_STEP):
             stage = count % STAGES
@@ -161,8 +168,8 @@ def _multiply(
     last_unit = SPANS // C - 1
     steps = gl.cdiv(SPANS, 2 * C)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
-    whole, jobs, begin, end, ahead = _jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
-    tile, first, last = _job(0, whole, begin, end, ahead, FULL, WIDTH, steps)
+    whole, jobs, begin, end, left = _jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
+    tile, first, last = _job(0, whole, begin, end, left, FULL, WIDTH, steps)
     # A program without a job loads what one would begin with all the same.
     pm, pn = place(gl.minimum(tile, columns * rows - 1), columns, rows, RASTER)
     words_at, values_at, units = _begin(
@@ -215,11 +222,10 @@ def _multiply(
                 count += PIECES
         row, m = pn * ROWS + which * 64, pm * BM
         is_written, is_added = last == steps, first > 0
-        # The programs before that have steps of the same tile.
-        before = (tile - FULL) * WIDTH // gl.maximum(SHARE, 1)
+        before = _first_of(tile, FULL, SHARE, WIDTH)
         # What the next tile begins with is on its way while this one is written.
         tile, first, last = _job(
-            gl.minimum(number + 1, jobs - 1), whole, begin, end, ahead, FULL, WIDTH, steps
+            gl.minimum(number + 1, jobs - 1), whole, begin, end, left, FULL, WIDTH, steps
         )
         pm, pn = place(tile, columns, rows, RASTER)
         words_at, values_at, units = _begin(

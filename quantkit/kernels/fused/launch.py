@@ -34,6 +34,7 @@ MULTIPLYING_REGISTERS = {128: 240, 192: 160}
 COMBINED = 512
 #: Tokens of one launch and the next are so far apart: by 2^64 divided by the golden ratio.
 TOKENS_APART = 0x9E3779B97F4A7C15
+_LAUNCHES = count(1, 2)
 #: Steps that a program has of a tile that it shares, at least.
 LEAST_SHARE = 2
 #: Numbers that a program which orders pairs has at a time: its pairs times the experts.
@@ -43,7 +44,6 @@ WEIGHED = 1024
 #: PTX that waits until no more than the products of the other chain are in flight, of which there are eight
 #: or more, and seven the most that can be waited for.
 HOLD = "{wgmma.wait_group.sync.aligned 7;\nmov.b32 $0, $1;}"
-_LAUNCHES = count(1)
 #: How 8-bit scales are to be read; the others are floats of Triton's own.
 SCALE_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 
@@ -575,7 +575,8 @@ def hopper(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset(
 def launch_token() -> int:
     """A number that no other launch of this process has, and that no memory has but by chance.
 
-    By it programs of a launch tell each other, in memory that nobody has cleared, that something is there.
+    By it programs of a launch tell each other, in memory that nobody has cleared, that something is there. It
+    is odd, as `Launch` looks kernels up by whether integers are multiples of 16.
     """
     return (next(_LAUNCHES) * TOKENS_APART) % (1 << 63) | 1 << 62
 

@@ -30,17 +30,17 @@ def in_python(function: Any, program: int, programs: int) -> Callable[..., Any]:
 def jobs(program: int, programs: int, tiles: int, steps: int) -> list[tuple[int, int, int]]:
     """What a program does, by the kernel's code: each tile, its first step, and the one after its last."""
     full, share, width = shares(tiles, steps, programs)
-    whole, count, begin, end, ahead = in_python(hopper._jobs, program, programs)(
+    whole, count, begin, end, left = in_python(hopper._jobs, program, programs)(
         tiles, 1, full, share, width, steps, ROWS=1, BM=1
     )
     job = in_python(hopper._job, program, programs)
-    return [job(number, whole, begin, end, ahead, full, width, steps) for number in range(count)]
+    return [job(number, whole, begin, end, left, full, width, steps) for number in range(count)]
 
 
 def before(program: int, tile: int, programs: int, tiles: int, steps: int) -> range:
-    """The programs whose sums the one that writes a tile adds up, as the kernel has it."""
-    full, share, width = shares(tiles, steps, programs)
-    return range((tile - full) * width // max(share, 1), program)
+    """The programs whose sums the one that writes a tile adds up, by the kernel's code."""
+    first = in_python(hopper._first_of, program, programs)(tile, *shares(tiles, steps, programs))
+    return range(first, program)
 
 
 @settings(deadline=None)
@@ -100,5 +100,6 @@ def test_no_program_takes_much_longer_than_its_part(tiles: int, steps: int, prog
 def test_every_launch_has_a_token_of_its_own() -> None:
     tokens = [launch_token() for _ in range(10_000)]
     assert len(set(tokens)) == len(tokens)
-    # They fit an int64, and are neither what memory begins with nor what a reader takes them back with.
-    assert all(1 << 62 <= token < 1 << 63 for token in tokens)
+    # They fit an int64, and are neither what memory begins with nor what a reader takes them back with. They
+    # are of one kind, by which launches are looked up.
+    assert all(1 << 62 <= token < 1 << 63 and token % 2 for token in tokens)

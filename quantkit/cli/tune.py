@@ -47,6 +47,13 @@ def tune(
             help="With float16, for runs that set torch's allow_fp16_accumulation: try float16 sums too.",
         ),
     ] = False,
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            help="Kernels whose tiles are searched, comma-separated; others keep the tile they have.",
+            show_default="all",
+        ),
+    ] = None,
     passes: Annotated[
         int, typer.Option(help="Passes over tiles next to the best so far; each finds less.", min=0)
     ] = 1,
@@ -69,6 +76,7 @@ def tune(
     weights = _weights(directory, shapes, formats, dtype, fp16_accumulation)
     # The entry of a power of two is that of the numbers below it too.
     rows_of_x = sorted({bucket(number) for number in options.parse_rows_of_x(m)})
+    searched = _searched(kernels)
     gpu, features = _gpu()
     tuning = _Tuning.begin(gpu)
     for weight in weights:
@@ -81,7 +89,7 @@ def tune(
         def advance(number: int, done: int, total: int, label: str) -> None:
             report(done, max(total, 1), f"pass {number + 1} of {passes + 1}: {label}" if label else "")
 
-        setting = Setting(gpu, features, gpu_bench, pool, passes, advance)
+        setting = Setting(gpu, features, gpu_bench, pool, passes, advance, searched)
         for searches in search(weights, rows_of_x, tuning.known, setting):
             tuning.store(searches)
     forget_tile_tables()
@@ -168,6 +176,19 @@ def _gpu() -> "tuple[Gpu, frozenset[str]]":
             "Triton is not installed, so there are no tiles to tune; pip install triton."
         )
     return gpu, features
+
+
+def _searched(names: str | None) -> frozenset[str] | None:
+    """The rows of the table that `--kernels` names."""
+    from quantkit.kernels.table import ROWS
+
+    if names is None:
+        return None
+    known = [row.name for row in ROWS if row.tiling is not None]
+    found = options.parse_list(names, "--kernels")
+    if unknown := [name for name in found if name not in known]:
+        raise UsageError(f"--kernels has {', '.join(unknown)}; kernels with tiles are {', '.join(known)}.")
+    return frozenset(found)
 
 
 def _weights(

@@ -124,6 +124,27 @@ def test_a_checkpoint(run: Callable[..., Any], packed: Path) -> None:
         assert entry["rules"]["kernel"] in entry["measured"]
 
 
+def test_only_the_kernels_that_are_named_try_more_tiles(run: Callable[..., Any]) -> None:
+    done = run(
+        *(
+            "tune",
+            "--shapes",
+            "64x256",
+            "--formats",
+            "int4",
+            "--m",
+            "64",
+            "--kernels",
+            "fused-tiled",
+            "--json",
+        )
+    )
+    (entry,) = json.loads(done.out)["measured"]
+    tried = [candidate.split()[0] for candidate in entry["measured"]]
+    assert tried.count("fused-hopper") == 1 and tried.count("fused-tiled") > 5
+    assert entry["fastest"]["kernel"].startswith("fused-tiled")
+
+
 def test_weights_without_tiles_are_named(run: Callable[..., Any]) -> None:
     done = run("tune", "--shapes", "64x256", "--formats", "int4:48,int8", "--m", "1")
     assert done.code == 0
@@ -144,6 +165,12 @@ def test_weights_without_tiles_are_named(run: Callable[..., Any]) -> None:
         (("--shapes", "64x64", "--formats", ""), 2, "--formats is empty"),
         (("--shapes", "64x64", "--formats", "int44"), 4, "unknown format 'int44'"),
         (("--shapes", "64x64", "--formats", "int4:x"), 2, "'x'"),
+        (("--shapes", "64x64", "--kernels", ","), 2, "--kernels is empty"),
+        (
+            ("--shapes", "64x64", "--kernels", "fused-tiled,dequantize"),
+            2,
+            "--kernels has dequantize; kernels with tiles are fused-skinny, fused-hopper, fused-tiled.",
+        ),
         (("--shapes", "64x64", "--m", "0"), 2, "--m is '0'; it is numbers from 1 to 65536"),
         (("--shapes", "64x64", "--m", "a"), 2, "--m is 'a'"),
         (("--shapes", "64x64", "--fp16-accumulation"), 2, "is for --dtype float16, not bfloat16"),

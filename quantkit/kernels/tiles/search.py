@@ -1,9 +1,9 @@
 """The search for the fastest row and tile of a problem: what to measure next, and what won.
 
 Each row that can run the problem begins with the tile that rules, or the table so far, give it. Rows that are
-hopelessly slower are left there. The others try all tiles that differ from their best in one field, pass by
-pass. Every candidate is timed with few replays, the best of them again with many. Only those whose result is
-right may win.
+hopelessly slower, or not `searched`, are left there. The others try all tiles that differ from their best in
+one field, pass by pass. Every candidate is timed with few replays, the best of them again with many. Only
+those whose result is right may win.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -95,6 +95,8 @@ class Search:
     rules: Candidate
     #: What a table has so far.
     before: Entry | None = None
+    #: Rows that try more tiles than they begin with; None for all.
+    searched: frozenset[str] | None = None
     coarse: dict[Candidate, float] = field(default_factory=dict)
     fine: dict[Candidate, float] = field(default_factory=dict)
     #: Candidates that cannot win, and why: those that do not fit, and those whose results are wrong.
@@ -102,9 +104,11 @@ class Search:
     wrong: set[Candidate] = field(default_factory=set)
 
     @classmethod
-    def of(cls, problem: Problem, before: Entry | None = None) -> "Search":
+    def of(
+        cls, problem: Problem, before: Entry | None = None, searched: frozenset[str] | None = None
+    ) -> "Search":
         chosen = choose_by_rules(problem)
-        return cls(problem, Candidate(chosen.row.name, chosen.tile), before)
+        return cls(problem, Candidate(chosen.row.name, chosen.tile), before, searched)
 
     def candidates(self) -> list[Candidate]:
         """What to measure in the next pass: nothing where all is known."""
@@ -125,7 +129,11 @@ class Search:
         best = min(self.coarse.values(), default=0.0)
         rows = [row_named(name) for name in dict.fromkeys(one.row for one in self.coarse)]
         return [
-            row for row in rows if row.tiling is not None and self.coarse[self._best(row)] <= HOPELESS * best
+            row
+            for row in rows
+            if row.tiling is not None
+            and (self.searched is None or row.name in self.searched)
+            and self.coarse[self._best(row)] <= HOPELESS * best
         ]
 
     def _best(self, row: KernelRow) -> Candidate:
@@ -202,7 +210,8 @@ def neighbours(problem: Problem, row: KernelRow, tile: Any) -> Iterator[Candidat
 class Setting:
     """What a search runs with: the GPU, its bench for a weight, the compiler, passes after the first.
 
-    `report(pass, done, total, label)` is called for every candidate.
+    `report(pass, done, total, label)` is called for every candidate. Only rows that are `searched` try more
+    tiles than they begin with; None is all.
     """
 
     gpu: Gpu
@@ -211,6 +220,7 @@ class Setting:
     compiler: Compiler
     passes: int = 1
     report: Callable[[int, int, int, str], None] = lambda *_: None
+    searched: frozenset[str] | None = None
 
 
 def search(
@@ -225,7 +235,9 @@ def search(
     for weight in weights:
         problems = [weight.problem(m, setting.gpu, setting.features) for m in ms]
         searches[weight] = [
-            Search.of(problem, known.get(Key.of(problem))) for problem in problems if tunable_rows(problem)
+            Search.of(problem, known.get(Key.of(problem)), setting.searched)
+            for problem in problems
+            if tunable_rows(problem)
         ]
     for number in range(setting.passes + 1):
         waiting = {

@@ -135,6 +135,18 @@ def test_the_best_is_found_pass_by_pass(gpu: Gpu) -> None:
     assert one.gain == pytest.approx(1.6)
 
 
+def test_rows_that_are_not_searched_keep_their_tiles_and_may_win(gpu: Gpu) -> None:
+    ruled = Candidate(
+        "fused-tiled", row_named("fused-tiled").tiling.rule(INT4.problem(64, gpu, GPU_FEATURES))
+    )
+    bench = FakeBench(best_is(ruled))
+    setting = Setting(gpu, GPU_FEATURES, bench.open, FakeCompiler(), 2, searched=frozenset({"fused-hopper"}))
+    *_, (one,) = search((INT4,), (64,), {}, setting)
+    tried = [candidate.row for candidate in one.coarse]
+    assert tried.count("fused-tiled") == 1 and tried.count("fused-hopper") > 2
+    assert (one.entry().row, one.entry().tile) == ("fused-tiled", ruled.tile)
+
+
 def test_a_search_begins_where_the_table_is(gpu: Gpu) -> None:
     goal = Candidate("fused-skinny", SkinnyTile(8, 256, 1, False))
     known = {Key.of(INT4.problem(1, gpu, GPU_FEATURES)): Entry(1.0, "fused-skinny", goal.tile)}

@@ -49,7 +49,10 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("bench/worker.py", "import subprocess"): "measures in a fresh Python, with a program of its own",
     ("kernels/tiles/gpu.py", "import multiprocessing"): "processes that compile, which it starts itself",
     ("kernels/tiles/gpu.py", "import multiprocessing.connection"): "talks to those processes and no others",
-    ("kernels/fused/launch.py", "getattr of tl and a name that is computed"): "the name of a dtype of torch",
+    (
+        "kernels/fused/launch/operands.py",
+        "getattr of tl and a name that is computed",
+    ): "the name of a dtype of torch",
 }
 
 

@@ -122,7 +122,7 @@ def _half_sums() -> str:
     """Whether summing in float16 may pay on the current GPU. The process that runs a model has the switch."""
     import torch
 
-    from quantkit.kernels.fused.tilings import HALF_RATE
+    from quantkit.kernels.fused.launch.gpu import HALF_RATE
     from quantkit.kernels.problem import gpu_of
 
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))

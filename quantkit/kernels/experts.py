@@ -12,7 +12,9 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.building import building
-from quantkit.kernels.fused import launch, rows
+from quantkit.kernels.fused import rows
+from quantkit.kernels.fused.launch import pairs as launch_pairs
+from quantkit.kernels.fused.launch.operands import Pairs
 from quantkit.kernels.linear import KernelLayout
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
 from quantkit.kernels.table import FORCE_VARIABLE, forced_row, log_grouped, row_named, warn_looped
@@ -147,7 +149,9 @@ def _order_pairs(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch
     if flat.shape[0] == 0:
         return _order_pairs_fake(index, experts)
     size = _segment_rows(flat.shape[0], experts)
-    return rows.on_device(flat.device, lambda features: launch.order_pairs(flat, experts, size, features))
+    return rows.on_device(
+        flat.device, lambda features: launch_pairs.order_pairs(flat, experts, size, features)
+    )
 
 
 def _order_pairs_fake(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +178,7 @@ def _experts_linear(
     slots = order.shape[0] // x.shape[0]
     row, grouping, tile = rows.group(problem, experts, matrices, slots, _forced())
     log_grouped(problem, experts, row, tile)
-    pairs = launch.Pairs(order, segments, grouping)
+    pairs = Pairs(order, segments, grouping)
     return rows.grouped(row, x.contiguous(), tuple(layout), parsed, out_features, pairs, tile)
 
 
@@ -206,7 +210,7 @@ def _weigh_pairs(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, ex
     if index.numel() == 0:
         return y.new_zeros(index.shape[0], y.shape[1])
     operands = (y.contiguous(), index.contiguous(), weights.contiguous(), experts)
-    return rows.on_device(y.device, lambda features: launch.weigh_pairs(*operands, features))
+    return rows.on_device(y.device, lambda features: launch_pairs.weigh_pairs(*operands, features))
 
 
 def _weigh_pairs_fake(

@@ -308,7 +308,7 @@ def _gate_launch(rows: int, parts: int, kind: str, order: str, features: frozens
 def _ordering(order: str) -> dict[str, Any]:
     if not order:
         return {"SHAPE": None, "AXES": None}
-    from quantkit.kernels.fused.launch import ordering
+    from quantkit.kernels.fused.launch.columns import ordering
 
     return ordering(order)
 

@@ -13,7 +13,8 @@ import torch
 
 from quantkit.cli import doctor, tune
 from quantkit.kernels import problem
-from quantkit.kernels.fused.launch import SkinnyTile, Tile
+from quantkit.kernels.fused.launch.skinny import SkinnyTile
+from quantkit.kernels.fused.launch.tiled import TiledTile
 from quantkit.kernels.problem import GPU_FEATURES, Gpu
 from quantkit.kernels.table import ROWS, forget_tile_tables
 from quantkit.kernels.tiles import gpu as gpu_module
@@ -21,7 +22,7 @@ from quantkit.kernels.tiles.search import Candidate, Weight
 from quantkit.kernels.tiles.store import user_path, user_table
 
 GPU = Gpu("Test GPU 3000", (9, 0), 132, 227 << 10)
-BEST = {"fused-skinny": SkinnyTile(8, 512, 1, True), "fused-tiled": Tile(4, 64, 4, 4, 2)}
+BEST = {"fused-skinny": SkinnyTile(8, 512, 1, True), "fused-tiled": TiledTile(4, 64, 4, 4, 2)}
 
 
 class Bench:

@@ -12,21 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.kernels.building import wait_for
-from quantkit.kernels.fused import launch
 from quantkit.kernels.fused.expressions import portable
-from quantkit.kernels.fused.launch import Grouping, Operands, Pairs
-from quantkit.kernels.fused.layout import ROWS, build, geometry, join, restore
+from quantkit.kernels.fused.launch import hopper, skinny, tiled
+from quantkit.kernels.fused.launch.columns import column_order
+from quantkit.kernels.fused.launch.dense import dequantize
+from quantkit.kernels.fused.launch.gpu import has_few_rows, processors
+from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, shape_of
+from quantkit.kernels.fused.launch.pairs import SKINNY_SEGMENT, segment_rows
+from quantkit.kernels.fused.layout import ROWS, build, join, restore
 from quantkit.kernels.fused.ptx import expression
-from quantkit.kernels.fused.tilings import (
-    HOPPER,
-    LONG_ROWS,
-    SKINNY,
-    SKINNY_SEGMENT,
-    TILED,
-    has_few_rows,
-    processors,
-    segment_rows,
-)
 from quantkit.kernels.problem import (
     KernelRow,
     Layout,
@@ -101,7 +95,7 @@ def _looked_up(problem: Problem) -> bool:
 def _skinny_pays(problem: Problem) -> str | None:
     if "ptx" not in problem.features and _looked_up(problem):
         return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
-    limit = 16 if has_few_rows(problem.n, processors(problem)) and problem.k <= LONG_ROWS else 8
+    limit = 16 if has_few_rows(problem.n, processors(problem)) and problem.k <= skinny.LONG_ROWS else 8
     return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
 
 
@@ -124,13 +118,13 @@ def _hopper_pays(problem: Problem) -> str | None:
         return (
             f"dequantizing and the library's product are mostly faster from M={LONG_PROMPT} on at such a size"
         )
-    if problem.m > 512 and geometry(problem.n, problem.k, problem.scheme, problem.dtype).group == 16:
+    if problem.m > 512 and shape_of(problem).group == 16:
         return "dequantizing and the library's product are faster from M=513 on for groups of 16"
     return None
 
 
 def _tiled_pays(problem: Problem) -> str | None:
-    shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
+    shape = shape_of(problem)
     if _looked_up(problem):
         return f"it would look up every value of {problem.scheme.format.name} once for each tile of x"
     if shape.span > 128:
@@ -145,7 +139,7 @@ def _tiled_pays(problem: Problem) -> str | None:
 
 
 #: Computes y of operands on a device with some features, in a tile where its row has tiles.
-_Run = Callable[[Operands, frozenset[str], Any], torch.Tensor]
+_Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
 def _launch(run: _Run) -> Callable[..., torch.Tensor]:
@@ -170,7 +164,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
     device = operands.x.device
     try:
-        return on_device(device, lambda features: run(operands, features, tile))
+        return on_device(device, lambda features: run(operands, tile, features))
     except Exception as error:
         # Triton's, which is not imported before it is needed.
         if type(error).__name__ != "OutOfResources":
@@ -193,41 +187,29 @@ def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) ->
         return run(features)
 
 
-def _skinny(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
-    return launch.skinny(operands, tile, features)
-
-
-def _tiled(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
-    return launch.tiled(operands, tile, features)
-
-
-def _hopper(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
-    return launch.hopper(operands, tile, features)
-
-
-def _dense(operands: Operands, features: frozenset[str], tile: Any) -> torch.Tensor:
+def _dense(operands: Operands, tile: Any, features: frozenset[str]) -> torch.Tensor:
     x, bias, n = operands.x, operands.bias, operands.n
     step = max(1, DENSE_WEIGHTS // x.shape[1] // ROWS) * ROWS
     if step >= n:
-        return F.linear(x, launch.dequantize(operands, 0, n, features), bias)
+        return F.linear(x, dequantize(operands, 0, n, features), bias)
     y = x.new_empty(x.shape[0], n)
     for start in range(0, n, step):
         stop = min(start + step, n)
-        block = launch.dequantize(operands, start, stop, features)
+        block = dequantize(operands, start, stop, features)
         y[:, start:stop] = F.linear(x, block, None if bias is None else bias[start:stop])
     return y
 
 
 def _tiled_order(problem: Problem) -> str:
     """Nothing but the kernel itself adds the zeros that it has beyond the last columns."""
-    shape = geometry(problem.n, problem.k, problem.scheme, problem.dtype)
-    return launch.column_order(shape) if shape.spans * shape.span == problem.k else ""
+    shape = shape_of(problem)
+    return column_order(shape) if shape.spans * shape.span == problem.k else ""
 
 
 _RUNS: dict[str, _Run] = {
-    "fused-skinny": _skinny,
-    "fused-tiled": _tiled,
-    "fused-hopper": _hopper,
+    "fused-skinny": skinny.run,
+    "fused-tiled": tiled.run,
+    "fused-hopper": hopper.run,
     "dequantize": _dense,
 }
 
@@ -276,8 +258,8 @@ def group(
     # All segments keep processors busy together.
     asked = replace(problem, m=size, n=problem.n * matrices * grouping.segments)
     if size == SKINNY_SEGMENT:
-        return "fused-skinny", grouping, SKINNY.rule(asked)
-    return "fused-tiled", grouping, replace(TILED.rule(asked), split=1)
+        return "fused-skinny", grouping, skinny.TILING.rule(asked)
+    return "fused-tiled", grouping, replace(tiled.TILING.rule(asked), split=1)
 
 
 def grouped(
@@ -303,7 +285,7 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
     """
     x = torch.empty(problem.m, problem.k, dtype=problem.dtype, device="meta")
     operands = Operands(x, tuple(part.to("meta") for part in layout), None, problem.scheme, problem.n)
-    _RUNS[row](operands, problem.features, tile)
+    _RUNS[row](operands, tile, problem.features)
 
 
 FUSED_ROWS = (
@@ -314,8 +296,8 @@ FUSED_ROWS = (
         supports=_skinny_supports,
         pays=_skinny_pays,
         layout=FRAGMENTS,
-        launch=_launch(_skinny),
-        tiling=SKINNY,
+        launch=_launch(skinny.run),
+        tiling=skinny.TILING,
     ),
     KernelRow(
         name="fused-hopper",
@@ -324,8 +306,8 @@ FUSED_ROWS = (
         supports=_hopper_supports,
         pays=_hopper_pays,
         layout=FRAGMENTS,
-        launch=_launch(_hopper),
-        tiling=HOPPER,
+        launch=_launch(hopper.run),
+        tiling=hopper.TILING,
         order=_tiled_order,
     ),
     KernelRow(
@@ -336,8 +318,8 @@ FUSED_ROWS = (
         supports=_unmultipliable,
         pays=_tiled_pays,
         layout=FRAGMENTS,
-        launch=_launch(_tiled),
-        tiling=TILED,
+        launch=_launch(tiled.run),
+        tiling=tiled.TILING,
         order=_tiled_order,
     ),
     KernelRow(

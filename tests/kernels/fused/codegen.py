@@ -24,33 +24,23 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from quantkit.kernels import attention, cache, glue
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.hopper import hopper
-from quantkit.kernels.fused.launch import (
-    DENSE_WARPS,
-    HOLD,
-    HOPPER_COLUMNS,
-    HOPPER_SCRATCH,
-    HOPPER_SHARED,
+from quantkit.kernels.fused.launch import columns, dense
+from quantkit.kernels.fused.launch.gpu import HOPPER_SHARED
+from quantkit.kernels.fused.launch.hopper import (
+    COLUMNS,
     MULTIPLYING_REGISTERS,
-    RASTER,
-    Tile,
-    _tiled,
-    constants,
-    half_unit,
-    hopper_constants,
-    skinny_columns,
-    unrolled,
+    SCRATCH,
+    constants_of,
+    hopper_tile,
 )
+from quantkit.kernels.fused.launch.operands import constants
+from quantkit.kernels.fused.launch.skinny import rows_of_x, skinny_tile, unrolled
+from quantkit.kernels.fused.launch.tiled import HOLD, RASTER, half_unit, shared_memory, tiled_tile
 from quantkit.kernels.fused.layout import ROWS, geometry, order_constants
 from quantkit.kernels.fused.order import order_codes
 from quantkit.kernels.fused.pairs import count_pairs, order_pairs, weigh_pairs
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
-from quantkit.kernels.fused.tilings import (
-    hopper_tile,
-    shared_memory,
-    skinny_tile,
-    tiled_tile,
-)
 from quantkit.packing.schemes import scheme
 
 N = K = 4096
@@ -91,13 +81,13 @@ PAIRS = {
 
 
 def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
-    """The kernel as `launch.py` starts it, in the tile of the rules."""
+    """The kernel as it is launched, in the tile of the rules."""
     amd = case.capability == 942
     features = frozenset(() if amd else ("ptx", "wgmma") if case.capability == 90 else ("ptx",))
     shape, known = geometry(N, K, row, dtype), constants(N, K, row, dtype, not amd)
     if case.kernel == "dense":
         spans = max(128 // shape.span, 1)
-        return Source(dequantize, dict(known, C=spans, W=DENSE_WARPS), DENSE_WARPS, 3, None)
+        return Source(dequantize, dict(known, C=spans, W=dense.WARPS), dense.WARPS, 3, None)
     if case.kernel in PAIRS:
         kernel, sizes = PAIRS[case.kernel]
         names = kernel.arg_names
@@ -113,7 +103,7 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     if case.kernel.startswith("skinny") or case.kernel == "present":
         tile = replace(skinny_tile(shape, case.m), present=case.kernel == "present")
         known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
-        known |= {"BM": skinny_columns(case.m, features), "AHEAD": tile.ahead}
+        known |= {"BM": rows_of_x(case.m, features), "AHEAD": tile.ahead}
         known |= {
             "UNROLL": unrolled(tile, shape),
             "PRESENT": tile.present,
@@ -147,8 +137,8 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, features),
         "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),
         "fill": lambda: cache._launch(1, 2, 1, case.m * 2 // cache.WORD),
-        "order_columns": lambda: (
-            _tiled(1, N, case.m, scheme("int4"), torch.bfloat16, False, Tile(4, 16), features, 1, None).order
+        "order_columns": lambda: columns.order_launch(
+            1, geometry(N, case.m, scheme("int4"), torch.bfloat16), features
         ),
     }[case.name]()
     names, options = launch._kernel.arg_names, launch._options
@@ -202,13 +192,13 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     row, dtype = scheme(case.name), torch.bfloat16
     shape = geometry(N, K, row, dtype)
     tile = hopper_tile(shape, case.m)
-    known = hopper_constants(N, K, row, dtype)
+    known = constants_of(N, K, row, dtype)
     known = {name: value for name, value in known.items() if name in hopper.arg_names}
     known |= {"HAS_BIAS": True, "ROWS": tile.rows, "BM": tile.m, "AHEAD": tile.ahead, "STAGES": tile.stages}
     known |= {"REGISTERS": MULTIPLYING_REGISTERS[tile.rows], "RASTER": RASTER, "PDL": True}
     types = {
         **dict.fromkeys(hopper.arg_names, "*bf16"),
-        "x": f"tensordesc<bf16[{tile.m},{HOPPER_COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
+        "x": f"tensordesc<bf16[{tile.m},{COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
         "codes": "*i16",
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
@@ -224,7 +214,7 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         {(names.index(name),): known[name] for name in known},
         aligned,
     )
-    bound = 2 * tile.stages * tile.m * HOPPER_COLUMNS + HOPPER_SCRATCH
+    bound = 2 * tile.stages * tile.m * COLUMNS + SCRATCH
     found = Source(hopper, known, 4, tile.stages, bound)
     return triton.compile(code, target=target, options={"num_warps": 4, "launch_pdl": True}), found
 

@@ -14,8 +14,10 @@ import torch
 
 from quantkit.kernels import attention, glue
 from quantkit.kernels.attention import decode_attention
-from quantkit.kernels.fused import launch
-from quantkit.kernels.fused.launch import Grouping, Operands, Pairs, SkinnyTile, Tile
+from quantkit.kernels.fused.launch import dense, pairs, skinny, tiled
+from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
+from quantkit.kernels.fused.launch.skinny import SkinnyTile
+from quantkit.kernels.fused.launch.tiled import TiledTile
 from quantkit.kernels.fused.layout import ROWS, build, geometry, place_codes_by_torch, place_words
 from quantkit.kernels.launcher import Launch
 from quantkit.kernels.problem import device_features
@@ -99,8 +101,8 @@ def operands(make: Callable[..., PackedTensor], m: int, k: int) -> Operands:
 
 
 RUNS: dict[str, Callable[[Operands], torch.Tensor]] = {
-    "skinny": lambda op: launch.skinny(op, SkinnyTile(1, 128, 4), FEATURES),
-    "tiled": lambda op: launch.tiled(op, Tile(4, 64, stages=2), FEATURES),
+    "skinny": lambda op: skinny.run(op, SkinnyTile(1, 128, 4), FEATURES),
+    "tiled": lambda op: tiled.run(op, TiledTile(4, 64, stages=2), FEATURES),
 }
 
 
@@ -134,12 +136,12 @@ def test_many_rows_of_x(make_packed: Callable[..., PackedTensor], last_programs:
 @pytest.mark.fault(46)
 def test_dequantize(make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any]) -> None:
     op = operands(make_packed, 1, 256)
-    expected = launch.dequantize(op, 0, LAST, FEATURES)
+    expected = dense.dequantize(op, 0, LAST, FEATURES)
     n = FAR // 128 + 4 * LAST
     large = with_many_rows(op, n // ROWS)
     assert large.layout[0].numel() > FAR
     with last_programs():
-        assert torch.equal(launch.dequantize(large, n - LAST, n, FEATURES), expected)
+        assert torch.equal(dense.dequantize(large, n - LAST, n, FEATURES), expected)
 
 
 @pytest.mark.fault(46)
@@ -196,9 +198,9 @@ def test_the_last_of_many_pairs_are_added_up(last_programs: Callable[[], Any]) -
     y, weights = numbers(2, 2048), numbers(2, 1)
     tokens = FAR // 2048 + 2
     index = torch.zeros(tokens, 1, dtype=torch.int64, device=DEVICE)
-    expected = launch.weigh_pairs(y, index[:2], weights, 1, FEATURES)
+    expected = pairs.weigh_pairs(y, index[:2], weights, 1, FEATURES)
     with last_programs():
-        out = launch.weigh_pairs(far(y, tokens), index, far(weights, tokens), 1, FEATURES)
+        out = pairs.weigh_pairs(far(y, tokens), index, far(weights, tokens), 1, FEATURES)
     assert torch.equal(out[-2:], expected)
 
 

@@ -20,10 +20,14 @@ from quantkit.kernels.experts import (
     weigh_pairs,
     why_not_grouped,
 )
-from quantkit.kernels.fused import launch, rows
-from quantkit.kernels.fused.launch import Grouping, Operands, Pairs, SkinnyTile, Tile, most_segments
+from quantkit.kernels.fused import rows
+from quantkit.kernels.fused.launch import pairs as launch_pairs
+from quantkit.kernels.fused.launch import skinny, tiled
+from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, most_segments
+from quantkit.kernels.fused.launch.pairs import segment_rows
+from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
+from quantkit.kernels.fused.launch.tiled import TiledTile, tiled_tile
 from quantkit.kernels.fused.layout import geometry
-from quantkit.kernels.fused.tilings import segment_rows, skinny_tile, tiled_tile
 from quantkit.kernels.linear import linear_parts
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
@@ -114,7 +118,7 @@ def test_pairs_are_sorted_as_by_hand(pairs: int, count: int, size: int, poisoned
     index = torch.randint(-1, count + 2, (pairs,), generator=generator)
     order, segments = sorted_by_hand(index.tolist(), count, size)
     for dtype in (torch.int64, torch.int32):
-        found = launch.order_pairs(index.to(DEVICE, dtype), count, size)
+        found = launch_pairs.order_pairs(index.to(DEVICE, dtype), count, size)
         assert found[0].tolist() == order
         table = [tuple(row) for row in found[1].tolist()]
         assert table[: len(segments)] == segments
@@ -140,21 +144,21 @@ def run_with(
     first = made.weights[0][0]
     flat = index.reshape(-1).contiguous()
     layout = made.layout
-    order, segments = launch.order_pairs(flat, layout.experts, size, features)
+    order, segments = launch_pairs.order_pairs(flat, layout.experts, size, features)
     slots = flat.shape[0] // x.shape[0]
     grouping = Grouping(flat.shape[0], layout.experts, size, layout.matrices, slots)
     pairs = Pairs(order, segments, grouping)
     operands = Operands(x, layout.tensors, None, first.scheme, layout.n, pairs)
-    run = launch.skinny if isinstance(tile, SkinnyTile) else launch.tiled
+    run = skinny.run if isinstance(tile, SkinnyTile) else tiled.run
     return run(operands, tile, features)
 
 
-def tiles(made: Experts) -> Iterator[tuple[int, SkinnyTile | Tile]]:
+def tiles(made: Experts) -> Iterator[tuple[int, SkinnyTile | TiledTile]]:
     """Pairs of a segment, and a tile for them: those of the rules and others."""
     shape = geometry(made.layout.n, made.weights[0][0].shape[1], made.weights[0][0].scheme, DTYPE)
     yield 8, skinny_tile(shape, 8)
     # Several tiles of a segment.
-    yield 32, Tile(4, 16, stages=2)
+    yield 32, TiledTile(4, 16, stages=2)
     # The interpreter takes long.
     if DEVICE == "cuda" or shape.bits == 4:
         yield 16, SkinnyTile(1, max(shape.span, 128), 2, True, 2)
@@ -162,7 +166,7 @@ def tiles(made: Experts) -> Iterator[tuple[int, SkinnyTile | Tile]]:
         yield 32, replace(tiled_tile(shape, 32), split=1)
     if shape.span <= 128:
         # Fewer pairs than a tile has room for.
-        yield 8, Tile(4, 16, stages=2, chains=2)
+        yield 8, TiledTile(4, 16, stages=2, chains=2)
 
 
 def product(made: Experts, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -315,7 +319,7 @@ def test_weights_are_added_up_in_the_order_of_slots(poisoned: None) -> None:
     # What stands in the rows of no expert, and for their weights, is nothing.
     y[none.reshape(-1)] = float("nan")
     weights[none] = float("nan")
-    found = launch.weigh_pairs(y, index, weights, 3)
+    found = launch_pairs.weigh_pairs(y, index, weights, 3)
     expected = torch.zeros(5, 1030, device=DEVICE)
     for token in range(5):
         for slot in range(3):

@@ -12,8 +12,12 @@ import torch
 from quantkit.errors import FormatError
 from quantkit.kernels import glue
 from quantkit.kernels.building import building
-from quantkit.kernels.fused import launch, layout, rows
-from quantkit.kernels.fused.launch import HopperTile, Operands, SkinnyTile, Tile
+from quantkit.kernels.fused import layout, rows
+from quantkit.kernels.fused.launch import dense, hopper, skinny, tiled
+from quantkit.kernels.fused.launch.hopper import HopperTile
+from quantkit.kernels.fused.launch.operands import Operands
+from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
+from quantkit.kernels.fused.launch.tiled import TiledTile, shared_memory, tiled_tile
 from quantkit.kernels.fused.layout import (
     build,
     geometry,
@@ -23,7 +27,6 @@ from quantkit.kernels.fused.layout import (
     place_words,
     restore,
 )
-from quantkit.kernels.fused.tilings import shared_memory, skinny_tile, tiled_tile
 from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
 from quantkit.kernels.table import choose, explain, row_named, warn_unfused
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
@@ -88,13 +91,13 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
     shape, m = op.shape, op.x.shape[0]
     least = max(shape.span, 128)
     found: dict[str, Callable[[], torch.Tensor]] = {
-        "tiled": lambda: launch.tiled(op, tiled_tile(shape, m), features),
-        "tiled small": lambda: launch.tiled(op, Tile(4, 16, stages=2), features),
+        "tiled": lambda: tiled.run(op, tiled_tile(shape, m), features),
+        "tiled small": lambda: tiled.run(op, TiledTile(4, 16, stages=2), features),
     }
     if shape.steps % 2 == 0:
-        found["tiled split"] = lambda: launch.tiled(op, Tile(4, 32, split=2, stages=2), features)
+        found["tiled split"] = lambda: tiled.run(op, TiledTile(4, 32, split=2, stages=2), features)
     if shape.span <= 128:
-        found["tiled chains"] = lambda: launch.tiled(op, Tile(4, 16, stages=2, chains=2), features)
+        found["tiled chains"] = lambda: tiled.run(op, TiledTile(4, 16, stages=2, chains=2), features)
     if {"gluon", "wgmma", "ptx"} <= features:
         for tile in (
             HopperTile(64, ahead=2, share=True),
@@ -103,20 +106,20 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
             HopperTile(128, rows=192, ahead=2, share=True),
             HopperTile(256, share=True),
         ):
-            found[f"hopper {tile}"] = partial(launch.hopper, op, tile, features)
+            found[f"hopper {tile}"] = partial(hopper.run, op, tile, features)
     if m <= 32:
-        found["skinny"] = lambda: launch.skinny(op, skinny_tile(shape, m), features)
+        found["skinny"] = lambda: skinny.run(op, skinny_tile(shape, m), features)
         if DEVICE == "cuda":
             present = SkinnyTile(4, least, 1, present=True)
-            found["skinny present"] = lambda: launch.skinny(op, present, features)
+            found["skinny present"] = lambda: skinny.run(op, present, features)
         together = SkinnyTile(2, least, 1, together=True)
-        found["skinny together"] = lambda: launch.skinny(op, together, features)
-        found["skinny rows"] = lambda: launch.skinny(op, SkinnyTile(2, least, 2), features)
+        found["skinny together"] = lambda: skinny.run(op, together, features)
+        found["skinny rows"] = lambda: skinny.run(op, SkinnyTile(2, least, 2), features)
     # The interpreter takes long, and how steps follow each other is the same for any M.
     if m <= (8 if DEVICE == "cpu" else 32):
-        found["skinny ahead"] = lambda: launch.skinny(op, SkinnyTile(1, least, 1, True), features)
-        found["skinny loops"] = lambda: launch.skinny(op, SkinnyTile(1, least, 1, False, 2), features)
-        found["skinny ahead loops"] = lambda: launch.skinny(op, SkinnyTile(1, least, 1, True, 1), features)
+        found["skinny ahead"] = lambda: skinny.run(op, SkinnyTile(1, least, 1, True), features)
+        found["skinny loops"] = lambda: skinny.run(op, SkinnyTile(1, least, 1, False, 2), features)
+        found["skinny ahead loops"] = lambda: skinny.run(op, SkinnyTile(1, least, 1, True, 1), features)
     return found
 
 
@@ -173,8 +176,8 @@ def test_scales_of_whole_steps_multiply_sums(
     monkeypatch.setitem(CASES, f"{name} of sums", options)
     for dtype in DTYPES:
         op, packed = operands(make_packed, f"{name} of sums", 40, 1030, m, dtype)
-        for tile in (Tile(4, 16, stages=2), Tile(2, 32, stages=2)):
-            y = launch.tiled(op, tile, features)
+        for tile in (TiledTile(4, 16, stages=2), TiledTile(2, 32, stages=2)):
+            y = tiled.run(op, tile, features)
             assert error(y, op.x, packed, op.bias) < LIMIT[dtype], tile
 
 
@@ -183,13 +186,13 @@ def test_x_may_begin_anywhere(
     make_packed: Callable[..., PackedTensor], monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """Loads of rows of x that are present are of 16 bytes, whatever Triton knows of the address."""
-    found, tiles = launch._skinny, []
-    monkeypatch.setattr(launch, "_skinny", lambda *given: tiles.append(given[6]) or found(*given))
+    found, tiles = skinny._launch, []
+    monkeypatch.setattr(skinny, "_launch", lambda *given: tiles.append(given[6]) or found(*given))
     op, packed = operands(make_packed, "int4", 16, 256, 2, DTYPES[0])
     memory = torch.zeros(2 * 256 + 8, dtype=op.x.dtype, device=DEVICE)
     x = memory[first : first + 2 * 256].view(2, 256).copy_(op.x)
     for features in FEATURES:
-        y = launch.skinny(replace(op, x=x), SkinnyTile(present=True), features)
+        y = skinny.run(replace(op, x=x), SkinnyTile(present=True), features)
         assert error(y, x, packed, op.bias) < LIMIT[x.dtype]
     aligned = first * x.itemsize % 16 == 0
     assert [tile.present for tile in tiles] == [aligned] * len(FEATURES)
@@ -203,7 +206,7 @@ def test_dequantize_writes_the_weight(
         for dtype in dict.fromkeys((*DTYPES, torch.float32)):
             op, packed = operands(make_packed, case, n, k, 1, dtype)
             for features in FEATURES:
-                blocks = [launch.dequantize(op, at, min(at + 64, n), features) for at in range(0, n, 64)]
+                blocks = [dense.dequantize(op, at, min(at + 64, n), features) for at in range(0, n, 64)]
                 # A float zero-point is moved by the lowest value once, in float32.
                 torch.testing.assert_close(
                     torch.cat(blocks),
@@ -239,9 +242,9 @@ def test_programs_without_work_read_what_is_there(
 ) -> None:
     """Eight tiles of rows of x, after which a program without work would begin with row -8 of the tiles."""
     op, packed = operands(make_packed, "int4", 256, 2048, 8 * tile.m, DTYPES[0])
-    y = launch.hopper(op, tile, FEATURES[0])
+    y = hopper.run(op, tile, FEATURES[0])
     assert error(y, op.x, packed, op.bias) < LIMIT[DTYPES[0]]
-    assert torch.equal(y, launch.hopper(op, tile, FEATURES[0]))
+    assert torch.equal(y, hopper.run(op, tile, FEATURES[0]))
 
 
 @pytest.mark.skipif("gluon" not in FEATURES[0], reason="Gluon runs on a GPU of compute capability 9.0 only")
@@ -260,7 +263,7 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
     """Replays follow each other with one token and memory, and another x. Up to 40 programs have a tile."""
     op, packed = operands(make_packed, "int4", n, k, m, DTYPES[0])
     xs = op.x.clone(), op.x.flip(0)
-    empty, sums = launch._empty, []
+    empty, sums = hopper.empty, []
 
     def filled(*arguments: Any, **options: Any) -> torch.Tensor:
         found = empty(*arguments, **options)
@@ -269,8 +272,8 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(launch, "_empty", filled)
-        expected = [launch.hopper(replace(op, x=x), tile, FEATURES[0]) for x in xs]
+        patched.setattr(hopper, "empty", filled)
+        expected = [hopper.run(replace(op, x=x), tile, FEATURES[0]) for x in xs]
     for x, y in zip(xs, expected, strict=True):
         assert error(y, x, packed, op.bias) < LIMIT[DTYPES[0]]
     programs = sums[0].numel() // (tile.rows * tile.m)
@@ -280,7 +283,7 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
     assert bool((said == 0).any()) and bool((said < 1 << 62).all())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = launch.hopper(op, tile, FEATURES[0])
+        captured = hopper.run(op, tile, FEATURES[0])
     found = []
     for turn in range(50):
         op.x.copy_(xs[turn % 2])
@@ -422,10 +425,10 @@ def test_joined_weights_multiply_as_each_does(make_packed: Callable[..., PackedT
     for n, one, part in zip(rows, packed, parts, strict=True):
         assert part[0].untyped_storage().data_ptr() == whole[0].untyped_storage().data_ptr()
         op = Operands(x, part, None, one.scheme, n)
-        y = launch.skinny(op, skinny_tile(op.shape, m), FEATURES[0])
+        y = skinny.run(op, skinny_tile(op.shape, m), FEATURES[0])
         assert error(y, x, one, torch.zeros(n, device=DEVICE)) < LIMIT[x.dtype]
     op = Operands(x, whole, None, packed[0].scheme, sum(rows))
-    y = launch.skinny(op, skinny_tile(op.shape, m), FEATURES[0])
+    y = skinny.run(op, skinny_tile(op.shape, m), FEATURES[0])
     for one, part in zip(packed, torch.split(y, rows, dim=1), strict=True):
         assert error(part, x, one, torch.zeros(one.shape[0], device=DEVICE)) < LIMIT[x.dtype]
 
@@ -488,7 +491,7 @@ def test_every_scale_of_8_bits_is_read_as_stored(dtype: torch.dtype) -> None:
         numbers[[0, 255]] = 0.0
     op = Operands(torch.zeros(1, 32, device=DEVICE), build(packed, DTYPES[0]), None, layout, 256)
     for features in FEATURES:
-        weight = launch.dequantize(op, 0, 256, features)
+        weight = dense.dequantize(op, 0, 256, features)
         assert torch.equal(weight[:, 0].cpu(), numbers * 7)
 
 
@@ -599,8 +602,8 @@ def test_columns_may_be_in_order_already(
     asked = Problem(5, 40, 512, packed.scheme, DTYPES[0], "cuda", device_features("cuda"))
     order = row_named("fused-tiled").order(asked)
     ordered = replace(op, x=glue.in_order(op.x, order), ordered=True)
-    tile = Tile(4, 16, stages=2)
-    assert torch.equal(launch.tiled(ordered, tile), launch.tiled(op, tile))
+    tile = TiledTile(4, 16, stages=2)
+    assert torch.equal(tiled.run(ordered, tile), tiled.run(op, tile))
     # Zeros follow where columns are no whole spans, and others take x as it is.
     assert not row_named("fused-tiled").order(replace(asked, k=500))
     assert not row_named("fused-skinny").order(asked)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quantkit.kernels.fused import hopper
-from quantkit.kernels.fused.launch import LEAST_SHARE, launch_token, shares
+from quantkit.kernels.fused.launch.hopper import LEAST_SHARE, launch_token, shares
 
 SIZES = given(st.integers(1, 500), st.integers(1, 230), st.integers(1, 150))
 

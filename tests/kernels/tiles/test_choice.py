@@ -13,10 +13,11 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels import table as kernel_table
-from quantkit.kernels.fused import launch
-from quantkit.kernels.fused.launch import SkinnyTile, Tile
-from quantkit.kernels.fused.layout import build
-from quantkit.kernels.fused.tilings import SKINNY, TILED, skinny_tile, tiled_tile
+from quantkit.kernels.fused.launch import skinny, tiled
+from quantkit.kernels.fused.launch.operands import Operands
+from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
+from quantkit.kernels.fused.launch.tiled import TiledTile, tiled_tile
+from quantkit.kernels.fused.layout import build, geometry
 from quantkit.kernels.problem import Gpu, Problem, TileError
 from quantkit.kernels.report import choice_of
 from quantkit.kernels.table import ROWS, choose, choose_by_rules, explain, log_choice, row_named
@@ -27,12 +28,13 @@ Ask = Callable[..., Problem]
 Store = Callable[[dict[Problem, Entry]], Path]
 
 TILE = SkinnyTile(8, 256, 1, False)
+RUNS = {"fused-skinny": skinny.run, "fused-tiled": tiled.run}
 
 
 def test_without_a_table_rules_choose(ask: Ask) -> None:
     chosen = choose(ask())
     assert (chosen.row.name, chosen.us) == ("fused-skinny", None)
-    assert chosen.tile == SKINNY.rule(ask())
+    assert chosen.tile == skinny.TILING.rule(ask())
 
 
 def test_an_entry_chooses_row_and_tile_for_its_bucket(ask: Ask, store_table: Store) -> None:
@@ -47,7 +49,7 @@ def test_an_entry_chooses_row_and_tile_for_its_bucket(ask: Ask, store_table: Sto
 
 
 def test_rows_before_the_fastest_say_how_much_slower_they_are(ask: Ask, store_table: Store) -> None:
-    tile = Tile(4, 16)
+    tile = TiledTile(4, 16)
     store_table(
         {
             ask(m=2): Entry(9.0, "fused-tiled", tile, {"fused-skinny": 12.34}),
@@ -81,7 +83,7 @@ def test_forcing_overrides_a_table(ask: Ask, store_table: Store, monkeypatch: py
     store_table({ask(m=8): Entry(5.0, "fused-skinny", TILE)})
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-tiled")
     chosen = choose(ask(m=8))
-    assert (chosen.row.name, chosen.tile) == ("fused-tiled", TILED.rule(ask(m=8)))
+    assert (chosen.row.name, chosen.tile) == ("fused-tiled", tiled.TILING.rule(ask(m=8)))
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-skinny")
     assert choose(ask(m=8)).tile == TILE, "a forced row has the tile that was measured for it"
 
@@ -94,7 +96,7 @@ def test_an_entry_for_what_cannot_run_is_not_used(ask: Ask, store_table: Store) 
 
 
 def test_from_16_rows_on_weights_of_similar_size_say_what_is_fastest(ask: Ask, store_table: Store) -> None:
-    near, far, split = Tile(4, 16), Tile(4, 32), Tile(4, 16, split=8)
+    near, far, split = TiledTile(4, 16), TiledTile(4, 32), TiledTile(4, 16, split=8)
     store_table(
         {
             ask(m=16, n=4096, k=4096): Entry(9.0, "fused-tiled", near, {"fused-skinny": 12.34}),
@@ -143,7 +145,7 @@ def test_the_log_shows_tile_and_time(
     ("m", "entry"),
     [
         (3, Entry(5.0, "fused-skinny", SkinnyTile(2, 128, 2, True))),
-        (20, Entry(5.0, "fused-tiled", Tile(8, 32, 2, 8, 2))),
+        (20, Entry(5.0, "fused-tiled", TiledTile(8, 32, 2, 8, 2))),
     ],
 )
 def test_the_tile_of_a_table_is_what_is_launched(
@@ -164,11 +166,9 @@ def test_the_tile_of_a_table_is_what_is_launched(
     if device == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     store_table({ask("int4", m, n, k): entry})
-    name = "skinny" if entry.row == "fused-skinny" else "tiled"
-    launched, run = [], getattr(launch, name)
-    monkeypatch.setattr(
-        launch, name, lambda op, tile, _: launched.append(tile) or run(op, tile, frozenset({"triton"}))
-    )
+    module, name = (skinny, "_launch") if entry.row == "fused-skinny" else (tiled, "_launches")
+    launched, found = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: launched.append(given[6]) or found(*given))
     packed = make_packed("int4", (n, k)).to(device)
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     y = choose(ask("int4", m, n, k)).launch(x, packed, build(packed, x.dtype), None)
@@ -198,7 +198,7 @@ def random_tiles(ask: Ask, gpu: Gpu, row: str, count: int) -> list[Any]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tiles of float32 are the interpreter's")
-@pytest.mark.parametrize("row", ["fused-skinny", "fused-tiled"])
+@pytest.mark.parametrize("row", RUNS)
 def test_the_numbers_do_not_depend_on_the_table(
     ask: Ask,
     gpu: Gpu,
@@ -208,9 +208,9 @@ def test_the_numbers_do_not_depend_on_the_table(
     relative_error: Callable[[torch.Tensor, torch.Tensor], float],
 ) -> None:
     pytest.importorskip("triton")
-    packed, run = make_packed("int4", (40, 256)), getattr(launch, row.removeprefix("fused-"))
+    packed, run = make_packed("int4", (40, 256)), RUNS[row]
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
-    op = launch.Operands(x, build(packed, x.dtype), None, packed.scheme, 40)
+    op = Operands(x, build(packed, x.dtype), None, packed.scheme, 40)
     for tile in random_tiles(ask, gpu, row, 4):
         # Sums in float16 are for float16 activations.
         if not getattr(tile, "half_sums", False):
@@ -228,7 +228,7 @@ def test_a_tile_that_does_not_fit_says_where_it_may_be_from(
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(launch, "skinny", too_large)
+    monkeypatch.setattr(skinny, "_launch", too_large)
     packed = make_packed("int4", (16, 128)).to("cuda" if torch.cuda.is_available() else "cpu")
     x = torch.zeros(1, 128, device=packed.device)
     with pytest.raises(
@@ -247,6 +247,6 @@ def test_rules_follow_the_size_of_the_gpu(ask: Ask, gpu: Gpu) -> None:
     # On the GPU that rules were made on, they are what they were.
     for m in (1, 8, 16, 64, 128):
         shape = replace(problem, m=m)
-        geometry = launch.geometry(8192, 4096, problem.scheme, problem.dtype)
-        assert SKINNY.rule(shape) == skinny_tile(geometry, m)
-        assert TILED.rule(shape) == tiled_tile(geometry, m)
+        layout = geometry(8192, 4096, problem.scheme, problem.dtype)
+        assert skinny.TILING.rule(shape) == skinny_tile(layout, m)
+        assert tiled.TILING.rule(shape) == tiled_tile(layout, m)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels.fused.launch import SkinnyTile, Tile
+from quantkit.kernels.fused.launch.skinny import SkinnyTile
+from quantkit.kernels.fused.launch.tiled import TiledTile
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.table import choose_by_rules, row_named
 from quantkit.kernels.tiles.search import (
@@ -156,7 +157,7 @@ def test_a_search_begins_where_the_table_is(gpu: Gpu) -> None:
 
 
 def test_another_row_wins_with_the_times_of_those_before_it(gpu: Gpu) -> None:
-    goal = Candidate("fused-tiled", Tile(4, 16, 4, 4, 2))
+    goal = Candidate("fused-tiled", TiledTile(4, 16, 4, 4, 2))
     *_, (one,) = run(gpu, FakeBench(best_is(goal, 7.0)), ms=(16,))
     entry = one.entry()
     assert (entry.row, entry.tile, entry.us) == ("fused-tiled", goal.tile, 7.0)

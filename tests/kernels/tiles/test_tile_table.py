@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError, OutputError, UsageError
-from quantkit.kernels.fused.launch import SkinnyTile, Tile
+from quantkit.kernels.fused.launch.skinny import SkinnyTile
+from quantkit.kernels.fused.launch.tiled import TiledTile
 from quantkit.kernels.problem import Gpu, Problem
 from quantkit.kernels.table import ROWS
 from quantkit.kernels.tiles import store
@@ -34,7 +35,7 @@ from quantkit.packing.schemes import PRESETS, scheme
 Ask = Callable[..., Problem]
 
 SKINNY = Entry(5.43, "fused-skinny", SkinnyTile(4, 512, 1, True))
-TILED = Entry(12.0, "fused-tiled", Tile(4, 64, 4, 4, 4), {"fused-skinny": 20.25})
+TILED = Entry(12.0, "fused-tiled", TiledTile(4, 64, 4, 4, 4), {"fused-skinny": 20.25})
 DENSE = Entry(57.5, "dequantize", None, {"fused-tiled": 60.0})
 
 
@@ -210,7 +211,7 @@ def test_damage_is_refused_in_words(
 
 
 def test_steps_must_be_divided_by_the_split(gpu: Gpu, ask: Ask) -> None:
-    table = TileTable(gpu, {}, {Key.of(ask(m=64, k=384)): Entry(1.0, "fused-tiled", Tile(4, 64, 4))})
+    table = TileTable(gpu, {}, {Key.of(ask(m=64, k=384)): Entry(1.0, "fused-tiled", TiledTile(4, 64, 4))})
     with pytest.raises(KernelError, match="3 steps are not divided by a split of 4"):
         from_json(to_json(table, ROWS), gpu, ROWS)
 

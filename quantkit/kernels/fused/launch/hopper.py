@@ -1,0 +1,271 @@
+"""`fused-hopper`: its tiles, the rules for them, those worth measuring, and its launches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import torch
+
+from quantkit.kernels.fused.launch.columns import in_order, order_launch
+from quantkit.kernels.fused.launch.gpu import (
+    H200_PROCESSORS,
+    HOPPER_SHARED,
+    multiprocessors_of,
+    processors,
+)
+from quantkit.kernels.fused.launch.operands import (
+    Operands,
+    constants,
+    empty,
+    outputs,
+    shape_of,
+    unknown_value,
+)
+from quantkit.kernels.fused.launch.tiled import RASTER
+from quantkit.kernels.fused.layout import Geometry, geometry
+from quantkit.kernels.launcher import Launch, overlap
+from quantkit.kernels.problem import Problem, Tiling
+from quantkit.packing.schemes import Scheme
+
+#: Bytes of shared memory for all but blocks of x: barriers, and outputs on their way to other threads.
+SCRATCH = 8 << 10
+#: Columns of a block of x.
+COLUMNS = 128
+#: Blocks of x in shared memory at most.
+STAGES = 8
+#: Registers of a thread that multiplies, by rows of the weight, of which four warps have 64. With
+#: the 24 of one that copies, a thread of each group has 504 together.
+MULTIPLYING_REGISTERS = {128: 240, 192: 160}
+#: Rows of x and of the weight that a tile may have, with its microseconds for 256 columns
+#: of int4 on an H200, and those of what surrounds all steps.
+STEP_US: Mapping[tuple[int, int], float] = {
+    (64, 128): 1.3,
+    (128, 128): 1.5,
+    (128, 192): 2.2,
+    (256, 128): 2.5,
+}
+AROUND_US = 3.0
+#: Microseconds, for each row of x of a tile of 128 rows of the weight, that sums of its parts take to be
+#: written and added up.
+SHARES_US = 0.033
+#: Bytes of x that stay in the cache. Programs that share tiles are at different steps, and read x from there.
+CACHED = 32 << 20
+#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+VALUES: Mapping[str, tuple[int, ...]] = {
+    "m": (64, 128, 256),
+    "rows": (128, 192),
+    "ahead": (1, 2),
+    "share": (False, True),
+}
+#: Steps that a program has of a tile that it shares, at least.
+LEAST_SHARE = 2
+#: Tokens of one launch and the next are so far apart: by 2^64 divided by the golden ratio.
+TOKENS_APART = 0x9E3779B97F4A7C15
+_LAUNCHES = count(1, 2)
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
+
+    Codes are on their way while one unit is multiplied, or two. Where some programs would be idle at the end,
+    all have a `share` of the steps of the tiles that are left.
+    """
+
+    m: int = 128
+    rows: int = 128
+    ahead: int = 1
+    share: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Blocks of x in shared memory: as many as there is room for, up to what memory takes to answer."""
+        return min(STAGES, (HOPPER_SHARED - SCRATCH) // (2 * self.m * COLUMNS))
+
+
+def step_columns(shape: Geometry) -> int:
+    """Columns of a step of `hopper`: twice what it decodes at a time."""
+    return 2 * max(COLUMNS, shape.span)
+
+
+def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int]:
+    """How many of `tiles` are done whole, and for the others the steps of a program and from tile to tile.
+
+    Each of the latter is divided among as many programs, unless it is sooner to give all programs the same,
+    some of which have parts of two tiles then.
+    """
+    others = tiles % programs
+    if others == 0:
+        return tiles, 0, steps
+    apart = max(LEAST_SHARE, -(-steps // (programs // others)))
+    even = max(LEAST_SHARE, -(-others * steps // programs))
+    if apart <= even:
+        return tiles - others, apart, -(-steps // apart) * apart
+    return tiles - others, even, steps
+
+
+def hopper_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> HopperTile:
+    """The tile for m rows of x that should be fastest, by what each was measured to take for int4."""
+    columns = step_columns(shape)
+    steps = -(-shape.k // columns)
+
+    def time(tile: HopperTile) -> float:
+        tiles = -(-shape.n // tile.rows) * -(-m // tile.m)
+        mine, sums = -(-tiles // multiprocessors) * steps, 0.0
+        if tile.share:
+            full, share, _ = shares(tiles, steps, multiprocessors)
+            mine = full // multiprocessors * steps + share
+            sums = SHARES_US * tile.m * tile.rows / 128 if share else 0.0
+        return mine * STEP_US[tile.m, tile.rows] * columns / 256 + AROUND_US + sums
+
+    # Where registers are left, all formats but int4 gain from codes that are loaded two units ahead.
+    tiles = [HopperTile(x, rows, 1 if x * rows > 128 * 128 else 2) for x, rows in _in_registers(shape)]
+    able = (False, True) if 2 * m * shape.k <= CACHED else (False,)
+    return min((replace(tile, share=share) for tile in tiles for share in able), key=time)
+
+
+def _in_registers(shape: Geometry) -> list[tuple[int, int]]:
+    """Rows of x and of the weight of tiles of `fused-hopper` whose sums leave registers for weights."""
+    # Seven bits of 256 columns take many, and of 240 registers 192 rows leave 160.
+    most = 128 if shape.span > 128 and shape.bits > 5 else 256
+    three_groups = shape.span <= 128 and (shape.groups == 1 or shape.group >= 64)
+    return [(x, rows) for x, rows in STEP_US if x <= most and (rows == 128 or three_groups)]
+
+
+def _why_not(problem: Problem, tile: HopperTile) -> str | None:
+    if (reason := unknown_value(tile, VALUES)) is not None:
+        return reason
+    if (tile.m, tile.rows) not in STEP_US:
+        return f"{tile.rows} rows of the weight are for 128 rows of x, not for {tile.m}"
+    return None
+
+
+def _loses(problem: Problem, tile: HopperTile) -> str | None:
+    reasons = (
+        (problem.m <= 32, "it multiplies 64 rows of x at least"),
+        (tile.m > max(64, 2 * problem.m), f"{tile.m} rows do not suit {problem.m} rows of x"),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
+
+
+TILING = Tiling(
+    HopperTile,
+    VALUES,
+    lambda problem: hopper_tile(shape_of(problem), problem.m, processors(problem)),
+    _why_not,
+    _loses,
+)
+
+
+@dataclass(frozen=True)
+class _Launches:
+    """The launches of `hopper`, the layout of what is in shared memory, and who has which steps.
+
+    `shares` are those of the function. Parts of tiles take `sums` numbers, with what programs say of them. A
+    weight has so many `spans` and `blocks`.
+    """
+
+    order: Launch
+    kernel: Launch
+    columns: int
+    layout: Any
+    shares: tuple[int, int, int]
+    spans: int
+    blocks: int
+    sums: int
+
+
+@lru_cache(maxsize=4096)
+def _launches(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: HopperTile,
+    features: frozenset[str],
+    multiprocessors: int,
+) -> _Launches:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from quantkit.kernels.fused.hopper import hopper as kernel
+
+    shape = geometry(n, k, scheme, dtype)
+    known = constants_of(n, k, scheme, dtype)
+    columns = shape.spans * shape.span
+    tiles, steps = -(-n // tile.rows) * -(-m // tile.m), -(-columns // step_columns(shape))
+    full, share, width = tiles, 0, steps
+    if tile.share:
+        full, share, width = shares(tiles, steps, multiprocessors)
+    programs = min(multiprocessors, tiles) if full == tiles else multiprocessors
+    main = Launch(
+        kernel,
+        (programs,),
+        **{name: known[name] for name in kernel.arg_names if name in known},
+        HAS_BIAS=bias,
+        ROWS=tile.rows,
+        BM=tile.m,
+        AHEAD=tile.ahead,
+        STAGES=tile.stages,
+        REGISTERS=MULTIPLYING_REGISTERS[tile.rows],
+        RASTER=RASTER,
+        num_warps=4,
+        **overlap(features),
+    )
+    return _Launches(
+        order_launch(m, shape, features),
+        main,
+        columns,
+        NVMMASharedLayout(128, 16, 2),
+        (full, share, width),
+        shape.spans,
+        shape.blocks,
+        # A word of 64 bits for each group of warps.
+        programs * (tile.rows * tile.m + tile.rows // 64 * 2) if 0 < share < steps else 0,
+    )
+
+
+def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> dict[str, Any]:
+    """What `hopper` knows of a weight at compile time, the same for every K."""
+    shape, known = geometry(n, k, scheme, dtype), constants(n, k, scheme, dtype, True)
+    # The scale of a whole row takes its place in the only block there is.
+    known |= {"GROUPS": 1, "PER_BLOCK": COLUMNS} if shape.groups == 1 else {"GROUPS": 2}
+    return {name: value for name, value in known.items() if name not in ("SPANS", "BLOCKS")}
+
+
+def run(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """y [m, n] for any m, on GPUs of compute capability 9."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    m, k = op.x.shape
+    has_bias, programs = op.bias is not None, multiprocessors_of(op.x.device)
+    launches = _launches(m, op.n, k, op.scheme, op.x.dtype, has_bias, tile, features, programs)
+    y, columns = outputs(op), launches.columns
+    x = in_order(op, launches.order, m, columns)
+    blocks = TensorDescriptor(x, [m, columns], [columns, 1], [tile.m, COLUMNS], launches.layout)
+    launches.kernel(
+        blocks,
+        *op.layout,
+        y if op.bias is None else op.bias,
+        y,
+        empty(op, launches.sums, dtype=torch.float32) if launches.sums else y,
+        m,
+        op.n,
+        *launches.shares,
+        launches.spans,
+        launches.blocks,
+        launch_token(),
+    )
+    return y
+
+
+def launch_token() -> int:
+    """A number that no other launch of this process has, and that no memory has but by chance.
+
+    By it programs of a launch tell each other, in memory that nobody has cleared, that something is there. It
+    is odd, as `Launch` looks kernels up by whether integers are multiples of 16.
+    """
+    return (next(_LAUNCHES) * TOKENS_APART) % (1 << 63) | 1 << 62

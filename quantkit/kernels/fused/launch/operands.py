@@ -1,0 +1,149 @@
+"""What kernels multiply, and what they know of a weight when they are compiled."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from quantkit.kernels.fused.expressions import portable
+from quantkit.kernels.fused.layout import Geometry, geometry
+from quantkit.kernels.fused.ptx import expression
+from quantkit.kernels.problem import Problem
+from quantkit.packing.schemes import Scheme
+
+#: How 8-bit scales are to be read; the others are floats of Triton's own.
+SCALE_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Sizes of products of `count` pairs, each of a token and one of `experts` with so many matrices.
+
+    A segment has up to `rows` pairs, and a token `slots` of them.
+    """
+
+    count: int
+    experts: int
+    rows: int
+    matrices: int
+    slots: int
+
+    @property
+    def segments(self) -> int:
+        """No more segments than this have pairs."""
+        return most_segments(self.count, self.experts, self.rows)
+
+
+def most_segments(pairs: int, experts: int, rows: int) -> int:
+    """How many segments of up to so many rows so many pairs can have."""
+    return (pairs + min(experts, pairs) * (rows - 1)) // rows
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of a token and an expert, for weights that lie one after the other, those of an expert together.
+
+    `order` int32 [P] and `segments` int32 [P, 3] are those of `quantkit.kernels.fused.pairs`. Row p of y
+    [P, matrices * n] is that of pair p, which has row p // slots of x.
+    """
+
+    order: torch.Tensor
+    segments: torch.Tensor
+    grouping: Grouping
+
+
+@dataclass(frozen=True)
+class Operands:
+    """x [m, k] and a weight [n, k] in the fragment layout: codes, scale, zero, factor, values.
+
+    Kernels take besides what the device can do, of `GPU_FEATURES`. With `pairs`, the parts of the layout have
+    a first dimension more, that of matrices of experts. Columns of x may be `ordered` as `column_order` says.
+    """
+
+    x: torch.Tensor
+    layout: tuple[torch.Tensor, ...]
+    bias: torch.Tensor | None
+    scheme: Scheme
+    n: int
+    pairs: Pairs | None = None
+    ordered: bool = False
+
+    @property
+    def grouping(self) -> Grouping | None:
+        return None if self.pairs is None else self.pairs.grouping
+
+    @property
+    def grouped(self) -> tuple[torch.Tensor, ...]:
+        """What kernels take of pairs, after their other arguments."""
+        return () if self.pairs is None else (self.pairs.order, self.pairs.segments)
+
+    @property
+    def shape(self) -> Geometry:
+        return geometry(self.n, self.x.shape[1], self.scheme, self.x.dtype)
+
+
+@lru_cache(maxsize=4096)
+def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) -> dict[str, Any]:
+    """What all fused kernels know of a weight at compile time. `inline` allows PTX."""
+    import triton.language as tl
+
+    shape = geometry(n, k, scheme, dtype)
+    name = str(dtype).removeprefix("torch.")
+    carried = shape.carried != 1.0
+    found = expression(scheme.format, name, bare=carried) if inline else None
+    return {
+        "K": shape.k,
+        "SPANS": shape.spans,
+        "TILES": shape.tiles,
+        "DOT": shape.dot,
+        "GROUP": shape.group,
+        "GROUPS": shape.groups,
+        "PER_BLOCK": shape.per_block,
+        "BLOCKS": shape.blocks,
+        "V": shape.in_block,
+        "ON_WEIGHTS": shape.on_weights,
+        "SCALE": "" if shape.on_weights else SCALE_KINDS.get(scheme.scale_dtype, ""),
+        "HAS_ZERO": scheme.zero_point != "none",
+        "HAS_FACTOR": scheme.global_scale or carried,
+        "ASM": None if found is None else found.asm,
+        "CONSTRAINTS": None if found is None else found.constraints,
+        "TABLE": None if found is None else found.table,
+        "FIELDS": () if found else portable(scheme.format, bare=carried),
+        "PLANES": shape.planes,
+        "DTYPE": getattr(tl, name),
+    }
+
+
+def known_of(grouping: Grouping | None) -> dict[str, Any]:
+    """What kernels know of pairs at compile time."""
+    if grouping is None:
+        return {"order": None, "segments": None, "MATRICES": 1}
+    return {"MATRICES": grouping.matrices}
+
+
+def shape_of(problem: Problem) -> Geometry:
+    """The fragment layout of the weight of a problem."""
+    return geometry(problem.n, problem.k, problem.scheme, problem.dtype)
+
+
+def unknown_value(tile: Any, values: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Which field of a tile is none of the `values` that kernels were tried with."""
+    for field, known in values.items():
+        value = getattr(tile, field)
+        if value not in known:
+            return f"{field} is one of {', '.join(map(str, known))}, not {value}"
+    return None
+
+
+def empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Room for so many numbers, of the dtype of x unless another is named, on its device."""
+    return torch.empty(size, dtype=dtype or op.x.dtype, device=op.x.device)
+
+
+def outputs(op: Operands) -> torch.Tensor:
+    """Room for y."""
+    if op.grouping is None:
+        return empty(op, op.x.shape[0], op.n)
+    return empty(op, op.grouping.count, op.grouping.matrices * op.n)

@@ -1,0 +1,104 @@
+"""Launches that sort pairs of a token and an expert, and weigh what experts gave."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from quantkit.kernels.launcher import Launch, overlap, power_of_two
+
+#: Pairs of a segment: all that `fused-skinny` takes, and the most there are.
+SKINNY_SEGMENT, TILED_SEGMENT = 8, 128
+#: Numbers that a program which orders pairs has at a time: its pairs times the experts.
+ORDERED = 8192
+#: Outputs that a program of `weigh_pairs` has.
+WEIGHED = 1024
+
+
+def segment_rows(pairs: int, experts: int) -> int:
+    """How many pairs of one expert a program multiplies with at most: more than most experts have.
+
+    Up to `SKINNY_SEGMENT` it is `fused-skinny` that does.
+    """
+    usual = -(-3 * pairs // (2 * experts))
+    return min(max(1 << (usual - 1).bit_length(), SKINNY_SEGMENT), TILED_SEGMENT)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The launches of `order_pairs`: `count` for each chunk of pairs, None where there is one."""
+
+    count: Launch | None
+    place: Launch
+    chunks: int
+    buckets: int
+
+
+@lru_cache(maxsize=4096)
+def _order(pairs: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
+    """`dtype` is that of the index, which kernels are compiled for."""
+    from quantkit.kernels.fused.pairs import count_pairs
+    from quantkit.kernels.fused.pairs import order_pairs as kernel
+
+    buckets = power_of_two(experts + 1)
+    chunk = min(max(ORDERED // buckets, 16), power_of_two(max(pairs, 16)))
+    chunks = -(-pairs // chunk)
+    known = {"EXPERTS": experts, "BUCKETS": buckets, "CHUNK": chunk, **overlap(features)}
+    if chunks == 1:
+        return _Order(None, Launch(kernel, (1,), counts=None, ROWS=rows, **known), chunks, buckets)
+    place = Launch(kernel, (chunks,), ROWS=rows, **known)
+    return _Order(Launch(count_pairs, (chunks,), **known), place, chunks, buckets)
+
+
+def order_pairs(
+    index: torch.Tensor, experts: int, rows: int, features: frozenset[str] = frozenset()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`order` and `segments` of `Pairs` for the chosen experts [P], contiguous integers, P >= 1."""
+    pairs = index.shape[0]
+    run = _order(pairs, experts, rows, index.dtype, features)
+
+    def empty(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, device=index.device)
+
+    order, segments = empty(pairs), empty(pairs, 3)
+    if run.count is None:
+        run.place(index, order, segments, pairs)
+    else:
+        counts = empty(run.chunks, run.buckets)
+        run.count(index, counts, pairs)
+        run.place(index, order, segments, pairs, counts.cumsum(0, dtype=torch.int32))
+    return order, segments
+
+
+@lru_cache(maxsize=1024)
+def _weigh(
+    tokens: int,
+    slots: int,
+    n: int,
+    experts: int,
+    dtypes: tuple[torch.dtype, ...],
+    features: frozenset[str],
+) -> Launch:
+    """`dtypes` are those of the tensors, which the kernel is compiled for."""
+    from quantkit.kernels.fused.pairs import weigh_pairs as kernel
+
+    grid = (tokens, -(-n // WEIGHED))
+    return Launch(kernel, grid, EXPERTS=experts, SLOTS=slots, BLOCK=WEIGHED, **overlap(features))
+
+
+def weigh_pairs(
+    y: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    features: frozenset[str] = frozenset(),
+) -> torch.Tensor:
+    """The sums over slots of y [T * slots, n] times `weights` [T, slots], in y's dtype, added up in float32.
+
+    Rows of y whose `index` [T, slots] is no expert's are not read. All are contiguous.
+    """
+    out = y.new_empty(index.shape[0], y.shape[1])
+    dtypes = (y.dtype, index.dtype, weights.dtype)
+    launch = _weigh(*index.shape, y.shape[1], experts, dtypes, features)
+    launch(y, index, weights, out, y.shape[1])
+    return out

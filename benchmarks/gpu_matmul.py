@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", type=names, metavar="A,B", help=f"default {PEER_NAMES}; '' for none")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--in-order", action="store_true", help="x as norms and gates of a model leave it")
-    parser.add_argument("--markdown", action="store_true", help="tables as docs/kernels.md has them")
+    parser.add_argument("--markdown", action="store_true", help="tables as docs/kernels-measured.md has them")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw those of --formats, else eight well-known ones"
     )

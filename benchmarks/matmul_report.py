@@ -140,7 +140,7 @@ def table(run: Run, shape: str) -> list[list[str]]:
 
 
 def markdown(run: Run) -> str:
-    """All tables and notes, as docs/kernels.md has them."""
+    """All tables and notes, as docs/kernels-measured.md has them."""
     parts = []
     for shape, (n, k) in run.shapes.items():
         head, *body = ("| " + " | ".join(cells) + " |" for cells in table(run, shape))

@@ -20,7 +20,7 @@ from quantkit.kernels.unpack import UNPACK_ROW
 FORCE_VARIABLE = "QUANTKIT_KERNEL"
 VERBOSE_VARIABLE = "QUANTKIT_VERBOSE"
 
-#: From so many rows of x on, what is fastest for a weight of similar size beats the rules (docs/kernels.md).
+#: From so many rows of x on, what is fastest for a weight of similar size beats the rules (docs/kernels-log.md, 16).
 SIMILAR_FROM = 16
 
 logger = logging.getLogger("quantkit.kernels")

@@ -250,7 +250,7 @@ def _hold_back(graph: Graph, memory: Memory) -> None:
     """Start what follows a norm late, where the product before that reads more than the one after it.
 
     The programs of a product that wait for x hold its first weights, and take room from the product that
-    still runs: a loss where that takes long, a gain where it is short (docs/kernels.md).
+    still runs: a loss where that takes long, a gain where it is short (docs/kernels-log.md, 32).
     """
     for node in graph.find_nodes(op="call_function", target=glue.add_norm):
         before = max(_weight_bytes(_source(memory, one)) for one in node.all_input_nodes)

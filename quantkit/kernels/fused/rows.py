@@ -1,6 +1,6 @@
 """The fused kernels as rows of the kernel table: what they take, when they pay, and how they launch.
 
-Where they pay was measured on one H200 (docs/kernels.md); other GPUs use the same rules.
+Where they pay was measured on one H200 (docs/kernels-measured.md); other GPUs use the same rules.
 """
 
 from collections.abc import Callable, Iterable

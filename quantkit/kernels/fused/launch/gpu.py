@@ -1,6 +1,6 @@
 """How large a GPU is, as far as tiles depend on it.
 
-The rules were made on one H200 (docs/kernels.md). Other GPUs have them in proportion to their
+The rules were made on one H200 (docs/kernels-measured.md). Other GPUs have them in proportion to their
 multiprocessors, and within their shared memory.
 """
 

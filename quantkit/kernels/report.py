@@ -55,12 +55,11 @@ def choice_of(problem: Problem) -> Choice:
     verdicts = [(name, reason) for name, reason in explain(problem) if name in here]
     chosen = choose_unforced(problem) if any(reason is None for _, reason in verdicts) else None
     tile = None if chosen is None else chosen.tile
-    measured = None if chosen is None else chosen.measured
-    like = "" if measured is None or measured.exact else f" (measured{measured.weight})"
+    source = "" if chosen is None or not chosen.source else f" ({chosen.source})"
     return Choice(
         problem,
         None if chosen is None else chosen.row.name,
-        None if tile is None else tile_text(tile) + sums_text(problem, tile) + like,
+        None if tile is None else tile_text(tile) + sums_text(problem, tile) + source,
         None if chosen is None else chosen.us,
         tuple((name, reason) for name, reason in verdicts if reason is not None),
         ungroupable(problem),

@@ -20,7 +20,8 @@ from quantkit.kernels.unpack import UNPACK_ROW
 FORCE_VARIABLE = "QUANTKIT_KERNEL"
 VERBOSE_VARIABLE = "QUANTKIT_VERBOSE"
 
-#: From so many rows of x on, what is fastest for a weight of similar size beats the rules (docs/kernels-log.md, 16).
+#: From so many rows of x on, what is fastest for a weight of similar size beats the rules (16 in
+#: docs/kernels-log.md).
 SIMILAR_FROM = 16
 
 logger = logging.getLogger("quantkit.kernels")
@@ -75,9 +76,28 @@ class Chosen:
     launch: Callable[..., torch.Tensor]
 
     @property
+    def is_fitted(self) -> bool:
+        """Whether the tile is another one than what was measured."""
+        return self.measured is not None and self.tile != self.measured.entry.tile
+
+    @property
     def us(self) -> float | None:
-        """Microseconds that the row was measured to take for this very weight."""
-        return self.measured.entry.us if self.measured is not None and self.measured.exact else None
+        """Microseconds that the row was measured to take for this very weight, in this tile."""
+        if self.measured is None or not self.measured.exact or self.is_fitted:
+            return None
+        return self.measured.entry.us
+
+    @property
+    def source(self) -> str:
+        """Where the tile is from, if a table has a part in it and does not say how long it takes."""
+        if self.measured is None or self.us is not None:
+            return ""
+        key = self.measured.key
+        return (
+            f"fitted: {key.n}x{key.k} was measured, M={key.m}"
+            if self.is_fitted
+            else f"measured{self.measured.weight}"
+        )
 
 
 def choose(problem: Problem) -> Chosen:
@@ -186,10 +206,13 @@ def _first(problem: Problem, measured: Measured | None) -> Chosen:
 def _chosen(row: KernelRow, problem: Problem, measured: Measured | None) -> Chosen:
     if measured is not None and measured.entry.row != row.name:
         measured = None
-    if measured is not None:
+    tile = None
+    if row.tiling is not None and measured is None:
+        tile = row.tiling.rule(problem)
+    elif row.tiling is not None and measured is not None:
         tile = measured.entry.tile
-    else:
-        tile = None if row.tiling is None else row.tiling.rule(problem)
+        if not measured.exact or problem.m < measured.key.m:
+            tile = row.tiling.fitted(problem, tile)
     return Chosen(row, tile, measured, row.launch if tile is None else partial(row.launch, tile=tile))
 
 
@@ -238,7 +261,7 @@ def log_choice(problem: Problem, chosen: Chosen) -> None:
 def _how(chosen: Chosen) -> str:
     if chosen.us is not None:
         return f", measured {chosen.us:.1f} us"
-    return "" if chosen.measured is None else f", measured{chosen.measured.weight}"
+    return chosen.source and f", {chosen.source}"
 
 
 def sums_text(problem: Problem, tile: Any) -> str:

@@ -13,14 +13,16 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels import table as kernel_table
-from quantkit.kernels.fused.launch import skinny, tiled
+from quantkit.kernels.fused.launch import hopper, skinny, tiled
+from quantkit.kernels.fused.launch.hopper import HopperTile
 from quantkit.kernels.fused.launch.operands import Operands
 from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
 from quantkit.kernels.fused.launch.tiled import TiledTile, tiled_tile
 from quantkit.kernels.fused.layout import build, geometry
-from quantkit.kernels.problem import Gpu, Problem, TileError
+from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, TileError
 from quantkit.kernels.report import choice_of
 from quantkit.kernels.table import ROWS, choose, choose_by_rules, explain, log_choice, row_named
+from quantkit.kernels.tiles.store import shipped_table
 from quantkit.kernels.tiles.table import Entry, Key, TileTable, from_json, to_json
 from quantkit.packing.tensor import PackedTensor
 
@@ -118,6 +120,50 @@ def test_from_16_rows_on_weights_of_similar_size_say_what_is_fastest(ask: Ask, s
     # 30 steps of 128 columns are not divided by 8.
     assert choose(ask(m=64, n=5120, k=3840)).measured is None
     assert choose(ask(m=64, n=5120, k=4096)).tile == split
+
+
+def test_between_what_was_measured_tiles_are_fitted(
+    ask: Ask, store_table: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """384 rows of x are three tiles of 128, of 256 they would be two, as of 512."""
+    measured = HopperTile(256, share=True)
+    store_table({ask(m=512, n=28672): Entry(174.0, "fused-hopper", measured, {"fused-skinny": 999.0})})
+    for m, tile, us in (
+        (512, measured, 174.0),
+        (500, measured, 174.0),
+        (384, HopperTile(128, ahead=2, share=True), None),
+    ):
+        chosen = choose(ask(m=m, n=28672))
+        assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-hopper", tile, us)
+    # A weight of similar size, for which other tiles fill the last round.
+    assert choose(ask(m=512, n=24576)).tile == measured
+    assert choose(ask(m=384, n=24576)).tile.m == 128
+    source = "fitted: 28672x4096 was measured, M=512"
+    assert str(choice_of(ask(m=384, n=28672)).tile).endswith(f"share=True ({source})")
+    monkeypatch.setattr(kernel_table, "_logged", set())
+    monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
+    with caplog.at_level(logging.WARNING):
+        log_choice(ask(m=384, n=28672), choose(ask(m=384, n=28672)))
+    assert f"share=True, {source}; not fused-skinny" in caplog.messages[0]
+
+
+def test_fitted_tiles_are_for_what_the_rules_say_is_sooner(gpu: Gpu) -> None:
+    table = shipped_table(Gpu("NVIDIA H200", (9, 0), 132, 227 << 10), ROWS)
+    assert table is not None
+    others = 0
+    for key, entry in table.entries.items():
+        if entry.row == "fused-hopper":
+            m = 3 * key.m // 4
+            problem = Problem(m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, gpu)
+            tile, shape = (
+                hopper.TILING.fitted(problem, entry.tile),
+                geometry(key.n, key.k, key.scheme, key.dtype),
+            )
+            assert hopper.TILING.why_not(problem, tile) is None
+            was, now = (hopper.tile_time(shape, m, one) for one in (entry.tile, tile))
+            assert now < hopper.FITS * was if tile != entry.tile else now == was
+            others += tile != entry.tile
+    assert others > 50
 
 
 def test_a_damaged_table_stops_before_anything_runs(ask: Ask, store_table: Store) -> None:

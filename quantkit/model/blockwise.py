@@ -38,7 +38,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.files import size_text
 from quantkit.model.block_tasks import BlockTasks
-from quantkit.model.blocks import Block, Decoder, Forwards, Home, set_weight, stages_of
+from quantkit.model.blocks import Block, Decoder, Home, set_weight
 from quantkit.model.folding import Factors, Fold, fold_into, shared_rows
 from quantkit.model.learned_rounding import learn_rounding
 from quantkit.model.memory import free_memory
@@ -46,6 +46,7 @@ from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
 from quantkit.model.routed import Routed, coverage, quantize_experts
 from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_piece, packed_of
+from quantkit.model.stages import Forwards, stages_of
 from quantkit.model.work_files import WorkFile, WorkFiles
 from quantkit.progress import Advance
 

@@ -28,6 +28,7 @@ from quantkit.model.calibration_data import CalibrationOptions
 from quantkit.model.load import load
 from quantkit.model.quantize import quantize
 from quantkit.model.ranks import Ranks
+from quantkit.model.stages import stages_of
 from quantkit.model.verify import verify
 from quantkit.packing.schemes import scheme
 
@@ -578,7 +579,7 @@ def test_linears_with_one_input_are_one_stage(tmp_path):
     hidden, found = decoder.embed([torch.arange(10)[None]], blocks.Home(torch.device("cpu")))
     assert [block.name for block in found] == [f"model.layers.{i}" for i in range(3)]
     with decoder.loaded(found[0]):
-        stages = blocks.stages_of(found[0], hidden[0], LINEARS)
+        stages = stages_of(found[0], hidden[0], LINEARS)
         assert stages == [LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]]
     assert all(parameter.is_meta for parameter in found[0].module.parameters())
 

@@ -16,8 +16,9 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.eval.models import dtype_name, release
 from quantkit.files import size_text
-from quantkit.model.blocks import Decoder, Home
+from quantkit.model.blocks import Decoder
 from quantkit.model.devices import pick_device
+from quantkit.model.hidden_states import Home
 from quantkit.model.load import load
 from quantkit.model.memory import free_memory
 

@@ -15,8 +15,9 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.eval.metrics import score
 from quantkit.eval.passes import predictions
-from quantkit.model.blocks import Block, Decoder, Home
+from quantkit.model.blocks import Block, Decoder
 from quantkit.model.devices import pick_device
+from quantkit.model.hidden_states import Home
 from quantkit.model.load import load
 from quantkit.model.structure import read_structure
 from quantkit.progress import Progress, counting

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from quantkit.checkpoint.durable import disk_memory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.model.hidden_states import Home
 from quantkit.model.names import ExpertPart, expert_parts, model_names
 from quantkit.model.structure import meta_model
 
@@ -44,26 +43,6 @@ class Block:
 
 #: Tensors of a block that are read at a time.
 READERS = 4
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where hidden states stay between blocks: on `device`, on a host page-locked if a GPU copies them, or in
-    files in a `directory`.
-    """
-
-    device: torch.device
-    locked: bool = False
-    directory: Path | None = None
-
-    def hold(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` there, in memory of its own if that is page-locked or a file's."""
-        if self.directory is not None:
-            memory = disk_memory(self.directory, hidden.nbytes)
-            return torch.frombuffer(memory, dtype=hidden.dtype).view(hidden.shape).copy_(hidden)
-        if not self.locked:
-            return hidden.to(self.device)
-        return torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True).copy_(hidden)
 
 
 class Decoder:

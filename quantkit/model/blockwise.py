@@ -17,40 +17,32 @@ the linears. Moments are summed as in one process, and all ranks see the same qu
 number of ranks changes nothing either.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit.calibrate.calibrated import stored_nearest
-from quantkit.calibrate.moments import Moments, run_of
+from quantkit.calibrate.moments import run_of
 from quantkit.calibrate.samples import Samples, micro_batch
-from quantkit.calibrate.scaling import Consumer, measured_at_once, output_errors
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.checkpoint.tensors import TensorSpec
-from quantkit.files import size_text
 from quantkit.model.block_tasks import BlockTasks
-from quantkit.model.blocks import Block, Decoder, Home, set_weight
-from quantkit.model.folding import Factors, Fold, fold_into, shared_rows
+from quantkit.model.blocks import Block, Decoder, set_weight
+from quantkit.model.feature_scales import scale_features
+from quantkit.model.hidden_states import States, choose_home
 from quantkit.model.learned_rounding import learn_rounding
-from quantkit.model.memory import free_memory
+from quantkit.model.memory import free_share
 from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
 from quantkit.model.routed import Routed, coverage, quantize_experts
-from quantkit.model.solver import Named, Quantized, ReadInputs, Solver, merged, named_piece, packed_of
+from quantkit.model.solver import Quantized, ReadInputs, Solver, merged, packed_of
 from quantkit.model.stages import Forwards, stages_of
 from quantkit.model.work_files import WorkFile, WorkFiles
 from quantkit.progress import Advance
-
-logger = logging.getLogger("quantkit.memory")
 
 #: Samples that go through a block at a time at most, by device, their tokens, and the features of those where
 #: a linear has the most: an MLP has several tensors of so many.
@@ -69,13 +61,6 @@ SUSPENDED_MEMORY = {"cpu": 0.5, "cuda": 0.0}
 EXPERTS_MEMORY = 0.25
 #: Linears of methods without data that are quantized together.
 FREE = 16
-#: Hidden states stay on a GPU where they take at most so many bytes with one matrix of K x K in float32, K
-#: the most columns of a linear, as quantizing takes some of those, and alone this part of its free memory.
-#: Otherwise they are on the host, from where every pass copies them.
-HIDDEN_BYTES = 3 << 30
-HIDDEN_MEMORY = 0.25
-#: And where they take more than this part of the free memory there, on the disk.
-HOST_MEMORY = 0.5
 #: Whether the weights of the next block are read while one is in work: a GPU leaves the host time for that.
 READS_AHEAD = {"cpu": False, "cuda": True}
 
@@ -115,40 +100,33 @@ def quantize_blocks(
         report(sum(task.source.nbytes for task in block.tasks.values()), block.name)
     if done == len(blocks):
         return
-    count, length = samples.tokens.shape
-    most = LEARNING_BATCH if any(block.learns for block in blocks) else BATCH
     shapes = [task.source.shape for block in blocks if not block.is_head for task in block.tasks.values()]
-    widest = max((max(shape) for shape in shapes), default=1)
-    tokens = min(BATCH_TOKENS, BATCH_FEATURES // widest)
-    size = micro_batch(count, max(1, min(most[decoder.device.type], tokens // length)))
-    batches = torch.split(samples.tokens, size)
+    batches = _micro_batches(samples, blocks, max(map(max, shapes), default=1), decoder.device)
     runs_of_all = [run_of(at, len(batches)) for at in range(len(batches))]
     share = [at for at, run in enumerate(runs_of_all) if run in ranks.share(runs_of_all[-1] + 1)]
     runs = tuple(runs_of_all[at] for at in share)
     mine = [batches[at] for at in share]
-    methods = [task.method for block in blocks for task in block.tasks.values()]
-    corrects = any(method is not None and method.corrects for method in methods)
+    corrects = any(_corrects(block.tasks) for block in blocks)
     stored = next((i for i in reversed(range(done)) if output.is_done(blocks[i].hidden_filename)), None)
     # With experts all ranks have what those of all samples are called with.
     experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
-    held = (len(mine) * samples.tokens[:size].numel() + experts) * (2 if corrects else 1)
-    home = _home(decoder, held, max((columns for _, columns in shapes), default=1), ranks, output.path)
+    tokens = (len(mine) * batches[0].numel() + experts) * (2 if corrects else 1)
+    needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
+    columns = max((columns for _, columns in shapes), default=1)
+    home = choose_home(needed, columns, decoder.device, ranks, output.path)
     # Also of a rank without samples, for the blocks.
     hidden, modules = decoder.embed(mine if mine and stored is None else batches[:1], home)
     if stored is None:
         hidden = hidden[: len(mine)]
-        exact = [home.hold(one.clone()) for one in hidden] if corrects else None
-        states = States(runs, home, hidden, exact)
+        states = States.of(runs, home, hidden, corrects)
     else:
-        states = States.read(output, blocks[stored].hidden_filename, share, runs, size, home)
-    solver = Solver(decoder.read, decoder.device, workers, lanes, ranks)
-    worker = _Worker(decoder, solver, samples.digest)
+        states = States.read(output, blocks[stored].hidden_filename, share, runs, len(batches[0]), home)
+    worker = _Worker(decoder, Solver(decoder.read, decoder.device, workers, lanes, ranks), samples.digest)
     for i in range(0 if stored is None else stored + 1, done):
         states = worker.replay(modules[i], blocks[i], states, output)
     kept = None if stored is None else blocks[stored].hidden_filename
     stored_at = time.monotonic()
-    for i in range(done, len(blocks)):
-        block = blocks[i]
+    for i, block in enumerate(blocks[done:], done):
         if block.is_head:
             worker.quantize_head(block, mine, states, output, report)
         elif not block.tasks:
@@ -166,79 +144,14 @@ def quantize_blocks(
                 kept, stored_at = block.hidden_filename, time.monotonic()
 
 
-def _home(decoder: Decoder, tokens: int, columns: int, ranks: Ranks, directory: Path) -> Home:
-    """Where hidden states stay between blocks, the same on all ranks, if so many are there at a time and
-    linears have at most so many `columns`.
-    """
-    needed, host = tokens * decoder.hidden_size * decoder.dtype.itemsize, torch.device("cpu")
-    room = min(HIDDEN_BYTES - 4 * columns**2, HIDDEN_MEMORY * _free_share(decoder.device, ranks))
-    on_gpu = decoder.device != host and needed <= room
-    free = _free_share(host, ranks)
-    fits = [all(of_one) for of_one in zip(*ranks.meet((on_gpu, needed <= HOST_MEMORY * free)), strict=True)]
-    if fits[0]:
-        return Home(decoder.device)
-    if fits[1]:
-        return Home(host, locked=decoder.device != host)
-    logger.warning(
-        "%s of hidden states stay in %s, as the host has %s of free memory: every pass waits for that disk. "
-        "Fewer or shorter samples take less (--calibration-samples, --calibration-length).",
-        size_text(needed),
-        directory,
-        size_text(free),
-    )
-    return Home(host, directory=directory)
-
-
-@dataclass(frozen=True, eq=False)
-class States:
-    """Hidden states [B, T, d], at `home`, of this rank's micro-batches, and the `runs` that these are in.
-
-    And those of the original where a method asks for drift.
-    """
-
-    runs: tuple[int, ...]
-    home: Home
-    hidden: list[torch.Tensor]
-    exact: list[torch.Tensor] | None
-
-    def after(self, hidden: list[torch.Tensor], exact: list[torch.Tensor] | None) -> "States":
-        """Those after a block."""
-        return replace(self, hidden=hidden, exact=exact)
-
-    def write(self, output: WorkFiles, filename: str, count: int, ranks: Ranks) -> None:
-        """Store those of all ranks, `count` micro-batches, as a work file."""
-        named = {"hidden": self.hidden, **({} if self.exact is None else {"exact": self.exact})}
-        dtypes = {torch.float32: "F32", torch.bfloat16: "BF16"}
-        # A rank without samples is not the first, and writes nothing.
-        first = self.hidden[0] if self.hidden else torch.empty(1, 0)
-        specs = [
-            TensorSpec(name, dtypes[first.dtype], (count * len(first), *first.shape[1:])) for name in named
-        ]
-        with output.shard(filename, specs, {"format": "pt"}) as file:
-            for name, of in named.items():
-                for at, record in enumerate(
-                    ranks.each([Record({name: one}) for one in of], self.home.device)
-                ):
-                    tensor = record.tensors[name]
-                    file.write(name, tensor, offset=at * tensor.numel())
-
-    @classmethod
-    def read(
-        cls,
-        output: WorkFiles,
-        filename: str,
-        share: Sequence[int],
-        runs: tuple[int, ...],
-        size: int,
-        home: Home,
-    ) -> "States":
-        """A share of those of a work file, which are micro-batches of `size`."""
-        files = Checkpoint.of_files([output.path / filename])
-        found = {
-            name: [home.hold(files.read(name, at * size, (at + 1) * size)) for at in share]
-            for name in files.tensors
-        }
-        return cls(runs, home, found["hidden"], found.get("exact"))
+def _micro_batches(
+    samples: Samples, blocks: Sequence[BlockTasks], widest: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """The tokens [B, T] that go through a block at a time; `widest` is the most features of a linear."""
+    count, length = samples.tokens.shape
+    most = LEARNING_BATCH if any(block.learns for block in blocks) else BATCH
+    tokens = min(BATCH_TOKENS, BATCH_FEATURES // widest)
+    return torch.split(samples.tokens, micro_batch(count, max(1, min(most[device.type], tokens // length))))
 
 
 class _Output:
@@ -314,7 +227,7 @@ class _Worker:
         self, block: Block, todo: BlockTasks, states: States, output: WorkFiles, report: Advance
     ) -> States:
         """Quantize one block into its work file; the states after it."""
-        device, ranks = self.decoder.device, self.solver.ranks
+        device = self.decoder.device
         with ExitStack() as stack:
             file = stack.enter_context(output.shard(todo.filename, todo.specs, {"format": "pt"}))
             finished = _Output(file, todo, report)
@@ -335,31 +248,25 @@ class _Worker:
             # The original's passes first: their block takes the weights before any is replaced.
             suspend = self._suspends(block, states)
             calibrated = todo.calibrated
-            experts = [module for module in todo.experts if todo.of_experts(module)]
-            linears = [name for name in calibrated if name not in todo.parts]
-            wanted = (*linears, *experts)
-            stages: list[Sequence[str]] = ranks.from_first(
-                lambda: stages_of(block, states.hidden[0].to(device), wanted, alone=experts)
-            )
+            stages = self._stages(block, todo, states)
             stops = [stage[0] for stage in stages]
             exact: Forwards | None = None
             if states.exact is not None and twin is not None:
                 stack.enter_context(self.decoder.loaded(twin))
                 exact = stack.enter_context(Forwards(twin, states.exact, stops, device, suspend))
             self.solver.factors.clear()
-            for parameter, tensor in self._fold(block, todo, states).items():
+            for parameter, tensor in scale_features(
+                block, todo, states, self.solver, self.decoder.config
+            ).items():
                 set_weight(block.module, parameter, tensor.to(device, self.decoder.dtype))
                 file.write(todo.changed[parameter].outputs[0].name, tensor.cpu())
-            free = [name for name in todo.tasks if name not in calibrated]
-            for at in range(0, len(free), FREE):
-                tasks = {name: todo.tasks[name] for name in free[at : at + FREE]}
-                store(self.solver.divide(tasks, lambda mine: self.solver.solve(mine, {})))
+            self._without_data(todo, store)
             covered: dict[str, Coverage] = {}
             lanes, run = range(len(states.hidden)), self.solver.workers.map
             hidden: list[torch.Tensor] | None = None
             with Forwards(block, states.hidden, stops, device, suspend) as forwards:
                 for stage in stages:
-                    if stage[0] in experts:
+                    if stage[0] in todo.experts:
                         covered |= self._experts(block, twin, stage[0], todo, forwards, exact, states, store)
                     else:
                         tasks = {name: calibrated[name] for name in stage}
@@ -374,6 +281,25 @@ class _Worker:
                 hidden = self._finished(block, states.hidden)
             finished.close(covered)
             return states.after(hidden, original)
+
+    def _stages(self, block: Block, todo: BlockTasks, states: States) -> list[Sequence[str]]:
+        """Its linears and experts that take data, as the first rank sees them run."""
+        experts = [module for module in todo.experts if todo.of_experts(module)]
+        linears = [name for name in todo.calibrated if name not in todo.parts]
+        found: list[Sequence[str]] = self.solver.ranks.from_first(
+            lambda: stages_of(
+                block, states.hidden[0].to(self.decoder.device), (*linears, *experts), alone=experts
+            )
+        )
+        return found
+
+    def _without_data(self, todo: BlockTasks, store: Callable[[Mapping[str, Quantized]], None]) -> None:
+        """Quantize the linears whose methods take no data, some at a time."""
+        calibrated = todo.calibrated
+        names = [name for name in todo.tasks if name not in calibrated]
+        for at in range(0, len(names), FREE):
+            tasks = {name: todo.tasks[name] for name in names[at : at + FREE]}
+            store(self.solver.divide(tasks, lambda mine: self.solver.solve(mine, {})))
 
     def _learned(
         self,
@@ -441,8 +367,8 @@ class _Worker:
     ) -> dict[str, Coverage]:
         """Quantize experts; by module, how many tokens chose each, and a note where those were too few."""
         home, ranks = states.home.device, self.solver.ranks
-        tasks = todo.of_experts(name).values()
-        corrects = any(task.method is not None and task.method.corrects for task in tasks)
+        tasks = todo.of_experts(name)
+        corrects = _corrects(tasks)
 
         def call(lane: int) -> Record:
             found = {str(at): one.to(home) for at, one in enumerate(forwards.step(lane))}
@@ -463,9 +389,9 @@ class _Worker:
         del calls
         experts: Any = block.module.get_submodule(name)
         originals: Any = None if twin is None else twin.module.get_submodule(name)
-        room = int(EXPERTS_MEMORY * _free_share(self.decoder.device, ranks))
+        room = int(EXPERTS_MEMORY * free_share(self.decoder.device, ranks))
         quantize_experts(self.solver, experts, originals, name, todo, routed, room, store)
-        widths = {task.module: task.source.shape[1] for task in tasks if task.module is not None}
+        widths = {task.module: task.source.shape[1] for task in tasks.values() if task.module is not None}
         return {module: coverage(routed, todo.experts[name], width) for module, width in widths.items()}
 
     def _set(self, block: Block, todo: BlockTasks, name: str, weight: torch.Tensor) -> None:
@@ -477,77 +403,6 @@ class _Worker:
         else:
             part.of(block.module.get_parameter(part.parameter), len(weight)).copy_(weight)
 
-    def _fold(self, block: Block, todo: BlockTasks, states: States) -> dict[str, torch.Tensor]:
-        """Choose the scales of a block's input features, in `factors`; the dense tensors they change, by
-        parameter.
-        """
-        changed: dict[str, torch.Tensor] = {}
-        stops = [fold.consumers[0] for fold in todo.folds]
-        if not stops:
-            return changed
-        with Forwards(block, states.hidden, stops, self.decoder.device, suspend=False) as forwards:
-
-            def one(lane: int) -> list[Named]:
-                found: list[Named] = []
-                forwards.visit(
-                    lane,
-                    lambda name, inputs: found.append(
-                        named_piece(f"{block.name}.{name}", states.runs[lane], inputs, find_largest=True)
-                    ),
-                )
-                return found
-
-            moments = self.solver.moments_of_all(one, range(len(states.hidden)))
-        for fold in todo.folds:
-            scales, shared = self._scales(fold, todo, moments.pop(f"{block.name}.{fold.consumers[0]}"))
-            if fold.changed in todo.changed:
-                stored = self.decoder.read(todo.changed[fold.changed].source.name)
-                changed[fold.changed], exact = fold_into(stored, scales)
-                # Of a bias only a part of the outputs comes through the rounded values.
-                scales = exact if fold.is_norm else scales
-            for consumer in fold.consumers:
-                self._multiply(todo.tasks[consumer], Factors(columns=scales[shared]))
-            if not fold.is_norm:
-                self._multiply(todo.tasks[fold.producer], Factors(rows=1 / scales))
-        return changed
-
-    def _multiply(self, task: Task, by: Factors) -> None:
-        known = self.solver.factors.get(task.source.name, Factors())
-        self.solver.factors[task.source.name] = Factors(
-            known.columns if by.columns is None else by.columns, known.rows if by.rows is None else by.rows
-        )
-
-    def _scales(self, fold: Fold, todo: BlockTasks, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best of the candidates, float32 [S], and which of them each input feature has."""
-        consumers = []
-        tasks = [todo.tasks[name] for name in fold.consumers]
-        for task in tasks:
-            assert task.scheme is not None and task.method is not None
-            weight = self.decoder.read(task.source.name).to(torch.float32)
-            scheme = task.scheme
-            if scheme.is_fitted:
-                # Fitted once: how weights are spread hardly changes.
-                scheme = self.solver.fit(task, weight, None).bind(scheme)
-            consumers.append(Consumer(weight, scheme))
-        columns = consumers[0].weight.shape[1]
-        rows = columns if fold.is_norm else todo.tasks[fold.producer].source.shape[0]
-        shared = shared_rows(fold, rows, columns, self.decoder.config).to(self.decoder.device)
-        method = tasks[0].method
-        assert method is not None and method.scaling is not None
-        stored = partial(stored_nearest, method=method)
-        tried = method.scaling.candidates(consumers, moments, shared)
-        mine = [tried[at] for at in self.solver.ranks.share(len(tried))]
-        some = measured_at_once(columns, self.decoder.device)
-        found = self.solver.workers.map(
-            lambda at: output_errors(
-                consumers, moments, torch.stack(mine[at : at + some])[:, shared], stored
-            ),
-            range(0, len(mine), some),
-        )
-        met = self.solver.ranks.meet(list(chain.from_iterable(found)))
-        errors = list(chain.from_iterable(met))
-        return tried[errors.index(min(errors))], shared
-
     def _suspends(self, block: Block, states: States) -> bool:
         """Whether what suspended passes hold fits: hidden states twice, and twice the widest input."""
         shapes = [tuple(p.shape) for _, p in block.module.named_parameters() if p.dim() == 2]
@@ -556,7 +411,7 @@ class _Worker:
         passes = 1 if states.exact is None else 2
         needed = passes * tokens * 2 * (self.decoder.hidden_size + widest) * self.decoder.dtype.itemsize
         device = self.decoder.device
-        return needed <= SUSPENDED_MEMORY[device.type] * _free_share(device, self.solver.ranks)
+        return needed <= SUSPENDED_MEMORY[device.type] * free_share(device, self.solver.ranks)
 
 
 def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
@@ -570,11 +425,16 @@ def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
             yield task.module, NOT_LEARNED
 
 
+def _corrects(tasks: Mapping[str, Task]) -> bool:
+    """Whether a method of theirs corrects for drift."""
+    return any(task.method is not None and task.method.corrects for task in tasks.values())
+
+
 def _reading(
     forwards: Forwards, exact: Forwards | None, runs: Sequence[int], tasks: Mapping[str, Task]
 ) -> list[tuple[int, ReadInputs]]:
     """The run of each micro-batch, and what takes it to its next stage: inputs there, and the original's."""
-    corrects = any(task.method is not None and task.method.corrects for task in tasks.values())
+    corrects = _corrects(tasks)
 
     def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = forwards.step(lane)[0]
@@ -582,8 +442,3 @@ def _reading(
         return inputs, original if corrects else None
 
     return [(run, partial(read, lane)) for lane, run in enumerate(runs)]
-
-
-def _free_share(device: torch.device, ranks: Ranks) -> int:
-    """Bytes free on a device for each of the ranks there."""
-    return free_memory(device) // (ranks.on_host if device.type == "cpu" else 1)

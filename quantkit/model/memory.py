@@ -13,6 +13,7 @@ import torch
 
 from quantkit.errors import EnvironmentProblem
 from quantkit.files import size_text
+from quantkit.model.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -41,6 +42,11 @@ def free_memory(device: torch.device) -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
+
+
+def free_share(device: torch.device, ranks: Ranks) -> int:
+    """Bytes free on a device for each of the ranks there."""
+    return free_memory(device) // (ranks.on_host if device.type == "cpu" else 1)
 
 
 def in_pieces(function: Callable[..., T], rows: Sequence[torch.Tensor], what: str) -> list[T]:

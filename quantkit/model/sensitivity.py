@@ -36,9 +36,10 @@ from quantkit.calibrate.moments import Moments
 from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.samples import micro_batch
 from quantkit.errors import FormatError
-from quantkit.model.blocks import Block, Decoder, Home
+from quantkit.model.blocks import Block, Decoder
 from quantkit.model.experts import is_fused_experts
 from quantkit.model.fisher import ExpertCall, RoutedGradients, Seen
+from quantkit.model.hidden_states import Home
 from quantkit.model.stages import stages_of
 from quantkit.model.workers import working
 from quantkit.packing.schemes import Scheme

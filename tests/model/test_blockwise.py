@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +21,10 @@ from quantkit.calibrate.parameters import TensorParameters
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
 from quantkit.files import TEMP_PREFIX
-from quantkit.model import blocks, blockwise, solver
+from quantkit.model import blocks, blockwise, hidden_states, memory, solver
 from quantkit.model import quantize as quantizing
 from quantkit.model.calibration_data import CalibrationOptions
+from quantkit.model.hidden_states import Home, choose_home
 from quantkit.model.load import load
 from quantkit.model.quantize import quantize
 from quantkit.model.ranks import Ranks
@@ -442,7 +442,7 @@ def test_a_block_read_ahead_is_read_once(tmp_path, monkeypatch):
 
     checkpoint = Checkpoint.open(write(tmp_path))
     decoder = blocks.Decoder(checkpoint, torch.device("cpu"), torch.float32)
-    _, found = decoder.embed([torch.arange(10)[None]], blocks.Home(torch.device("cpu")))
+    _, found = decoder.embed([torch.arange(10)[None]], Home(torch.device("cpu")))
     reads: list[str] = []
     read = Checkpoint.read
 
@@ -518,11 +518,11 @@ def test_what_cannot_be_read_ahead_ends_the_run_with_its_error(tmp_path, text, m
 def test_hidden_states_stay_on_a_gpu_beside_what_quantizing_takes(
     monkeypatch, hidden, columns, samples, length, on_gpu
 ):
-    monkeypatch.setattr(blockwise, "free_memory", lambda device: 139 << 30)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 139 << 30)
     device = torch.device("cuda")
-    decoder = SimpleNamespace(hidden_size=hidden, dtype=torch.bfloat16, device=device)
-    home = blockwise._home(decoder, samples * length, columns, Ranks(), Path())
-    assert home == (blocks.Home(device) if on_gpu else blocks.Home(torch.device("cpu"), locked=True))
+    needed = samples * length * hidden * torch.bfloat16.itemsize
+    home = choose_home(needed, columns, device, Ranks(), Path())
+    assert home == (Home(device) if on_gpu else Home(torch.device("cpu"), locked=True))
 
 
 @pytest.mark.parametrize("method", ["gptq", "best"])
@@ -532,17 +532,17 @@ def test_hidden_states_that_the_host_has_no_room_for_are_on_the_disk(
     source, options = write(tmp_path), {"method": method, "calibration": data(text)}
     quantize(source, tmp_path / "host", **options)
     assert not caplog.records
-    made, memory = [], blocks.disk_memory
+    made, disk_memory = [], hidden_states.disk_memory
 
     def noted(directory: Path, size: int) -> Any:
         before = set(directory.iterdir())
-        found = memory(directory, size)
+        found = disk_memory(directory, size)
         assert set(directory.iterdir()) == before
         made.append(directory)
         return found
 
-    monkeypatch.setattr(blockwise, "HOST_MEMORY", 0.0)
-    monkeypatch.setattr(blocks, "disk_memory", noted)
+    monkeypatch.setattr(hidden_states, "HOST_MEMORY", 0.0)
+    monkeypatch.setattr(hidden_states, "disk_memory", noted)
     quantize(source, tmp_path / "disk", **options)
     assert set(made) == {tmp_path / "disk"}
     assert files_of(tmp_path / "disk") == files_of(tmp_path / "host")
@@ -560,7 +560,7 @@ def test_a_disk_without_room_for_hidden_states_is_an_error_and_the_run_goes_on_l
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as short:
-        short.setattr(blockwise, "HOST_MEMORY", 0.0)
+        short.setattr(hidden_states, "HOST_MEMORY", 0.0)
         short.setattr(os, "posix_fallocate", full)
         with pytest.raises(
             OutputError, match=r"cannot write .*out: No space left .* Free space on that disk"
@@ -576,7 +576,7 @@ def test_linears_with_one_input_are_one_stage(tmp_path):
     from quantkit.checkpoint.source import Checkpoint
 
     decoder = blocks.Decoder(Checkpoint.open(write(tmp_path)), torch.device("cpu"), torch.float32)
-    hidden, found = decoder.embed([torch.arange(10)[None]], blocks.Home(torch.device("cpu")))
+    hidden, found = decoder.embed([torch.arange(10)[None]], Home(torch.device("cpu")))
     assert [block.name for block in found] == [f"model.layers.{i}" for i in range(3)]
     with decoder.loaded(found[0]):
         stages = stages_of(found[0], hidden[0], LINEARS)

@@ -15,8 +15,9 @@ from quantkit.calibrate.moments import Moments
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model import sensitivity
-from quantkit.model.blocks import Decoder, Home
+from quantkit.model.blocks import Decoder
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
+from quantkit.model.hidden_states import Home
 from quantkit.model.sensitivity import measure
 from quantkit.packing.schemes import Scheme, scheme
 

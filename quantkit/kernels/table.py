@@ -1,6 +1,7 @@
 """The kernel table: every row, which one runs a problem, and why the others do not."""
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from quantkit.kernels.cpu import CPU_ROWS
 from quantkit.kernels.fused.rows import FUSED_ROWS
 from quantkit.kernels.problem import Gpu, KernelRow, Layout, Problem, tile_text
 from quantkit.kernels.tiles.store import StoredTable, stored_tables
-from quantkit.kernels.tiles.table import Entry, Key, bucket
+from quantkit.kernels.tiles.table import Entry, Key, TileTable, bucket
 from quantkit.kernels.unpack import UNPACK_ROW
 
 FORCE_VARIABLE = "QUANTKIT_KERNEL"
@@ -23,6 +24,12 @@ VERBOSE_VARIABLE = "QUANTKIT_VERBOSE"
 #: From so many rows of x on, what is fastest for a weight of similar size beats the rules (16 in
 #: docs/kernels-log.md).
 SIMILAR_FROM = 16
+#: But not if the row of the rules took up to so many times as long for that: for another size it may take
+#: less.
+TIE = 1.05
+#: With more rows of x than that, what took less than this part of the time for even more is taken instead: it
+#: takes no longer for fewer. Kernels for so few as that do less for fewer.
+SOONER = 0.9
 
 logger = logging.getLogger("quantkit.kernels")
 
@@ -51,16 +58,27 @@ def forced_row() -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a tile table says of a problem: of its weight, or else of one of similar size."""
+    """What a tile table has of a problem, with the key of `asked`, or else of one like it: with a weight of
+    similar size, or with more rows of x.
+    """
 
+    asked: Key
     key: Key
     entry: Entry
-    exact: bool
 
     @property
-    def weight(self) -> str:
-        """What to add where the weight is another one."""
-        return "" if self.exact else f" for {self.key.n}x{self.key.k}"
+    def exact(self) -> bool:
+        return self.key == self.asked
+
+    @property
+    def where(self) -> str:
+        """What to add where it is not the problem itself that was measured."""
+        size = (
+            ""
+            if (self.key.n, self.key.k) == (self.asked.n, self.asked.k)
+            else f" for {self.key.n}x{self.key.k}"
+        )
+        return size + ("" if self.key.m == self.asked.m else f" at M={self.key.m}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +100,7 @@ class Chosen:
 
     @property
     def us(self) -> float | None:
-        """Microseconds that the row was measured to take for this very weight, in this tile."""
+        """Microseconds that the row was measured to take for this very problem, in this tile."""
         if self.measured is None or not self.measured.exact or self.is_fitted:
             return None
         return self.measured.entry.us
@@ -94,9 +112,9 @@ class Chosen:
             return ""
         key = self.measured.key
         return (
-            f"fitted: {key.n}x{key.k} was measured, M={key.m}"
+            f"fitted to what was measured for {key.n}x{key.k} at M={key.m}"
             if self.is_fitted
-            else f"measured{self.measured.weight}"
+            else f"measured{self.measured.where}"
         )
 
 
@@ -138,7 +156,7 @@ def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, st
 
 
 def _slower(row: KernelRow, problem: Problem, measured: Measured) -> str:
-    entry, where = measured.entry, f"on this GPU{measured.weight}"
+    entry, where = measured.entry, f"on this GPU{measured.where}"
     us = entry.others.get(row.name)
     if us is not None:
         return f"measured slower {where}: {us:.1f} us against {entry.us:.1f} us"
@@ -162,14 +180,34 @@ def _measured(problem: Problem) -> Measured | None:
     """What a tile table says of `problem`, if the row that it names can run it."""
     if problem.gpu is None:
         return None
-    key, tables = Key.of(problem), [stored.table for stored in tile_tables(problem.gpu)]
-    entry = next((table.entries[key] for table in tables if key in table.entries), None)
-    if entry is not None:
-        return Measured(key, entry, True) if _runs(entry, problem) else None
+    asked, tables = Key.of(problem), [stored.table for stored in tile_tables(problem.gpu)]
+    for table in tables:
+        if asked in table.entries:
+            own = _sooner(table, asked, asked, problem)
+            return own if _runs(own.entry, problem) else None
     if problem.m < SIMILAR_FROM:
         return None
-    kin = (Measured(like, table.entries[like], False) for table in tables for like in table.similar(key))
-    return next((one for one in kin if _runs(one.entry, problem)), None)
+    kin = (_sooner(table, asked, like, problem) for table in tables for like in table.similar(asked))
+    found = next((one for one in kin if _runs(one.entry, problem)), None)
+    return None if found is None or _ties(found.entry, problem) else found
+
+
+def _sooner(table: TileTable, asked: Key, key: Key, problem: Problem) -> Measured:
+    """What a table has for `key`, or for more rows of x, if that took less time."""
+    own = table.entries[key]
+    more = table.with_more_rows(key) if problem.m > SIMILAR_FROM else ()
+    able = [one for one in more if _runs(table.entries[one], problem)]
+    least = min(able, key=lambda one: table.entries[one].us, default=key)
+    if table.entries[least].us < SOONER * own.us:
+        return Measured(asked, least, table.entries[least])
+    return Measured(asked, key, own)
+
+
+def _ties(entry: Entry, problem: Problem) -> bool:
+    """Whether the row that rules choose took hardly longer than that of the entry."""
+    verdicts = zip(ROWS, _explain(problem, None), strict=True)
+    ruled = next((row.name for row, (_, reason) in verdicts if reason is None), entry.row)
+    return entry.others.get(ruled, math.inf) <= TIE * entry.us
 
 
 def _runs(entry: Entry, problem: Problem) -> bool:

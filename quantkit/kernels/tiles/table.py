@@ -96,6 +96,15 @@ class TileTable:
         close = sorted(one for one in near if one[0] <= math.log2(SIMILAR))
         return (other for _, _, _, other in close)
 
+    def with_more_rows(self, key: Key) -> Iterator[Key]:
+        """The keys of the same weight for more rows of x, up to all that there are, the fewest first."""
+        m = 2 * key.m
+        while m <= MAX_M:
+            more = replace(key, m=m)
+            if more in self.entries:
+                yield more
+            m *= 2
+
     @cached_property
     def _kin(self) -> Mapping[tuple[Any, ...], Sequence[Key]]:
         found: dict[tuple[Any, ...], list[Key]] = {}

@@ -138,13 +138,36 @@ def test_between_what_was_measured_tiles_are_fitted(
     # A weight of similar size, for which other tiles fill the last round.
     assert choose(ask(m=512, n=24576)).tile == measured
     assert choose(ask(m=384, n=24576)).tile.m == 128
-    source = "fitted: 28672x4096 was measured, M=512"
+    source = "fitted to what was measured for 28672x4096 at M=512"
     assert str(choice_of(ask(m=384, n=28672)).tile).endswith(f"share=True ({source})")
     monkeypatch.setattr(kernel_table, "_logged", set())
     monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
     with caplog.at_level(logging.WARNING):
         log_choice(ask(m=384, n=28672), choose(ask(m=384, n=28672)))
     assert f"share=True, {source}; not fused-skinny" in caplog.messages[0]
+
+
+def test_what_is_sooner_for_more_rows_is_so_for_fewer(ask: Ask, store_table: Store) -> None:
+    sixty_four, more = HopperTile(64, ahead=2, share=True), HopperTile(128, ahead=2, share=True)
+    store_table(
+        {
+            ask(m=16): Entry(50.0, "fused-skinny", TILE),
+            ask(m=32): Entry(80.0, "dequantize", None, {"fused-tiled": 90.0}),
+            ask(m=64): Entry(44.0, "fused-tiled", TiledTile(4, 64)),
+            ask(m=128): Entry(40.0, "fused-hopper", more, {"fused-skinny": 999.0}),
+        }
+    )
+    chosen = choose(ask(m=32))
+    assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-hopper", sixty_four, None)
+    assert chosen.source == "fitted to what was measured for 4096x4096 at M=128"
+    assert dict(explain(ask(m=32)))["fused-skinny"] == (
+        "measured slower on this GPU at M=128: 999.0 us against 40.0 us"
+    )
+    assert choose(ask(m=64)).row.name == "fused-tiled", "that is within what differs from run to run"
+    assert choose(ask(m=16)).row.name == "fused-skinny", "kernels for few rows do less for fewer"
+    # The same for a weight of similar size, that has no entries of its own.
+    assert choose(ask(m=32, n=5120)).row.name == "fused-hopper"
+    assert choose(ask(m=32, n=5120)).source.endswith("measured for 4096x4096 at M=128")
 
 
 def test_fitted_tiles_are_for_what_the_rules_say_is_sooner(gpu: Gpu) -> None:

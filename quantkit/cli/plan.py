@@ -28,6 +28,7 @@ def plan(
     """
     from quantkit.model import quantize as quantizing
     from quantkit.model.calibration_data import CalibrationOptions
+    from quantkit.model.stream import peak_bytes
 
     budget, data = asked.to_budget(), asked.to_calibration()
     if budget is None and (data, asked.device) != (CalibrationOptions(), "auto"):
@@ -53,7 +54,7 @@ def plan(
     for warning in checkpoint.warnings:
         note(warning)
     print_plan(planned, every_layer=asked.every_layer)
-    say(f"peak memory beyond the libraries: about {size_text(quantizing.peak_bytes(planned))}")
+    say(f"peak memory beyond the libraries: about {size_text(peak_bytes(planned))}")
 
 
 def print_plan(planned: "Plan", *, every_layer: bool) -> None:

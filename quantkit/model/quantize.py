@@ -1,12 +1,11 @@
-"""Quantizing a checkpoint: plan, stream, write.
+"""Quantizing a checkpoint: plan, calibrate, stream, write.
 
 `model/plan.py` decides everything first, `model/stream.py` moves the tensors, `checkpoint/writer.py` writes.
-With calibration data `model/blockwise.py` comes before: it quantizes the blocks into files that are then
-streamed.
+With calibration data `model/calibration.py` comes before: it fills files with quantized blocks, which are
+then streamed. Here are the recipe of the options, the order of these steps, and what a run records of itself.
 """
 
 import json
-import os
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -18,8 +17,6 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.methods import CHUNK_WEIGHTS
-from quantkit.calibrate.parameters import SAMPLE_WEIGHTS
 from quantkit.calibrate.recipe import Choice, Recipe, parse_rule, read_recipe
 from quantkit.calibrate.samples import Samples
 from quantkit.checkpoint.hub import resolve
@@ -29,10 +26,8 @@ from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.model.allocate import Allocated, Allocation, allocate_formats
-from quantkit.model.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
-from quantkit.model.blocks import Decoder
-from quantkit.model.blockwise import compute_dtype, quantize_blocks
 from quantkit.model.budget import Budget
+from quantkit.model.calibration import Calibration, calibrate, discard_work
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.devices import pick_device
 from quantkit.model.memory import enough_memory
@@ -40,17 +35,11 @@ from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.ranks import Ranks, joined
 from quantkit.model.record import Measured, ModelRecord
 from quantkit.model.rotated import rotated
-from quantkit.model.stream import CHUNK_BYTES, WORKERS, row_unit, write_shard
+from quantkit.model.stream import write_shards
 from quantkit.model.structure import Structure, read_structure
-from quantkit.model.work_files import Followed, WorkFiles
-from quantkit.model.workers import working
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, ZeroPoint
 from quantkit.progress import Advance, Progress, counting
-
-#: Workers with calibration data, by device: one per core, and one for a GPU, whose passes would share its
-#: memory.
-CALIBRATION_WORKERS = {"cpu": max(1, os.cpu_count() or 1), "cuda": 1}
 
 
 @dataclass(frozen=True)
@@ -89,21 +78,17 @@ def make_recipe(
 
     Raises `UsageError` or `FormatError` naming the option.
     """
+    given = {
+        "format": format,
+        "group-size": group_size,
+        "method": method,
+        "zero-point": zero_point,
+        "scale-dtype": scale_dtype,
+        "packing": packing,
+    }
     if budget is not None:
-        given = {
-            "format": format,
-            "group-size": group_size,
-            "zero-point": zero_point,
-            "scale-dtype": scale_dtype,
-            "packing": packing,
-            "recipe": recipe,
-        }
-        for option, value in given.items():
-            if value is not None:
-                raise UsageError(
-                    f"{budget.limit.option} chooses the formats, so it does not go with --{option}. Leave "
-                    "one out; --formats says what to choose from, and --rule what certain linears get."
-                )
+        # A method goes with a budget.
+        _check_left_out({**given, "method": None, "recipe": recipe}, budget)
     default = Choice(
         format or "int4",
         group_size,
@@ -114,28 +99,34 @@ def make_recipe(
     )
     if recipe is not None:
         from_file = read_recipe(Path(recipe), default)
-        values = {
-            "format": format,
-            "group_size": group_size,
-            "method": method,
-            "zero_point": zero_point,
-            "scale_dtype": scale_dtype,
-            "packing": packing,
-        }
-        for key, value in values.items():
-            found = getattr(from_file.default, key)
-            if value is not None and found != value:
-                option = key.replace("_", "-")
-                raise UsageError(
-                    f"--{option} {value} and [default] of recipe {recipe} "
-                    f"({'its own' if found is None else found}) differ. Give the {option} in one place."
-                )
+        _check_agreeing(given, from_file.default, recipe)
     else:
         from_file = Recipe(default)
     first = [parse_rule(rule, from_file.default) for rule in rules]
     if lm_head is not None:
         first.append(parse_rule(f"*lm_head={lm_head}", Choice(method=from_file.default.method)))
     return Recipe(from_file.default, (*first, *from_file.rules), rotate or from_file.rotate)
+
+
+def _check_left_out(given: Mapping[str, object], budget: Budget) -> None:
+    """`UsageError` for the first option that has a value: the budget decides on it."""
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{budget.limit.option} chooses the formats, so it does not go with --{option}. Leave "
+                "one out; --formats says what to choose from, and --rule what certain linears get."
+            )
+
+
+def _check_agreeing(given: Mapping[str, object], default: Choice, recipe: str | Path) -> None:
+    """`UsageError` for the first option whose value is not that of the `default` of a recipe file."""
+    for option, value in given.items():
+        found = getattr(default, option.replace("-", "_"))
+        if value is not None and found != value:
+            raise UsageError(
+                f"--{option} {value} and [default] of recipe {recipe} "
+                f"({'its own' if found is None else found}) differ. Give the {option} in one place."
+            )
 
 
 def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> Checkpoint:
@@ -309,7 +300,7 @@ def quantize(
                 f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
                 "linear that can be packed. `quantkit plan` shows why each is kept."
             )
-        calibrated = _calibrated(checkpoint, planned, options, target)
+        calibrated = Calibration.of(checkpoint, planned, options, target)
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
         run = {**_run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
@@ -323,7 +314,7 @@ def quantize(
             if on_plan is not None:
                 on_plan(checkpoint, planned)
         if calibrated is not None:
-            _calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
+            calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
         if output is not None:
             _write(checkpoint, planned, output, target, report, calibrated, str(source), recipe)
         # The others wait for the manifest.
@@ -338,7 +329,7 @@ def _write(
     output: OutputDirectory,
     device: torch.device,
     report: Advance,
-    calibrated: "_Calibrated | None",
+    calibrated: Calibration | None,
     source: str,
     recipe: Recipe,
 ) -> None:
@@ -346,9 +337,11 @@ def _write(
     if output.complete:
         report(_work(planned, calibrated), "")
         return
-    measured = _stream(checkpoint, planned, output, device, report, calibrated)
+    quantized = () if calibrated is None else calibrated.quantized_files
+    measured = write_shards(checkpoint, planned, output, device, report, quantized)
     checkpoint.check_unchanged()
-    _discard_work(output, calibrated)
+    if calibrated is not None:
+        discard_work(output, calibrated)
     output.finish(
         planned.weight_map,
         planned.output_bytes,
@@ -358,7 +351,7 @@ def _write(
     )
 
 
-def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: "_Calibrated | None") -> None:
+def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration | None) -> None:
     """`UsageError` where ranks have nothing to share, or would write different bytes."""
     if ranks.size > 1 and calibrated is None:
         raise UsageError(
@@ -379,130 +372,10 @@ def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: "_Calibrated 
             )
 
 
-@dataclass(frozen=True, eq=False)
-class _Calibrated:
-    """What a run with calibration data works with."""
-
-    samples: Samples
-    seed: int
-    decoder: Decoder
-    blocks: tuple[BlockTasks, ...]
-    work_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """What of it determines the bytes written."""
-        return {"tokens_sha256": self.samples.digest, "shape": list(self.samples.tokens.shape)}
-
-
-def _discard_work(output: OutputDirectory, calibrated: "_Calibrated | None") -> None:
-    """Remove the work files of a run whose shards are whole."""
-    for block in () if calibrated is None else calibrated.blocks:
-        for name in (block.filename, block.hidden_filename):
-            if output.is_done(name):
-                output.discard(name)
-
-
-def _calibrated(
-    checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, device: torch.device
-) -> _Calibrated | None:
-    """Everything that can be refused about calibration, before any work; None if no method needs it."""
-    if not needs_data(planned):
-        if options.sources is not None and planned.allocation is None:
-            raise UsageError(
-                "calibration data was given, but no method of the recipe takes any. Leave it out, or choose "
-                "one that does, such as --method gptq; `quantkit methods` lists them."
-            )
-        return None
-    decoder = Decoder(checkpoint, device, compute_dtype(checkpoint, device))
-    blocks = tuple(block_tasks(planned, decoder, str(checkpoint.config.get("model_type"))))
-    samples = read_samples(checkpoint, options, decoder.embedding_rows)
-    size = work_bytes(blocks, samples, decoder.hidden_size)
-    return _Calibrated(samples, options.seed, decoder, blocks, size)
-
-
-def peak_bytes(planned: Plan) -> int:
-    """About how much memory quantizing on a CPU takes beyond the libraries: what the workers hold."""
-    tasks = [task for shard in planned.shards for task in shard.tasks if task.source.shape]
-    rows = [row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
-    chunk = max([CHUNK_BYTES["cpu"], *rows])
-    fitted = any(task.scheme is not None and task.scheme.is_fitted for task in tasks)
-    # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work; with code
-    # books the sample, its scales, codes and errors, and what the search makes of them.
-    return WORKERS["cpu"] * (8 * chunk + 128 * CHUNK_WEIGHTS + fitted * 64 * SAMPLE_WEIGHTS)
-
-
-def _work(planned: Plan, calibrated: _Calibrated | None) -> int:
+def _work(planned: Plan, calibrated: Calibration | None) -> int:
     """Source bytes to deal with: those of what is calibrated, and then those of all tensors."""
-    blocks = () if calibrated is None else calibrated.blocks
     shards = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
-    return shards + sum(task.source.nbytes for block in blocks for task in block.tasks.values())
-
-
-def _calibrate(
-    checkpoint: Checkpoint,
-    planned: Plan,
-    calibrated: _Calibrated,
-    output: OutputDirectory | None,
-    out: Path,
-    ranks: Ranks,
-    report: Advance,
-) -> None:
-    """Fill the work files, unless all shards are done; ranks beside the first have no `output`."""
-
-    def done() -> list[str] | None:
-        assert output is not None
-        if output.complete or all(output.is_done(shard.filename) for shard in planned.shards):
-            return None
-        names = [name for block in calibrated.blocks for name in (block.filename, block.hidden_filename)]
-        return [name for name in names if output.is_done(name)]
-
-    known = ranks.from_first(done)
-    if known is None:
-        return
-    files: WorkFiles = Followed(out, known) if output is None else output
-    decoder = calibrated.decoder
-    lanes = max(1, CALIBRATION_WORKERS[decoder.device.type] // ranks.on_host)
-    with working(lanes, "quantize") as workers:
-        blocks, samples = calibrated.blocks, calibrated.samples
-        quantize_blocks(checkpoint, blocks, decoder, files, samples, workers, lanes, ranks, report)
-
-
-def _stream(
-    checkpoint: Checkpoint,
-    planned: Plan,
-    output: OutputDirectory,
-    device: torch.device,
-    report: Advance,
-    calibrated: _Calibrated | None,
-) -> dict[str, Measured]:
-    """Write every shard that is not done; what was measured of each packed linear."""
-    details: dict[str, dict[str, Any]] = {}
-    blocks = [block for block in (() if calibrated is None else calibrated.blocks) if block.tasks]
-    with working(WORKERS[device.type], "quantize") as workers:
-        prepared = None
-        if blocks and not all(output.is_done(shard.filename) for shard in planned.shards):
-            prepared = Checkpoint.of_files([output.path / block.filename for block in blocks])
-        for shard in planned.shards:
-            if output.is_done(shard.filename):
-                report(sum(task.source.nbytes for task in shard.tasks), shard.filename)
-            else:
-                with output.shard(shard.filename, shard.specs, {"format": "pt"}) as file:
-                    sums = write_shard(checkpoint, shard, file, device, workers, report, prepared)
-                    modules = {task.module for task in shard.tasks}
-                    file.detail["layers"] = {
-                        **{module: {"squared": pair} for module, pair in sums.items()},
-                        **{
-                            module: detail
-                            for block in blocks
-                            for module, detail in output.details(block.filename)["layers"].items()
-                            if module in modules
-                        },
-                    }
-            for module, detail in output.details(shard.filename)["layers"].items():
-                known = details.setdefault(module, {**detail, "squared": [0.0, 0.0]})
-                for i, value in enumerate(detail["squared"]):
-                    known["squared"][i] += value
-    return {module: Measured.of(detail) for module, detail in details.items()}
+    return shards + (0 if calibrated is None else calibrated.source_bytes)
 
 
 def _run_record(
@@ -510,7 +383,7 @@ def _run_record(
     recipe: Recipe,
     device: torch.device,
     max_shard_bytes: int,
-    calibrated: _Calibrated | None,
+    calibrated: Calibration | None,
 ) -> dict[str, Any]:
     """All that determines the bytes written."""
     return {
@@ -541,7 +414,7 @@ def _record(
     planned: Plan,
     recipe: Recipe,
     measured: Mapping[str, Measured],
-    calibrated: _Calibrated | None,
+    calibrated: Calibration | None,
 ) -> ModelRecord:
     return ModelRecord(
         source=source,
@@ -554,21 +427,12 @@ def _record(
         layers=planned.layer_records(measured),
         dense=_dense(planned, calibrated),
         seed=None if calibrated is None else calibrated.seed,
-        calibration=None if calibrated is None else _calibration_text(calibrated.samples),
+        calibration=None if calibrated is None else calibrated.description,
     )
 
 
-def _dense(planned: Plan, calibrated: _Calibrated | None) -> dict[str, str]:
+def _dense(planned: Plan, calibrated: Calibration | None) -> dict[str, str]:
     """Why each dense tensor is, and which are not those of the source."""
-    changed = {
-        task.source.name
-        for block in (() if calibrated is None else calibrated.blocks)
-        for task in block.changed.values()
-    }
+    changed = frozenset[str]() if calibrated is None else calibrated.changed
     folded = ", changed: it has the scales of input features"
     return {name: reason + (folded if name in changed else "") for name, reason in planned.dense.items()}
-
-
-def _calibration_text(samples: Samples) -> str:
-    count, length = samples.tokens.shape
-    return f"{count} samples of {length} tokens from {samples.origin}, sha256 {samples.digest}"

@@ -1,4 +1,4 @@
-"""Streaming: the tensors of one output file, through memory in chunks of rows.
+"""Streaming: the tensors of each output file, through memory in chunks of rows.
 
 Some workers each read a chunk, quantize it and put the result where the plan says, so reading, arithmetic and
 writing overlap and the memory in use does not grow with the model. Chunk boundaries follow from shapes alone,
@@ -6,21 +6,25 @@ so the bytes do not depend on the workers.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 
 from quantkit.calibrate.methods import CHUNK_WEIGHTS, GPU_CHUNK_WEIGHTS, QuantizedRows, quantize_rows
-from quantkit.calibrate.parameters import TensorParameters, fit_parameters
+from quantkit.calibrate.parameters import SAMPLE_WEIGHTS, TensorParameters, fit_parameters
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.errors import FormatError
 from quantkit.model.memory import in_pieces
-from quantkit.model.plan import Shard, Task
+from quantkit.model.plan import Plan, Shard, Task
+from quantkit.model.record import Measured
+from quantkit.model.workers import working
 from quantkit.packing.tensor import store_zero_points
 from quantkit.packing.words import BLOCK
 from quantkit.progress import Advance
@@ -30,6 +34,57 @@ CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 #: Each on one thread: the work is cut into pieces too small for more, and sums then have one order. A GPU
 #: only needs one to work while the other reads.
 WORKERS = {"cpu": min(8, max(2, os.cpu_count() or 1)), "cuda": 2}
+
+
+def peak_bytes(planned: Plan) -> int:
+    """About how much memory quantizing on a CPU takes beyond the libraries: what the workers hold."""
+    tasks = [task for shard in planned.shards for task in shard.tasks if task.source.shape]
+    rows = [_row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
+    chunk = max([CHUNK_BYTES["cpu"], *rows])
+    fitted = any(task.scheme is not None and task.scheme.is_fitted for task in tasks)
+    # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work; with code
+    # books the sample, its scales, codes and errors, and what the search makes of them.
+    return WORKERS["cpu"] * (8 * chunk + 128 * CHUNK_WEIGHTS + fitted * 64 * SAMPLE_WEIGHTS)
+
+
+def write_shards(
+    checkpoint: Checkpoint,
+    planned: Plan,
+    output: OutputDirectory,
+    device: torch.device,
+    report: Advance,
+    quantized: Sequence[str],
+) -> dict[str, Measured]:
+    """Write every shard that is not done; what was measured of each packed linear.
+
+    What the files `quantized` of `output` have is copied from there.
+    """
+    details: dict[str, dict[str, Any]] = {}
+    with working(WORKERS[device.type], "quantize") as workers:
+        prepared = None
+        if quantized and not all(output.is_done(shard.filename) for shard in planned.shards):
+            prepared = Checkpoint.of_files([output.path / filename for filename in quantized])
+        for shard in planned.shards:
+            if output.is_done(shard.filename):
+                report(sum(task.source.nbytes for task in shard.tasks), shard.filename)
+            else:
+                with output.shard(shard.filename, shard.specs, {"format": "pt"}) as file:
+                    sums = write_shard(checkpoint, shard, file, device, workers, report, prepared)
+                    modules = {task.module for task in shard.tasks}
+                    file.detail["layers"] = {
+                        **{module: {"squared": pair} for module, pair in sums.items()},
+                        **{
+                            module: detail
+                            for filename in quantized
+                            for module, detail in output.details(filename)["layers"].items()
+                            if module in modules
+                        },
+                    }
+            for module, detail in output.details(shard.filename)["layers"].items():
+                known = details.setdefault(module, {**detail, "squared": [0.0, 0.0]})
+                for i, value in enumerate(detail["squared"]):
+                    known["squared"][i] += value
+    return {module: Measured.of(detail) for module, detail in details.items()}
 
 
 def write_shard(
@@ -135,12 +190,12 @@ def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
     """Row ranges of a tensor that are worked on at a time, of bounded bytes."""
     rows = task.source.shape[0] if task.source.shape else 1
     row_bytes = max(1, task.source.nbytes // max(rows, 1))
-    unit = row_unit(task)
+    unit = _row_unit(task)
     step = max(1, CHUNK_BYTES[device.type] // row_bytes // unit) * unit
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def row_unit(task: Task) -> int:
+def _row_unit(task: Task) -> int:
     """What the rows of a chunk are a multiple of: whole words of zero-points belong to whole blocks of rows.
 
     A tensor that is copied may have large rows: all the weights of an expert.

@@ -21,8 +21,7 @@ from quantkit.calibrate.parameters import TensorParameters
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
 from quantkit.files import TEMP_PREFIX
-from quantkit.model import blocks, blockwise, hidden_states, memory, solver
-from quantkit.model import quantize as quantizing
+from quantkit.model import blocks, blockwise, calibration, hidden_states, memory, solver
 from quantkit.model.calibration_data import CalibrationOptions
 from quantkit.model.hidden_states import Home, choose_home
 from quantkit.model.load import load
@@ -146,7 +145,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch):
     rules = ("*.layers.1.*=int4:32:awq",)
     options = {"method": "best", "group_size": 32, "calibration": data(text), "rules": rules}
     quantize(source, tmp_path / "one", **options)
-    monkeypatch.setitem(quantizing.CALIBRATION_WORKERS, "cpu", 5)
+    monkeypatch.setitem(calibration.WORKERS, "cpu", 5)
     monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)

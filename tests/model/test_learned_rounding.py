@@ -10,8 +10,7 @@ import torch
 from quantkit.calibrate.methods import METHODS, quantize_tensor
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, FormatError
-from quantkit.model import blockwise, learned_rounding
-from quantkit.model import quantize as quantizing
+from quantkit.model import blockwise, calibration, learned_rounding
 from quantkit.model.blocks import Block
 from quantkit.model.learned_rounding import Learned, Offsets, learn_rounding
 from quantkit.model.quantize import quantize
@@ -227,7 +226,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_s
     source = write(tmp_path, num_hidden_layers=2)
     options = {"calibration": data(text, samples=5), **OPTIONS}
     quantize(source, tmp_path / "one", **options)
-    monkeypatch.setitem(quantizing.CALIBRATION_WORKERS, "cpu", 5)
+    monkeypatch.setitem(calibration.WORKERS, "cpu", 5)
     monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
     quantize(source, tmp_path / "two", **options)
     assert files_of(tmp_path / "two") == files_of(tmp_path / "one")

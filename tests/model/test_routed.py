@@ -14,8 +14,7 @@ from quantkit.calibrate.calibrated import Inputs
 from quantkit.calibrate.moments import Moments
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model import block_tasks, blockwise, routed
-from quantkit.model import quantize as quantizing
+from quantkit.model import block_tasks, blockwise, calibration, routed
 from quantkit.model.load import load
 from quantkit.model.quantize import quantize
 from quantkit.model.record import ModelRecord
@@ -246,7 +245,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch):
     rules = ("*.layers.1.*=int4:32:awq",)
     options = {"method": "best", "group_size": 32, "calibration": data(text, samples=4), "rules": rules}
     quantize(source, tmp_path / "one", lm_head="int8", **options)
-    monkeypatch.setitem(quantizing.CALIBRATION_WORKERS, "cpu", 3)
+    monkeypatch.setitem(calibration.WORKERS, "cpu", 3)
     monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
     monkeypatch.setattr(blockwise, "EXPERTS_MEMORY", 0.0)
     monkeypatch.setattr(blockwise, "FREE", 1)

@@ -236,9 +236,7 @@ def test_one_of_several_writers_finishes(run: Run, monkeypatch: pytest.MonkeyPat
     # Slowed down, so that all are there at the same time.
     write_shard = stream.write_shard
     pause = run.seconds + 0.5
-    monkeypatch.setattr(
-        "quantkit.model.quantize.write_shard", lambda *a: (time.sleep(pause), write_shard(*a))[1]
-    )
+    monkeypatch.setattr(stream, "write_shard", lambda *a: (time.sleep(pause), write_shard(*a))[1])
     children = [run.start("several") for _ in range(writers)]
     codes = [child.wait() for child in children]
     assert sorted(codes) == [0] + [5] * (writers - 1)

@@ -16,7 +16,7 @@ from quantkit.cli.files import check_writable, make_directory, write_file
 from quantkit.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
-    from quantkit.eval.evaluate import EvalReport
+    from quantkit.eval.results import EvalReport
 
 
 def evaluate(

@@ -9,8 +9,8 @@ from quantkit.cli.console import note, out, printable, say
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
-    from quantkit.eval.evaluate import EvalReport, NoiseFloor
     from quantkit.eval.metrics import TextMetrics
+    from quantkit.eval.results import EvalReport, NoiseFloor
 
 
 def print_reports(reports: Sequence["EvalReport"]) -> None:
@@ -45,7 +45,7 @@ def _text_table(reports: Sequence["EvalReport"], text: str) -> Table:
 
 def _sizes(one: "EvalReport | NoiseFloor") -> tuple[str, str, str]:
     """Those of a model; a noise floor is of the original."""
-    from quantkit.eval.evaluate import NoiseFloor
+    from quantkit.eval.results import NoiseFloor
 
     if isinstance(one, NoiseFloor):
         return "", "", ""

@@ -12,11 +12,12 @@ from typing import Any
 from quantkit.checkpoint.hub import resolve
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
-from quantkit.eval.models import Versions, dtype_for, dtype_named, release, versions
+from quantkit.eval.models import dtype_for, dtype_named, release, versions
 from quantkit.eval.partial import Partial
 from quantkit.eval.passes import open_passes
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
 from quantkit.eval.reference import DEFAULT_BUDGET_BYTES, Reference, plan_blocks
+from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.sizes import Sizes, measure
 from quantkit.eval.subject import Batch, Settings, Subject, check_comparable
 from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_manager, task_metrics
@@ -25,102 +26,8 @@ from quantkit.kernels.table import forced_row
 from quantkit.model.devices import pick_device
 from quantkit.progress import Advance, Progress, counting
 
-VERSION = 1
-
 #: The dtype whose difference from another counts as none.
 CONTROL_DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float16": "float32"}
-
-
-@dataclass(frozen=True)
-class NoiseFloor:
-    """What the reference itself loses where it runs in another dtype: a difference as small is none."""
-
-    dtype: str
-    texts: Mapping[str, TextMetrics]
-    tasks: tuple[TaskMetrics, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return {
-            "dtype": self.dtype,
-            "texts": {name: metrics.to_dict() for name, metrics in self.texts.items()},
-            "tasks": [metrics.to_dict() for metrics in self.tasks],
-        }
-
-
-@dataclass(frozen=True)
-class EvalReport:
-    """What an evaluation found; `to_json` is the content of eval.json.
-
-    `window` and `stride` are those used, after any cut to the model's positions; `seconds` are those of
-    this model on the texts in this run, `reference_seconds` those spent on the reference so far, which other
-    models may share, and `reference_logits` the bytes that its logits took on disk at a time. `notes` are
-    for people: anything that was not done as asked.
-    """
-
-    model: str
-    against: str | None
-    texts: Mapping[str, TextMetrics]
-    sizes: Sizes
-    reference_sizes: Sizes | None
-    dtype: str
-    window: int
-    stride: int
-    max_windows: int | None
-    batch: int
-    device: str
-    versions: Versions
-    seconds: float
-    reference_seconds: float | None
-    notes: tuple[str, ...] = ()
-    label: str = ""
-    noise_floor: NoiseFloor | None = None
-    per_block: BlockLosses | None = None
-    tasks: tuple[TaskMetrics, ...] = ()
-    task_results: Mapping[str, Any] = field(default_factory=dict)
-    reference_logits: int | None = None
-    kv_cache: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form, free of NaN and infinities."""
-        reference = self.reference_sizes
-        return {
-            "version": VERSION,
-            "model": self.model,
-            "label": self.label,
-            "format": self.sizes.format,
-            "method": self.sizes.method,
-            "against": self.against,
-            "texts": {name: metrics.to_dict() for name, metrics in self.texts.items()},
-            "bits_per_weight": {"linears": self.sizes.linears, "model": self.sizes.model},
-            "bytes": {
-                "model": self.sizes.file_bytes,
-                "reference": None if reference is None else reference.file_bytes,
-            },
-            "noise_floor": None if self.noise_floor is None else self.noise_floor.to_dict(),
-            "per_block": None if self.per_block is None else self.per_block.to_dict(),
-            "tasks": [metrics.to_dict() for metrics in self.tasks],
-            "task_results": dict(self.task_results),
-            "dtype": self.dtype,
-            "kv_cache": self.kv_cache,
-            "window": self.window,
-            "stride": self.stride,
-            "max_windows": self.max_windows,
-            "batch": self.batch,
-            "device": self.device,
-            "quantkit_version": self.versions.quantkit_version,
-            "torch": self.versions.torch,
-            "transformers": self.versions.transformers,
-            "lm_eval": version("lm_eval") if self.task_results else None,
-            "seconds": self.seconds,
-            "reference_seconds": self.reference_seconds,
-            "reference_logits_bytes": self.reference_logits,
-            "notes": list(self.notes),
-        }
-
-    def to_json(self) -> str:
-        """`to_dict` as JSON text. A null perplexity is one beyond a float64; `nll` is its logarithm."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
 
 def evaluate(

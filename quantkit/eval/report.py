@@ -12,8 +12,8 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.eval import plots
 from quantkit.eval.document import Bullets, Command, Document, Figure, Section, Table, Text, write
-from quantkit.eval.evaluate import EvalReport, NoiseFloor
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
+from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.files import size_text
 

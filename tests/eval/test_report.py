@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from quantkit.errors import OutputError, UsageError
 from quantkit.eval import report as report_module
-from quantkit.eval.evaluate import EvalReport, NoiseFloor
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
 from quantkit.eval.models import Versions
 from quantkit.eval.paired import compare
 from quantkit.eval.report import VERDICTS, document, verdict, verdict_line, write_report
+from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.sizes import Sizes
 from quantkit.eval.tasks import TaskMetrics
 

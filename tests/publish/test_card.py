@@ -12,9 +12,9 @@ from huggingface_hub import ModelCard
 import quantkit
 from quantkit.bench.figures import Cell, Load, Machine, Memory, Percentiles, Serving, Speed, Spread, to_json
 from quantkit.errors import UsageError
-from quantkit.eval.evaluate import NoiseFloor
 from quantkit.eval.paired import compare
 from quantkit.eval.report import document
+from quantkit.eval.results import NoiseFloor
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.publish import card as card_module
 from quantkit.publish.card import Measurements, make_card, plots_beside, read_measurements, source_metadata

@@ -1,0 +1,110 @@
+"""The results of an evaluation: every figure of one model and how it was measured, the content of eval.json.
+
+`eval/evaluate.py` finds them, `eval/report.py` tells people.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from quantkit.eval.metrics import TextMetrics
+from quantkit.eval.models import Versions
+from quantkit.eval.per_block import BlockLosses
+from quantkit.eval.sizes import Sizes
+from quantkit.eval.tasks import TaskMetrics
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """What the reference itself loses where it runs in another dtype: a difference as small is none."""
+
+    dtype: str
+    texts: Mapping[str, TextMetrics]
+    tasks: tuple[TaskMetrics, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "dtype": self.dtype,
+            "texts": {name: metrics.to_dict() for name, metrics in self.texts.items()},
+            "tasks": [metrics.to_dict() for metrics in self.tasks],
+        }
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """What an evaluation found; `to_json` is the content of eval.json.
+
+    `window` and `stride` are those used, after any cut to the model's positions; `seconds` are those of
+    this model on the texts in this run, `reference_seconds` those spent on the reference so far, which other
+    models may share, and `reference_logits` the bytes that its logits took on disk at a time. `notes` are
+    for people: anything that was not done as asked.
+    """
+
+    model: str
+    against: str | None
+    texts: Mapping[str, TextMetrics]
+    sizes: Sizes
+    reference_sizes: Sizes | None
+    dtype: str
+    window: int
+    stride: int
+    max_windows: int | None
+    batch: int
+    device: str
+    versions: Versions
+    seconds: float
+    reference_seconds: float | None
+    notes: tuple[str, ...] = ()
+    label: str = ""
+    noise_floor: NoiseFloor | None = None
+    per_block: BlockLosses | None = None
+    tasks: tuple[TaskMetrics, ...] = ()
+    task_results: Mapping[str, Any] = field(default_factory=dict)
+    reference_logits: int | None = None
+    kv_cache: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form, free of NaN and infinities."""
+        reference = self.reference_sizes
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "label": self.label,
+            "format": self.sizes.format,
+            "method": self.sizes.method,
+            "against": self.against,
+            "texts": {name: metrics.to_dict() for name, metrics in self.texts.items()},
+            "bits_per_weight": {"linears": self.sizes.linears, "model": self.sizes.model},
+            "bytes": {
+                "model": self.sizes.file_bytes,
+                "reference": None if reference is None else reference.file_bytes,
+            },
+            "noise_floor": None if self.noise_floor is None else self.noise_floor.to_dict(),
+            "per_block": None if self.per_block is None else self.per_block.to_dict(),
+            "tasks": [metrics.to_dict() for metrics in self.tasks],
+            "task_results": dict(self.task_results),
+            "dtype": self.dtype,
+            "kv_cache": self.kv_cache,
+            "window": self.window,
+            "stride": self.stride,
+            "max_windows": self.max_windows,
+            "batch": self.batch,
+            "device": self.device,
+            "quantkit_version": self.versions.quantkit_version,
+            "torch": self.versions.torch,
+            "transformers": self.versions.transformers,
+            "lm_eval": version("lm_eval") if self.task_results else None,
+            "seconds": self.seconds,
+            "reference_seconds": self.reference_seconds,
+            "reference_logits_bytes": self.reference_logits,
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text. A null perplexity is one beyond a float64; `nll` is its logarithm."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"

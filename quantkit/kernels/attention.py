@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
-from quantkit.kernels.linear import is_transformed
 from quantkit.kernels.problem import ACTIVATION_DTYPES, gpu_of
+from quantkit.kernels.transforms import is_transformed
 
 #: The most features that a head may have.
 MOST_FEATURES = 256

@@ -14,9 +14,10 @@ from quantkit.kernels.experts import (
     order_pairs,
     weigh_pairs,
 )
-from quantkit.kernels.linear import KernelLayout, autocast, is_transformed
+from quantkit.kernels.linear import KernelLayout, autocast
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import warn_looped
+from quantkit.kernels.transforms import is_transformed
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.linear import is_transformed
+from quantkit.kernels.transforms import is_transformed
 
 Inputs = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """What a model computes, with fewer launches: traced once, chains of operations replaced by one kernel each.
 
 No model is known here, nor any of its modules. A chain is known by its twin: torch code that is traced like
-the model, so that whatever computes the same is found.
+the model, so that whatever computes the same is found (`pattern`).
 """
 
 import logging
@@ -19,14 +19,11 @@ from quantkit.kernels import glue
 from quantkit.kernels.linear import OPERATOR, linear_in_order, order_of
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.table import is_verbose
+from quantkit.model.pattern import Match, Pattern, matched, pattern_of
 from quantkit.model.trace import META, Memory, part, trace
 
 logger = logging.getLogger("quantkit.model")
 aten = torch.ops.aten
-
-#: Numbers in twins that stand for any, which the match then has by name.
-_NUMBERS: Mapping[float, str] = {0.0123: "eps", 37: "half", 41: "tokens"}
-_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 
 Shapes = Mapping[str, torch.Tensor]
 _Sizes = dict[str, tuple[int, ...]]
@@ -163,26 +160,13 @@ def _fusions() -> Iterator[Fusion]:
 FUSIONS = tuple(_fusions())
 
 
-@dataclass(frozen=True)
-class _Pattern:
-    """A traced twin: its tensors, and what it returns."""
-
-    inputs: tuple[Node, ...]
-    outputs: tuple[Node, ...]
-
-
 @lru_cache(maxsize=256)
-def _pattern(fusion: Fusion, dtype: torch.dtype, device: torch.device) -> _Pattern:
+def _pattern(fusion: Fusion, dtype: torch.dtype, device: torch.device) -> Pattern:
     given = [
         torch.zeros(shape, dtype=fusion.dtypes.get(name, dtype), device=device)
         for name, shape in fusion.shapes.items()
     ]
-    graph = trace(fusion.twin, given).graph
-    results = graph.output_node().args[0]
-    return _Pattern(
-        tuple(node for node in graph.nodes if node.op == "placeholder"),
-        results if isinstance(results, tuple) else (results,),  # type: ignore[arg-type]
-    )
+    return pattern_of(fusion.twin, given)
 
 
 def is_possible(device: torch.device) -> bool:
@@ -316,83 +300,13 @@ def _used(memory: Memory, node: Node) -> Iterator[Node]:
             yield user
 
 
-@dataclass
-class _Match:
-    """The nodes that nodes of a pattern stand for, and the numbers."""
-
-    nodes: dict[Node, Node] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
-
-    def copy(self) -> "_Match":
-        return _Match(dict(self.nodes), dict(self.numbers))
-
-    def operations(self) -> list[Node]:
-        """What computes, in order."""
-        return sorted({node for one, node in self.nodes.items() if one.op != "placeholder"})
-
-
-def _matches(pattern: Any, found: Any, match: _Match) -> bool:
-    """Whether `found` computes what `pattern` does; nodes and numbers go to `match`."""
-    if isinstance(pattern, Node):
-        if pattern in match.nodes or not isinstance(found, Node):
-            return match.nodes.get(pattern) is found
-        if pattern.op != "placeholder" and not _calls(pattern, found, match):
-            return False
-        match.nodes[pattern] = found
-        return True
-    if isinstance(pattern, list | tuple):
-        return (
-            isinstance(found, list | tuple)
-            and len(pattern) == len(found)
-            and all(_matches(one, other, match) for one, other in zip(pattern, found, strict=True))
-        )
-    if type(pattern) in (int, float) and pattern in _NUMBERS:
-        return type(found) in (int, float) and match.numbers.setdefault(_NUMBERS[pattern], found) == found
-    return type(pattern) is type(found) and bool(pattern == found)
-
-
-def _calls(pattern: Node, found: Node, match: _Match) -> bool:
-    """Whether both call the same with what matches."""
-    if found.op != "call_function" or found.target is not pattern.target:
-        return False
-    if pattern.kwargs.keys() != found.kwargs.keys():
-        return False
-    if not all(_matches(pattern.kwargs[name], found.kwargs[name], match) for name in pattern.kwargs):
-        return False
-    for arguments in [found.args, found.args[::-1]][: 1 + (pattern.target in _COMMUTATIVE)]:
-        attempt = match.copy()
-        if _matches(pattern.args, arguments, attempt):
-            match.nodes, match.numbers = attempt.nodes, attempt.numbers
-            return True
-    return False
-
-
-def _matched(graph: Graph, pattern: _Pattern, anchor: Node) -> _Match | None:
-    """What computes all outputs of `pattern`, of which `anchor` is the last."""
-    match = _Match()
-    if not _matches(pattern.outputs[-1], anchor, match):
-        return None
-    for output in pattern.outputs[:-1]:
-        if output in match.nodes:
-            continue
-        taken = [match.nodes.get(other) for other in pattern.outputs]
-        for node in graph.find_nodes(op="call_function", target=output.target):
-            attempt = match.copy()
-            if node not in taken and _matches(output, node, attempt):
-                match = attempt
-                break
-        else:
-            return None
-    return match
-
-
 def _suits(
     memory: Memory,
     fusion: Fusion,
     dtype: torch.dtype,
     given: Mapping[str, Node],
     outputs: Sequence[Node],
-    match: _Match,
+    match: Match,
 ) -> bool:
     """Whether `fusion` takes the tensors `given` and makes `outputs` of the same strides."""
     if any(META not in node.meta for node in given.values()):
@@ -441,10 +355,10 @@ def _is_free(
 
 
 def _replace(
-    graph: Graph, memory: Memory, fusion: Fusion, dtype: torch.dtype, pattern: _Pattern, anchor: Node
+    graph: Graph, memory: Memory, fusion: Fusion, dtype: torch.dtype, pattern: Pattern, anchor: Node
 ) -> None:
     """Replace what `anchor` is the end of by one call, if that is what `fusion` knows."""
-    match = _matched(graph, pattern, anchor)
+    match = matched(graph, pattern, anchor)
     if match is None:
         return
     given = dict(zip(fusion.shapes, (match.nodes[node] for node in pattern.inputs), strict=True))

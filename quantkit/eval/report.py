@@ -15,6 +15,7 @@ from quantkit.eval.document import Bullets, Command, Document, Figure, Section, 
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
 from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.tasks import TaskMetrics
+from quantkit.eval.verdict import VERDICTS, verdict, verdict_line
 from quantkit.files import size_text
 
 VERSION = 1
@@ -27,52 +28,6 @@ PLOT_FLOOR = 1e-7
 
 #: Below this, in nats, the axis of the excess is linear.
 _LINEAR_EXCESS = 0.001
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A word for a loss: it holds if neither figure is larger, nats per token, on the worst text."""
-
-    word: str
-    kl_mean: float
-    excess: float
-    meaning: str
-
-
-#: From the best to the worst; the first that holds counts. For scale, by llama.cpp's measurements of an
-#: 8B model: 8-bit weights have a KL of 0.001, 6-bit 0.006, 4-bit 0.03, and 2-bit pick another top token
-#: at three positions in ten.
-VERDICTS: tuple[Verdict, ...] = (
-    Verdict("indistinguishable", 0.003, 0.003, "users cannot tell it from the original"),
-    Verdict("close", 0.05, 0.05, "small losses that benchmarks show and users rarely notice"),
-    Verdict("degraded", 0.5, 0.5, "clearly worse; use it only where nothing larger fits"),
-    Verdict("unusable", math.inf, math.inf, "another model, in effect; do not use it"),
-)
-
-
-def verdict(report: EvalReport) -> Verdict | None:
-    """The verdict on the worst text of `report`; None if it was not compared with a reference."""
-    compared = [(m.kl_mean, m.excess) for m in report.texts.values()]
-    kl = max((k for k, _ in compared if k is not None), default=None)
-    excess = max((e for _, e in compared if e is not None), default=None)
-    if kl is None or excess is None:
-        return None
-    return next(v for v in VERDICTS if kl <= v.kl_mean and excess <= v.excess)
-
-
-def verdict_line(report: EvalReport) -> str:
-    """One plain sentence on what the model of `report` lost."""
-    found = verdict(report)
-    if found is None:
-        return f"{report.label}: not compared with a reference; perplexity alone says nothing of the loss."
-    agreement = min(m.same_top1 for m in report.texts.values() if m.same_top1 is not None)
-    excess = max(m.excess for m in report.texts.values() if m.excess is not None)
-    # From 99.5 % on, two digits of a percentage would be an exponent.
-    change = f"{100 * math.expm1(excess):+.2g} %" if excess < math.log(1.99) else f"x{_power(excess)}"
-    return (
-        f"{report.label}: {found.word} ({found.meaning}). On its worst text it picks the original's next "
-        f"token at {100 * agreement:.1f} % of positions, and perplexity changes by {change}."
-    )
 
 
 def write_report(
@@ -473,10 +428,6 @@ def _error(value: float | None) -> str:
 
 def _error_points(value: float | None) -> str:
     return "" if value is None else f" ± {100 * value:.2f}"
-
-
-def _power(nats: float) -> str:
-    return f"{math.exp(nats):.3g}" if nats < 700 else f"e^{nats:.3g}"
 
 
 def _limit(value: float) -> str:

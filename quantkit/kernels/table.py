@@ -27,8 +27,8 @@ SIMILAR_FROM = 16
 #: But not if the row of the rules took up to so many times as long for that: for another size it may take
 #: less.
 TIE = 1.05
-#: With more rows of x than that, what took less than this part of the time for even more is taken instead: it
-#: takes no longer for fewer. Kernels for so few as that do less for fewer.
+#: What took less than this part of the time for more rows of x is taken instead: it takes no longer for fewer.
+#: Up to so few rows as that, only of the same kernel: the others were measured with older ones.
 SOONER = 0.9
 
 logger = logging.getLogger("quantkit.kernels")
@@ -195,8 +195,12 @@ def _measured(problem: Problem) -> Measured | None:
 def _sooner(table: TileTable, asked: Key, key: Key, problem: Problem) -> Measured:
     """What a table has for `key`, or for more rows of x, if that took less time."""
     own = table.entries[key]
-    more = table.with_more_rows(key) if problem.m > SIMILAR_FROM else ()
-    able = [one for one in more if _runs(table.entries[one], problem)]
+    able = [
+        more
+        for more in table.with_more_rows(key)
+        if problem.m > SIMILAR_FROM or table.entries[more].row == own.row
+        if _runs(table.entries[more], problem)
+    ]
     least = min(able, key=lambda one: table.entries[one].us, default=key)
     if table.entries[least].us < SOONER * own.us:
         return Measured(asked, least, table.entries[least])

@@ -151,7 +151,8 @@ def test_what_is_sooner_for_more_rows_is_so_for_fewer(ask: Ask, store_table: Sto
     sixty_four, more = HopperTile(64, ahead=2, share=True), HopperTile(128, ahead=2, share=True)
     store_table(
         {
-            ask(m=16): Entry(50.0, "fused-skinny", TILE),
+            ask(m=4): Entry(60.0, "fused-skinny", TILE),
+            ask(m=16): Entry(50.0, "fused-skinny", SkinnyTile(2)),
             ask(m=32): Entry(80.0, "dequantize", None, {"fused-tiled": 90.0}),
             ask(m=64): Entry(44.0, "fused-tiled", TiledTile(4, 64)),
             ask(m=128): Entry(40.0, "fused-hopper", more, {"fused-skinny": 999.0}),
@@ -164,7 +165,8 @@ def test_what_is_sooner_for_more_rows_is_so_for_fewer(ask: Ask, store_table: Sto
         "measured slower on this GPU at M=128: 999.0 us against 40.0 us"
     )
     assert choose(ask(m=64)).row.name == "fused-tiled", "that is within what differs from run to run"
-    assert choose(ask(m=16)).row.name == "fused-skinny", "kernels for few rows do less for fewer"
+    assert choose(ask(m=16)).row.name == "fused-skinny"
+    assert choose(ask(m=3)).tile == SkinnyTile(2), "up to 16 rows of x, in tiles of the same kernel only"
     # The same for a weight of similar size, that has no entries of its own.
     assert choose(ask(m=32, n=5120)).row.name == "fused-hopper"
     assert choose(ask(m=32, n=5120)).source.endswith("measured for 4096x4096 at M=128")

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from quantkit.eval.evaluate import EvalReport
+from quantkit.eval.results import EvalReport
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ ALLOWED = {
     "publish": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval", "bench"},
     "cli": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval", "bench", "publish"},
 }
+#: Lines of a file.
+LONGEST = 450
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
 
 
@@ -47,6 +49,12 @@ def test_imports_point_down(path: Path) -> None:
 
 def test_a_planted_upward_import_is_found() -> None:
     assert imported_parts("def f():\n    from quantkit.cli.main import app\n") == {"cli"}
+
+
+def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+    """CONTRIBUTING.md says so."""
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in PACKAGE.rglob("*.py")}
+    assert {path.name: count for path, count in lines.items() if count > LONGEST} == {}
 
 
 def test_every_part_is_covered() -> None:

@@ -27,8 +27,8 @@ SIMILAR_FROM = 16
 #: But not if the row of the rules took up to so many times as long for that: for another size it may take
 #: less.
 TIE = 1.05
-#: What took less than this part of the time for more rows of x is taken instead: it takes no longer for fewer.
-#: Up to so few rows as that, only of the same kernel: the others were measured with older ones.
+#: What took less than this part of the time for more rows of x is taken instead, as it takes no longer for
+#: fewer. Up to so few rows as that only of the same kernel: the others were measured with older ones.
 SOONER = 0.9
 
 logger = logging.getLogger("quantkit.kernels")

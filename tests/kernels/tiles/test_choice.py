@@ -191,6 +191,12 @@ def test_fitted_tiles_are_for_what_the_rules_say_is_sooner(gpu: Gpu) -> None:
     assert others > 50
 
 
+@pytest.mark.parametrize(("name", "first"), [("int4", 65), ("int7", 33), ("int5", 33), ("int3", 65)])
+def test_where_large_tiles_begin_by_rules(ask: Ask, name: str, first: int) -> None:
+    rows = {m: choose_by_rules(ask(name, m)).row.name for m in (16, 32, 33, 64, 65, 512)}
+    assert {m for m, row in rows.items() if row == "fused-hopper"} == {m for m in rows if m >= first}
+
+
 def test_a_damaged_table_stops_before_anything_runs(ask: Ask, store_table: Store) -> None:
     path = store_table({})
     path.write_bytes(path.read_bytes()[:-5])

@@ -221,7 +221,7 @@ def measure(
         _about(), shapes, notes=[f"{name} is not installed." for name in peers if not PEERS[name].installed]
     )
     if in_order:
-        run.notes.append("Columns of x are in the order of the kernel.")
+        run.notes.append("Columns of x are in the order of the kernel, where it has one.")
     peers = [name for name in peers if PEERS[name].installed]
     run.notes += [f"{name}: {PEERS[name].tuning}." for name in peers if PEERS[name].tuning]
     todo = [partial(compile_format, name, list(shapes.values()), ms) for name in formats]

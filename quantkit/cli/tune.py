@@ -50,7 +50,7 @@ def tune(
     kernels: Annotated[
         str | None,
         typer.Option(
-            help="Kernels whose tiles are searched, comma-separated; others keep the tile they have.",
+            help="Kernels whose tiles are searched, comma-separated; others compete as they are.",
             show_default="all",
         ),
     ] = None,

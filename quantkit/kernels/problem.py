@@ -151,7 +151,7 @@ class Outline:
     shape: tuple[int, int]
 
 
-def as_measured(problem: "Problem", tile: Any) -> Any:
+def as_measured(problem: "Problem", tile: Any, measured: "Problem") -> Any:
     """The tile as it is, of kernels that know no better."""
     return tile
 
@@ -162,8 +162,8 @@ class Tiling:
 
     `values` is what each field may be, `rule(problem)` the tile where none was measured. `why_not(problem,
     tile)` says why the kernel cannot take a tile, `loses(problem, tile)` why it is not worth measuring.
-    `fitted(problem, tile)` is the tile where `tile` was measured fastest for more rows of x, or a weight of
-    similar size.
+    `fitted(problem, tile, measured)` is the tile where `tile` was measured fastest for another problem, with
+    more rows of x or a weight of similar size.
     """
 
     record: type[Any]
@@ -171,7 +171,7 @@ class Tiling:
     rule: Callable[[Problem], Any]
     why_not: Callable[[Problem, Any], str | None]
     loses: Callable[[Problem, Any], str | None]
-    fitted: Callable[[Problem, Any], Any] = as_measured
+    fitted: Callable[[Problem, Any, Problem], Any] = as_measured
 
 
 class TileError(KernelError):

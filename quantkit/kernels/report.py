@@ -15,7 +15,7 @@ from quantkit.packing.schemes import Scheme
 class Choice:
     """What the table says of one problem; `row` is None where nothing runs it.
 
-    `tile` is None for a row without tiles, `us` where no tile table has the problem.
+    `tile` is None for a row without tiles, `us` where no tile table has it for the problem.
     """
 
     problem: Problem

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,15 +21,17 @@ from quantkit.kernels.unpack import UNPACK_ROW
 FORCE_VARIABLE = "QUANTKIT_KERNEL"
 VERBOSE_VARIABLE = "QUANTKIT_VERBOSE"
 
-#: From so many rows of x on, what is fastest for a weight of similar size beats the rules (16 in
-#: docs/kernels-log.md).
+#: From so many rows of x on, what is fastest for a weight of similar size beats the rules
+#: (docs/kernels-log.md, 16).
 SIMILAR_FROM = 16
 #: But not if the row of the rules took up to so many times as long for that: for another size it may take
 #: less.
 TIE = 1.05
 #: What took less than this part of the time for more rows of x is taken instead, as it takes no longer for
-#: fewer. Up to so few rows as that only of the same kernel: the others were measured with older ones.
+#: fewer.
 SOONER = 0.9
+#: Up to so many rows of x only if it is the same kernel: that for few rows does less the fewer there are.
+FEW_ROWS = 16
 
 logger = logging.getLogger("quantkit.kernels")
 
@@ -100,7 +102,10 @@ class Chosen:
 
     @property
     def us(self) -> float | None:
-        """Microseconds that the row was measured to take for this very problem, in this tile."""
+        """Microseconds that the row was measured to take for this weight in this tile.
+
+        With as many rows of x, or up to the next power of two.
+        """
         if self.measured is None or not self.measured.exact or self.is_fitted:
             return None
         return self.measured.entry.us
@@ -176,39 +181,48 @@ def forget_tile_tables() -> None:
     _choose.cache_clear()
 
 
-def _measured(problem: Problem) -> Measured | None:
-    """What a tile table says of `problem`, if the row that it names can run it."""
+def _measured(problem: Problem, forced: str = "") -> Measured | None:
+    """What a tile table says of `problem`, if the row that it names can run it, or of a forced row."""
     if problem.gpu is None:
         return None
     asked, tables = Key.of(problem), [stored.table for stored in tile_tables(problem.gpu)]
-    for table in tables:
-        if asked in table.entries:
-            own = _sooner(table, asked, asked, problem)
-            return own if _runs(own.entry, problem) else None
+    own = next((table for table in tables if asked in table.entries), None)
+    if own is not None:
+        found = _soonest(own, asked, asked, problem, forced)
+        if found is not None or not forced:
+            return found
     if problem.m < SIMILAR_FROM:
         return None
-    kin = (_sooner(table, asked, like, problem) for table in tables for like in table.similar(asked))
-    found = next((one for one in kin if _runs(one.entry, problem)), None)
-    return None if found is None or _ties(found.entry, problem) else found
+    kin = (_soonest(table, asked, like, problem, forced) for table in tables for like in table.similar(asked))
+    found = next((one for one in kin if one is not None), None)
+    return None if found is None or (not forced and _ties(found.entry, problem)) else found
 
 
-def _sooner(table: TileTable, asked: Key, key: Key, problem: Problem) -> Measured:
-    """What a table has for `key`, or for more rows of x, if that took less time."""
-    own = table.entries[key]
-    able = [
-        more
-        for more in table.with_more_rows(key)
-        if problem.m > SIMILAR_FROM or table.entries[more].row == own.row
-        if _runs(table.entries[more], problem)
-    ]
-    least = min(able, key=lambda one: table.entries[one].us, default=key)
-    if table.entries[least].us < SOONER * own.us:
-        return Measured(asked, least, table.entries[least])
-    return Measured(asked, key, own)
+def _soonest(table: TileTable, asked: Key, key: Key, problem: Problem, forced: str) -> Measured | None:
+    """What a table has for `key`, or for more rows of x if that took less time; of a forced row, if there is
+    one.
+
+    None where the row of `key` cannot run `problem`.
+    """
+
+    def is_able(one: Key) -> bool:
+        entry = table.entries[one]
+        comparable = problem.m > FEW_ROWS or entry.row == table.entries[key].row
+        return (entry.row == forced if forced else comparable) and _runs(entry, problem)
+
+    able = [one for one in (key, *table.with_more_rows(key)) if is_able(one)]
+    if not able or (not forced and key not in able):
+        return None
+    least = min(able, key=lambda one: table.entries[one].us)
+    if key in able and table.entries[least].us >= SOONER * table.entries[key].us:
+        least = key
+    return Measured(asked, least, table.entries[least])
 
 
 def _ties(entry: Entry, problem: Problem) -> bool:
-    """Whether the row that rules choose took hardly longer than that of the entry."""
+    """Whether the row that rules choose took hardly longer than that of the entry, which knows the times of
+    rows before its own.
+    """
     verdicts = zip(ROWS, _explain(problem, None), strict=True)
     ruled = next((row.name for row, (_, reason) in verdicts if reason is None), entry.row)
     return entry.others.get(ruled, math.inf) <= TIE * entry.us
@@ -223,7 +237,7 @@ def _runs(entry: Entry, problem: Problem) -> bool:
 
 @lru_cache(maxsize=8192)
 def _choose(problem: Problem, forced: str) -> Chosen:
-    measured = _measured(problem)
+    measured = _measured(problem, forced)
     if forced:
         row = row_named(forced)
         reason = _unable(row, problem)
@@ -254,7 +268,8 @@ def _chosen(row: KernelRow, problem: Problem, measured: Measured | None) -> Chos
     elif row.tiling is not None and measured is not None:
         tile = measured.entry.tile
         if not measured.exact or problem.m < measured.key.m:
-            tile = row.tiling.fitted(problem, tile)
+            key = measured.key
+            tile = row.tiling.fitted(problem, tile, replace(problem, m=key.m, n=key.n, k=key.k))
     return Chosen(row, tile, measured, row.launch if tile is None else partial(row.launch, tile=tile))
 
 
@@ -293,10 +308,10 @@ def is_verbose() -> bool:
 
 
 def log_choice(problem: Problem, chosen: Chosen) -> None:
-    """With `QUANTKIT_VERBOSE=1`, say once per scheme, N, K and power of two of M what runs and why."""
+    """With `QUANTKIT_VERBOSE=1`, say once per scheme, N, K, power of two of M and tile what runs and why."""
     if is_verbose():
-        key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m))
         tile = "" if chosen.tile is None else f" {tile_text(chosen.tile)}"
+        key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m), tile)
         _log_once(problem, chosen.row, key, tile + sums_text(problem, chosen.tile) + _how(chosen))
 
 
@@ -341,7 +356,7 @@ def _say_once(key: tuple[str | int, ...], what: str) -> None:
         logger.warning("%s", what)
 
 
-def _log_once(problem: Problem, row: KernelRow, key: tuple[str, int, int, int], how: str = "") -> None:
+def _log_once(problem: Problem, row: KernelRow, key: tuple[str | int, ...], how: str = "") -> None:
     if key in _logged:
         return
     faster = []

@@ -25,7 +25,7 @@ from quantkit.model.workers import working
 from quantkit.progress import Advance
 
 #: Workers by device: one per core, and one for a GPU, whose passes would share its memory.
-WORKERS = {"cpu": max(1, os.cpu_count() or 1), "cuda": 1}
+CALIBRATION_WORKERS = {"cpu": max(1, os.cpu_count() or 1), "cuda": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ def calibrate(
         return
     files: WorkFiles = Followed(out, known) if output is None else output
     decoder = calibration.decoder
-    lanes = max(1, WORKERS[decoder.device.type] // ranks.on_host)
+    lanes = max(1, CALIBRATION_WORKERS[decoder.device.type] // ranks.on_host)
     with working(lanes, "quantize") as workers:
         blocks, samples = calibration.blocks, calibration.samples
         quantize_blocks(checkpoint, blocks, decoder, files, samples, workers, lanes, ranks, report)

@@ -9,17 +9,15 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 
 from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused.expressions import portable
-from quantkit.kernels.fused.launch import hopper, skinny, tiled
+from quantkit.kernels.fused.launch import dense, hopper, skinny, tiled
 from quantkit.kernels.fused.launch.columns import column_order
-from quantkit.kernels.fused.launch.dense import dequantize
 from quantkit.kernels.fused.launch.gpu import has_few_rows, processors
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, shape_of
 from quantkit.kernels.fused.launch.pairs import SKINNY_SEGMENT, segment_rows
-from quantkit.kernels.fused.layout import ROWS, build, join, restore
+from quantkit.kernels.fused.layout import build, join, restore
 from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.problem import (
     KernelRow,
@@ -42,8 +40,6 @@ MOST_SCALES = 1 << 30
 SMALL_WEIGHT = 1 << 23
 #: And those of so many, or fewer, mostly have none from so many rows of x on.
 MIDDLE_WEIGHT, LONG_PROMPT = 1 << 25, 2048
-#: Weights dequantized at a time, 256 MiB in 16 bits.
-DENSE_WEIGHTS = 1 << 27
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -190,19 +186,6 @@ def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) ->
         return run(features)
 
 
-def _dense(operands: Operands, tile: Any, features: frozenset[str]) -> torch.Tensor:
-    x, bias, n = operands.x, operands.bias, operands.n
-    step = max(1, DENSE_WEIGHTS // x.shape[1] // ROWS) * ROWS
-    if step >= n:
-        return F.linear(x, dequantize(operands, 0, n, features), bias)
-    y = x.new_empty(x.shape[0], n)
-    for start in range(0, n, step):
-        stop = min(start + step, n)
-        block = dequantize(operands, start, stop, features)
-        y[:, start:stop] = F.linear(x, block, None if bias is None else bias[start:stop])
-    return y
-
-
 def _tiled_order(problem: Problem) -> str:
     """Nothing but the kernel itself adds the zeros that it has beyond the last columns."""
     shape = shape_of(problem)
@@ -213,7 +196,7 @@ _RUNS: dict[str, _Run] = {
     "fused-skinny": skinny.run,
     "fused-tiled": tiled.run,
     "fused-hopper": hopper.run,
-    "dequantize": _dense,
+    "dequantize": dense.run,
 }
 
 
@@ -332,6 +315,6 @@ FUSED_ROWS = (
         supports=_unpackable,
         pays=always,
         layout=FRAGMENTS,
-        launch=_launch(_dense),
+        launch=_launch(dense.run),
     ),
 )

@@ -33,9 +33,9 @@ from quantkit.kernels.fused.launch.hopper import (
     constants_of,
     hopper_tile,
 )
-from quantkit.kernels.fused.launch.operands import constants
+from quantkit.kernels.fused.launch.operands import RASTER, constants
 from quantkit.kernels.fused.launch.skinny import rows_of_x, skinny_tile, unrolled
-from quantkit.kernels.fused.launch.tiled import HOLD, RASTER, half_unit, shared_memory, tiled_tile
+from quantkit.kernels.fused.launch.tiled import HOLD, half_unit, shared_memory, tiled_tile
 from quantkit.kernels.fused.layout import ROWS, geometry, order_constants
 from quantkit.kernels.fused.order import order_codes
 from quantkit.kernels.fused.pairs import count_pairs, order_pairs, weigh_pairs

@@ -12,7 +12,7 @@ import torch
 from quantkit.errors import FormatError
 from quantkit.kernels import glue
 from quantkit.kernels.building import building
-from quantkit.kernels.fused import layout, rows
+from quantkit.kernels.fused import layout
 from quantkit.kernels.fused.launch import dense, hopper, skinny, tiled
 from quantkit.kernels.fused.launch.hopper import HopperTile
 from quantkit.kernels.fused.launch.operands import Operands
@@ -582,7 +582,7 @@ def test_rows_launch_what_they_say(
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     # Blocks of 16 rows, of which the last is not whole.
-    monkeypatch.setattr(rows, "DENSE_WEIGHTS", 16 * 256)
+    monkeypatch.setattr(dense, "AT_ONCE", 16 * 256)
     op, packed = operands(make_packed, "int4 integer", 40, 256, m, dtype)
     chosen = row_named(row)
     assert chosen.layout is not None

@@ -1,7 +1,7 @@
 """What runs where a tile table has the problem, and how the kernel table explains it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -172,23 +172,90 @@ def test_what_is_sooner_for_more_rows_is_so_for_fewer(ask: Ask, store_table: Sto
     assert choose(ask(m=32, n=5120)).source.endswith("measured for 4096x4096 at M=128")
 
 
-def test_fitted_tiles_are_for_what_the_rules_say_is_sooner(gpu: Gpu) -> None:
+def shipped_tiles(gpu: Gpu, part: float) -> Iterator[tuple[HopperTile, HopperTile]]:
+    """Each tile of `fused-hopper` in the table of the H200, and what it is fitted to for such a part of M."""
     table = shipped_table(Gpu("NVIDIA H200", (9, 0), 132, 227 << 10), ROWS)
     assert table is not None
-    others = 0
     for key, entry in table.entries.items():
         if entry.row == "fused-hopper":
-            m = 3 * key.m // 4
-            problem = Problem(m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, gpu)
-            tile, shape = (
-                hopper.TILING.fitted(problem, entry.tile),
-                geometry(key.n, key.k, key.scheme, key.dtype),
-            )
+            measured = Problem(key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, gpu)
+            problem = replace(measured, m=int(key.m * part))
+            tile = hopper.TILING.fitted(problem, entry.tile, measured)
             assert hopper.TILING.why_not(problem, tile) is None
-            was, now = (hopper.tile_time(shape, m, one) for one in (entry.tile, tile))
-            assert now < hopper.FITS * was if tile != entry.tile else now == was
-            others += tile != entry.tile
-    assert others > 50
+            yield entry.tile, tile
+
+
+def test_tiles_are_fitted_where_that_leaves_less_to_do(gpu: Gpu) -> None:
+    assert all(tile == fitted for tile, fitted in shipped_tiles(gpu, 0.999)), "the rules know no better"
+    pairs = list(shipped_tiles(gpu, 0.75))
+    changed = [(tile, fitted) for tile, fitted in pairs if tile != fitted]
+    assert len(pairs) / 4 < len(changed) < len(pairs) / 2
+    # How early codes are loaded is a matter of the format, of which the rules know nothing.
+    assert all(
+        tile.ahead == fitted.ahead
+        for tile, fitted in changed
+        if tile.m == fitted.m and tile.rows == fitted.rows
+    )
+
+
+def test_tiles_are_fitted_to_the_weight_and_the_gpu(ask: Ask) -> None:
+    """One tile more than there are multiprocessors takes as long as all of them, unless it is shared out."""
+    whole = HopperTile(128, ahead=2)
+    measured = ask(m=128, n=132 * 128)
+    assert hopper.TILING.fitted(measured, whole, measured) == whole
+    assert hopper.TILING.fitted(replace(measured, n=133 * 128), whole, measured).share
+    larger = Gpu("larger", (9, 0), 144, 227 << 10)
+    measured = replace(measured, gpu=larger)
+    assert hopper.TILING.fitted(replace(measured, n=133 * 128), whole, measured) == whole
+
+
+def test_where_kernels_tie_rules_choose_for_other_sizes(ask: Ask, store_table: Store) -> None:
+    tile = TiledTile(8, 128)
+    for slower, row in ((1.04, "fused-hopper"), (1.06, "fused-tiled")):
+        store_table({ask(m=128): Entry(50.0, "fused-tiled", tile, {"fused-hopper": 50.0 * slower})})
+        assert choose(ask(m=128)).row.name == "fused-tiled"
+        assert choose(ask(m=128, n=5120)).row.name == row
+
+
+def test_a_forced_row_has_the_tile_that_was_measured_for_it(
+    ask: Ask, store_table: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = TiledTile(4, 64, stages=4)
+    store_table(
+        {
+            ask(m=64): Entry(68.0, "fused-tiled", tile),
+            ask(m=128): Entry(50.0, "fused-hopper", HopperTile(share=True)),
+        }
+    )
+    assert choose(ask(m=64)).row.name == "fused-hopper"
+    monkeypatch.setenv("QUANTKIT_KERNEL", "fused-tiled")
+    assert (choose(ask(m=64)).tile, choose(ask(m=64)).us) == (tile, 68.0)
+    assert choose(ask(m=64, n=5120)).tile == tile
+    monkeypatch.setenv("QUANTKIT_KERNEL", "fused-hopper")
+    assert choose(ask(m=64)).measured.key.m == 128
+
+
+def test_what_cannot_run_is_not_sooner(ask: Ask, store_table: Store) -> None:
+    store_table(
+        {
+            ask(m=64): Entry(68.0, "fused-tiled", TiledTile(4, 64)),
+            ask(m=128): Entry(50.0, "fused-hopper", HopperTile(share=True)),
+        }
+    )
+    without = replace(ask(m=64), features=GPU_FEATURES - {"gluon"})
+    assert choose(without).row.name == "fused-tiled"
+
+
+def test_the_log_shows_each_tile_of_a_weight(
+    ask: Ask, store_table: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store_table({ask(m=512, n=28672): Entry(174.0, "fused-hopper", HopperTile(256, share=True))})
+    monkeypatch.setattr(kernel_table, "_logged", set())
+    monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
+    with caplog.at_level(logging.WARNING):
+        for m in (512, 511, 384, 383):
+            log_choice(ask(m=m, n=28672), choose(ask(m=m, n=28672)))
+    assert ["m=256" in message for message in caplog.messages] == [True, False]
 
 
 @pytest.mark.parametrize(("name", "first"), [("int4", 65), ("int7", 33), ("int5", 33), ("int3", 65)])

@@ -1,8 +1,9 @@
-"""The launch that writes rows of a weight in the dtype of x."""
+"""`dequantize`: rows of a weight written in the dtype of x, and the library's product with them."""
 
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 
 from quantkit.kernels.fused.launch.operands import Operands, constants, empty
 from quantkit.kernels.fused.layout import ROWS, geometry
@@ -11,6 +12,8 @@ from quantkit.packing.schemes import Scheme
 
 #: Row tiles of a program, one per warp.
 WARPS = 4
+#: Weights dequantized at a time, 256 MiB in 16 bits.
+AT_ONCE = 1 << 27
 
 
 @lru_cache(maxsize=4096)
@@ -38,3 +41,17 @@ def dequantize(op: Operands, start: int, stop: int, features: frozenset[str] = f
     launch = _launch(stop - start, op.n, k, op.scheme, op.x.dtype, features)
     launch(*op.layout, out, start // ROWS, stop)
     return out
+
+
+def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """y [m, n] for any m. There are no tiles of our own."""
+    x, bias, n = op.x, op.bias, op.n
+    step = max(1, AT_ONCE // x.shape[1] // ROWS) * ROWS
+    if step >= n:
+        return F.linear(x, dequantize(op, 0, n, features), bias)
+    y = x.new_empty(x.shape[0], n)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        block = dequantize(op, start, stop, features)
+        y[:, start:stop] = F.linear(x, block, None if bias is None else bias[start:stop])
+    return y

@@ -13,6 +13,8 @@ from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.problem import Problem
 from quantkit.packing.schemes import Scheme
 
+#: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
+RASTER = 8
 #: How 8-bit scales are to be read; the others are floats of Triton's own.
 SCALE_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 

@@ -19,6 +19,7 @@ from quantkit.kernels.fused.launch.gpu import (
     program_memory,
 )
 from quantkit.kernels.fused.launch.operands import (
+    RASTER,
     Grouping,
     Operands,
     constants,
@@ -33,8 +34,6 @@ from quantkit.kernels.launcher import Launch, overlap
 from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
-RASTER = 8
 #: Outputs that a program of `combine` adds up.
 COMBINED = 512
 #: PTX that waits until no more than the products of the other chain are in flight, of which there are eight

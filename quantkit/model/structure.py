@@ -25,6 +25,10 @@ REARRANGED = "transformers splits or joins it when it loads, so its rows are not
 
 _LAYER_COUNT = re.compile(r"(num|n)_(\w+_)?layers?")
 
+#: How transformers writes floats that JSON has no word for.
+_FLOAT_TAG = "__float__"
+_TAGGED_FLOATS = {name: float(name) for name in ("NaN", "Infinity", "-Infinity")}
+
 Kind = Literal["linear", "experts", "lm_head"]
 
 
@@ -108,11 +112,23 @@ def model_config(config: Mapping[str, Any], directory: Path) -> Any:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    fields = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    fields = {k: _with_floats(v) for k, v in config.items() if k not in ("quantization_config", "auto_map")}
     try:
         return CONFIG_MAPPING[fields.get("model_type")].from_dict(fields)
     except Exception as error:
         raise _unknown_model(config, directory, error) from error
+
+
+def _with_floats(value: Any) -> Any:
+    """`value` of a config.json with the floats that transformers wrote as `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [_with_floats(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get(_FLOAT_TAG)
+    if len(value) == 1 and isinstance(name, str) and name in _TAGGED_FLOATS:
+        return _TAGGED_FLOATS[name]
+    return {key: _with_floats(one) for key, one in value.items()}
 
 
 def _unknown_model(config: Mapping[str, Any], directory: Path, error: Exception) -> CheckpointError:

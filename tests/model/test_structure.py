@@ -160,6 +160,23 @@ def test_layers_that_are_no_linears_stay_dense_with_a_reason(tmp_path):
     assert found.dense["transformer.h.0.mlp.c_fc.weight"] == "'weight' of a Conv1D, which is not a linear"
 
 
+def test_floats_that_json_cannot_write_are_read_as_transformers_writes_them(tmp_path):
+    config = transformers.Mamba2Config(
+        vocab_size=96,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_heads=4,
+        head_dim=32,
+        n_groups=1,
+        state_size=16,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["time_step_limit"][1] == {
+        "__float__": "Infinity"
+    }
+    assert "backbone.layers.0.mixer.in_proj" in structure(tmp_path).linears
+
+
 def test_a_file_of_the_bare_decoder_is_read(write, tmp_path):
     directory = write("llama-tied")
     strip = "model."

@@ -70,6 +70,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         swap_modules(model, self.quantization_config.parsed)
+        _skip_initializing(model)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             divide_packed(model)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -158,6 +159,17 @@ def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
             f"quantization_config packs {unknown[0]!r}{_others(unknown)}, which {type(model).__name__} "
             "does not have. Quantize the model again, or use the transformers version it was made with."
         )
+
+
+def _skip_initializing(model: nn.Module) -> None:
+    """Have transformers initialize no module that packed ones are children of, whose weights it may ask for.
+
+    Mambas ask for that of a projection, loaded or not. Modules with buffers compute those then.
+    """
+    for name, _ in packed_modules(model):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if not owner._buffers:
+            owner._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def unpack_modules(model: Any, dtype: torch.dtype) -> None:

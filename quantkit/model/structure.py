@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 #: Last name of a linear that chooses experts: tiny, and wrong choices cost more than its bytes.
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
 
+#: Last name of a linear whose weight the model reads itself, beside calling it or instead: time steps of
+#: Mamba, the indexers of sparse attention, the router of LongCat. All are small.
+READ_NAMES = frozenset({"dt_proj", "weights_proj", "classifier"})
+
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
 
 _LAYER_COUNT = re.compile(r"(num|n)_(\w+_)?layers?")
@@ -280,6 +284,8 @@ def _why_dense_linear(module: "nn.Module", name: str, decoder: str, head: str | 
             return "a linear outside the decoder"
         if name.rpartition(".")[2] in ROUTER_NAMES:
             return "a router: it chooses experts and is tiny"
+        if name.rpartition(".")[2] in READ_NAMES:
+            return "the model reads its weight itself, which a packed linear does not have"
     return why_not_packable(module)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
-import quantkit  # noqa: F401  registers the plug-in
+import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.model.experts import PackedExperts
 from quantkit.model.modules import PackedLinear, packed_modules
@@ -97,6 +98,19 @@ def test_saving_over_the_files_that_it_was_loaded_from(tiny, prompt, tmp_path, f
     torch.testing.assert_close(logits_of(again, prompt), expected)
     if not placement:
         assert torch.equal(logits_of(model, prompt), expected)
+
+
+@pytest.mark.parametrize("format", ["int4", "fp6"])
+@pytest.mark.parametrize("family", ["MambaConfig", "FalconMambaConfig", "Mamba2Config"])
+def test_models_that_initialize_or_read_weights_of_their_linears(tmp_path, prompt, family, format):
+    sizes = {"num_heads": 4, "head_dim": 32, "n_groups": 1} if family == "Mamba2Config" else {}
+    config = getattr(transformers, family)(vocab_size=96, hidden_size=64, num_hidden_layers=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    quantkit.quantize(tmp_path / "dense", tmp_path / "packed", format=format)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert "in_proj" in "".join(name for name, _ in packed_modules(model))
+    found = logits_of(model, prompt)
+    torch.testing.assert_close(found, logits_of(model.dequantize(), prompt), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["int4", "fp6"])

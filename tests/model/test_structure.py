@@ -152,6 +152,16 @@ def test_linear_routers_are_dense_and_known_to_be(write):
     assert "model.layers.0.mlp.shared_expert.up_proj" in found.linears
 
 
+def test_linears_whose_weights_the_model_reads_stay_dense_with_a_reason(tmp_path):
+    config = transformers.MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = structure(tmp_path)
+    mixer = "backbone.layers.0.mixer"
+    assert {f"{mixer}.{name}" for name in ("in_proj", "x_proj", "out_proj")} < set(found.linears)
+    assert "reads its weight" in found.dense[f"{mixer}.dt_proj.weight"]
+    assert found.unpackable[f"{mixer}.dt_proj"] == (f"{mixer}.dt_proj",)
+
+
 def test_layers_that_are_no_linears_stay_dense_with_a_reason(tmp_path):
     config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -88,11 +88,8 @@ class _Whole(Passes):
         from quantkit.model.kv_cache import PackedCache
 
         cache = PackedCache(self._model.config, format)
-        if cache.dense_layers:
-            self.note = (
-                f"{self.directory.name}: {cache.dense_layers} of {len(cache.layers)} layers have a sliding "
-                "window, and a KV cache in the dtype of the model"
-            )
+        if cache.note is not None:
+            self.note = f"{self.directory.name}: {cache.note}"
         return cache
 
 

@@ -158,8 +158,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 class PackedCache(DynamicCache):  # type: ignore[misc]
     """The KV cache of a model of this `config`, as `format` of `KV_SCHEMES`: give it as `past_key_values`.
 
-    `dense_layers` is how many stay as they are: layers with a sliding window, which hold few tokens.
-    `UsageError` for an unknown format.
+    `dense_layers` is how many stay as they are: layers with a sliding window, which hold few tokens, and
+    those that keep something else than keys and values. `UsageError` for an unknown format.
     """
 
     def __init__(self, config: Any, format: str) -> None:
@@ -170,6 +170,16 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
             PackedLayer(stored) if type(layer) is DynamicLayer else layer for layer in layers
         ]
         self.dense_layers = sum(not isinstance(layer, PackedLayer) for layer in self.layers)
+
+    @property
+    def note(self) -> str | None:
+        """Which layers stay as they are, None where none does."""
+        if not self.dense_layers:
+            return None
+        return (
+            f"{self.dense_layers} of {len(self.layers)} layers have a sliding window or no keys and values, "
+            "and a cache in the dtype of the model"
+        )
 
     @property
     def nbytes(self) -> int:

@@ -111,6 +111,7 @@ def test_generation_token_by_token_is_that_of_one_pass(model, format: str) -> No
     assert not torch.allclose(once, dense, atol=1e-4)
     assert (once - dense).abs().mean() < {"int8": 0.02, "int4": 0.4}[format]
     assert cache.get_seq_length() == 40 and cache.dense_layers == 0
+    assert cache.note is None
     dense_bytes = sum(2 * layer.keys.nbytes for layer in _dense_cache(model, tokens).layers)
     # 8 features to a head, in words of 32 codes.
     assert cache.nbytes < dense_bytes * 1.3
@@ -153,6 +154,7 @@ def test_layers_with_a_sliding_window_stay_dense() -> None:
     )
     cache = PackedCache(config, "int8")
     assert cache.dense_layers == 2 and cache.nbytes == 0
+    assert cache.note is not None and cache.note.startswith("2 of 2 layers have a sliding window or no keys")
     mistral = AutoModelForCausalLM.from_config(config).eval()
     tokens = torch.arange(10)[None]
     with torch.inference_mode():

@@ -26,7 +26,7 @@ from quantkit.eval.sizes import measure
 from quantkit.model.decoding import GraphedForward, plain_forward, static_cache
 from quantkit.model.deferred import HostCopy
 from quantkit.model.devices import pick_device
-from quantkit.model.generate import last_logits
+from quantkit.model.generate import cache_name, last_logits
 from quantkit.model.load import load, tokenize, tokenizer
 from quantkit.progress import Progress
 
@@ -276,10 +276,10 @@ def _cell(
 
 def greedy_step(model: Any, cache: Any, forward: Any = None) -> Step:
     """The likeliest tokens that follow tokens [B, T] on top of `cache`, by `forward` or `model` itself."""
-    last = last_logits(model)
+    given = {cache_name(model): cache, "use_cache": True, **last_logits(model)}
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        logits = (forward or model)(input_ids=tokens, past_key_values=cache, use_cache=True, **last).logits
+        logits = (forward or model)(input_ids=tokens, **given).logits
         following: torch.Tensor = logits[:, -1].argmax(-1, keepdim=True)
         return following
 

@@ -31,6 +31,7 @@ def generate(
     from quantkit.cli.models import log_kernels, open_model
     from quantkit.model.generate import POSITIONS, collect
     from quantkit.model.generate import stream as model_text
+    from quantkit.model.load import explained
     from quantkit.model.memory import enough_memory
 
     if verbose:
@@ -38,7 +39,7 @@ def generate(
     model, tokenizer = open_model(directory, device, dtype)
     # What is logged of the kernels would be in the middle of the text.
     streaming = not json and not verbose
-    with enough_memory(directory, "Use --device cpu, or a shorter prompt."):
+    with enough_memory(directory, "Use --device cpu, or a shorter prompt."), explained(directory):
         chunks = model_text(
             model,
             tokenizer,
@@ -51,6 +52,12 @@ def generate(
         if streaming:
             stream(prompt)
         result = collect(chunks, stream if streaming else None)
+    if kv_cache is not None:
+        from quantkit.model.kv_cache import PackedCache
+
+        dense = PackedCache(model.config, kv_cache).note
+        if dense is not None:
+            note(dense)
     if json:
         print_json(
             {

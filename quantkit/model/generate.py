@@ -15,6 +15,12 @@ from quantkit.model.deferred import HostCopy
 #: The model ended the text; as many tokens as were asked for; the model has no more positions.
 ENDS = (END_OF_TEXT, MAX_NEW_TOKENS, POSITIONS) = ("end_of_text", "max_new_tokens", "positions")
 
+#: Below, logits over it may be beyond float32, and the likeliest token is the only one with a chance.
+_LEAST_TEMPERATURE = 1e-30
+
+#: What models call their cache; Mambas have a name of their own.
+CACHE_NAMES = ("past_key_values", "cache_params")
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -98,12 +104,16 @@ def stream(
     the KV cache, one of `kv_cache.KV_SCHEMES`, by default the dtype of the model. Raises `UsageError` for a
     prompt without tokens or too long, or arguments out of range, before the first piece is asked for.
     """
-    if max_new_tokens < 1 or temperature < 0:
+    if max_new_tokens < 1 or not temperature >= 0:
         raise UsageError(
             f"max_new_tokens is {max_new_tokens} and temperature {temperature}; "
             "use at least 1 and at least 0."
         )
     check_seed(seed)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt is no Unicode text: {error.reason}. Write it in UTF-8.") from None
     packed_cache = None
     if kv_cache is not None:
         from quantkit.model.kv_cache import PackedCache
@@ -144,7 +154,8 @@ def _decoded(
     prompt_tokens = ids.shape[1]
     ends = _end_tokens(model)
     text = _TextOf(tokenizer, ids[0].tolist())
-    graphed = cache is None and model.device.type == "cuda"
+    name = cache_name(model)
+    graphed = cache is None and model.device.type == "cuda" and name == CACHE_NAMES[0]
     if graphed:
         from quantkit.model.decoding import forward_of, static_cache
 
@@ -153,8 +164,10 @@ def _decoded(
 
     def follow(tokens: torch.Tensor, run: Any) -> torch.Tensor:
         nonlocal cache
-        output = run(input_ids=tokens, past_key_values=cache, use_cache=True, **only_last)
-        cache = output.past_key_values
+        output = run(input_ids=tokens, use_cache=True, **{name: cache}, **only_last)
+        cache = getattr(output, name, None)
+        if cache is None:
+            raise UsageError(f"{type(model).__name__} returns no {name}; use its own generate().")
         return _choose(output.logits[:, -1], temperature, generator)
 
     started = time.perf_counter()
@@ -185,6 +198,12 @@ def _decoded(
     )
 
 
+def cache_name(model: Any) -> str:
+    """What `model` calls the cache that it takes and returns."""
+    known = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
+
+
 def last_logits(model: Any) -> dict[str, int]:
     """What `model` is called with for the logits of the last position alone, if it knows how to."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -192,7 +211,7 @@ def last_logits(model: Any) -> dict[str, int]:
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
     """The next token, int64 [1, 1], from logits [1, V]."""
-    if temperature == 0:
+    if temperature < _LEAST_TEMPERATURE:
         return logits.argmax(-1, keepdim=True)
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
     return torch.multinomial(probabilities, 1, generator=generator)

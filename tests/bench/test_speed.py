@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import StaticCache
 
 import quantkit
@@ -60,6 +61,23 @@ def test_what_is_timed_is_greedy_generation(packed: Path) -> None:
             )
             assert torch.equal(torch.cat(seen, 1), expected[:, 9:])
     assert len(times.between) == 6 and min(times.first, *times.between) > 0
+
+
+def test_a_cache_with_another_name_is_used() -> None:
+    config = transformers.MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    step, tokens = greedy_step(model, cache), torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        for _ in range(5):
+            following = step(tokens if tokens.shape[1] == 3 else tokens[:, -1:])
+            assert torch.equal(
+                following, model(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            )
+            tokens = torch.cat([tokens, following], 1)
 
 
 def test_figures_count_what_they_say(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

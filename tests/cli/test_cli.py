@@ -591,6 +591,29 @@ def test_generate_stops_where_positions_end(run: Run, packed: Path, tmp_path: Pa
     assert "note: stopped at 7 of 100 tokens: the model has no more positions" in done.err
 
 
+def test_generate_says_what_a_quantized_cache_leaves_as_it_is(run: Run, packed: Path, tmp_path: Path) -> None:
+    assert run("generate", packed, "One", "-n", 2, "--kv-cache", "int8", "--json").err == ""
+    shutil.copytree(packed, tmp_path / "mistral")
+    config = json.loads((packed / "config.json").read_text())
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4}
+    (tmp_path / "mistral" / "config.json").write_text(json.dumps(config | mistral))
+    done = run("generate", tmp_path / "mistral", "One", "-n", 2, "--kv-cache", "int8")
+    assert done.code == 0
+    assert "note: 5 of 5 layers have a sliding window" in done.err
+
+
+def test_what_a_model_refuses_while_it_generates_is_an_error(
+    run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise ValueError("a cache of its own")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", refused)
+    done = run("generate", packed, "One", "-n", 2, "--json")
+    assert (done.code, done.out) == (3, "")
+    assert done.err.startswith("error: ") and "ValueError: a cache of its own" in done.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -177,6 +177,40 @@ def test_sampling_is_reproducible(tiny, words):
     assert generate(model, words, "w5", seed=4, **options).tokens != first
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-31, 1e-45])
+def test_the_likeliest_token_at_temperatures_near_0(tiny, words, temperature):
+    model = load(tiny().packed, device="cpu")
+    greedy = generate(model, words, "w5", max_new_tokens=5).tokens
+    assert generate(model, words, "w5", max_new_tokens=5, temperature=temperature).tokens == greedy
+
+
+@pytest.mark.parametrize("family", ["MambaConfig", "Mamba2Config"])
+def test_a_cache_with_another_name(words, family):
+    sizes = {"num_heads": 4, "head_dim": 32, "n_groups": 1} if family == "Mamba2Config" else {}
+    config = getattr(transformers, family)(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    torch.nn.init.normal_(model.lm_head.weight)
+    tokens = generate(model, words, "w5 w6 w7", max_new_tokens=6).tokens
+    ids = torch.tensor([[5, 6, 7, *tokens]])
+    with torch.no_grad():
+        assert list(tokens) == model(ids, use_cache=False).logits[0, 2:-1].argmax(-1).tolist()
+
+
+def test_a_model_that_returns_no_cache(words):
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        lru_width=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UsageError, match="RecurrentGemmaForCausalLM returns no past_key_values; use its own"):
+        generate(model, words, "w5 w6")
+
+
 def test_generation_ends_at_the_end_token(tiny, words):
     model = load(tiny().packed, device="cpu")
     tokens = generate(model, words, "w5 w6", max_new_tokens=5).tokens
@@ -224,6 +258,8 @@ def test_characters_of_several_tokens_are_held_back():
         ({"prompt": ""}, "no tokens"),
         ({"prompt": "w5", "max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"prompt": "w5", "temperature": -1.0}, "temperature -1.0"),
+        ({"prompt": "w5", "temperature": float("nan")}, "temperature nan"),
+        ({"prompt": "w5 \udcff"}, "the prompt is no Unicode text: surrogates not allowed"),
     ],
 )
 def test_wrong_arguments(tiny, words, arguments, message):

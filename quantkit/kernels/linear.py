@@ -17,10 +17,12 @@ from quantkit.kernels.table import FORCE_VARIABLE, choose, forced_row, layout_na
 from quantkit.kernels.transforms import (
     WeightOperand,
     backward,
+    backward_of_grad_x,
     is_transformed,
     linear_grad_x_vmap,
     linear_vmap,
     setup_context,
+    setup_context_of_grad_x,
     with_tangent,
 )
 from quantkit.kernels.unpack import block_rows
@@ -396,5 +398,8 @@ torch.library.register_fake("quantkit::linear", _linear_fake)
 torch.library.register_fake("quantkit::linear_grad_x", _linear_grad_x_fake)
 torch.library.register_fake("quantkit::restore_words", _restore_words_fake)
 torch.library.register_autograd("quantkit::linear", backward, setup_context=setup_context)
+torch.library.register_autograd(
+    "quantkit::linear_grad_x", backward_of_grad_x, setup_context=setup_context_of_grad_x
+)
 torch.library.register_vmap("quantkit::linear", linear_vmap)
 torch.library.register_vmap("quantkit::linear_grad_x", linear_grad_x_vmap)

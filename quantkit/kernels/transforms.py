@@ -44,6 +44,26 @@ def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_x, [None] * len(parts), [None] * ctx.layout_tensors, grad_bias, None, None, None
 
 
+def setup_context_of_grad_x(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Keep of a call of `quantkit::linear_grad_x` what `backward_of_grad_x` takes."""
+    grad, parts, layout, ctx.scheme, _, layout_name = inputs
+    ctx.save_for_backward(*parts, *layout)
+    # Without its tensors the operator is to choose as if none was built.
+    ctx.layout_name = layout_name if layout else ""
+    ctx.out_features = grad.shape[-1]
+    ctx.parts, ctx.layout_tensors = len(parts), len(layout)
+
+
+def backward_of_grad_x(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of a gradient: the product itself."""
+    saved = list(ctx.saved_tensors)
+    parts, layout = saved[: ctx.parts], saved[ctx.parts :]
+    twice = torch.ops.quantkit.linear(
+        grad, parts, layout, None, ctx.scheme, ctx.out_features, ctx.layout_name
+    )
+    return twice, [None] * ctx.parts, [None] * ctx.layout_tensors, None, None, None
+
+
 def linear_vmap(
     info: Any,
     in_dims: tuple[Any, ...],

@@ -51,6 +51,10 @@ class PackedTensor:
                     f"{tensor.dtype} {tuple(tensor.shape)}; expected {dtype} {shape}."
                 )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles are of what is stored; kernels build theirs again.
+        return {**self.__dict__, "kernel_cache": {}}
+
     @classmethod
     def from_parts(
         cls, parts: Mapping[str, torch.Tensor | None], scheme: Scheme, shape: tuple[int, int]

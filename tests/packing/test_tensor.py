@@ -1,5 +1,7 @@
 """Packed tensors: codes and weights come back, bytes are counted, nonsense is refused."""
 
+import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -194,6 +196,17 @@ def test_moving_to_the_same_device_gives_the_same_tensor() -> None:
     packed.kernel_cache["layout"] = object()
     assert packed.to("cpu") is packed
     assert packed.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_and_pickles_are_of_what_is_stored(duplicate: Any) -> None:
+    packed = PackedTensor.from_codes(
+        torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 1, dtype=torch.bfloat16), None, scheme("int4")
+    )
+    packed.kernel_cache["layout"] = torch.ones(1)
+    twin = duplicate(packed)
+    assert twin.kernel_cache == {} and packed.kernel_cache
+    assert torch.equal(twin.dequantize(), packed.dequantize())
 
 
 def test_moving_takes_every_part_along_and_drops_the_kernel_cache() -> None:

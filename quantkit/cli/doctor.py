@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from quantkit.cli import options
-from quantkit.cli.console import out, print_json, say
+from quantkit.cli.console import note, out, print_json, say
 
 if TYPE_CHECKING:
     from quantkit.packing.schemes import Scheme
@@ -42,7 +42,14 @@ def doctor(
     Versions, the GPU, its tile tables, and which kernel runs per weight, dtype of the activations and rows of
     x: for every format, or for the weights of DIR.
     """
+    from quantkit.kernels.table import FORCE_VARIABLE, forced_row, row_named
+
     rows_of_x = options.parse_rows_of_x(m)
+    if forced_row():
+        forced = row_named(forced_row()).name
+        note(
+            f"{FORCE_VARIABLE} is set, and products run {forced} or not at all; this is what runs without it"
+        )
     packages, machine, tables = _packages(), _machine(), _tile_tables()
     kernels = _kernels(directory, rows_of_x)
     if json:

@@ -644,6 +644,16 @@ def test_doctor(run: Run) -> None:
     assert all(entry["kernel"] or entry["refused"] for entry in report["kernels"])
 
 
+def test_doctor_says_that_a_kernel_is_forced(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_KERNEL", "unpack")
+    done = run("doctor", "--json")
+    assert (
+        done.code == 0 and "note: QUANTKIT_KERNEL is set, and products run unpack or not at all" in done.err
+    )
+    monkeypatch.setenv("QUANTKIT_KERNEL", "nope")
+    assert run("doctor").code == 6
+
+
 def test_demo(run: Run, tmp_path: Path) -> None:
     arguments = ("demo", SOURCE, "--text", STORIES, "--window", 128, "--max-windows", 2, "--out", tmp_path)
     done = run(*arguments)

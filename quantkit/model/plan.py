@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 DEFAULT_SHARD_BYTES = 2 << 30
 
 HEAD_KEPT = "no --lm-head or rule for it"
+TIED = "its weights are the embedding's, and it cannot be packed apart from that"
 
 #: Weight dtypes that can be quantized. Others (float8 and integers) are some format's codes already.
 QUANTIZABLE_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -174,7 +175,11 @@ def make_plan(
     fates = recipe.fates(
         {name: sources[linear.stored[0]].torch_dtype for name, linear in structure.linears.items()},
         {linear.module: HEAD_KEPT for linear in structure.linears.values() if linear.kind == "lm_head"},
-        {name.removesuffix(".weight"): reason for name, reason in structure.dense.items()},
+        {
+            # A tied head has no tensor that could have a reason.
+            **dict.fromkeys(structure.unpackable, TIED),
+            **{name.removesuffix(".weight"): reason for name, reason in structure.dense.items()},
+        },
     )
     schemes = {
         name: None if fate.scheme is None else fate.scheme.for_columns(structure.linears[name].shape[1])

@@ -5,6 +5,7 @@ transformers' own loading rules say which tensor goes where. A new architecture 
 long as its linears are linears.
 """
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
 #: Mamba, the indexers of sparse attention, the router of LongCat. All are small.
 READ_NAMES = frozenset({"dt_proj", "weights_proj", "classifier"})
 
+READ = "the model reads its weight itself, which a packed linear does not have"
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
 
 _LAYER_COUNT = re.compile(r"(num|n)_(\w+_)?layers?")
@@ -150,6 +152,7 @@ def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
 
     modules = dict(model.named_modules())
     head = _head_name(model, modules)
+    read = head if _reads_weight(model, head) else None
     decoder = _decoder_prefix(model, modules)
     parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
 
@@ -165,7 +168,7 @@ def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
             reason = _why_dense_experts(module, leaf, decoder, owner)
             _file(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and isinstance(module, nn.Linear):
-            reason = _why_dense_linear(module, owner, decoder, head)
+            reason = READ if owner == read else _why_dense_linear(module, owner, decoder, head)
             _file(stored, owner, reason, gathered, dense)
         else:
             dense[stored] = _what(module, leaf)
@@ -180,7 +183,8 @@ def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
         found = {parameter for parameter, _ in names.values()}
         _check_complete(model, found, f"{head}.weight" if tied else None, checkpoint)
     embedding = _embedding_name(model, modules, names)
-    if tied and head not in linears and embedding is not None and type(modules.get(head or "")) is nn.Linear:
+    packable = head != read and type(modules.get(head or "")) is nn.Linear
+    if tied and packable and head not in linears and embedding is not None:
         assert head is not None
         rows, columns = checkpoint.tensors[embedding].shape
         linears[head] = Linear(head, "lm_head", (head,), (rows, columns))
@@ -285,7 +289,7 @@ def _why_dense_linear(module: "nn.Module", name: str, decoder: str, head: str | 
         if name.rpartition(".")[2] in ROUTER_NAMES:
             return "a router: it chooses experts and is tiny"
         if name.rpartition(".")[2] in READ_NAMES:
-            return "the model reads its weight itself, which a packed linear does not have"
+            return READ
     return why_not_packable(module)
 
 
@@ -315,6 +319,15 @@ def _what(module: "nn.Module | None", leaf: str) -> str:
     if leaf == "bias":
         return "a bias"
     return f"{leaf!r} of a {kind}, which is not a linear"
+
+
+def _reads_weight(model: Any, head: str | None) -> bool:
+    """Whether the model's own forward reads the weight of its head, as that of Mambas does for its dtype."""
+    try:
+        source = inspect.getsource(type(model).forward)
+    except (OSError, TypeError):
+        return False
+    return head is not None and f"self.{head}.weight" in source
 
 
 def _head_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:

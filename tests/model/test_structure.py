@@ -11,8 +11,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quantkit.calibrate.recipe import Choice, Recipe, Rule
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.plan import make_plan
 from quantkit.model.structure import Structure, read_structure
 
 from .tiny import SIZES
@@ -157,9 +159,24 @@ def test_linears_whose_weights_the_model_reads_stay_dense_with_a_reason(tmp_path
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     found = structure(tmp_path)
     mixer = "backbone.layers.0.mixer"
-    assert {f"{mixer}.{name}" for name in ("in_proj", "x_proj", "out_proj")} < set(found.linears)
+    assert {f"{mixer}.{name}" for name in ("in_proj", "x_proj", "out_proj")} == set(found.linears)
     assert "reads its weight" in found.dense[f"{mixer}.dt_proj.weight"]
     assert found.unpackable[f"{mixer}.dt_proj"] == (f"{mixer}.dt_proj",)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_whose_weight_the_model_reads_stays_dense(tmp_path, tied):
+    config = transformers.MambaConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=1, tie_word_embeddings=tied
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = structure(tmp_path)
+    assert "lm_head" not in found.linears and "lm_head" in found.unpackable
+    assert tied or "reads its weight" in found.dense["lm_head.weight"]
+    recipe = Recipe(Choice("int4"), (Rule("*lm_head", Choice("int8")),))
+    reason = "its weights are the embedding's, and" if tied else "the model reads its weight itself,"
+    with pytest.raises(UsageError, match=f"'lm_head' stays dense: {reason} .* Drop the rule"):
+        make_plan(Checkpoint.open(tmp_path), found, recipe)
 
 
 def test_layers_that_are_no_linears_stay_dense_with_a_reason(tmp_path):

@@ -25,6 +25,7 @@ from quantkit.model.experts import PackedExperts
 from quantkit.model.headers import check_headers
 from quantkit.model.modules import packed_modules, packed_replacement
 from quantkit.model.shared_input import shared_inputs
+from quantkit.model.structure import reads_weight
 from quantkit.model.tensor_parallel import divide_packed
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import PARTS
@@ -162,13 +163,14 @@ def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
 
 
 def _skip_initializing(model: nn.Module) -> None:
-    """Have transformers initialize no module that packed ones are children of, whose weights it may ask for.
+    """Have transformers initialize no module of whose packed children it asks for the weight.
 
     Mambas ask for that of a projection, loaded or not. Modules with buffers compute those then.
     """
     for name, _ in packed_modules(model):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if not owner._buffers:
+        parent, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if not owner._buffers and reads_weight(type(model)._init_weights, leaf):  # type: ignore[attr-defined]
             owner._is_hf_initialized = True  # type: ignore[assignment]
 
 

@@ -152,7 +152,7 @@ def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
 
     modules = dict(model.named_modules())
     head = _head_name(model, modules)
-    read = head if _reads_weight(model, head) else None
+    read = head if head is not None and reads_weight(type(model).forward, head) else None
     decoder = _decoder_prefix(model, modules)
     parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
 
@@ -321,13 +321,16 @@ def _what(module: "nn.Module | None", leaf: str) -> str:
     return f"{leaf!r} of a {kind}, which is not a linear"
 
 
-def _reads_weight(model: Any, head: str | None) -> bool:
-    """Whether the model's own forward reads the weight of its head, as that of Mambas does for its dtype."""
+def reads_weight(function: Any, name: str) -> bool:
+    """Whether a function of a model reads the weight of a module of that name itself, as its source says.
+
+    The forward of Mambas asks for the dtype of their head's, and what initializes them for that of a linear.
+    """
     try:
-        source = inspect.getsource(type(model).forward)
+        source = inspect.getsource(function)
     except (OSError, TypeError):
         return False
-    return head is not None and f"self.{head}.weight" in source
+    return f".{name.rpartition('.')[2]}.weight" in source
 
 
 def _head_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:

@@ -15,7 +15,7 @@ from quantkit.calibrate.recipe import Choice, Recipe, Rule
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.plan import make_plan
-from quantkit.model.structure import Structure, read_structure
+from quantkit.model.structure import Structure, read_structure, reads_weight
 
 from .tiny import SIZES
 
@@ -177,6 +177,15 @@ def test_a_head_whose_weight_the_model_reads_stays_dense(tmp_path, tied):
     reason = "its weights are the embedding's, and" if tied else "the model reads its weight itself,"
     with pytest.raises(UsageError, match=f"'lm_head' stays dense: {reason} .* Drop the rule"):
         make_plan(Checkpoint.open(tmp_path), found, recipe)
+
+
+def test_what_reads_a_weight_is_found_in_its_source():
+    mamba, llama = transformers.MambaForCausalLM, transformers.LlamaForCausalLM
+    assert reads_weight(mamba.forward, "lm_head") and not reads_weight(llama.forward, "lm_head")
+    assert reads_weight(mamba._init_weights, "backbone.layers.0.mixer.out_proj")
+    assert not reads_weight(mamba._init_weights, "in_proj")
+    assert not reads_weight(llama._init_weights, "model.layers.0.self_attn.o_proj")
+    assert not reads_weight(len, "weight"), "which has no source"
 
 
 def test_layers_that_are_no_linears_stay_dense_with_a_reason(tmp_path):

@@ -31,7 +31,7 @@ TIE = 1.05
 #: fewer.
 SOONER = 0.9
 #: Up to so many rows of x only if it is the same kernel: that for few rows does less the fewer there are.
-FEW_ROWS = 16
+SAME_KERNEL_UP_TO = 16
 
 logger = logging.getLogger("quantkit.kernels")
 
@@ -207,7 +207,7 @@ def _soonest(table: TileTable, asked: Key, key: Key, problem: Problem, forced: s
 
     def is_able(one: Key) -> bool:
         entry = table.entries[one]
-        comparable = problem.m > FEW_ROWS or entry.row == table.entries[key].row
+        comparable = problem.m > SAME_KERNEL_UP_TO or entry.row == table.entries[key].row
         return (entry.row == forced if forced else comparable) and _runs(entry, problem)
 
     able = [one for one in (key, *table.with_more_rows(key)) if is_able(one)]
@@ -266,10 +266,9 @@ def _chosen(row: KernelRow, problem: Problem, measured: Measured | None) -> Chos
     if row.tiling is not None and measured is None:
         tile = row.tiling.rule(problem)
     elif row.tiling is not None and measured is not None:
-        tile = measured.entry.tile
-        if not measured.exact or problem.m < measured.key.m:
-            key = measured.key
-            tile = row.tiling.fitted(problem, tile, replace(problem, m=key.m, n=key.n, k=key.k))
+        key = measured.key
+        like = replace(problem, m=key.m, n=key.n, k=key.k)
+        tile = row.tiling.fitted(problem, measured.entry.tile, like)
     return Chosen(row, tile, measured, row.launch if tile is None else partial(row.launch, tile=tile))
 
 

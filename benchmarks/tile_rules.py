@@ -1,0 +1,79 @@
+"""How the rules for tiles of `fused-hopper` agree with the table of the H200, and where they overrule it.
+
+    python benchmarks/tile_rules.py
+
+Needs no GPU: times are those that `quantkit tune` measured, and what the rules make of other rows of x.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import quantiles
+
+from quantkit.kernels.fused.launch.gpu import HOPPER_SHARED
+from quantkit.kernels.fused.launch.hopper import TILING, HopperTile, tile_time
+from quantkit.kernels.fused.launch.operands import shape_of
+from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
+from quantkit.kernels.table import ROWS, choose
+from quantkit.kernels.tiles.store import shipped_table
+from quantkit.kernels.tiles.table import Entry, Key
+
+H200 = Gpu("NVIDIA H200", (9, 0), 132, HOPPER_SHARED)
+#: For the entries of the larger number, rows of x between it and the power of two before.
+BETWEEN = {512: (257, 320, 384), 1024: (513, 576, 640)}
+#: And for 1024, further on.
+FURTHER = (641, 704, 768)
+
+
+def asked(key: Key) -> Problem:
+    return Problem(key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, H200)
+
+
+def time(problem: Problem, tile: HopperTile) -> float:
+    return tile_time(shape_of(problem), problem.m, tile)
+
+
+def parts(measured: Problem, tile: HopperTile, rows_of_x: tuple[int, ...]) -> Iterator[float]:
+    """The part of the time of `tile` that a fitted one should take, for each M where it is another one."""
+    for m in rows_of_x:
+        problem = replace(measured, m=m)
+        fitted = TILING.fitted(problem, tile, measured)
+        if fitted != tile:
+            slower = max(1.0, time(measured, fitted) / time(measured, tile))
+            grown = time(problem, fitted) / time(measured, fitted)
+            yield slower * grown / (time(problem, tile) / time(measured, tile))
+
+
+def fits(entries: dict[Key, Entry], of: int, rows_of_x: tuple[int, ...]) -> str:
+    found = [list(parts(asked(key), one.tile, rows_of_x)) for key, one in entries.items() if key.m == of]
+    all_parts = [part for of_one in found for part in of_one]
+    return (
+        f"{rows_of_x[0]} to {rows_of_x[-1]} rows of x: {sum(map(bool, found))} of {len(found)} weights have "
+        f"fitted tiles, {min(all_parts):.2f} to {max(all_parts):.2f} of the time by the rules"
+    )
+
+
+def main() -> None:
+    table = shipped_table(H200, ROWS)
+    assert table is not None
+    entries = {key: entry for key, entry in table.entries.items() if entry.row == "fused-hopper"}
+    times = quantiles([entry.us / time(asked(key), entry.tile) for key, entry in entries.items()], n=20)
+    print(
+        f"{len(entries)} measured times are {times[0]:.2f} to {times[-1]:.2f} (nine in ten), by a median of ",
+        end="",
+    )
+    print(f"{times[9]:.2f}, times those of the rules")
+    for of, rows_of_x in BETWEEN.items():
+        print(fits(entries, of, rows_of_x))
+    print(fits(entries, 1024, FURTHER))
+    taken = Counter[str]()
+    for key in table.entries:
+        measured = choose(asked(key)).measured
+        if measured is not None and measured.key != key:
+            taken[key.scheme.format.name] += 1
+    named = ", ".join(f"{name} {count}" for name, count in taken.most_common(3))
+    print(f"{taken.total()} problems take what was sooner for more rows of x: {named}, ...")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""`benchmarks/tile_rules.py` counts what docs/kernels.md says of tiles between what was measured."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_the_docs_have_its_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    importlib.import_module("tile_rules").main()
+    times, *fitted, taken = capsys.readouterr().out.splitlines()
+    docs = " ".join((root / "docs/kernels.md").read_text().split())
+    count, least, most, median = re.findall(r"[\d.]+\d", times)
+    assert f"of the {count} times that its table has for that kernel are {least} to {most} times" in docs
+    assert f"by a median of {median})" in docs
+    counts = [re.findall(r"(\d+) of (\d+) weights", line)[0] for line in fitted]
+    assert f"{' of '.join(counts[0])} weights" in docs and f"{' of '.join(counts[1])} 10 to" in docs
+    assert f"and {counts[2][0]} of them" in docs
+    assert f"these are {taken.split()[0]} problems" in docs

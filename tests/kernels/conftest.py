@@ -1,14 +1,23 @@
 """What the kernel tests share: packed tensors with known weights, and the fp64 product of them."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from quantkit.kernels.fused.launch import hopper
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
 from quantkit.kernels.tiles.store import TILES_VARIABLE
 from quantkit.packing.schemes import GroupSize, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
+
+from .gluon import interpreted, teach
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +28,19 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TILES_VARIABLE, "none")
 
 
+@cache
+def _interpreted_hopper() -> ModuleType:
+    return interpreted(Path(hopper.__file__).parents[1] / "hopper.py")
+
+
 @pytest.fixture(autouse=True)
-def _interpreter(interpreter: None) -> None:
-    """Kernels run in it where there is no GPU."""
+def _interpreter(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run in it where there is no GPU, on one of few multiprocessors."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+        return
+    teach(monkeypatch)
+    monkeypatch.setitem(sys.modules, "quantkit.kernels.fused.hopper", _interpreted_hopper())
+    monkeypatch.setattr(hopper, "multiprocessors_of", lambda device: 3)
 
 
 @pytest.fixture

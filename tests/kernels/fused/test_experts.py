@@ -29,7 +29,7 @@ from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
 from quantkit.kernels.fused.launch.tiled import TiledTile, tiled_tile
 from quantkit.kernels.fused.layout import geometry
 from quantkit.kernels.linear import linear_parts
-from quantkit.kernels.problem import Problem, device_features
+from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -37,13 +37,12 @@ from quantkit.packing.tensor import PackedTensor
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FEATURES = (
-    [device_features("cuda"), device_features("cuda") - {"ptx"}] if DEVICE == "cuda" else [frozenset[str]()]
-)
-#: The interpreter knows no products of 16-bit floats.
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+EVERY = device_features("cuda") if DEVICE == "cuda" else GPU_FEATURES - {"overlap"}
+FEATURES = [EVERY, EVERY - {"ptx"}]
+#: The interpreter has no arithmetic of bfloat16.
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 #: Relative Frobenius errors: weights rounded with their scales, and outputs.
-LIMIT = {torch.bfloat16: 4e-3, torch.float32: 1e-5}
+LIMIT = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 #: Tokens, of which the interpreter takes long.
 MANY = 40 if DEVICE == "cuda" else 9
 FORMATS = ("int4", "int8", "int3", "fp6", "nvfp4", "mxfp4", "nf4")
@@ -325,7 +324,7 @@ def test_weights_are_added_up_in_the_order_of_slots(poisoned: None) -> None:
         for slot in range(3):
             if not none[token, slot]:
                 expected[token] += weights[token, slot] * y[3 * token + slot].float()
-    torch.testing.assert_close(found, expected.to(DTYPE), rtol=1e-2 if DEVICE == "cuda" else 1e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected.to(DTYPE), rtol=1e-2 if DEVICE == "cuda" else 2e-3, atol=1e-6)
     assert not found[2].any()
 
 
@@ -467,6 +466,6 @@ def test_what_does_not_fit_is_refused(make_experts: Callable[..., Experts]) -> N
     made = make_experts("int4", 2, 1, (16, 128))
     order, segments = order_pairs(choices(3, 2, 2), 2)
     with pytest.raises(KernelError, match="build one for x's dtype"):
-        experts_linear(numbers(3, 128).to(torch.float16), order, segments, made.layout)
+        experts_linear(numbers(3, 128).to(torch.float32), order, segments, made.layout)
     with pytest.raises(KernelError, match=r"x has shape \(4, 128\) for 6 pairs"):
         experts_linear(numbers(4, 128), order, segments, made.layout)

@@ -1,7 +1,7 @@
 """The fused kernels against the dequantized weight: in Triton's interpreter on a CPU, for real on a GPU."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,11 +35,18 @@ from quantkit.packing.tensor import PackedTensor
 tl = pytest.importorskip("triton.language")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: The interpreter knows neither PTX nor products of 16-bit floats.
-FEATURES = (
-    [device_features("cuda"), device_features("cuda") - {"ptx"}] if DEVICE == "cuda" else [frozenset[str]()]
-)
-DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
+#: Activations, and what kernels may use. The interpreter has no arithmetic of bfloat16.
+RUNS: list[tuple[torch.dtype, frozenset[str]]] = [
+    (torch.float32, frozenset()),
+    (torch.float16, GPU_FEATURES - {"overlap"}),
+]
+if DEVICE == "cuda":
+    found = device_features("cuda")
+    RUNS = [(d, some) for some in (found, found - {"ptx"}) for d in (torch.bfloat16, torch.float16)]
+DTYPE, FEATURES = RUNS[0]
+#: What `fused-hopper` runs with.
+HOPPER = next((run for run in RUNS if "gluon" in run[1]), None)
+needs_hopper = pytest.mark.skipif(HOPPER is None, reason="this GPU is not of compute capability 9.0")
 #: Errors against the sum of magnitudes: roundings of the output, and of weights where they take the scales.
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
@@ -109,7 +116,7 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
             found[f"hopper {tile}"] = partial(hopper.run, op, tile, features)
     if m <= 32:
         found["skinny"] = lambda: skinny.run(op, skinny_tile(shape, m), features)
-        if DEVICE == "cuda":
+        if op.x.itemsize == 2:
             present = SkinnyTile(4, least, 1, present=True)
             found["skinny present"] = lambda: skinny.run(op, present, features)
         together = SkinnyTile(2, least, 1, together=True)
@@ -136,14 +143,13 @@ def test_kernels_multiply_with_the_dequantized_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, shape: tuple[int, int, int]
 ) -> None:
     n, k, m = shape
-    for dtype in DTYPES:
+    for dtype, features in RUNS:
         op, packed = operands(make_packed, case, n, k, m, dtype)
-        for features in FEATURES:
-            for name, run in tried(case, kernels(op, features)).items():
-                y = run()
-                assert error(y, op.x, packed, op.bias) < LIMIT[dtype], name
-                # On a CPU there is nothing that could run in another order.
-                assert DEVICE == "cpu" or torch.equal(y, run()), name
+        for name, run in tried(case, kernels(op, features)).items():
+            y = run()
+            assert error(y, op.x, packed, op.bias) < LIMIT[dtype], name
+            # On a CPU there is nothing that could run in another order.
+            assert DEVICE == "cpu" or torch.equal(y, run()), name
 
 
 @pytest.mark.parametrize("m", [3, 21])
@@ -169,15 +175,11 @@ def test_scales_of_whole_steps_multiply_sums(
     m: int,
 ) -> None:
     """Where programs wait for each product, which the interpreter need not."""
-    features = FEATURES[0]
-    if DEVICE == "cpu":
-        features = frozenset({"wgmma"})
-        monkeypatch.setattr(tl, "inline_asm_elementwise", lambda asm, constraints, args, *_: args[0])
     monkeypatch.setitem(CASES, f"{name} of sums", options)
-    for dtype in DTYPES:
+    for dtype, features in RUNS:
         op, packed = operands(make_packed, f"{name} of sums", 40, 1030, m, dtype)
         for tile in (TiledTile(4, 16, stages=2), TiledTile(2, 32, stages=2)):
-            y = tiled.run(op, tile, features)
+            y = tiled.run(op, tile, features | {"wgmma"} if DEVICE == "cpu" else features)
             assert error(y, op.x, packed, op.bias) < LIMIT[dtype], tile
 
 
@@ -188,14 +190,13 @@ def test_x_may_begin_anywhere(
     """Loads of rows of x that are present are of 16 bytes, whatever Triton knows of the address."""
     found, tiles = skinny._launch, []
     monkeypatch.setattr(skinny, "_launch", lambda *given: tiles.append(given[6]) or found(*given))
-    op, packed = operands(make_packed, "int4", 16, 256, 2, DTYPES[0])
-    memory = torch.zeros(2 * 256 + 8, dtype=op.x.dtype, device=DEVICE)
-    x = memory[first : first + 2 * 256].view(2, 256).copy_(op.x)
-    for features in FEATURES:
+    for dtype, features in RUNS:
+        op, packed = operands(make_packed, "int4", 16, 256, 2, dtype)
+        memory = torch.zeros(2 * 256 + 8, dtype=dtype, device=DEVICE)
+        x = memory[first : first + 2 * 256].view(2, 256).copy_(op.x)
         y = skinny.run(replace(op, x=x), SkinnyTile(present=True), features)
-        assert error(y, x, packed, op.bias) < LIMIT[x.dtype]
-    aligned = first * x.itemsize % 16 == 0
-    assert [tile.present for tile in tiles] == [aligned] * len(FEATURES)
+        assert error(y, x, packed, op.bias) < LIMIT[dtype]
+    assert [tile.present for tile in tiles] == [first * dtype.itemsize % 16 == 0 for dtype, _ in RUNS]
 
 
 @each_case
@@ -203,17 +204,16 @@ def test_dequantize_writes_the_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str
 ) -> None:
     for n, k in ((40, 384), (1, 33), (130, 96)):
-        for dtype in dict.fromkeys((*DTYPES, torch.float32)):
+        for dtype, features in dict.fromkeys((*RUNS, (torch.float32, FEATURES))):
             op, packed = operands(make_packed, case, n, k, 1, dtype)
-            for features in FEATURES:
-                blocks = [dense.dequantize(op, at, min(at + 64, n), features) for at in range(0, n, 64)]
-                # A float zero-point is moved by the lowest value once, in float32.
-                torch.testing.assert_close(
-                    torch.cat(blocks),
-                    packed.dequantize(dtype),
-                    rtol=2e-2 if dtype != torch.float32 else 1e-5,
-                    atol=1e-5,
-                )
+            blocks = [dense.dequantize(op, at, min(at + 64, n), features) for at in range(0, n, 64)]
+            # A float zero-point is moved by the lowest value once, in float32.
+            torch.testing.assert_close(
+                torch.cat(blocks),
+                packed.dequantize(dtype),
+                rtol=2e-2 if dtype != torch.float32 else 1e-5,
+                atol=1e-5,
+            )
 
 
 @pytest.mark.parametrize(
@@ -225,15 +225,16 @@ def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor
     options = {key: value for key, value in CASES[case].items() if key != "scale_dtype"}
     packed = make_packed(case.split(maxsplit=1)[0], (n, k), **options, exact=True).to(DEVICE)
     generator = torch.Generator().manual_seed(2)
-    x = torch.randint(-4, 5, (m, k), generator=generator).to(DEVICE, DTYPES[0])
-    reference = (x.double() @ packed.dequantize().double().T).to(x.dtype)
-    op = Operands(x, build(packed, x.dtype), None, packed.scheme, n)
-    for features in FEATURES:
+    integers = torch.randint(-4, 5, (m, k), generator=generator)
+    for dtype, features in RUNS:
+        x = integers.to(DEVICE, dtype)
+        reference = (x.double() @ packed.dequantize().double().T).to(dtype)
+        op = Operands(x, build(packed, dtype), None, packed.scheme, n)
         for name, run in kernels(op, features).items():
             assert torch.equal(run(), reference), name
 
 
-@pytest.mark.skipif("gluon" not in FEATURES[0], reason="Gluon runs on a GPU of compute capability 9.0 only")
+@needs_hopper
 @pytest.mark.parametrize(
     "tile", [HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(128)], ids=str
 )
@@ -241,14 +242,24 @@ def test_programs_without_work_read_what_is_there(
     make_packed: Callable[..., PackedTensor], poisoned: None, tile: HopperTile
 ) -> None:
     """Eight tiles of rows of x, after which a program without work would begin with row -8 of the tiles."""
-    op, packed = operands(make_packed, "int4", 256, 2048, 8 * tile.m, DTYPES[0])
-    y = hopper.run(op, tile, FEATURES[0])
-    assert error(y, op.x, packed, op.bias) < LIMIT[DTYPES[0]]
-    assert torch.equal(y, hopper.run(op, tile, FEATURES[0]))
+    assert HOPPER is not None
+    dtype, features = HOPPER
+    n, k = (256, 2048) if DEVICE == "cuda" else (128, 512)
+    op, packed = operands(make_packed, "int4", n, k, 8 * tile.m, dtype)
+    y = hopper.run(op, tile, features)
+    assert error(y, op.x, packed, op.bias) < LIMIT[dtype]
+    assert torch.equal(y, hopper.run(op, tile, features))
 
 
-@pytest.mark.skipif("gluon" not in FEATURES[0], reason="Gluon runs on a GPU of compute capability 9.0 only")
-@pytest.mark.parametrize(("n", "k", "m"), [(1024, 8192, 300), (128, 20480, 64), (2000, 3000, 600)])
+SHARED_OUT = (
+    [(1024, 8192, 300), (128, 20480, 64), (2000, 3000, 600)]
+    if DEVICE == "cuda"
+    else [(256, 1536, 250), (128, 2560, 64), (200, 1000, 200)]
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize(("n", "k", "m"), SHARED_OUT)
 @pytest.mark.parametrize(
     "tile", [HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(256, share=True)], ids=str
 )
@@ -260,8 +271,12 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
     m: int,
     tile: HopperTile,
 ) -> None:
-    """Replays follow each other with one token and memory, and another x. Up to 40 programs have a tile."""
-    op, packed = operands(make_packed, "int4", n, k, m, DTYPES[0])
+    """Replays follow each other with one token and memory, and another x. On a GPU up to 40 programs have a
+    tile.
+    """
+    assert HOPPER is not None
+    dtype, features = HOPPER
+    op, packed = operands(make_packed, "int4", n, k, m, dtype)
     xs = op.x.clone(), op.x.flip(0)
     empty, sums = hopper.empty, []
 
@@ -273,25 +288,44 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
 
     with monkeypatch.context() as patched:
         patched.setattr(hopper, "empty", filled)
-        expected = [hopper.run(replace(op, x=x), tile, FEATURES[0]) for x in xs]
+        expected = [hopper.run(replace(op, x=x), tile, features) for x in xs]
     for x, y in zip(xs, expected, strict=True):
-        assert error(y, x, packed, op.bias) < LIMIT[DTYPES[0]]
+        assert error(y, x, packed, op.bias) < LIMIT[dtype]
     programs = sums[0].numel() // (tile.rows * tile.m)
     said = sums[0][programs * tile.rows * tile.m :].view(torch.int64)
     # Who had a part to leave had a word, which is taken back; the others' are as they were.
     assert said.numel() == programs * tile.rows // 64
     assert bool((said == 0).any()) and bool((said < 1 << 62).all())
+    for turn, y in enumerate(replays(monkeypatch, op, xs, tile, features)):
+        assert torch.equal(y, expected[turn % 2])
+
+
+def replays(
+    monkeypatch: pytest.MonkeyPatch,
+    op: Operands,
+    xs: tuple[torch.Tensor, torch.Tensor],
+    tile: HopperTile,
+    features: frozenset[str],
+) -> Iterator[torch.Tensor]:
+    """What a graph with a launch gives for one x and the other, by turns; without a GPU what it would."""
+    if DEVICE == "cpu":
+        token, memory = hopper.launch_token(), hopper.empty(op, 3 * 2 * tile.rows * tile.m)
+        memory = memory.to(torch.float32)
+        monkeypatch.setattr(hopper, "launch_token", lambda: token)
+        for turn in range(4):
+            with monkeypatch.context() as patched:
+                patched.setattr(hopper, "empty", lambda op, size, dtype: memory[:size])
+                yield hopper.run(replace(op, x=xs[turn % 2]), tile, features)
+        return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper.run(op, tile, FEATURES[0])
-    found = []
+        captured = hopper.run(op, tile, features)
     for turn in range(50):
         op.x.copy_(xs[turn % 2])
         captured.fill_(math.nan)
         graph.replay()
         graph.replay()
-        found.append(captured.clone())
-    assert all(torch.equal(y, expected[turn % 2]) for turn, y in enumerate(found))
+        yield captured.clone()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -300,10 +334,10 @@ def test_what_is_no_number_stays_in_its_row(
     make_packed: Callable[..., PackedTensor], case: str, value: float
 ) -> None:
     """As in the dense model, where also a weight of zero times infinity is none."""
-    op, _ = operands(make_packed, case, 32, 256 if case == "int4" else 128, 5, DTYPES[0])
-    clean = {name: run() for name, run in kernels(op, FEATURES[0]).items()}
+    op, _ = operands(make_packed, case, 32, 256 if case == "int4" else 128, 5, DTYPE)
+    clean = {name: run() for name, run in kernels(op, FEATURES).items()}
     op.x[2, 77] = value
-    for name, run in kernels(op, FEATURES[0]).items():
+    for name, run in kernels(op, FEATURES).items():
         y = run()
         assert not y[2].isfinite().any(), name
         others = [0, 1, 3, 4]
@@ -414,7 +448,7 @@ def test_what_is_joined_can_be_restored_apart(make_packed: Callable[..., PackedT
 )
 def test_joined_weights_multiply_as_each_does(make_packed: Callable[..., PackedTensor], case: str) -> None:
     rows, k, m = (32, 16, 24), 256, 3
-    x = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPES[0])
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPE)
     name, options = case.split(maxsplit=1)[0], dict(CASES[case])
     packed = [make_packed(name, (n, k), **options, seed=n).to(DEVICE) for n in rows]
     if packed[0].part("global_scale") is not None:
@@ -425,10 +459,10 @@ def test_joined_weights_multiply_as_each_does(make_packed: Callable[..., PackedT
     for n, one, part in zip(rows, packed, parts, strict=True):
         assert part[0].untyped_storage().data_ptr() == whole[0].untyped_storage().data_ptr()
         op = Operands(x, part, None, one.scheme, n)
-        y = skinny.run(op, skinny_tile(op.shape, m), FEATURES[0])
+        y = skinny.run(op, skinny_tile(op.shape, m), FEATURES)
         assert error(y, x, one, torch.zeros(n, device=DEVICE)) < LIMIT[x.dtype]
     op = Operands(x, whole, None, packed[0].scheme, sum(rows))
-    y = skinny.run(op, skinny_tile(op.shape, m), FEATURES[0])
+    y = skinny.run(op, skinny_tile(op.shape, m), FEATURES)
     for one, part in zip(packed, torch.split(y, rows, dim=1), strict=True):
         assert error(part, x, one, torch.zeros(one.shape[0], device=DEVICE)) < LIMIT[x.dtype]
 
@@ -483,14 +517,14 @@ def test_every_scale_of_8_bits_is_read_as_stored(dtype: torch.dtype) -> None:
     }
     packed = PackedTensor.from_parts(parts, layout, (256, 32)).to(DEVICE)
     with pytest.raises(FormatError, match="has scales that are NaN"):
-        build(packed, DTYPES[0])
+        build(packed, DTYPE)
     numbers = stored.float()[:, 0].nan_to_num(0.0)
     stored.view(torch.uint8)[stored.float().isnan()] = 0
     packed = PackedTensor.from_parts(parts, layout, (256, 32)).to(DEVICE)
     if dtype == torch.float8_e8m0fnu:
         numbers[[0, 255]] = 0.0
-    op = Operands(torch.zeros(1, 32, device=DEVICE), build(packed, DTYPES[0]), None, layout, 256)
-    for features in FEATURES:
+    op = Operands(torch.zeros(1, 32, device=DEVICE), build(packed, DTYPE), None, layout, 256)
+    for _, features in RUNS:
         weight = dense.dequantize(op, 0, 256, features)
         assert torch.equal(weight[:, 0].cpu(), numbers * 7)
 
@@ -499,7 +533,7 @@ def test_codes_that_are_no_numbers_are_refused(make_packed: Callable[..., Packed
     packed = make_packed("ternary", (16, 128))
     packed.words[3, 2] |= 3
     with pytest.raises(FormatError, match="codes that stand for no number"):
-        build(packed.to(DEVICE), DTYPES[0])
+        build(packed.to(DEVICE), DTYPE)
 
 
 @pytest.mark.parametrize("name", ["ternary", "fp8-e4m3", "fp8-e5m2"])
@@ -525,17 +559,17 @@ def test_weights_are_checked_together(make_packed: Callable[..., PackedTensor]) 
     bad.scale.view(torch.uint8)[3, 1] = 255
     done = []
     with pytest.raises(FormatError, match="fp4-e2m1 g32 e8m0 weight has scales that are NaN"), building():
-        build(bad, DTYPES[0])
+        build(bad, DTYPE)
         with building():
-            build(sound, DTYPES[0])
+            build(sound, DTYPE)
         done.append("inner")
     assert done == ["inner"]
     # What failed once is forgotten, as is what never came to its end.
     with pytest.raises(ZeroDivisionError), building():
-        build(bad, DTYPES[0])
+        build(bad, DTYPE)
         _ = 1 / 0
     with building():
-        build(sound, DTYPES[0])
+        build(sound, DTYPE)
 
 
 def test_why_not() -> None:
@@ -570,7 +604,7 @@ def test_why_not() -> None:
 
 @pytest.mark.parametrize(
     ("row", "m", "dtype"),
-    [("fused-skinny", 3, DTYPES[0]), ("fused-tiled", 20, DTYPES[0]), ("dequantize", 5, torch.float32)],
+    [("fused-skinny", 3, DTYPE), ("fused-tiled", 20, DTYPE), ("dequantize", 5, torch.float32)],
 )
 def test_rows_launch_what_they_say(
     make_packed: Callable[..., PackedTensor],
@@ -598,8 +632,8 @@ def test_rows_launch_what_they_say(
 def test_columns_may_be_in_order_already(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str
 ) -> None:
-    op, packed = operands(make_packed, case, 40, 512, 5, DTYPES[0])
-    asked = Problem(5, 40, 512, packed.scheme, DTYPES[0], "cuda", device_features("cuda"))
+    op, packed = operands(make_packed, case, 40, 512, 5, DTYPE)
+    asked = Problem(5, 40, 512, packed.scheme, DTYPE, "cuda", device_features("cuda"))
     order = row_named("fused-tiled").order(asked)
     ordered = replace(op, x=glue.in_order(op.x, order), ordered=True)
     tile = TiledTile(4, 16, stages=2)

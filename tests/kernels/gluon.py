@@ -1,0 +1,402 @@
+"""Gluon kernels in Triton's interpreter, which knows neither Gluon nor PTX: warps, barriers and copies.
+
+Tensors have no layouts here, as these say where numbers are and not what they are. The warps of a program
+take turns, in an order drawn by chance, at whatever they do to barriers. What goes on at the same time on a
+GPU is done as late as it may be: memory that a copy is on its way to is NaN until then, and products are
+those of what is there when they are waited for. So who does not wait for something has NaN.
+"""
+
+import importlib.util
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from . import ptx
+
+#: How likely it is that a warp that had its turn gets another rank among those that can go on.
+CHANGE = 0.125
+
+
+class DeadlockError(AssertionError):
+    """No warp can go on."""
+
+
+@dataclass(eq=False)
+class Warp:
+    """A thread that runs only when it is its turn, which it may be once `ready` says so."""
+
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    ready: Callable[[], bool] = bool
+    is_done: bool = False
+    error: BaseException | None = None
+
+
+class Turns:
+    """The warps of a program, and the copies that are on their way."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._back = threading.Semaphore(0)
+        self._mine = threading.local()
+        self._ranks: dict[Any, float] = {}
+        self.copies: list[Callable[[], None]] = []
+
+    def _rank(self, one: Any) -> float:
+        """Who has the highest goes on, and others may fall far behind."""
+        return self._ranks.setdefault(one, self._chance.random())
+
+    def wait(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Let others have their turn, until something is so."""
+        warp = getattr(self._mine, "warp", None)
+        if warp is None:
+            assert ready(), "what begins a program waits for nobody"
+            return
+        warp.ready = ready
+        self._back.release()
+        warp.turn.acquire()
+
+    def run(self, bodies: list[Callable[[], None]]) -> None:
+        """Run warps to their ends."""
+        warps = [Warp(ready=lambda: True) for _ in bodies]
+        for warp, body in zip(warps, bodies, strict=True):
+            threading.Thread(target=self._run, args=(warp, body), daemon=True).start()
+        while not all(warp.is_done for warp in warps):
+            able: list[Any] = [warp for warp in warps if not warp.is_done and warp.ready()]
+            able += self.copies
+            if not able:
+                raise DeadlockError(f"{sum(not warp.is_done for warp in warps)} of {len(warps)} warps wait")
+            chosen = max(able, key=self._rank)
+            if self._chance.random() < CHANGE:
+                del self._ranks[chosen]
+            if not isinstance(chosen, Warp):
+                self.copies.remove(chosen)
+                chosen()
+                continue
+            chosen.turn.release()
+            self._back.acquire()
+            if chosen.error is not None:
+                raise chosen.error
+        assert not self.copies, "shared memory is given back with copies on their way to it"
+
+    def _run(self, warp: Warp, body: Callable[[], None]) -> None:
+        self._mine.warp = warp
+        warp.turn.acquire()
+        try:
+            body()
+        except BaseException as error:
+            warp.error = error
+        warp.is_done = True
+        self._back.release()
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: its phase ends once as many as it counts have arrived, and all bytes that they expect."""
+
+    count: int = 0
+    missing: int = 0
+    bytes: int = 0
+    phase: int = 0
+
+    def change(self, arrivals: int = 0, transferred: int = 0) -> None:
+        assert self.count > 0, "a barrier is used before it is initialized"
+        assert arrivals <= self.missing, "more arrive at a barrier than it counts"
+        self.missing -= arrivals
+        self.bytes += transferred
+        if self.missing == 0 and self.bytes == 0:
+            self.phase, self.missing = self.phase ^ 1, self.count
+
+
+class Shared:
+    """Shared memory, or a part of it."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+
+    def index(self, at: Any) -> "Shared":
+        return Shared(self.data[number(at)])
+
+    def permute(self, axes: tuple[int, ...]) -> "Shared":
+        return Shared(self.data.transpose(axes))
+
+
+class Barriers:
+    """What lies in shared memory instead of numbers."""
+
+    def __init__(self, count: int) -> None:
+        self._all = [Barrier() for _ in range(count)]
+
+    def index(self, at: Any) -> Barrier:
+        return self._all[number(at)]
+
+
+@dataclass(frozen=True)
+class Products:
+    """Sums that are no numbers yet: of what was there before, and products of a tensor with shared memory."""
+
+    before: Any
+    weights: Any
+    x: Shared
+
+    def sums(self) -> Any:
+        before = self.before.sums() if isinstance(self.before, Products) else self.before
+        product = self.weights.handle.data.astype(np.float32) @ self.x.data.astype(np.float32)
+        return tensor(before.handle.data + product, before.dtype)
+
+
+def number(scalar: Any) -> int:
+    return int(scalar.handle.data.item()) if hasattr(scalar, "handle") else int(scalar)
+
+
+def tensor(data: np.ndarray, dtype: Any) -> Any:
+    """A tensor of the interpreter."""
+    from triton import language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    kind = tl.block_type(dtype, list(data.shape)) if data.ndim else dtype
+    return tl.tensor(TensorHandle(data, dtype), kind)
+
+
+class Language:
+    """`gluon.language`: where Triton's has the same function, that without the layout."""
+
+    def __init__(self, specialize: Callable[..., None]) -> None:
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.language.nvidia.hopper.mbarrier import MBarrierLayout
+
+        self.warp_specialize, self._real, self._barrier = specialize, language, MBarrierLayout
+
+    def __getattr__(self, name: str) -> Any:
+        from triton import language as tl
+
+        # As Triton's are replaced while a kernel is interpreted, they are looked up each time.
+        return getattr(tl if hasattr(tl, name) else self._real, name)
+
+    def arange(self, start: int, end: int, layout: Any) -> Any:
+        return self.__getattr__("arange")(start, end)
+
+    def full(self, shape: Any, value: Any, dtype: Any, layout: Any) -> Any:
+        return self.__getattr__("full")(shape, value, dtype)
+
+    def zeros(self, shape: Any, dtype: Any, layout: Any) -> Any:
+        return self.full(shape, 0, dtype, layout)
+
+    def convert_layout(self, value: Any, layout: Any, assert_trivial: bool = False) -> Any:
+        return value
+
+    def thread_barrier(self) -> None:
+        """The threads of a group of warps are one here."""
+
+    def inline_asm_elementwise(
+        self, asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int
+    ) -> Any:
+        return inline_asm(asm, constraints, args, dtype, is_pure, pack)
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: Any) -> Shared | Barriers:
+        if isinstance(layout, self._barrier):
+            return Barriers(shape[0])
+        kinds = {"fp16": np.float16, "int32": np.int32}
+        # What nobody has written is NaN, or a code that nobody wrote.
+        return Shared(np.full(shape, -1 if dtype.is_int() else np.nan, kinds[dtype.name]))
+
+
+class Gluon:
+    """What a kernel imports, with the copies and barriers of one program at a time."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._turns = Turns(random.Random(seed))
+
+    def modules(self) -> dict[str, Any]:
+        """What takes the place of Triton's own modules."""
+        import triton
+        from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+        def jit(function: Any = None, **options: Any) -> Any:
+            return jit if function is None else triton.jit(function)
+
+        language = Language(self._specialize)
+        barriers = SimpleNamespace(
+            MBarrierLayout=mbarrier.MBarrierLayout,
+            init=self._init,
+            wait=self._wait,
+            expect=self._expect,
+            arrive=self._arrive,
+        )
+        hopper = SimpleNamespace(
+            mbarrier=barriers,
+            tma=SimpleNamespace(async_copy_global_to_shared=self._copy),
+            warpgroup_mma=self._multiply,
+            warpgroup_mma_wait=self._wait_for_products,
+        )
+        experimental = ModuleType("triton.experimental")
+        gluon = SimpleNamespace(jit=jit, constexpr_function=lambda function: function, language=language)
+        experimental.gluon = gluon  # type: ignore[attr-defined]
+        name = "triton.experimental.gluon"
+        return {
+            "triton.experimental": experimental,
+            name: gluon,
+            f"{name}.language": language,
+            f"{name}.language.nvidia.hopper": hopper,
+        }
+
+    def _specialize(self, functions: Any, warps: Any, registers: Any) -> None:
+        from triton.runtime.interpreter import interpreter_builder
+
+        assert len(functions) == len(warps) + 1 == len(registers) + 1
+        self._turns = Turns(random.Random(f"{self._seed} {interpreter_builder.grid_idx}"))
+        self._turns.run([partial(function, *given) for function, given in functions])
+
+    def _init(self, barrier: Barrier, count: int) -> None:
+        assert barrier.count == 0, "a barrier is initialized twice"
+        barrier.count = barrier.missing = count
+
+    def _wait(self, barrier: Barrier, phase: Any) -> None:
+        parity = number(phase)
+        self._turns.wait(lambda: barrier.phase != parity)
+
+    def _expect(self, barrier: Barrier, size: int) -> None:
+        barrier.change(1, size)
+        self._turns.wait()
+
+    def _arrive(self, barrier: Barrier, count: int = 1) -> None:
+        barrier.change(count)
+        self._turns.wait()
+
+    def _copy(self, descriptor: Any, at: list[Any], barrier: Barrier, to: Shared) -> None:
+        """What is out of bounds is 0."""
+        begins = [number(begin) for begin in at]
+        assert list(to.data.shape) == descriptor.block_shape
+        to.data[...] = np.nan
+
+        def arrives() -> None:
+            to.data[...] = 0
+            sizes = zip(begins, descriptor.shape, descriptor.block_shape, strict=True)
+            inside = tuple(slice(begin, min(begin + size, end)) for begin, end, size in sizes)
+            found = descriptor.base[inside].numpy()
+            to.data[tuple(slice(0, size) for size in found.shape)] = found
+            barrier.change(transferred=-to.data.nbytes)
+
+        self._turns.copies.append(arrives)
+        self._turns.wait()
+
+    def _multiply(self, weights: Any, x: Shared, total: Any, is_async: bool) -> Products:
+        assert is_async
+        return Products(total, weights, x)
+
+    def _wait_for_products(self, flying: int, values: list[Any]) -> list[Any]:
+        assert flying == 0
+        self._turns.wait()
+        return [value.sums() if isinstance(value, Products) else value for value in values]
+
+
+def inline_asm(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
+    """`tl.inline_asm_elementwise`: the PTX of expressions and their tables, and what else kernels have."""
+    from triton import language as tl
+
+    if (known := INSTRUCTIONS.get(" ".join(asm.split()))) is not None:
+        return known(*args)
+    kind = "bf16x2" if "bf16x2" in asm else "f16x2"
+    if "%laneid" in asm:
+        values = tl.load(args[0] + tl.arange(0, ptx.table_size(asm))).handle.data.astype(np.float64)
+        return tensor(ptx.held(asm, values, kind).astype(np.uint32), dtype)
+    words = [np.ascontiguousarray(one.handle.data).ravel() for one in args]
+    registers = [one.view(np.uint32).astype(np.uint64) for one in words if one.dtype == np.int16]
+    (table,) = [one.astype(np.uint64) for one in words if one.dtype != np.int16] or [None]
+    outputs = ptx.run(asm, registers, len(dtype), kind, table)
+    shape = args[0].handle.data.shape
+    return tuple(
+        tensor(output.astype(np.uint32).view(np.int16).reshape(shape), to)
+        for output, to in zip(outputs, dtype, strict=True)
+    )
+
+
+def _nothing(*args: Any) -> Any:
+    from triton import language as tl
+
+    return tensor(np.zeros((), np.int32), tl.int32)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _loaded(at: Any) -> Any:
+    from triton import language as tl
+
+    return tl.load(at)
+
+
+def _halves(words: Any) -> Any:
+    from triton import language as tl
+
+    halves = np.ascontiguousarray(words.handle.data)[..., None].view(np.int16)
+    return tensor(halves[..., 0], tl.int16), tensor(halves[..., 1], tl.int16)
+
+
+def _loaded_where(at: Any, there: Any) -> Any:
+    """Eight elements of 16 bits, two to a register; what is not there could be anything, such as NaN."""
+    from triton import language as tl
+
+    at = at.to(tl.pointer_type(tl.int16), bitcast=True)
+    pairs = (tl.load(at + i + tl.arange(0, 2), mask=there != 0, other=-1) for i in (0, 2, 4, 6))
+    return tuple(pairs)
+
+
+#: Inline PTX of the kernels that is no expression: what it gives for its inputs.
+INSTRUCTIONS: dict[str, Callable[..., Any]] = {
+    "griddepcontrol.wait; // $0": _nothing,
+    "griddepcontrol.launch_dependents; // $0": _nothing,
+    "prefetch.global.L2 [$1]; mov.b32 $0, 0;": _nothing,
+    "mov.b32 $0, $1;": _same,
+    "{wgmma.wait_group.sync.aligned 7; mov.b32 $0, $1;}": _same,
+    "mov.b32 {$0, $1}, $2;": _halves,
+    "ld.acquire.gpu.global.b64 $0, [$1];": _loaded,
+    "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }": _loaded_where,
+}
+
+
+def interpreted(source: Path, seed: int = 0) -> ModuleType:
+    """The module of Gluon kernels in a file, as one that the interpreter takes; `seed` is for its warps."""
+    spec = importlib.util.spec_from_file_location(f"interpreted_{source.stem}", source)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patched:
+        for name, replacement in Gluon(seed).modules().items():
+            patched.setitem(sys.modules, name, replacement)
+        spec.loader.exec_module(found)
+    found.range = in_tensors  # type: ignore[attr-defined]
+    return found
+
+
+def teach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Triton's interpreter know inline PTX, and what `interpreted` makes of Gluon."""
+    from triton import language as tl
+    from triton.runtime import jit
+
+    monkeypatch.setattr(tl, "inline_asm_elementwise", inline_asm)
+    # What annotations may be called: it knows `tl.constexpr` only.
+    normalized = jit._normalize_ty
+    monkeypatch.setattr(
+        jit,
+        "_normalize_ty",
+        lambda kind: normalized(kind.removeprefix("gl.") if isinstance(kind, str) else kind),
+    )
+    # Layouts are asked for, and given to what here has none.
+    monkeypatch.setattr(tl.block_type, "layout", None, raising=False)
+
+
+def in_tensors(*bounds: Any) -> Iterator[Any]:
+    """`range` within a kernel, where whatever varies is a tensor."""
+    from triton.runtime.interpreter import interpreter_semantic
+
+    return (interpreter_semantic.to_tensor(i) for i in range(*map(number, bounds)))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -28,9 +27,12 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TILES_VARIABLE, "none")
 
 
-@cache
-def _interpreted_hopper() -> ModuleType:
-    return interpreted(Path(hopper.__file__).parents[1] / "hopper.py")
+#: The modules of `fused-hopper`, the kernel last.
+GLUON = {
+    f"quantkit.kernels.fused.{name}": Path(hopper.__file__).parents[1] / f"{name}.py"
+    for name in ("shares", "hopper")
+}
+_interpreted = cache(lambda: interpreted(GLUON))
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,8 @@ def _interpreter(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return
     teach(monkeypatch)
-    monkeypatch.setitem(sys.modules, "quantkit.kernels.fused.hopper", _interpreted_hopper())
+    for name, module in _interpreted().items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(hopper, "multiprocessors_of", lambda device: 3)
 
 

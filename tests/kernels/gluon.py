@@ -10,7 +10,7 @@ import importlib.util
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,9 @@ class Warp:
     ready: Callable[[], bool] = bool
     is_done: bool = False
     error: BaseException | None = None
+    # Copies of its own, those that are no group yet, and groups that nobody has waited for.
+    asked: list[Callable[[], None]] = field(default_factory=list)
+    groups: list[list[Callable[[], None]]] = field(default_factory=list)
 
 
 class Turns:
@@ -53,6 +56,12 @@ class Turns:
     def _rank(self, one: Any) -> float:
         """Who has the highest goes on, and others may fall far behind."""
         return self._ranks.setdefault(one, self._chance.random())
+
+    @property
+    def mine(self) -> Warp:
+        """The warp whose turn it is."""
+        warp: Warp = self._mine.warp
+        return warp
 
     def wait(self, ready: Callable[[], bool] = lambda: True) -> None:
         """Let others have their turn, until something is so."""
@@ -92,6 +101,7 @@ class Turns:
         warp.turn.acquire()
         try:
             body()
+            assert not warp.asked and not any(warp.groups), "a warp ends with copies on their way"
         except BaseException as error:
             warp.error = error
         warp.is_done = True
@@ -124,6 +134,11 @@ class Shared:
 
     def index(self, at: Any) -> "Shared":
         return Shared(self.data[number(at)])
+
+    def load(self, layout: Any) -> Any:
+        from triton import language as tl
+
+        return tensor(self.data.copy(), {np.dtype(np.int32): tl.int32}[self.data.dtype])
 
     def permute(self, axes: tuple[int, ...]) -> "Shared":
         return Shared(self.data.transpose(axes))
@@ -232,6 +247,11 @@ class Gluon:
             expect=self._expect,
             arrive=self._arrive,
         )
+        copies = SimpleNamespace(
+            async_copy_global_to_shared=self._copy_by_thread,
+            commit_group=self._commit,
+            wait_group=self._wait_for_group,
+        )
         hopper = SimpleNamespace(
             mbarrier=barriers,
             tma=SimpleNamespace(async_copy_global_to_shared=self._copy),
@@ -246,6 +266,7 @@ class Gluon:
             "triton.experimental": experimental,
             name: gluon,
             f"{name}.language": language,
+            f"{name}.language.nvidia.ampere": SimpleNamespace(async_copy=copies),
             f"{name}.language.nvidia.hopper": hopper,
         }
 
@@ -288,6 +309,28 @@ class Gluon:
 
         self._turns.copies.append(arrives)
         self._turns.wait()
+
+    def _copy_by_thread(self, to: Shared, at: Any, cache_modifier: str) -> None:
+        from triton import language as tl
+
+        assert list(to.data.shape) == list(at.shape)
+        to.data[...] = -1
+
+        def arrives() -> None:
+            to.data[...] = tl.load(at).handle.data
+
+        self._turns.mine.asked.append(arrives)
+
+    def _commit(self) -> None:
+        warp = self._turns.mine
+        warp.groups.append(warp.asked)
+        warp.asked = []
+
+    def _wait_for_group(self, flying: int) -> None:
+        groups = self._turns.mine.groups
+        while len(groups) > flying:
+            for arrives in groups.pop(0):
+                arrives()
 
     def _multiply(self, weights: Any, x: Shared, total: Any, is_async: bool) -> Products:
         assert is_async
@@ -365,16 +408,22 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def interpreted(source: Path, seed: int = 0) -> ModuleType:
-    """The module of Gluon kernels in a file, as one that the interpreter takes; `seed` is for its warps."""
-    spec = importlib.util.spec_from_file_location(f"interpreted_{source.stem}", source)
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
+def interpreted(sources: Mapping[str, Path], seed: int = 0) -> dict[str, ModuleType]:
+    """Modules of Gluon kernels, by name, as the interpreter takes them; one may import those before it.
+
+    `seed` is for the order of warps.
+    """
+    found = {}
     with pytest.MonkeyPatch.context() as patched:
         for name, replacement in Gluon(seed).modules().items():
             patched.setitem(sys.modules, name, replacement)
-        spec.loader.exec_module(found)
-    found.range = in_tensors  # type: ignore[attr-defined]
+        for name, path in sources.items():
+            spec = importlib.util.spec_from_file_location(f"interpreted_{path.stem}", path)
+            assert spec is not None and spec.loader is not None
+            module = found[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            module.range = in_tensors  # type: ignore[attr-defined]
+            patched.setitem(sys.modules, name, module)
     return found
 
 

@@ -4,16 +4,18 @@ One warp has x copied to shared memory, by the tensor memory accelerator, as far
 or three groups of four warps have 64 rows of the weight each: they decode them in registers, as operand A,
 and multiply. While one of them decodes, the tensor cores have the products of another. A program takes one
 tile after the other. Tiles that are left when there are none for some programs may be shared out by columns
-(stream-K, arXiv 2301.03598): the program that has the last of them adds up the float32 sums of all.
+(`shares`).
 
 Written in Gluon, as Triton itself has no way to say which warps do what. `tiled` is its portable twin.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from quantkit.kernels.fused.blocks import decode, finish, scale_value
+from quantkit.kernels.fused.shares import add_shares, all_jobs, first_of, job_of, leave_share
 from quantkit.kernels.fused.tiled import place
 
 
@@ -29,20 +31,26 @@ def hopper(
     """`x` describes [M, SPANS * span] in the order of the fragments, by `order_columns`, in blocks [BM, 128].
 
     A tile is ROWS rows of the weight times BM rows of x, a step two units, each of 128 columns, or of a span
-    where that is longer; codes are loaded AHEAD units before they are decoded. GROUPS only says whether there
-    are several. Tiles up to FULL are done whole, one by one. The steps of the others, which begin WIDTH after
-    each other, are shared out, SHARE to each program. Who has the last steps of such a tile writes it; the
-    others leave what they have in `sums`, float32 [programs, ROWS // 64, 64 * BM], and say so by TOKEN, which
-    no other launch of the process has, in what follows there: int64 [programs, ROWS // 64].
+    where that is longer. Codes are loaded AHEAD units before they are decoded, if that is one or two; else
+    one unit less, to a ring of AHEAD units in shared memory. GROUPS only says whether there are several.
+    `sums` and the integers but M, N, SPANS and BLOCKS are for `shares`.
     """
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    kept = held
+    if AHEAD > 2:
+        # A thread copies the 16 bytes that it decodes, so that it waits for nobody else's.
+        kept = gl.allocate_shared_memory(
+            gl.int32,
+            [ROWS // 64 * AHEAD * TILES, 4, _unit(PLANES) // (16 * PLANES), 128],
+            gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
+        )
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=ROWS // 64)
     given = (
-        held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
+        held, ready, free, kept, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     )  # fmt: skip
     # What is written out again could not be put together: constants stay such in the call itself only.
@@ -83,41 +91,6 @@ def hopper(
 
 
 @gluon.jit
-def _jobs(M, N, FULL, SHARE, WIDTH, STEPS, ROWS: gl.constexpr, BM: gl.constexpr):
-    """How many whole tiles this program does, how many in all, its share of the others, and what it leaves.
-
-    First is the part that it leaves to another program, if there is one, and last the end of a tile of which
-    others have parts.
-    """
-    program = gl.program_id(0)
-    others = gl.cdiv(M, BM) * gl.cdiv(N, ROWS) - FULL
-    whole = gl.cdiv(gl.maximum(FULL - program, 0), gl.num_programs(0))
-    begin = gl.minimum(program * SHARE, others * WIDTH)
-    end = gl.minimum(begin + SHARE, others * WIDTH)
-    shared = gl.where(begin < end, (end + WIDTH - 1) // WIDTH - begin // WIDTH, 0)
-    has_end = end - begin // WIDTH * WIDTH >= STEPS
-    left = gl.where((shared == 2) | ((shared == 1) & (not has_end)), 1, 0)
-    return whole, whole + shared, begin, end, left
-
-
-@gluon.jit
-def _job(number, whole, begin, end, left, FULL, WIDTH, STEPS):
-    """The tile of a job, its first step, and the one after its last."""
-    is_whole = (number >= left) & (number < whole + left)
-    other = gl.where(number < left, (end - 1) // WIDTH, begin // WIDTH)
-    tile = gl.where(is_whole, gl.program_id(0) + (number - left) * gl.num_programs(0), FULL + other)
-    first = gl.where(is_whole, 0, gl.maximum(begin - other * WIDTH, 0))
-    last = gl.where(is_whole, STEPS, gl.minimum(end - other * WIDTH, STEPS))
-    return tile, first, last
-
-
-@gluon.jit
-def _first_of(tile, FULL, SHARE, WIDTH):
-    """The first of the programs that have steps of a tile that is shared out."""
-    return (tile - FULL) * WIDTH // gl.maximum(SHARE, 1)
-
-
-@gluon.jit
 def _copy(
     x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES: gl.constexpr, ROWS: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
@@ -129,10 +102,10 @@ def _copy(
     BLOCKS_OF_STEP: gl.constexpr = _unit(PLANES) // 64
     steps = gl.cdiv(SPANS * (16 * PLANES), 2 * _unit(PLANES))
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
-    whole, jobs, begin, end, left = _jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
+    whole, jobs, begin, end, left = all_jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
     count = 0
     for number in range(jobs):
-        tile, first, last = _job(number, whole, begin, end, left, FULL, WIDTH, steps)
+        tile, first, last = job_of(number, whole, begin, end, left, FULL, WIDTH, steps)
         pm, _ = place(tile, columns, rows, RASTER)
         for block in range(first * BLOCKS_OF_STEP, last * BLOCKS_OF_STEP):
             stage = count % STAGES
@@ -153,7 +126,7 @@ def _multiply(
 ):  # fmt: skip
     """64 rows of a tile, those of group number `which`."""
     (
-        held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
+        held, ready, free, kept, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     ) = given  # fmt: skip
     SPAN: gl.constexpr = 16 * PLANES
@@ -167,22 +140,29 @@ def _multiply(
     # Half a step may be left over: x is zero there, by whatever weights.
     last_unit = SPANS // C - 1
     steps = gl.cdiv(SPANS, 2 * C)
+    # What is loaded, not copied, and so many units before.
+    LOADED: gl.constexpr = TILES if AHEAD <= 2 else 0
+    BEFORE: gl.constexpr = AHEAD if AHEAD <= 2 else 1
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
-    whole, jobs, begin, end, left = _jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
-    tile, first, last = _job(0, whole, begin, end, left, FULL, WIDTH, steps)
+    whole, jobs, begin, end, left = all_jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
+    tile, first, last = job_of(0, whole, begin, end, left, FULL, WIDTH, steps)
     # A program without a job loads what one would begin with all the same.
     pm, pn = place(gl.minimum(tile, columns * rows - 1), columns, rows, RASTER)
     words_at, values_at, units = _begin(
         pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
-        C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
+        C, PIECES, TILES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
     )  # fmt: skip
     count = 0
+    if AHEAD > 2:
+        _fill(kept, words_at, which, 0, first * 2, last * 2, last_unit, C, TILES, AHEAD)
     for number in range(jobs):
         total = gl.zeros([64, BM], gl.float32, SUMS)
         for step in range(first, last):
             # Two units, so that what one loads need not be copied, and so waited for, to be decoded next.
             for half in gl.static_range(2):
                 words, s, z = units[half]
+                if AHEAD > 2:
+                    words = _take(kept, which, count // PIECES, C, TILES, AHEAD)
                 q = decode(_halves(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
                 q = gl.reshape(q, (4, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
                 q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (64, 128 * PIECES))
@@ -202,11 +182,16 @@ def _multiply(
                     weights = weights + (
                         gl.convert_layout(gl.reshape(q, (64, 128)), OPERAND, assert_trivial=True),
                     )
+                if AHEAD > 2:
+                    _ask(
+                        kept, words_at, which, count // PIECES + (AHEAD - 1), step * 2 + (half + AHEAD - 1),
+                        last * 2, last_unit, C, TILES, AHEAD,
+                    )  # fmt: skip
                 following = _load(
-                    words_at, values_at, scale, zero, gl.minimum(step * 2 + half + AHEAD, last_unit),
-                    C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                    words_at, values_at, scale, zero, gl.minimum(step * 2 + half + BEFORE, last_unit),
+                    C, PIECES, TILES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
                 )  # fmt: skip
-                units = (following, units[1]) if (half + AHEAD) % 2 == 0 else (units[0], following)
+                units = (following, units[1]) if (half + BEFORE) % 2 == 0 else (units[0], following)
                 for piece in gl.static_range(PIECES):
                     stage = (count + piece) % STAGES
                     mbarrier.wait(ready.index(stage), (count + piece) // STAGES % 2)
@@ -222,96 +207,35 @@ def _multiply(
                 count += PIECES
         row, m = pn * ROWS + which * 64, pm * BM
         is_written, is_added = last == steps, first > 0
-        before = _first_of(tile, FULL, SHARE, WIDTH)
+        before = first_of(tile, FULL, SHARE, WIDTH)
         # What the next tile begins with is on its way while this one is written.
-        tile, first, last = _job(
+        tile, first, last = job_of(
             gl.minimum(number + 1, jobs - 1), whole, begin, end, left, FULL, WIDTH, steps
         )
         pm, pn = place(tile, columns, rows, RASTER)
         words_at, values_at, units = _begin(
             pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
-            C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
+            C, PIECES, TILES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
         )  # fmt: skip
+        if AHEAD > 2:
+            until = gl.where(number + 1 < jobs, last * 2, 0)
+            _fill(kept, words_at, which, count // PIECES, first * 2, until, last_unit, C, TILES, AHEAD)
         if PDL:
             # The kernel before may still read what lies where this one writes.
             _wait_for_kernel_before()
         if is_written:
             if is_added:
-                total = _add(total, sums, before, which, TOKEN, ROWS, BM, SUMS)
+                total = add_shares(total, sums, before, which, TOKEN, ROWS, BM, SUMS)
             _store(total, y, row, m, M, N, scale, factor, bias, BM, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, SUMS)
         else:
-            _leave(total, sums, which, TOKEN, ROWS, BM)
-
-
-@gluon.jit
-def _leave(total, sums, which: gl.constexpr, TOKEN, ROWS: gl.constexpr, BM: gl.constexpr):
-    """Leave sums to the program that writes the tile."""
-    flat = _in_registers_of_threads(total, BM)
-    FLAT: gl.constexpr = flat.type.layout
-    gl.store(_sums_of(gl.program_id(0), sums, which, FLAT, ROWS, BM), flat)
-    gl.thread_barrier()
-    gl.atomic_xchg(_said_by(gl.program_id(0), sums, which, ROWS, BM), TOKEN, sem="release", scope="gpu")
-
-
-@gluon.jit
-def _add(
-    total, sums, before, which: gl.constexpr, TOKEN, ROWS: gl.constexpr, BM: gl.constexpr, SUMS: gl.constexpr
-):
-    """Add what programs from `before` on have left, and take back their words: a graph has a token for good.
-
-    They have begun before this one, as programs begin in the order of their numbers, and wait for none with a
-    larger one.
-    """
-    last = gl.program_id(0) - 1
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    for first in range(before, last + 1, 32):
-        programs = gl.minimum(first + gl.arange(0, 32, LANES), last)
-        said = _said_by(programs, sums, which, ROWS, BM)
-        while gl.min((_acquired(said) == TOKEN).to(gl.int32), 0) == 0:
-            pass
-        gl.thread_barrier()
-        gl.store(said, gl.full([32], 0, gl.int64, LANES))
-    flat = _in_registers_of_threads(total, BM)
-    FLAT: gl.constexpr = flat.type.layout
-    for program in range(before, last + 1):
-        flat += gl.load(_sums_of(program, sums, which, FLAT, ROWS, BM))
-    flat = gl.permute(gl.reshape(flat, (BM // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-    return gl.convert_layout(gl.reshape(flat, (64, BM)), SUMS, assert_trivial=True)
-
-
-@gluon.jit
-def _in_registers_of_threads(total, BM: gl.constexpr):
-    """Sums [64, BM] as threads hold them: four in a row of one thread, then the next thread."""
-    flat = gl.permute(gl.reshape(total, (4, 2, 8, BM // 8, 4, 2)), (3, 0, 2, 4, 1, 5))
-    return gl.reshape(flat, (64 * BM,))
-
-
-@gluon.jit
-def _sums_of(program, sums, which: gl.constexpr, FLAT: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr):
-    """Where a group of warps of a program leaves its sums."""
-    return sums + (program.to(gl.int64) * (ROWS // 64) + which) * (64 * BM) + gl.arange(0, 64 * BM, FLAT)
-
-
-@gluon.jit
-def _said_by(program, sums, which: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr):
-    """Where it says that they are there."""
-    said = sums + gl.num_programs(0).to(gl.int64) * (ROWS * BM)
-    return said.to(gl.pointer_type(gl.int64), bitcast=True) + program * (ROWS // 64) + which
-
-
-@gluon.jit
-def _acquired(words):
-    """Words of other programs; what they wrote before is there if they are."""
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [words], dtype=gl.int64, is_pure=False, pack=1
-    )
+            leave_share(total, sums, which, TOKEN, ROWS, BM)
 
 
 @gluon.jit
 def _begin(
     row_tile, step, codes, scale, zero, N, SPANS, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
-    GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr, HAS_ZERO: gl.constexpr,
-    WEIGHTS: gl.constexpr,
+    LOADED: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
+    HAS_ZERO: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """The addresses of four row tiles, and what `_load` gives for the two units of a step."""
     words_at, values_at = _addresses(row_tile, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS)
@@ -321,7 +245,7 @@ def _begin(
         units = units + (
             _load(
                 words_at, values_at, scale, zero, unit,
-                C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                C, PIECES, TILES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
             ),
         )  # fmt: skip
     return words_at, values_at, units
@@ -372,11 +296,15 @@ def _codes(C: int) -> gl.DistributedLinearLayout:
 @gluon.jit
 def _load(
     words_at, values_at, scale, zero, unit, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
-    GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr, HAS_ZERO: gl.constexpr,
+    LOADED: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Codes of a unit, scales and zero-points of its pieces of 128 columns; 0 for what there is none of."""
+    """Codes of a unit, scales and zero-points of its pieces of 128 columns; 0 for what there is none of.
+
+    LOADED is TILES, or 0 where codes are copied.
+    """
     words = ()
-    for t in gl.static_range(TILES):
+    for t in gl.static_range(LOADED):
         words = words + (gl.load(words_at + (unit * (C * TILES) + t) * 128),)
     s = ()
     z = ()
@@ -385,6 +313,45 @@ def _load(
         s = s + (gl.load(scale + values_at + block) if GROUPS > 1 else 0,)
         z = z + (gl.load(zero + values_at + block) if HAS_ZERO else 0,)
     return words, s, z
+
+
+@gluon.jit
+def _fill(
+    kept, words_at, which: gl.constexpr, turn, unit, end, last_unit, C: gl.constexpr, TILES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Ask for the first units of a tile, from the place of a turn on."""
+    for i in gl.static_range(AHEAD - 1):
+        _ask(kept, words_at, which, turn + i, unit + i, end, last_unit, C, TILES, AHEAD)
+
+
+@gluon.jit
+def _ask(
+    kept, words_at, which: gl.constexpr, turn, unit, end, last_unit, C: gl.constexpr, TILES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Have the codes of a unit copied to the place of a turn, unless the tile has come to its end.
+
+    Copies are waited for by groups, of which there is one for each turn.
+    """
+    if unit < end:
+        at = words_at + gl.minimum(unit, last_unit) * (C * TILES * 128)
+        for t in gl.static_range(TILES):
+            place = kept.index((which * AHEAD + turn % AHEAD) * TILES + t)
+            async_copy.async_copy_global_to_shared(place, at + t * 128, cache_modifier=".cg")
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _take(
+    kept, which: gl.constexpr, turn, C: gl.constexpr, TILES: gl.constexpr, AHEAD: gl.constexpr
+):  # fmt: skip
+    """The codes that were copied to the place of a turn."""
+    async_copy.wait_group(AHEAD - 2)
+    words = ()
+    for t in gl.static_range(TILES):
+        words = words + (kept.index((which * AHEAD + turn % AHEAD) * TILES + t).load(_codes(C)),)
+    return words
 
 
 @gluon.constexpr_function

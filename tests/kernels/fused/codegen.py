@@ -28,10 +28,13 @@ from quantkit.kernels.fused.launch import columns, dense
 from quantkit.kernels.fused.launch.gpu import HOPPER_SHARED
 from quantkit.kernels.fused.launch.hopper import (
     COLUMNS,
-    MULTIPLYING_REGISTERS,
     SCRATCH,
+    HopperTile,
+    codes_ahead,
     constants_of,
     hopper_tile,
+    residence,
+    stages,
 )
 from quantkit.kernels.fused.launch.operands import RASTER, constants
 from quantkit.kernels.fused.launch.skinny import rows_of_x, skinny_tile, unrolled
@@ -188,14 +191,16 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
 
 def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
-    """The kernel for many rows of x, in the tile of the rules."""
+    """The kernel for many rows of x, in the tile that its name has the numbers of, or that of the rules."""
     row, dtype = scheme(case.name), torch.bfloat16
     shape = geometry(N, K, row, dtype)
-    tile = hopper_tile(shape, case.m)
+    numbers = map(int, case.kernel.split()[1:])
+    tile = HopperTile(*numbers) if case.kernel != "hopper" else hopper_tile(shape, case.m)
     known = constants_of(N, K, row, dtype)
     known = {name: value for name, value in known.items() if name in hopper.arg_names}
-    known |= {"HAS_BIAS": True, "ROWS": tile.rows, "BM": tile.m, "AHEAD": tile.ahead, "STAGES": tile.stages}
-    known |= {"REGISTERS": MULTIPLYING_REGISTERS[tile.rows], "RASTER": RASTER, "PDL": True}
+    blocks = stages(shape, tile)
+    known |= {"HAS_BIAS": True, "ROWS": tile.rows, "BM": tile.m, "AHEAD": tile.ahead, "STAGES": blocks}
+    known |= {"REGISTERS": residence(tile).multiplying, "RASTER": RASTER, "PDL": True}
     types = {
         **dict.fromkeys(hopper.arg_names, "*bf16"),
         "x": f"tensordesc<bf16[{tile.m},{COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
@@ -214,9 +219,10 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         {(names.index(name),): known[name] for name in known},
         aligned,
     )
-    bound = 2 * tile.stages * tile.m * COLUMNS + SCRATCH
-    found = Source(hopper, known, 4, tile.stages, bound)
-    return triton.compile(code, target=target, options={"num_warps": 4, "launch_pdl": True}), found
+    bound = 2 * blocks * tile.m * COLUMNS + codes_ahead(shape, tile) + SCRATCH
+    found = Source(hopper, known, 4, blocks, bound)
+    options = {"num_warps": 4, "launch_pdl": True, "maxnreg": residence(tile).launched}
+    return triton.compile(code, target=target, options=options), found
 
 
 def build(case: Case) -> tuple[Any, Source]:
@@ -226,7 +232,7 @@ def build(case: Case) -> tuple[Any, Source]:
         return build_attention(case, target)
     if case.kernel == "glue":
         return build_glue(case, target)
-    if case.kernel == "hopper":
+    if case.kernel.startswith("hopper"):
         return build_hopper(case, target)
     dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
     row = scheme(case.name)

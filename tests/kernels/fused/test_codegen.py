@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from quantkit.kernels.attention import PLANS
+from quantkit.kernels.fused.launch.hopper import RESERVED
 from quantkit.packing.schemes import PRESETS
 
 pytest.importorskip("triton")
@@ -265,6 +266,26 @@ def test_hopper_leaves_products_in_flight(compiled: Compiled, name: str, m: int)
     assert found["wgmma"] == found["wgmma_registers"] == groups * 2 * blocks * 8, found
     # One to begin with each block of x, and one for the end of all.
     assert found["waits"] == groups * 2 * (blocks + 1), found
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp6", "mxfp4"])
+def test_codes_in_shared_memory_leave_registers(compiled: Compiled, name: str) -> None:
+    """A thread copies 16 bytes at a time. With few rows of x there is room for two programs."""
+    few, many, most = (
+        compiled([(kernel, name, 90, 0)]).popitem()[1]
+        for kernel in ("hopper 16 128 4", "hopper 128 128 4", "hopper 256 128 3")
+    )
+    for found in (few, many, most):
+        assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], found
+        assert found["spills"] <= HOPPER_SPILLS and found["spills_in_loops"] == 0, found
+        assert found["wide_copies"] == 1.0, found
+        assert found["wgmma"] == found["wgmma_registers"] == 2 * 2 * 8, found
+    # Of three groups launched with 80 registers a thread, the others have 104 and 24.
+    assert (
+        few["registers"] <= 3 * 80 - 104 - 24 and 2 * (few["shared"] + RESERVED) <= few["limit"] + RESERVED
+    ), few
+    (loaded,) = compiled([("hopper 128 128 2", name, 90, 0)]).values()
+    assert many["registers"] < loaded["registers"]
 
 
 def test_glue_compiles_for_every_target(compiled: Compiled) -> None:

@@ -112,8 +112,13 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
             HopperTile(128, ahead=2, share=True),
             HopperTile(128, rows=192, ahead=2, share=True),
             HopperTile(256, share=True),
+            HopperTile(128, ahead=4, share=True),
+            HopperTile(128, rows=192, ahead=3),
+            HopperTile(16, ahead=4, share=True),
+            HopperTile(32, ahead=2),
         ):
-            found[f"hopper {tile}"] = partial(hopper.run, op, tile, features)
+            if hopper.stages(shape, tile) >= 2:
+                found[f"hopper {tile}"] = partial(hopper.run, op, tile, features)
     if m <= 32:
         found["skinny"] = lambda: skinny.run(op, skinny_tile(shape, m), features)
         if op.x.itemsize == 2:

@@ -13,6 +13,7 @@ from quantkit.kernels.fused.launch import hopper
 from quantkit.kernels.fused.launch.hopper import HopperTile
 from quantkit.packing.tensor import PackedTensor
 
+from ..conftest import GLUON
 from ..gluon import interpreted
 from .test_fused import HOPPER, LIMIT, error, operands
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would b
 
 #: In so many orders warps take turns.
 ORDERS = 8
-SOURCE = Path(hopper.__file__).parents[1] / "hopper.py"
+KERNEL = "quantkit.kernels.fused.hopper"
 FREED = """                for piece in gl.static_range(PIECES):
                     mbarrier.arrive(free.index((count + piece) % STAGES), count=1)
 """
@@ -48,7 +49,7 @@ def multiply(make_packed: Callable[..., PackedTensor], path: Path, seed: int) ->
     dtype, features = HOPPER
     op, packed = operands(make_packed, "int4", 100, 2048, 70, dtype)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(sys.modules, "quantkit.kernels.fused.hopper", interpreted(path, seed))
+        patched.setitem(sys.modules, KERNEL, interpreted(GLUON | {KERNEL: path}, seed)[KERNEL])
         hopper._launches.cache_clear()
         y = hopper.run(op, HopperTile(64), features)
     hopper._launches.cache_clear()
@@ -57,14 +58,14 @@ def multiply(make_packed: Callable[..., PackedTensor], path: Path, seed: int) ->
 
 @pytest.mark.parametrize("seed", range(ORDERS))
 def test_warps_may_run_in_any_order(make_packed: Callable[..., PackedTensor], seed: int) -> None:
-    assert multiply(make_packed, SOURCE, seed) < LIMIT[torch.float16]
+    assert multiply(make_packed, GLUON[KERNEL], seed) < LIMIT[torch.float16]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_waited_for_is_needed(
     make_packed: Callable[..., PackedTensor], tmp_path: Path, change: str
 ) -> None:
-    text = SOURCE.read_text()
+    text = GLUON[KERNEL].read_text()
     for old, new in CHANGES[change]:
         assert text.count(old) == 1
         text = text.replace(old, new)

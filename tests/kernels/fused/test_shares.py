@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quantkit.kernels.fused import hopper
+from quantkit.kernels.fused import shares as kernel
 from quantkit.kernels.fused.launch.hopper import LEAST_SHARE, launch_token, shares
 
 SIZES = given(st.integers(1, 500), st.integers(1, 230), st.integers(1, 150))
@@ -30,16 +30,16 @@ def in_python(function: Any, program: int, programs: int) -> Callable[..., Any]:
 def jobs(program: int, programs: int, tiles: int, steps: int) -> list[tuple[int, int, int]]:
     """What a program does, by the kernel's code: each tile, its first step, and the one after its last."""
     full, share, width = shares(tiles, steps, programs)
-    whole, count, begin, end, left = in_python(hopper._jobs, program, programs)(
+    whole, count, begin, end, left = in_python(kernel.all_jobs, program, programs)(
         tiles, 1, full, share, width, steps, ROWS=1, BM=1
     )
-    job = in_python(hopper._job, program, programs)
+    job = in_python(kernel.job_of, program, programs)
     return [job(number, whole, begin, end, left, full, width, steps) for number in range(count)]
 
 
 def before(program: int, tile: int, programs: int, tiles: int, steps: int) -> range:
     """The programs whose sums the one that writes a tile adds up, by the kernel's code."""
-    first = in_python(hopper._first_of, program, programs)(tile, *shares(tiles, steps, programs))
+    first = in_python(kernel.first_of, program, programs)(tile, *shares(tiles, steps, programs))
     return range(first, program)
 
 

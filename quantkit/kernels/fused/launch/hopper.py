@@ -35,10 +35,11 @@ SCRATCH = 8 << 10
 COLUMNS = 128
 #: Blocks of x in shared memory at most.
 STAGES = 8
-#: Registers of a thread that multiplies, by rows of the weight, of which four warps have 64. With
-#: the 24 of one that copies, a thread of each group has 504 together.
-MULTIPLYING_REGISTERS = {128: 240, 192: 160}
-#: Rows of x and of the weight that a tile may have, with its microseconds for 256 columns
+#: Bytes of shared memory that a multiprocessor keeps for each program.
+RESERVED = 1 << 10
+#: With up to so many rows of x there are registers for two programs on a multiprocessor.
+TWO_PROGRAMS = 32
+#: Rows of x and of the weight that rules choose from, with the microseconds of 256 columns
 #: of int4 on an H200, and those of what surrounds all steps.
 STEP_US: Mapping[tuple[int, int], float] = {
     (64, 128): 1.3,
@@ -57,9 +58,9 @@ FITS = 0.9
 CACHED = 32 << 20
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
-    "m": (64, 128, 256),
+    "m": (16, 32, 64, 128, 256),
     "rows": (128, 192),
-    "ahead": (1, 2),
+    "ahead": (1, 2, 3, 4),
     "share": (False, True),
 }
 #: Steps that a program has of a tile that it shares, at least.
@@ -73,8 +74,9 @@ _LAUNCHES = count(1, 2)
 class HopperTile:
     """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
 
-    Codes are on their way while one unit is multiplied, or two. Where some programs would be idle at the end,
-    all have a `share` of the steps of the tiles that are left.
+    Codes are on their way while one unit is multiplied, or two; from 3 on, to shared memory, while one unit
+    less is. Where some programs would be idle at the end, all have a `share` of the steps of the tiles that
+    are left.
     """
 
     m: int = 128
@@ -82,10 +84,37 @@ class HopperTile:
     ahead: int = 1
     share: bool = False
 
-    @property
-    def stages(self) -> int:
-        """Blocks of x in shared memory: as many as there is room for, up to what memory takes to answer."""
-        return min(STAGES, (HOPPER_SHARED - SCRATCH) // (2 * self.m * COLUMNS))
+
+@dataclass(frozen=True)
+class Residence:
+    """How many programs are on a multiprocessor at once, and the registers of their threads.
+
+    A thread is launched with so many at most, None for as many as there are. One that multiplies gets others
+    then, as one that copies keeps 24.
+    """
+
+    programs: int
+    launched: int | None
+    multiplying: int
+
+
+def residence(tile: HopperTile) -> Residence:
+    """That of a tile."""
+    if tile.m <= TWO_PROGRAMS:
+        return Residence(2, 80, 104)
+    return Residence(1, None, 240 if tile.rows == 128 else 160)
+
+
+def codes_ahead(shape: Geometry, tile: HopperTile) -> int:
+    """Bytes of codes that are in shared memory, or on their way to it."""
+    return tile.rows * step_columns(shape) // 2 * shape.bits // 8 * tile.ahead if tile.ahead > 2 else 0
+
+
+def stages(shape: Geometry, tile: HopperTile) -> int:
+    """Blocks of x in shared memory: as many as there is room for, up to what memory takes to answer."""
+    mine = (HOPPER_SHARED + RESERVED) // residence(tile).programs - RESERVED
+    room = mine - SCRATCH - codes_ahead(shape, tile)
+    return min(STAGES, room // (2 * tile.m * COLUMNS))
 
 
 def step_columns(shape: Geometry) -> int:
@@ -148,14 +177,17 @@ def _in_registers(shape: Geometry) -> list[tuple[int, int]]:
 def _why_not(problem: Problem, tile: HopperTile) -> str | None:
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if (tile.m, tile.rows) not in STEP_US:
+    if tile.rows != 128 and tile.m != 128:
         return f"{tile.rows} rows of the weight are for 128 rows of x, not for {tile.m}"
+    if stages(shape_of(problem), tile) < 2:
+        return f"codes {tile.ahead} units ahead leave no room for two blocks of {tile.m} rows of x"
     return None
 
 
 def _loses(problem: Problem, tile: HopperTile) -> str | None:
     reasons = (
-        (problem.m <= 32, "it multiplies 64 rows of x at least"),
+        (problem.m <= 32 < tile.m, f"it multiplies {tile.m} rows of x"),
+        (tile.m <= 32 and problem.m > 2 * tile.m, f"it decodes each weight for {tile.m} rows of x"),
         (tile.m > max(64, 2 * problem.m), f"{tile.m} rows do not suit {problem.m} rows of x"),
     )
     return next((reason for loses, reason in reasons if loses), None)
@@ -176,6 +208,8 @@ def _fitted(problem: Problem, tile: HopperTile, measured: Problem) -> HopperTile
     def time(asked: Problem, one: HopperTile) -> float:
         return tile_time(shape_of(asked), asked.m, one, processors(asked))
 
+    if (tile.m, tile.rows) not in STEP_US:
+        return tile
     ruled = _rule(problem)
     if (ruled.m, ruled.rows) == (tile.m, tile.rows):
         ruled = replace(ruled, ahead=tile.ahead)
@@ -225,10 +259,12 @@ def _launches(
     known = constants_of(n, k, scheme, dtype)
     columns = shape.spans * shape.span
     tiles, steps = -(-n // tile.rows) * -(-m // tile.m), -(-columns // step_columns(shape))
+    resident = residence(tile)
+    most = multiprocessors * resident.programs
     full, share, width = tiles, 0, steps
     if tile.share:
-        full, share, width = shares(tiles, steps, multiprocessors)
-    programs = min(multiprocessors, tiles) if full == tiles else multiprocessors
+        full, share, width = shares(tiles, steps, most)
+    programs = min(most, tiles) if full == tiles else most
     main = Launch(
         kernel,
         (programs,),
@@ -237,10 +273,11 @@ def _launches(
         ROWS=tile.rows,
         BM=tile.m,
         AHEAD=tile.ahead,
-        STAGES=tile.stages,
-        REGISTERS=MULTIPLYING_REGISTERS[tile.rows],
+        STAGES=stages(shape, tile),
+        REGISTERS=resident.multiplying,
         RASTER=RASTER,
         num_warps=4,
+        maxnreg=resident.launched,
         **overlap(features),
     )
     return _Launches(

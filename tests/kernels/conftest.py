@@ -16,7 +16,7 @@ from quantkit.kernels.tiles.store import TILES_VARIABLE
 from quantkit.packing.schemes import GroupSize, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
-from .gluon import interpreted, teach
+from . import bfloat16, gluon
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ GLUON = {
     f"quantkit.kernels.fused.{name}": Path(hopper.__file__).parents[1] / f"{name}.py"
     for name in ("shares", "hopper")
 }
-_interpreted = cache(lambda: interpreted(GLUON))
+_interpreted = cache(lambda: gluon.interpreted(GLUON))
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,8 @@ def _interpreter(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run in it where there is no GPU, on one of few multiprocessors."""
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return
-    teach(monkeypatch)
+    gluon.teach(monkeypatch)
+    bfloat16.teach(monkeypatch)
     for name, module in _interpreted().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(hopper, "multiprocessors_of", lambda device: 3)

@@ -14,7 +14,9 @@ from quantkit.kernels.attention import PLANS, decode_attention, why_not
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.float32,)
+DTYPES = (
+    (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.bfloat16, torch.float32)
+)
 #: Weights are rounded before they are multiplied, and outputs.
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

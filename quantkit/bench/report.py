@@ -162,7 +162,8 @@ def _load_cells(load: Load) -> tuple[str, ...]:
     return (
         f"{load.rate:g}",
         *three(load.first_token),
-        *map(_seconds, (load.token.p50, load.token.p99)),
+        # No answer had a second token.
+        *(map(_seconds, (load.token.p50, load.token.p99)) if load.token.p99 > 0 else "--"),
         *three(load.end_to_end),
         f"{load.served:.3g}",
         f"{load.decode:.4g}",

@@ -16,6 +16,7 @@ from quantkit.checkpoint.header import read_json
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
+from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.model.devices import pick_device
 from quantkit.model.memory import enough_memory, is_lack_of_memory
 from quantkit.model.structure import check_layer_counts
@@ -36,7 +37,7 @@ def load(
     path: str | Path,
     *,
     device: str | torch.device = "auto",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device_map: str | Mapping[str, Any] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | Path | None = None,
@@ -47,8 +48,8 @@ def load(
     decodes with a static cache and CUDA graphs unless it is told otherwise (`decoding.py`). `device` "auto"
     is the first GPU if there is one, else the CPU. `device_map`, `max_memory` and `offload_folder` are those
     of `from_pretrained` and place a model that does not fit one device. `dtype` is that of activations and
-    dense weights, by default the one in config.json; scales keep their own. Code in the checkpoint is never
-    run.
+    dense weights: float32, bfloat16 or float16, by default, or for "auto", the one in config.json; scales
+    keep their own. Code in the checkpoint is never run.
 
     Raises `CheckpointError` for a checkpoint that breaks the rules of its format or lacks tensors,
     `UsageError` for contradicting arguments, `EnvironmentProblem` for an unsupported transformers.
@@ -57,6 +58,7 @@ def load(
         raise UsageError(
             f"device={str(device)!r} and device_map={device_map!r} contradict each other; give one."
         )
+    activations = _activation_dtype(dtype)
     require_transformers()
     directory = _whole(path)
     check_layer_counts(Checkpoint.open(directory))
@@ -76,7 +78,7 @@ def load(
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,
             generation_config=_generation_config(directory),
-            dtype="auto" if dtype is None else dtype,
+            dtype="auto" if activations is None else activations,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
@@ -89,6 +91,17 @@ def load(
 
         graph_decoding(model)
     return model
+
+
+def _activation_dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that is asked for, also by its name; None for that of config.json."""
+    found = getattr(torch, asked, asked) if isinstance(asked, str) else asked
+    if found is None or found == "auto":
+        return None
+    if not isinstance(found, torch.dtype) or found not in ACTIVATION_DTYPES:
+        known = ", ".join(map(str, ACTIVATION_DTYPES))
+        raise UsageError(f"dtype is {asked!r}; expected {known}, or None for that of config.json.")
+    return found
 
 
 def _on_gpu(model: Any) -> bool:

@@ -107,6 +107,20 @@ def test_auto_is_a_gpu_where_there_is_one_and_the_cpu_in_tests(monkeypatch):
         assert pick_device("auto") == torch.device("cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, "floaty", "int8", "Tensor"])
+def test_a_dtype_that_is_none_of_activations(tiny, dtype):
+    with pytest.raises(
+        UsageError, match=r"expected torch\.float32, torch\.bfloat16, torch\.float16, or None"
+    ):
+        load(tiny().packed, dtype=dtype)
+
+
+def test_a_dtype_has_a_name(tiny):
+    packed = tiny().packed
+    assert load(packed, device="cpu", dtype="float16").dtype == torch.float16
+    assert load(packed, device="cpu", dtype="auto").dtype == load(packed, device="cpu").dtype
+
+
 def test_contradicting_placement(tiny):
     with pytest.raises(UsageError, match="contradict"):
         load(tiny().packed, device="cpu", device_map="auto")

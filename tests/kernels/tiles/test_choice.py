@@ -209,6 +209,28 @@ def test_tiles_are_fitted_to_the_weight_and_the_gpu(ask: Ask) -> None:
     assert hopper.TILING.fitted(replace(measured, n=133 * 128), whole, measured) == whole
 
 
+def test_what_no_rule_chooses_is_measured_where_it_fits(ask: Ask, gpu: Gpu) -> None:
+    """Codes in shared memory, and two programs on a multiprocessor."""
+    why_not, loses = hopper.TILING.why_not, hopper.TILING.loses
+    assert why_not(ask("int7", 16), HopperTile(16, ahead=4)) == (
+        "codes 4 units ahead leave no room for two blocks of 16 rows of x"
+    )
+    assert why_not(ask(m=16), HopperTile(16, ahead=4)) is None
+    assert why_not(ask(m=16), HopperTile(32, 192)) == (
+        "192 rows of the weight are for 128 rows of x, not for 32"
+    )
+    assert loses(ask(m=16), HopperTile(64)) == "it multiplies 64 rows of x"
+    assert loses(ask(m=65), HopperTile(32)) == "it decodes each weight for 32 rows of x"
+    assert {m for m in (1, 16, 32, 33, 64) if loses(ask(m=m), HopperTile(32)) is None} == {1, 16, 32, 33, 64}
+    chosen = [hopper.TILING.rule(ask(m=m, n=n)) for m in (1, 16, 64, 300, 4096) for n in (128, 4096, 28672)]
+    shipped = [tile for pair in shipped_tiles(gpu, 0.75) for tile in pair]
+    assert {tile.m for tile in chosen + shipped} == {64, 128, 256}
+    assert {tile.ahead for tile in chosen + shipped} == {1, 2}
+    # Where it was measured, it is for what it was measured for.
+    few = HopperTile(16, ahead=4)
+    assert hopper.TILING.fitted(ask(m=8, n=8192), few, ask(m=16)) == few
+
+
 def test_where_kernels_tie_rules_choose_for_other_sizes(ask: Ask, store_table: Store) -> None:
     tile = TiledTile(8, 128)
     for slower, row in ((1.04, "fused-hopper"), (1.06, "fused-tiled")):

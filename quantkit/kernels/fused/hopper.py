@@ -40,7 +40,7 @@ def hopper(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     kept = held
     if AHEAD > 2:
-        # A thread copies the 16 bytes that it decodes, so that it waits for nobody else's.
+        # A thread copies the 16 bytes of each span that it decodes.
         kept = gl.allocate_shared_memory(
             gl.int32,
             [ROWS // 64 * AHEAD * TILES, 4, _unit(PLANES) // (16 * PLANES), 128],

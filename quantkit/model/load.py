@@ -95,13 +95,13 @@ def load(
 
 def _activation_dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
     """The dtype that is asked for, also by its name; None for that of config.json."""
-    found = getattr(torch, asked, asked) if isinstance(asked, str) else asked
-    if found is None or found == "auto":
-        return None
-    if not isinstance(found, torch.dtype) or found not in ACTIVATION_DTYPES:
+    names: dict[object, torch.dtype | None] = {"auto": None, None: None}
+    names |= {str(one).removeprefix("torch."): one for one in ACTIVATION_DTYPES}
+    names |= {one: one for one in ACTIVATION_DTYPES}
+    if asked not in names:
         known = ", ".join(map(str, ACTIVATION_DTYPES))
         raise UsageError(f"dtype is {asked!r}; expected {known}, or None for that of config.json.")
-    return found
+    return names[asked]
 
 
 def _on_gpu(model: Any) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import quantiles
 
 from quantkit.kernels.fused.launch.gpu import HOPPER_SHARED
-from quantkit.kernels.fused.launch.hopper import TILING, HopperTile, tile_time
+from quantkit.kernels.fused.launch.hopper import STEP_US, TILING, HopperTile, tile_time
 from quantkit.kernels.fused.launch.operands import shape_of
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.table import ROWS, choose
@@ -56,7 +56,11 @@ def fits(entries: dict[Key, Entry], of: int, rows_of_x: tuple[int, ...]) -> str:
 def main() -> None:
     table = shipped_table(H200, ROWS)
     assert table is not None
-    entries = {key: entry for key, entry in table.entries.items() if entry.row == "fused-hopper"}
+    entries = {
+        key: entry
+        for key, entry in table.entries.items()
+        if entry.row == "fused-hopper" and (entry.tile.m, entry.tile.rows) in STEP_US
+    }
     times = quantiles([entry.us / time(asked(key), entry.tile) for key, entry in entries.items()], n=20)
     print(
         f"{len(entries)} measured times are {times[0]:.2f} to {times[-1]:.2f} (nine in ten), by a median of ",

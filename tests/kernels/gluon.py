@@ -2,8 +2,8 @@
 
 Tensors have no layouts here, as these say where numbers are and not what they are. The warps of a program
 take turns, in an order drawn by chance, at whatever they do to barriers. What goes on at the same time on a
-GPU is done as late as it may be: memory that a copy is on its way to is NaN until then, and products are
-those of what is there when they are waited for. So who does not wait for something has NaN.
+GPU is done as late as it may be: memory that a copy is on its way to is NaN until then, or codes that nobody
+wrote, and products are those of what is there when they are waited for. So who does not wait finds these.
 """
 
 import importlib.util
@@ -344,6 +344,7 @@ class Gluon:
         while len(groups) > flying:
             for arrives in groups.pop(0):
                 arrives()
+        self._turns.wait()
 
     def _multiply(self, weights: Any, x: Shared, total: Any, is_async: bool) -> Products:
         assert is_async

@@ -337,8 +337,8 @@ def _ask(
     if unit < end:
         at = words_at + gl.minimum(unit, last_unit) * (C * TILES * 128)
         for t in gl.static_range(TILES):
-            place = kept.index((which * AHEAD + turn % AHEAD) * TILES + t)
-            async_copy.async_copy_global_to_shared(place, at + t * 128, cache_modifier=".cg")
+            there = kept.index((which * AHEAD + turn % AHEAD) * TILES + t)
+            async_copy.async_copy_global_to_shared(there, at + t * 128, cache_modifier=".cg")
     async_copy.commit_group()
 
 

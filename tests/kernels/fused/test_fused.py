@@ -42,7 +42,7 @@ if DEVICE == "cuda":
     RUNS = [(d, some) for some in (found, found - {"ptx"}) for d in (torch.bfloat16, torch.float16)]
 DTYPE, FEATURES = RUNS[0]
 #: What `fused-hopper` runs with.
-HOPPER = next((run for run in RUNS if "gluon" in run[1]), None)
+HOPPER = next((run for run in RUNS if {"gluon", "wgmma"} <= run[1]), None)
 needs_hopper = pytest.mark.skipif(HOPPER is None, reason="this GPU is not of compute capability 9.0")
 #: Errors against the sum of magnitudes: roundings of the output, and of weights where they take the scales.
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
@@ -209,7 +209,7 @@ def test_dequantize_writes_the_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str
 ) -> None:
     for n, k in ((40, 384), (1, 33), (130, 96)):
-        for dtype, features in dict.fromkeys((*RUNS, (torch.float32, FEATURES))):
+        for dtype, features in dict.fromkeys([*RUNS, *((torch.float32, some) for _, some in RUNS)]):
             op, packed = operands(make_packed, case, n, k, 1, dtype)
             blocks = [dense.dequantize(op, at, min(at + 64, n), features) for at in range(0, n, 64)]
             # A float zero-point is moved by the lowest value once, in float32.
@@ -241,7 +241,9 @@ def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor
 
 @needs_hopper
 @pytest.mark.parametrize(
-    "tile", [HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(128)], ids=str
+    "tile",
+    [HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(128), HopperTile(16, ahead=4)],
+    ids=str,
 )
 def test_programs_without_work_read_what_is_there(
     make_packed: Callable[..., PackedTensor], poisoned: None, tile: HopperTile
@@ -257,16 +259,22 @@ def test_programs_without_work_read_what_is_there(
 
 
 SHARED_OUT = (
-    [(1024, 8192, 300), (128, 20480, 64), (2000, 3000, 600)]
+    [(1024, 8192, 300), (128, 20480, 64), (2000, 3000, 600), (300, 1400, 200)]
     if DEVICE == "cuda"
-    else [(256, 768, 250), (128, 1536, 64), (200, 1000, 200)]
+    else [(256, 700, 250), (128, 1400, 64)]
 )
 
 
 @needs_hopper
 @pytest.mark.parametrize(("n", "k", "m"), SHARED_OUT)
 @pytest.mark.parametrize(
-    "tile", [HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(256, share=True)], ids=str
+    "tile",
+    [
+        *(HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(256, share=True)),
+        *(HopperTile(16, ahead=4, share=True), HopperTile(32, ahead=3, share=True)),
+        *(HopperTile(128, 192, 4, True), HopperTile(256, ahead=3, share=True)),
+    ],
+    ids=str,
 )
 def test_parts_of_tiles_are_added_up_in_every_replay(
     make_packed: Callable[..., PackedTensor],
@@ -314,7 +322,7 @@ def replays(
 ) -> Iterator[torch.Tensor]:
     """What a graph with a launch gives for one x and the other, by turns; without a GPU what it would."""
     if DEVICE == "cpu":
-        token, memory = hopper.launch_token(), hopper.empty(op, 3 * 2 * tile.rows * tile.m)
+        token, memory = hopper.launch_token(), hopper.empty(op, 3 * 4 * tile.rows * tile.m)
         memory = memory.to(torch.float32)
         monkeypatch.setattr(hopper, "launch_token", lambda: token)
         for turn in range(2):

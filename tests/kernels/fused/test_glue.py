@@ -11,7 +11,6 @@ from quantkit.kernels.problem import COLUMN_ORDERS
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: The interpreter does not round to bfloat16, it cuts off.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: A step of the dtype, as sums in another order are rounded to the other side now and then.
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quantkit.kernels.fused import shares as kernel
 from quantkit.kernels.fused.launch.hopper import LEAST_SHARE, launch_token, shares
 
-SIZES = given(st.integers(1, 500), st.integers(1, 230), st.integers(1, 150))
+SIZES = given(st.integers(1, 500), st.integers(1, 230), st.integers(1, 300))
 
 
 def in_python(function: Any, program: int, programs: int) -> Callable[..., Any]:
@@ -48,6 +48,7 @@ def before(program: int, tile: int, programs: int, tiles: int, steps: int) -> ra
 @example(16, 56, 132)
 @example(96, 16, 132)
 @example(131, 1, 132)
+@example(224, 16, 264)
 def test_every_step_is_done_once_and_added_up_by_who_writes_the_tile(
     tiles: int, steps: int, programs: int
 ) -> None:

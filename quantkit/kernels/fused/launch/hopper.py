@@ -139,7 +139,7 @@ def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int]:
 
 
 def tile_time(shape: Geometry, m: int, tile: HopperTile, multiprocessors: int = H200_PROCESSORS) -> float:
-    """Microseconds for m rows of x by what a step of each tile was measured to take for int4.
+    """Microseconds for m rows of x by what a step of each tile in `STEP_US` was measured to take for int4.
 
     Of the 526 problems for which the table of the H200 has this kernel, nine in ten took 1.00 to 1.33 times
     as long, by a median of 1.18 (benchmarks/tile_rules.py).

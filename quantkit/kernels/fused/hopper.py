@@ -31,17 +31,17 @@ def hopper(
     """`x` describes [M, SPANS * span] in the order of the fragments, by `order_columns`, in blocks [BM, 128].
 
     A tile is ROWS rows of the weight times BM rows of x, a step two units, each of 128 columns, or of a span
-    where that is longer. Codes are loaded AHEAD units before they are decoded, if that is one or two; else
-    one unit less, to a ring of AHEAD units in shared memory. GROUPS only says whether there are several.
-    `sums` and the integers but M, N, SPANS and BLOCKS are for `shares`.
+    where that is longer. Codes are loaded AHEAD units before they are decoded, from three on to a ring in
+    shared memory. GROUPS only says whether there are several. `sums` and the integers but M, N, SPANS and
+    BLOCKS are for `shares`.
     """
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    kept = held
+    ring = held
     if AHEAD > 2:
         # A thread copies the 16 bytes of each span that it decodes.
-        kept = gl.allocate_shared_memory(
+        ring = gl.allocate_shared_memory(
             gl.int32,
             [ROWS // 64 * AHEAD * TILES, 4, _unit(PLANES) // (16 * PLANES), 128],
             gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
@@ -50,7 +50,7 @@ def hopper(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=ROWS // 64)
     given = (
-        held, ready, free, kept, codes, scale, zero, factor, lut, bias, y, sums,
+        held, ready, free, ring, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     )  # fmt: skip
     # What is written out again could not be put together: constants stay such in the call itself only.
@@ -126,7 +126,7 @@ def _multiply(
 ):  # fmt: skip
     """64 rows of a tile, those of group number `which`."""
     (
-        held, ready, free, kept, codes, scale, zero, factor, lut, bias, y, sums,
+        held, ready, free, ring, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     ) = given  # fmt: skip
     SPAN: gl.constexpr = 16 * PLANES
@@ -140,7 +140,7 @@ def _multiply(
     # Half a step may be left over: x is zero there, by whatever weights.
     last_unit = SPANS // C - 1
     steps = gl.cdiv(SPANS, 2 * C)
-    # What is loaded, not copied, and so many units before.
+    # Codes that are loaded, not copied, and so many units before.
     LOADED: gl.constexpr = TILES if AHEAD <= 2 else 0
     BEFORE: gl.constexpr = AHEAD if AHEAD <= 2 else 1
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
@@ -154,7 +154,7 @@ def _multiply(
     )  # fmt: skip
     count = 0
     if AHEAD > 2:
-        _fill(kept, words_at, which, 0, first * 2, last * 2, last_unit, C, TILES, AHEAD)
+        _fill(ring, words_at, which, 0, first * 2, last * 2, last_unit, C, TILES, AHEAD)
     for number in range(jobs):
         total = gl.zeros([64, BM], gl.float32, SUMS)
         for step in range(first, last):
@@ -162,7 +162,7 @@ def _multiply(
             for half in gl.static_range(2):
                 words, s, z = units[half]
                 if AHEAD > 2:
-                    words = _take(kept, which, count // PIECES, C, TILES, AHEAD)
+                    words = _take(ring, which, count // PIECES, C, TILES, AHEAD)
                 q = decode(_halves(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
                 q = gl.reshape(q, (4, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
                 q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (64, 128 * PIECES))
@@ -184,12 +184,12 @@ def _multiply(
                     )
                 if AHEAD > 2:
                     _ask(
-                        kept, words_at, which, count // PIECES + (AHEAD - 1), step * 2 + (half + AHEAD - 1),
+                        ring, words_at, which, count // PIECES + AHEAD, step * 2 + (half + AHEAD),
                         last * 2, last_unit, C, TILES, AHEAD,
                     )  # fmt: skip
                 following = _load(
                     words_at, values_at, scale, zero, gl.minimum(step * 2 + half + BEFORE, last_unit),
-                    C, PIECES, TILES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                    C, PIECES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
                 )  # fmt: skip
                 units = (following, units[1]) if (half + BEFORE) % 2 == 0 else (units[0], following)
                 for piece in gl.static_range(PIECES):
@@ -219,7 +219,7 @@ def _multiply(
         )  # fmt: skip
         if AHEAD > 2:
             until = gl.where(number + 1 < jobs, last * 2, 0)
-            _fill(kept, words_at, which, count // PIECES, first * 2, until, last_unit, C, TILES, AHEAD)
+            _fill(ring, words_at, which, count // PIECES, first * 2, until, last_unit, C, TILES, AHEAD)
         if PDL:
             # The kernel before may still read what lies where this one writes.
             _wait_for_kernel_before()
@@ -245,7 +245,7 @@ def _begin(
         units = units + (
             _load(
                 words_at, values_at, scale, zero, unit,
-                C, PIECES, TILES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                C, PIECES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
             ),
         )  # fmt: skip
     return words_at, values_at, units
@@ -296,15 +296,11 @@ def _codes(C: int) -> gl.DistributedLinearLayout:
 @gluon.jit
 def _load(
     words_at, values_at, scale, zero, unit, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
-    LOADED: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
-    HAS_ZERO: gl.constexpr,
+    GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr, HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Codes of a unit, scales and zero-points of its pieces of 128 columns; 0 for what there is none of.
-
-    LOADED is TILES, or 0 where codes are copied.
-    """
+    """Codes of a unit, scales and zero-points of its pieces of 128 columns; 0 for what there is none of."""
     words = ()
-    for t in gl.static_range(LOADED):
+    for t in gl.static_range(TILES):
         words = words + (gl.load(words_at + (unit * (C * TILES) + t) * 128),)
     s = ()
     z = ()
@@ -317,17 +313,17 @@ def _load(
 
 @gluon.jit
 def _fill(
-    kept, words_at, which: gl.constexpr, turn, unit, end, last_unit, C: gl.constexpr, TILES: gl.constexpr,
+    ring, words_at, which: gl.constexpr, turn, unit, end, last_unit, C: gl.constexpr, TILES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Ask for the first units of a tile, from the place of a turn on."""
-    for i in gl.static_range(AHEAD - 1):
-        _ask(kept, words_at, which, turn + i, unit + i, end, last_unit, C, TILES, AHEAD)
+    for i in gl.static_range(AHEAD):
+        _ask(ring, words_at, which, turn + i, unit + i, end, last_unit, C, TILES, AHEAD)
 
 
 @gluon.jit
 def _ask(
-    kept, words_at, which: gl.constexpr, turn, unit, end, last_unit, C: gl.constexpr, TILES: gl.constexpr,
+    ring, words_at, which: gl.constexpr, turn, unit, end, last_unit, C: gl.constexpr, TILES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Have the codes of a unit copied to the place of a turn, unless the tile has come to its end.
@@ -337,20 +333,20 @@ def _ask(
     if unit < end:
         at = words_at + gl.minimum(unit, last_unit) * (C * TILES * 128)
         for t in gl.static_range(TILES):
-            there = kept.index((which * AHEAD + turn % AHEAD) * TILES + t)
+            there = ring.index((which * AHEAD + turn % AHEAD) * TILES + t)
             async_copy.async_copy_global_to_shared(there, at + t * 128, cache_modifier=".cg")
     async_copy.commit_group()
 
 
 @gluon.jit
 def _take(
-    kept, which: gl.constexpr, turn, C: gl.constexpr, TILES: gl.constexpr, AHEAD: gl.constexpr
+    ring, which: gl.constexpr, turn, C: gl.constexpr, TILES: gl.constexpr, AHEAD: gl.constexpr
 ):  # fmt: skip
     """The codes that were copied to the place of a turn."""
-    async_copy.wait_group(AHEAD - 2)
+    async_copy.wait_group(AHEAD - 1)
     words = ()
     for t in gl.static_range(TILES):
-        words = words + (kept.index((which * AHEAD + turn % AHEAD) * TILES + t).load(_codes(C)),)
+        words = words + (ring.index((which * AHEAD + turn % AHEAD) * TILES + t).load(_codes(C)),)
     return words
 
 

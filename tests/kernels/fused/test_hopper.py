@@ -38,14 +38,14 @@ CHANGES = {
     "one group frees for all": [("count=ROWS // 64)", "count=1)")],
     "copies wait for the other phase": [("count // STAGES % 2 ^ 1)", "count // STAGES % 2)")],
     "fewer bytes are expected": [("BM * 128 * 2)", "BM * 128)")],
-    "codes are taken before they are there": [("wait_group(AHEAD - 2)", "wait_group(AHEAD - 1)")],
-    "codes of the unit after are asked for": [("step * 2 + (half + AHEAD - 1)", "step * 2 + (half + AHEAD)")],
+    "codes are taken before they are there": [("wait_group(AHEAD - 1)", "wait_group(AHEAD)")],
+    "codes of the unit after are asked for": [("step * 2 + (half + AHEAD)", "step * 2 + (half + AHEAD + 1)")],
     "groups of warps have one ring": [("(which * AHEAD + turn % AHEAD)", "(turn % AHEAD)")],
     "a tile begins at the first place": [
-        ("_fill(kept, words_at, which, count // PIECES, first", "_fill(kept, words_at, which, 0, first")
+        ("_fill(ring, words_at, which, count // PIECES, first", "_fill(ring, words_at, which, 0, first")
     ],
     "codes go where others are yet to be decoded": [
-        ("count // PIECES + (AHEAD - 1)", "count // PIECES + (AHEAD - 2)")
+        ("count // PIECES + AHEAD", "count // PIECES + (AHEAD - 1)")
     ],
     "codes of a tile are asked for after its end": [("if unit < end:", "if unit <= end:")],
     "codes are asked for after the last tile": [

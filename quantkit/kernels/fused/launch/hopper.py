@@ -74,9 +74,8 @@ _LAUNCHES = count(1, 2)
 class HopperTile:
     """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
 
-    Codes are on their way while one unit is multiplied, or two; from 3 on, to shared memory, while one unit
-    less is. Where some programs would be idle at the end, all have a `share` of the steps of the tiles that
-    are left.
+    Codes are on their way while so many units are multiplied, from 3 on to shared memory. Where some programs
+    would be idle at the end, all have a `share` of the steps of the tiles that are left.
     """
 
     m: int = 128

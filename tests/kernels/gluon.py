@@ -293,9 +293,10 @@ class Gluon:
         assert barrier.count == 0, "a barrier is initialized twice"
         barrier.count = barrier.missing = count
 
-    def _wait(self, barrier: Barrier, phase: Any) -> None:
+    def _wait(self, barrier: Barrier, phase: Any, pred: Any = True) -> None:
         parity = number(phase)
-        self._turns.wait(lambda: barrier.phase != parity)
+        if number(pred):
+            self._turns.wait(lambda: barrier.phase != parity)
 
     def _expect(self, barrier: Barrier, size: int) -> None:
         barrier.change(1, size)

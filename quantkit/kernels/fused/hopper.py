@@ -32,8 +32,8 @@ def hopper(
 
     A tile is ROWS rows of the weight times BM rows of x, a step two units, each of 128 columns, or of a span
     where that is longer. Codes are loaded AHEAD units before they are decoded, from three on to a ring in
-    shared memory. GROUPS only says whether there are several. `sums` and the integers but M, N, SPANS and
-    BLOCKS are for `shares`.
+    shared memory, from where they may be decoded while products are done. GROUPS only says whether there are
+    several. `sums` and the integers but M, N, SPANS and BLOCKS are for `shares`.
     """
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -129,8 +129,7 @@ def _multiply(
         held, ready, free, ring, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     ) = given  # fmt: skip
-    SPAN: gl.constexpr = 16 * PLANES
-    C: gl.constexpr = _unit(PLANES) // SPAN
+    C: gl.constexpr = _unit(PLANES) // (16 * PLANES)
     PIECES: gl.constexpr = _unit(PLANES) // 128
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -143,6 +142,7 @@ def _multiply(
     # Codes that are loaded, not copied, and so many units before.
     LOADED: gl.constexpr = TILES if AHEAD <= 2 else 0
     BEFORE: gl.constexpr = AHEAD if AHEAD <= 2 else 1
+    EARLY: gl.constexpr = _decodes_early(ROWS, BM, AHEAD, STAGES, PIECES)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
     whole, jobs, begin, end, left = all_jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
     tile, first, last = job_of(0, whole, begin, end, left, FULL, WIDTH, steps)
@@ -155,48 +155,58 @@ def _multiply(
     count = 0
     if AHEAD > 2:
         _fill(ring, words_at, which, 0, first * 2, last * 2, last_unit, C, TILES, AHEAD)
+    if EARLY:
+        _wait_for_x(ready, count, jobs > 0, PIECES, STAGES)
     for number in range(jobs):
         total = gl.zeros([64, BM], gl.float32, SUMS)
+        if AHEAD > 2:
+            words = _take(
+                ring, words_at, which, count // PIECES, first * 2, last * 2, last_unit, C, TILES, AHEAD
+            )
+        if EARLY:
+            weights = _weights(
+                words, units[0], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
+                C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, WEIGHTS, OPERAND,
+            )  # fmt: skip
         for step in range(first, last):
             # Two units, so that what one loads need not be copied, and so waited for, to be decoded next.
             for half in gl.static_range(2):
-                words, s, z = units[half]
-                if AHEAD > 2:
-                    words = _take(ring, which, count // PIECES, C, TILES, AHEAD)
-                q = decode(_halves(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
-                q = gl.reshape(q, (4, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
-                q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (64, 128 * PIECES))
-                if PIECES == 1:
-                    pieces = (q,)
-                else:
-                    pieces = gl.split(gl.permute(gl.reshape(q, (64, 2, 128)), (0, 2, 1)))
-                weights = ()
-                for piece in gl.static_range(PIECES):
-                    q = gl.convert_layout(
-                        gl.reshape(pieces[piece], (64, V, 128 // V)), WEIGHTS, assert_trivial=True
-                    )
-                    if HAS_ZERO:
-                        q -= gl.expand_dims(z[piece].to(DTYPE), 2)
-                    if GROUPS > 1:
-                        q *= gl.expand_dims(scale_value(s[piece], SCALE).to(DTYPE), 2)
-                    weights = weights + (
-                        gl.convert_layout(gl.reshape(q, (64, 128)), OPERAND, assert_trivial=True),
-                    )
-                if AHEAD > 2:
-                    _ask(
-                        ring, words_at, which, count // PIECES + AHEAD, step * 2 + (half + AHEAD),
-                        last * 2, last_unit, C, TILES, AHEAD,
+                if not EARLY:
+                    if AHEAD <= 2:
+                        words = units[half][0]
+                    weights = _weights(
+                        words, units[half], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
+                        C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, WEIGHTS, OPERAND,
                     )  # fmt: skip
-                following = _load(
-                    words_at, values_at, scale, zero, gl.minimum(step * 2 + half + BEFORE, last_unit),
-                    C, PIECES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
-                )  # fmt: skip
-                units = (following, units[1]) if (half + BEFORE) % 2 == 0 else (units[0], following)
+                    following = _load(
+                        words_at, values_at, scale, zero, gl.minimum(step * 2 + half + BEFORE, last_unit),
+                        C, PIECES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                    )  # fmt: skip
+                    units = (following, units[1]) if (half + BEFORE) % 2 == 0 else (units[0], following)
                 for piece in gl.static_range(PIECES):
                     stage = (count + piece) % STAGES
-                    mbarrier.wait(ready.index(stage), (count + piece) // STAGES % 2)
+                    if not EARLY:
+                        mbarrier.wait(ready.index(stage), (count + piece) // STAGES % 2)
                     x = held.index(stage).permute((1, 0))
                     total = warpgroup_mma(weights[piece], x, total, is_async=True)
+                if AHEAD > 2:
+                    words = _take(
+                        ring, words_at, which, count // PIECES + 1, step * 2 + (half + 1), last * 2,
+                        last_unit, C, TILES, AHEAD,
+                    )  # fmt: skip
+                if EARLY:
+                    decoded = _weights(
+                        words, units[1 - half], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
+                        C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, WEIGHTS, OPERAND,
+                    )  # fmt: skip
+                    # A branch. ptxas moves the decoding to where the products are done, but not past one.
+                    more = (step * 2 + (half + 1) < last * 2) | (number + 1 < jobs)
+                    _wait_for_x(ready, count + PIECES, more, PIECES, STAGES)
+                    following = _load(
+                        words_at, values_at, scale, zero, gl.minimum(step * 2 + (half + 2), last_unit),
+                        C, PIECES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                    )  # fmt: skip
+                    units = (following, units[1]) if half == 0 else (units[0], following)
                 # Weights stay in their registers until the products are done.
                 if PIECES == 1:
                     total, _ = warpgroup_mma_wait(0, [total, weights[0]])
@@ -205,6 +215,8 @@ def _multiply(
                 for piece in gl.static_range(PIECES):
                     mbarrier.arrive(free.index((count + piece) % STAGES), count=1)
                 count += PIECES
+                if EARLY:
+                    weights = decoded
         row, m = pn * ROWS + which * 64, pm * BM
         is_written, is_added = last == steps, first > 0
         before = first_of(tile, FULL, SHARE, WIDTH)
@@ -229,6 +241,51 @@ def _multiply(
             _store(total, y, row, m, M, N, scale, factor, bias, BM, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, SUMS)
         else:
             leave_share(total, sums, which, TOKEN, ROWS, BM)
+
+
+@gluon.constexpr_function
+def _decodes_early(ROWS: int, BM: int, AHEAD: int, STAGES: int, PIECES: int) -> bool:
+    """Whether a group decodes a unit, and waits for its x, while its own products of the one before are done.
+
+    Then a thread has weights of two units, for which a third group, or a second program, leaves no registers,
+    and shared memory the x of both.
+    """
+    return AHEAD > 2 and ROWS == 128 and BM > 32 and STAGES >= 2 * PIECES
+
+
+@gluon.jit
+def _wait_for_x(ready, count, is_there, PIECES: gl.constexpr, STAGES: gl.constexpr):
+    """Wait for the blocks of x of a unit, which begin with number `count`, if there is such a unit."""
+    for piece in gl.static_range(PIECES):
+        number = count + piece
+        mbarrier.wait(ready.index(number % STAGES), number // STAGES % 2, pred=is_there)
+
+
+@gluon.jit
+def _weights(
+    words, unit, lut, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
+    PLANES: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
+    GROUPS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr,
+    WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Operand A for each 128 columns of a unit: of its codes, and what `_load` gave besides."""
+    _, s, z = unit
+    q = decode(_halves(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+    q = gl.reshape(q, (4, C, 8, 4, 2, 2, 2, PLANES // 2, 2))
+    q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (64, 128 * PIECES))
+    if PIECES == 1:
+        pieces = (q,)
+    else:
+        pieces = gl.split(gl.permute(gl.reshape(q, (64, 2, 128)), (0, 2, 1)))
+    weights = ()
+    for piece in gl.static_range(PIECES):
+        q = gl.convert_layout(gl.reshape(pieces[piece], (64, V, 128 // V)), WEIGHTS, assert_trivial=True)
+        if HAS_ZERO:
+            q -= gl.expand_dims(z[piece].to(DTYPE), 2)
+        if GROUPS > 1:
+            q *= gl.expand_dims(scale_value(s[piece], SCALE).to(DTYPE), 2)
+        weights = weights + (gl.convert_layout(gl.reshape(q, (64, 128)), OPERAND, assert_trivial=True),)
+    return weights
 
 
 @gluon.jit
@@ -340,13 +397,15 @@ def _ask(
 
 @gluon.jit
 def _take(
-    ring, which: gl.constexpr, turn, C: gl.constexpr, TILES: gl.constexpr, AHEAD: gl.constexpr
+    ring, words_at, which: gl.constexpr, turn, unit, end, last_unit, C: gl.constexpr, TILES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """The codes that were copied to the place of a turn."""
+    """The codes of a unit from the place of a turn, which is for those AHEAD units later from then on."""
     async_copy.wait_group(AHEAD - 1)
     words = ()
     for t in gl.static_range(TILES):
         words = words + (ring.index((which * AHEAD + turn % AHEAD) * TILES + t).load(_codes(C)),)
+    _ask(ring, words_at, which, turn + AHEAD, unit + AHEAD, end, last_unit, C, TILES, AHEAD)
     return words
 
 

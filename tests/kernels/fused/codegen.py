@@ -346,8 +346,11 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
     }
 
 
-def loops_of_products(text: str) -> dict[str, int]:
-    """How many loops have products and no other such loop in them, and the registers spilled there."""
+def loops_of_products(text: str) -> dict[str, Any]:
+    """How many loops have products and no other such loop in them, and the registers spilled there.
+
+    Also the part of their instructions that is between products and the wait for these.
+    """
     lines = [
         (int(address, 16), line)
         for address, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text)
@@ -359,8 +362,17 @@ def loops_of_products(text: str) -> dict[str, int]:
         around = [(first, last) for first, last in jumps if first <= product <= last]
         loops |= {min(around, key=lambda loop: loop[1] - loop[0])} if around else set()
     spills = [at for at, line in lines if line.startswith(("STL", "LDL"))]
+    bodies = [[line for at, line in lines if first <= at <= last] for first, last in loops]
+    beside = 0
+    for body in bodies:
+        since = 0
+        for line in body:
+            since = 0 if line.startswith("HGMMA") else since + 1
+            if line.startswith("WARPGROUP.DEPBAR"):
+                beside += since
     return {
         "loops": len(loops),
+        "beside_products": beside / max(sum(map(len, bodies)), 1),
         "spills_in_loops": sum(first <= at <= last for at in spills for first, last in loops),
     }
 

@@ -74,7 +74,8 @@ _LAUNCHES = count(1, 2)
 class HopperTile:
     """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
 
-    Codes are on their way while so many units are multiplied, from 3 on to shared memory. Where some programs
+    Codes are on their way while so many units are multiplied, from 3 on to shared memory; from there they are
+    decoded while products are done, not between them, where there is room for that. Where some programs
     would be idle at the end, all have a `share` of the steps of the tiles that are left.
     """
 

@@ -53,7 +53,7 @@ def test_random_weights_are_numbers_of_every_scheme(case: str) -> None:
 def test_a_bench_tells_right_from_wrong(
     tile: SkinnyTile | TiledTile | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, which is what Triton's interpreter multiplies."""
+    """On a CPU in float32, which takes the least time."""
     monkeypatch.setattr(gpu_module, "copies", lambda nbytes: 2)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

@@ -23,6 +23,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.eval.models import dtype_named, language_limits
 from quantkit.eval.sizes import measure
+from quantkit.model.decoding import layers_without_keys
 from quantkit.model.devices import pick_device
 from quantkit.model.load import load
 from quantkit.progress import Progress
@@ -144,6 +145,11 @@ def measure_serving(source: str, traffic: Traffic, *, progress: Progress | None 
     trace = make_trace(traffic.requests, prompt_tokens, new_tokens, vocabulary, traffic.seed)
     dtype = None if traffic.dtype == "auto" else dtype_named(traffic.dtype)
     model = load(checkpoint.directory, device=device, dtype=dtype)
+    if others := layers_without_keys(model):
+        raise UsageError(
+            f"{source} has layers of {others[0]}, for which continuous batching of transformers has no "
+            "cache. Measure it without --serve-like."
+        )
     loads = []
     with _running(model, trace, device) as manager:
         # Continuous batching may have taken another, and gives it back at the end.

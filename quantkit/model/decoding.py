@@ -312,11 +312,16 @@ def static_cache(model: Any, tokens: int) -> Cache | None:
     return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(layers)])
 
 
+def layers_without_keys(model: Any) -> list[str]:
+    """The kinds of layers of `model` that have something else than keys and values of all tokens."""
+    config = model.config.get_text_config(decoder=True)
+    return sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+
+
 def _why_no_static_cache(model: Any) -> str | None:
     """None if keys and values of a length that is fixed do for `model`, else the reason they do not."""
     config = model.config.get_text_config(decoder=True)
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
-    if others:
+    if others := layers_without_keys(model):
         return f"the model has layers of {others[0]}"
     # transformers says of a model that it compiles if it runs with such keys and values.
     if getattr(config, "is_encoder_decoder", False) or not getattr(model, "_can_compile_fullgraph", False):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 import quantkit
 from quantkit.bench import machine as machine_module
@@ -114,3 +115,12 @@ def test_traffic_is_checked(wrong: dict[str, Any]) -> None:
 def test_more_than_the_positions_is_refused(packed: Path) -> None:
     with pytest.raises(UsageError, match="up to 500 tokens with up to 64 new ones are more than the 512"):
         measure_serving(str(packed), Traffic("cpu", prompt_tokens=(4, 500)))
+
+
+def test_models_that_continuous_batching_does_not_run_are_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"])
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="has layers of conv, for which continuous batching"):
+        measure_serving(str(tmp_path), Traffic("cpu", prompt_tokens=(4, 8), new_tokens=(4, 8)))

@@ -1,14 +1,20 @@
-"""A packed checkpoint to run the command line on."""
+"""Packed checkpoints to run the command line on, whole and damaged."""
 
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quantkit
+from quantkit.model.prompt_logits import compare
 
 from ..conftest import Run
 
-__all__ = ["EXAMPLES", "SOURCE", "STORIES", "Run"]
+__all__ = ["EXAMPLES", "SOURCE", "STORIES", "Run", "edit_json"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SOURCE = EXAMPLES / "stories260K"
@@ -26,3 +32,25 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("cli") / "int4"
     quantkit.quantize(SOURCE, directory, format="int4")
     return directory
+
+
+@pytest.fixture
+def damaged(packed: Path, tmp_path: Path) -> Path:
+    """A copy of `packed` to damage."""
+    return Path(shutil.copytree(packed, tmp_path / "damaged"))
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+@pytest.fixture
+def reloaded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` runs the model in this process: a fresh one, which other tests have, imports for seconds."""
+
+    def compared(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, json.dumps(compare(Path(command[-1]))), "")
+
+    monkeypatch.setattr("quantkit.model.verify.subprocess.run", compared)

@@ -1,0 +1,99 @@
+"""`quantkit eval`: what it says of models, its resumption, and what it refuses."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.eval.report import floor_label
+
+from .conftest import SOURCE, STORIES, Run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "nothing to evaluate: give --text FILE"),
+        (("--text", "missing.txt"), 2, "missing.txt: cannot be read"),
+        (("--tasks", ","), 2, "--tasks is empty; name at least one"),
+        (("--text", STORIES, "--noise-floor"), 2, "give --against as well"),
+        (("--tasks", "x", "--against", SOURCE, "--per-block"), 2, "give --against and --text as well"),
+        (("--text", STORIES, "--task-path", "."), 2, "name them with --tasks"),
+        (("--text", STORIES, "--limit", "3"), 2, "--limit is of tasks and none is to run"),
+        (("--text", STORIES, "--window", "64", "--stride", "65"), 2, "stride is 65; use 1 to 64"),
+        (("--text", STORIES, "--logits-space", "much"), 2, "size 'much' is not"),
+        (("--text", STORIES, "--dtype", "int3"), 2, "unknown dtype 'int3'"),
+        (("--text", STORIES, "--device", "tpu", "--max-windows", "1"), 2, "device 'tpu' is unknown"),
+        (("--text", STORIES, "--json", "missing/eval.json"), 5, "cannot write missing/eval.json"),
+        (("--text", STORIES, "--report", STORIES), 5, "cannot create the directory"),
+        (("--text", STORIES, "--window", "1"), 2, "Invalid value for '--window'"),
+    ],
+)
+def test_wrong_options_of_eval(
+    run: Run, packed: Path, arguments: tuple[object, ...], code: int, message: str
+) -> None:
+    done = run("eval", packed, *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert message in done.err
+
+
+def test_eval_without_lm_eval(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.cli.evaluate.find_spec", lambda name: None)
+    done = run("eval", packed, "--text", STORIES, "--tasks", "arc_easy")
+    assert (done.code, done.out) == (7, "")
+    assert "pip install 'quantkit[eval]'" in done.err
+
+
+def test_eval_compares_models_and_goes_on_after_an_interruption(
+    run: Run, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.eval import passes
+
+    calls = 0
+
+    def interrupted(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+
+    report, file = tmp_path / "report", tmp_path / "figures.json"
+    command = (
+        *("eval", packed, SOURCE, "--text", STORIES, "--window", 32, "--max-windows", 2),
+        *("--against", SOURCE, "--report", report, "--json", file, "--no-noise-floor", "--no-per-block"),
+    )
+    monkeypatch.setattr(passes, "check_finite", interrupted)
+    done = run(*command)
+    assert (done.code, done.out) == (130, "")
+    assert f"what is done so far is in {report / '.quantkit-eval'}; the same command goes on" in done.err
+    assert list(report.iterdir()) == [report / ".quantkit-eval"]
+
+    done = run(*command)
+    assert done.code == 0
+    assert "int4: 1 of 2 batches of windows come from a run that was interrupted" in done.err
+    assert re.search(r"\nint4 .*\nstories260K .* \+0\.00000 +0 +100\.00%\n", done.out)
+    assert calls == 7
+    figures = json.loads(file.read_text())["reports"]
+    assert [one["label"] for one in figures] == ["int4", "stories260K"]
+    assert not (report / ".quantkit-eval").exists()
+
+
+def test_eval_calls_the_noise_floor_as_the_report_does(run: Run, packed: Path) -> None:
+    options = ("--against", SOURCE, "--noise-floor", "--text", STORIES, "--window", 64, "--max-windows", 1)
+    done = run("eval", packed, *options)
+    assert floor_label(str(SOURCE), "bfloat16") in done.out
+
+
+def test_eval_without_a_reference(run: Run, packed: Path) -> None:
+    done = run("eval", packed, "--text", STORIES, "--window", 4096, "--max-windows", 1)
+    assert done.code == 0
+    assert "KL" not in done.out
+    assert "int4: not compared with a reference" in done.out
+    assert "window 4096 was cut to 512" in done.err and "stride" not in done.err
+    done = run("eval", packed, "--text", STORIES, "--window", 4096, "--stride", 600, "--max-windows", 1)
+    assert (
+        "window 4096 was cut to 512, the positions that the model has; so was the stride of 600"
+        in " ".join(done.err.split())
+    )

@@ -1,0 +1,198 @@
+"""`quantkit verify` and `quantkit inspect`: damage is found, and what is shown is what is there."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.checkpoint.manifest import MANIFEST_NAME
+
+from .conftest import SOURCE, STORIES, Run, edit_json
+
+
+def flip_a_byte(directory: Path) -> None:
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def delete_the_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def delete_the_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def edit_the_config(directory: Path) -> None:
+    edit_json(directory / "config.json", lambda config: config.update(hidden_size=65))
+
+
+def forget_quantization(directory: Path) -> None:
+    edit_json(directory / "config.json", lambda config: config.pop("quantization_config"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "messages"),
+    [
+        (flip_a_byte, ["FAILED files", "model.safetensors has sha256", "1 of 3 checks failed"]),
+        (delete_the_weights, ["model.safetensors is missing", "FAILED headers", "found no weights"]),
+        (delete_the_config, ["config.json is missing", "FAILED headers: unreadable"]),
+        (forget_quantization, ["FAILED layers: unreadable", "quantization_config has no section"]),
+    ],
+)
+def test_verify_finds_damage(
+    run: Run, damaged: Path, damage: Callable[[Path], None], messages: list[str]
+) -> None:
+    damage(damaged)
+    done = run("verify", damaged, "--no-reload")
+    assert done.code == 3
+    for message in messages:
+        assert message in done.out + done.err
+    report = json.loads(run("verify", damaged, "--no-reload", "--json").out)
+    assert report["ok"] is False
+    assert any(check["problems"] for check in report["checks"])
+
+
+def test_verify_reloads_in_a_fresh_process(run: Run, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_the_config(damaged)
+    # What lies in a checkpoint is not imported, also not from within it.
+    (damaged / "transformers.py").write_text("raise SystemExit('code of the checkpoint ran')")
+    monkeypatch.chdir(damaged)
+    done = run("verify", ".")
+    assert done.code == 3
+    assert "FAILED reload: does not load and run in a fresh process" in done.out
+    assert "hidden size (65) is not a multiple" in done.out
+
+
+def test_verify_compares_logits(
+    run: Run, reloaded_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("quantkit.model.memory.free_memory", lambda device: 1000)
+        done = run("quantize", SOURCE, out)
+    assert done.code == 0
+    assert re.search(
+        r"note: the result was not run: that takes about [\d.]+ kB of memory, and 1.00 kB", done.err
+    )
+    assert run("verify", out).out.endswith("ok     logits: none stored at quantization\n")
+
+    assert run("quantize", SOURCE, out, "--resume").code == 0
+    edit_json(out / MANIFEST_NAME, lambda m: m["prompt_logits"]["logits"][2].__setitem__(0, 50.0))
+    done = run("verify", out)
+    assert done.code == 3
+    assert "FAILED logits: 16 tokens\n       position 2, token " in done.out
+
+
+def _layers(manifest: dict[str, Any]) -> dict[str, Any]:
+    layers: dict[str, Any] = manifest["layers"]
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(layers=[]), "'layers' is list"),
+        (lambda m: m.update(model_record=2), "'model_record' is 2"),
+        (lambda m: m.update(bits_per_weight={"linears": None, "model": None}), "'model' is NoneType"),
+        (lambda m: m.update(versions={"torch": [1]}), "'torch' is list"),
+        (lambda m: m.update(recipe={"default": math.nan}), "not JSON"),
+        (lambda m: m.update(source_bytes=10**400), "out of range"),
+        (lambda m: m.update(source_bytes=-1), "out of range"),
+        (lambda m: _layers(m)["lm_head"].update(shape=[10**400, 1]), "not [N, K]"),
+        (lambda m: _layers(m)["lm_head"].update(scheme=""), "scheme of 'lm_head' is empty"),
+        (lambda m: m["files"].update({"../x": {}}), "must name a file in the directory itself"),
+    ],
+)
+def test_hostile_manifests(
+    run: Run, damaged: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    edit_json(damaged / MANIFEST_NAME, change)
+    for arguments in (
+        ("inspect", damaged),
+        ("inspect", damaged, "--json"),
+        ("verify", damaged, "--no-reload"),
+    ):
+        done = run(*arguments)
+        assert done.code == 3
+        assert message in done.err + done.out
+
+
+def test_verify_counts_the_layers(run: Run, damaged: Path) -> None:
+    edit_json(damaged / MANIFEST_NAME, lambda m: _layers(m).pop("model.layers.0.mlp.up_proj"))
+    done = run("verify", damaged, "--no-reload")
+    assert done.code == 3
+    assert "35 packed tensors in the files, 34 in the manifest" in done.out
+
+
+def test_names_from_files_do_not_reach_the_terminal_as_they_are(run: Run, damaged: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        _layers(manifest)["\x1b]0;evil\x07[/bold]"] = _layers(manifest)["lm_head"]
+
+    edit_json(damaged / MANIFEST_NAME, change)
+    done = run("inspect", damaged)
+    assert done.code == 0
+    assert "\x1b" not in done.out
+    assert "\\x1b]0;evil\\x07[/bold]" in done.out
+
+
+def test_inspect_shows_tensor_parallel_sizes(run: Run, tmp_path: Path) -> None:
+    # 8 heads, 4 of keys, of 8; 172 columns of down_proj.
+    for group, sizes, reason in (
+        (
+            "channel",
+            "1",
+            "not 2: with 2 ranks each has 86 of the 172 columns of 'model.layers.0.mlp.down_proj'",
+        ),
+        ("channel --rule *.down_proj=int8", "1", "which are no whole words of 4 codes"),
+        ("channel --rule *.down_proj=keep", "1, 2, 4", "not 8: with 8 ranks each has 4 of the 32 rows of"),
+    ):
+        out = tmp_path / "out"
+        arguments = ("quantize", SOURCE, out, "--overwrite", "-g", *group.split(), "-m", "rtn", "--no-check")
+        assert run(*arguments).code == 0
+        shown = run("inspect", out, "--tensor-parallel").out.replace("\n", " ")
+        assert f"tensor parallel sizes: {sizes} not" in shown and reason in shown
+    assert "tensor parallel" not in run("inspect", out).out
+
+
+def test_inspect_json_is_the_manifest(run: Run, packed: Path) -> None:
+    done = run("inspect", packed, "--json")
+    assert json.loads(done.out) == json.loads((packed / MANIFEST_NAME).read_text())
+    assert done.err == ""
+    both = run("inspect", packed, "--json", "--tensor-parallel")
+    assert (both.code, both.out) == (2, "")
+    assert "--json prints the manifest, which has no tensor parallel sizes" in both.err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_what_is_no_packed_checkpoint(run: Run, command: str) -> None:
+    done = run(command, SOURCE)
+    assert done.code == 3
+    assert "is not a finished quantkit checkpoint" in done.err
+    done = run(command, "missing")
+    assert done.code == 2
+    assert "dir 'missing' does not exist" in done.err
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+@pytest.mark.parametrize("damage", [delete_the_weights, delete_the_config, edit_the_config, "tokenizer"])
+def test_models_that_cannot_be_opened(
+    run: Run, damaged: Path, command: str, damage: Callable[[Path], None] | str
+) -> None:
+    if callable(damage):
+        damage(damaged)
+    else:
+        for path in damaged.glob("tokenizer*"):
+            path.unlink()
+    done = run(command, damaged, *(["hi"] if command == "generate" else ["--text", STORIES]))
+    assert done.code == 3
+    assert done.err.startswith("error: ")
+    assert len(done.err.splitlines()) == 1

@@ -6,11 +6,13 @@
 A step is one new token of each sequence after `--tokens` of them: by default of two models of Llama-3 8B's
 layers, one with as many as `--layers`, one with half. What the former takes longer, divided by the layers it
 has more, is the time of a layer, and with the bytes of its weights the bandwidth that it reaches. Steps are
-called one after the other without waiting for any; a figure is the median over rounds of `STEPS`.
+called one after the other without waiting for any, which the host must do faster than the GPU runs them; a
+figure is the median over rounds of `STEPS`.
 
 `--bring AFTER:OF:MB` measures, too, what models do not do by themselves: a branch of the graph, which nothing
 waits for but its end, brings the first so many MB of the codes of the next product OF to the L2 cache once
-the product AFTER is done. Several of one measurement have commas between them.
+the product AFTER is done. Several of one measurement have commas between them; what a branch costs by itself
+is seen where it brings next to nothing, `qkv:o:0.01`.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -39,6 +42,7 @@ from quantkit.kernels.linear import OPERATOR, linear_in_order
 from quantkit.kernels.measure import read_time
 from quantkit.model import fused_forward
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
+from quantkit.model.graphs import NotRecorded
 
 #: Of Llama-3 8B, but for the vocabulary, which is outside of layers.
 SIZES: dict[str, Any] = {
@@ -49,14 +53,16 @@ SIZES: dict[str, Any] = {
     "vocab_size": 32000,
     "max_position_embeddings": 8192,
 }
-#: Products of a layer, in the order of a step.
-PRODUCTS = ("qkv", "o", "gate_up", "down")
+#: Products of a layer, in the order of a step, with the rows of their weights.
+PRODUCTS = {"qkv": 6144, "o": 4096, "gate_up": 28672, "down": 4096}
 #: What is not packed.
 DENSE = "bf16"
 #: Steps of a round, and rounds.
 STEPS, ROUNDS = 20, 7
-#: Bytes of a line of the cache, and programs of 32 threads that ask for them.
-LINE, PROGRAMS = 128, 132
+#: Most of the time of a step that the host may need to launch it.
+MOST_OF_STEP = 0.8
+#: Bytes that a thread asks for at a time, and programs of 32 threads.
+PIECE, PROGRAMS = 4096, 132
 
 
 @dataclass(frozen=True)
@@ -96,31 +102,36 @@ class Bring:
     @property
     def distance(self) -> int:
         """How many products later the one that it is of comes."""
-        return (PRODUCTS.index(self.of) - PRODUCTS.index(self.after) - 1) % len(PRODUCTS) + 1
+        names = list(PRODUCTS)
+        return (names.index(self.of) - names.index(self.after) - 1) % len(names) + 1
 
 
 @triton.jit
-def _ask(at, lines, TURNS: tl.constexpr, PROGRAMS: tl.constexpr, LINE: tl.constexpr):
-    """Have lines from address `at` on brought to the L2 cache."""
-    for turn in range(TURNS):
-        line = (turn * PROGRAMS + tl.program_id(0)) * 32 + tl.arange(0, 32)
-        address = at.to(tl.int64) + tl.minimum(line, lines - 1).to(tl.int64) * LINE
+def _ask(at, pieces, PROGRAMS: tl.constexpr, PIECE: tl.constexpr):
+    """Have pieces from address `at` on brought to the L2 cache."""
+    for first in range(0, pieces, PROGRAMS * 32):
+        piece = first + tl.arange(0, 32) * PROGRAMS + tl.program_id(0)
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, is_pure=False, pack=1
+            "{.reg .pred p; setp.ne.b32 p, $2, 0;"
+            "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0;}",
+            "=r,l,r,r",
+            [at.to(tl.int64) + piece.to(tl.int64) * PIECE, (piece < pieces).to(tl.int32), PIECE],
+            tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
 
 def bring(codes: torch.Tensor, megabytes: float, branch: Any) -> None:
     """Ask for the first part of `codes` in a stream of its own, after what was launched so far."""
-    nbytes = min(int(megabytes * 2**20), codes.nbytes)
-    lines = nbytes // LINE
+    pieces = max(1, min(int(megabytes * 2**20), codes.nbytes) // PIECE)
     branch.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(branch):
-        _ask[(PROGRAMS,)](codes, lines, triton.cdiv(lines, PROGRAMS * 32), PROGRAMS, LINE, num_warps=1)
+        _ask[(PROGRAMS,)](codes, pieces, PROGRAMS, PIECE, num_warps=1)
 
 
 def with_branches(module: GraphModule, brings: Sequence[Bring], branch: Any) -> GraphModule:
-    """`module`, a step, which asks for weights as `brings` say."""
+    """`module`, a step, which asks for weights as `brings` say. `NotRecorded` if it has other products."""
 
     def ask(codes: torch.Tensor, megabytes: float) -> None:
         bring(codes, megabytes, branch)
@@ -131,17 +142,24 @@ def with_branches(module: GraphModule, brings: Sequence[Bring], branch: Any) -> 
 
     graph = module.graph
     products = [node for node in graph.nodes if node.target in (OPERATOR, linear_in_order)]
-    layers, head = divmod(len(products), len(PRODUCTS))
-    if head != 1:
-        raise UsageError(f"a step has {len(products)} products, not {len(PRODUCTS)} a layer and one more.")
-    for number, node in enumerate(products[:-1]):
+    rows = [node.args[5] for node in products]
+    if len(rows) < len(PRODUCTS) or rows != [*PRODUCTS.values()] * (len(rows) // len(PRODUCTS)):
+        raise NotRecorded(f"products with {rows} rows are not {PRODUCTS} of each layer")
+    for constant in reversed(graph.find_nodes(op="get_attr")):
+        # They are where they are first used.
+        next(iter(graph.nodes)).prepend(constant)
+    names, asked = list(PRODUCTS), False
+    for number, node in enumerate(products):
         for one in brings:
             later = number + one.distance
-            if PRODUCTS[number % len(PRODUCTS)] == one.after and later < layers * len(PRODUCTS):
+            if names[number % len(names)] == one.after and later < len(products):
                 with graph.inserting_after(node):
                     graph.call_function(ask, (_codes(products[later]), one.megabytes))
-    with graph.inserting_before(graph.output_node()):
-        graph.call_function(join)
+                asked = True
+    if asked:
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(join)
+    graph.lint()
     module.recompile()
     return module
 
@@ -189,17 +207,26 @@ def step_time(model: Any, batch: int, tokens: int) -> float:
     cache = static_cache(model, tokens + STEPS * (ROUNDS + 1))
     token = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
     step = partial(forward_of(model), input_ids=token, past_key_values=cache, use_cache=True)
-    times = []
+    times, launches = [], []
     for _ in range(ROUNDS + 1):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began = time.perf_counter()
         start.record()
         for _ in range(STEPS):
             step()
         stop.record()
+        launches.append((time.perf_counter() - began) * 1e6 / STEPS)
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / STEPS)
+    if step.func.refused:
+        raise UsageError(f"steps are not recorded: {', '.join(step.func.refused)}.")
     # The first records the step.
-    return statistics.median(times[1:])
+    found, launched = statistics.median(times[1:]), statistics.median(launches[1:])
+    if launched > MOST_OF_STEP * found:
+        raise UsageError(
+            f"the host launches a step in {launched:.0f} of its {found:.0f} us. Use more --layers."
+        )
+    return found
 
 
 def measure(
@@ -247,7 +274,7 @@ def main() -> None:
     parser.add_argument("--formats", default=f"{DENSE},int4", help=f"names, or {DENSE}")
     parser.add_argument("--batch", type=lambda given: [int(one) for one in given.split(",")], default=[1, 16])
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--bring", action="append", default=[], metavar="AFTER:OF:MB,...")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -255,6 +282,8 @@ def main() -> None:
         tried = [[Bring.parse(one) for one in given.split(",")] for given in options.bring]
     except UsageError as error:
         parser.error(str(error))
+    if options.layers < 2:
+        parser.error("--layers are 2 at least, of which the other model has half.")
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here.")
     commit = subprocess.run(
@@ -272,4 +301,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UsageError as problem:
+        sys.exit(str(problem))

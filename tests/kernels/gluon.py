@@ -166,11 +166,15 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Products:
-    """Sums that are no numbers yet: of what was there before, and products of a tensor with shared memory."""
+    """Sums that are no numbers yet: of what was there before, and products of a tensor with shared memory.
+
+    That may be read at any time until then: what is not the same as when they were begun is NaN.
+    """
 
     before: Any
     weights: Any
     x: Shared
+    begun: np.ndarray
 
     def sums(self) -> Any:
         before = self.before.sums() if isinstance(self.before, Products) else self.before
@@ -178,6 +182,8 @@ class Products:
             wide(data) if data.dtype == np.uint16 else data.astype(np.float32)
             for data in (self.weights.handle.data, self.x.data)
         )
+        if self.begun.tobytes() != self.x.data.tobytes():
+            x = np.full_like(x, np.nan)
         product = weights @ x
         return tensor(before.handle.data + product, before.dtype)
 
@@ -349,7 +355,7 @@ class Gluon:
 
     def _multiply(self, weights: Any, x: Shared, total: Any, is_async: bool) -> Products:
         assert is_async
-        return Products(total, weights, x)
+        return Products(total, weights, x, x.data.copy())
 
     def _wait_for_products(self, flying: int, values: list[Any]) -> list[Any]:
         assert flying == 0

@@ -38,6 +38,7 @@ def hopper(
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # Something in its place where there is none.
     ring = held
     if AHEAD > 2:
         # A thread copies the 16 bytes of each span that it decodes.
@@ -199,7 +200,8 @@ def _multiply(
                         words, units[1 - half], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
                         C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, WEIGHTS, OPERAND,
                     )  # fmt: skip
-                    # A branch. ptxas moves the decoding to where the products are done, but not past one.
+                    # Not known to be so in the first half: past a branch ptxas moves less of the decoding, to
+                    # where the products are done.
                     more = (step * 2 + (half + 1) < last * 2) | (number + 1 < jobs)
                     _wait_for_x(ready, count + PIECES, more, PIECES, STAGES)
                     following = _load(
@@ -405,7 +407,7 @@ def _take(
     words = ()
     for t in gl.static_range(TILES):
         words = words + (ring.index((which * AHEAD + turn % AHEAD) * TILES + t).load(_codes(C)),)
-    _ask(ring, words_at, which, turn + AHEAD, unit + AHEAD, end, last_unit, C, TILES, AHEAD)
+    _ask(ring, words_at, which, turn, unit + AHEAD, end, last_unit, C, TILES, AHEAD)
     return words
 
 

@@ -349,7 +349,7 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
 def loops_of_products(text: str) -> dict[str, Any]:
     """How many loops have products and no other such loop in them, and the registers spilled there.
 
-    Also the part of their instructions that is between products and the wait for these.
+    Also the part of the instructions of a unit that is between products and the wait for these, the least.
     """
     lines = [
         (int(address, 16), line)
@@ -362,17 +362,16 @@ def loops_of_products(text: str) -> dict[str, Any]:
         around = [(first, last) for first, last in jumps if first <= product <= last]
         loops |= {min(around, key=lambda loop: loop[1] - loop[0])} if around else set()
     spills = [at for at, line in lines if line.startswith(("STL", "LDL"))]
-    bodies = [[line for at, line in lines if first <= at <= last] for first, last in loops]
-    beside = 0
-    for body in bodies:
-        since = 0
-        for line in body:
-            since = 0 if line.startswith("HGMMA") else since + 1
-            if line.startswith("WARPGROUP.DEPBAR"):
-                beside += since
+    beside = [1.0]
+    for first, last in loops:
+        body = [line for at, line in lines if first <= at <= last]
+        units = [index for index, line in enumerate(body) if line.startswith("WARPGROUP.DEPBAR")]
+        for index in units:
+            begun = max(i for i, line in enumerate(body[:index]) if line.startswith("HGMMA"))
+            beside.append((index - begun) * len(units) / len(body))
     return {
         "loops": len(loops),
-        "beside_products": beside / max(sum(map(len, bodies)), 1),
+        "beside_products": min(beside),
         "spills_in_loops": sum(first <= at <= last for at in spills for first, last in loops),
     }
 

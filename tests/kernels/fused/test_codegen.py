@@ -275,8 +275,8 @@ def test_codes_in_shared_memory_are_decoded_beside_products(compiled: Compiled, 
         compiled([(kernel, name, 90, 0)]).popitem()[1]
         for kernel in ("hopper 16 128 4", "hopper 128 128 4", "hopper 256 128 3", "hopper 128 128 2")
     )
-    assert loaded["beside_products"] < 0.1, loaded
-    assert many["beside_products"] > 0.5 and most["beside_products"] > 0.4, (many, most)
+    assert loaded["beside_products"] < 0.02, loaded
+    assert many["beside_products"] > 0.35 and most["beside_products"] > 0.15, (many, most)
     for found in (few, many, most):
         assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], found
         assert found["spills"] <= HOPPER_SPILLS and found["spills_in_loops"] == 0, found
@@ -286,6 +286,13 @@ def test_codes_in_shared_memory_are_decoded_beside_products(compiled: Compiled, 
     assert (
         few["registers"] <= 3 * 80 - 104 - 24 and 2 * (few["shared"] + RESERVED) <= few["limit"] + RESERVED
     ), few
+
+
+@pytest.mark.parametrize("name", ["int3", "nvfp4"])
+def test_codes_of_any_span_are_decoded_beside_products(compiled: Compiled, name: str) -> None:
+    (found,) = compiled([("hopper 128 128 3", name, 90, 0)]).values()
+    assert found["beside_products"] > 0.25 and found["spills"] == 0, found
+    assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], found
 
 
 def test_glue_compiles_for_every_target(compiled: Compiled) -> None:

@@ -242,7 +242,10 @@ def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor
 @needs_hopper
 @pytest.mark.parametrize(
     "tile",
-    [HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(128), HopperTile(16, ahead=4)],
+    [
+        *(HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(128)),
+        *(HopperTile(16, ahead=4), HopperTile(64, ahead=3)),
+    ],
     ids=str,
 )
 def test_programs_without_work_read_what_is_there(

@@ -216,6 +216,10 @@ def test_what_no_rule_chooses_is_measured_where_it_fits(ask: Ask, gpu: Gpu) -> N
         "codes 4 units ahead leave no room for two blocks of 16 rows of x"
     )
     assert why_not(ask(m=16), HopperTile(16, ahead=4)) is None
+    assert why_not(ask("int3", 32), HopperTile(32)) == (
+        "with 32 rows of x two programs have no registers for 256 columns"
+    )
+    assert why_not(ask("int3", 32), HopperTile(16)) is None
     assert why_not(ask(m=16), HopperTile(32, 192)) == (
         "192 rows of the weight are for 128 rows of x, not for 32"
     )

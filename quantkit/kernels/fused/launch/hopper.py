@@ -179,7 +179,10 @@ def _why_not(problem: Problem, tile: HopperTile) -> str | None:
         return reason
     if tile.rows != 128 and tile.m != 128:
         return f"{tile.rows} rows of the weight are for 128 rows of x, not for {tile.m}"
-    if stages(shape_of(problem), tile) < 2:
+    shape = shape_of(problem)
+    if tile.m == 32 and shape.span > COLUMNS:
+        return f"with {tile.m} rows of x two programs have no registers for {shape.span} columns"
+    if stages(shape, tile) < 2:
         return f"codes {tile.ahead} units ahead leave no room for two blocks of {tile.m} rows of x"
     return None
 

@@ -367,7 +367,8 @@ def loops_of_products(text: str) -> dict[str, Any]:
         body = [line for at, line in lines if first <= at <= last]
         units = [index for index, line in enumerate(body) if line.startswith("WARPGROUP.DEPBAR")]
         for index in units:
-            begun = max(i for i, line in enumerate(body[:index]) if line.startswith("HGMMA"))
+            products = [i for i, line in enumerate(body[:index]) if line.startswith("HGMMA")]
+            begun = products[-1] if products else index
             beside.append((index - begun) * len(units) / len(body))
     return {
         "loops": len(loops),

@@ -11,7 +11,6 @@ Written in Gluon, as Triton itself has no way to say which warps do what. `tiled
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from quantkit.kernels.fused.blocks import decode, finish, scale_value
@@ -31,27 +30,17 @@ def hopper(
     """`x` describes [M, SPANS * span] in the order of the fragments, by `order_columns`, in blocks [BM, 128].
 
     A tile is ROWS rows of the weight times BM rows of x, a step two units, each of 128 columns, or of a span
-    where that is longer. Codes are loaded AHEAD units before they are decoded, from three on to a ring in
-    shared memory, from where they may be decoded while products are done. GROUPS only says whether there are
-    several. `sums` and the integers but M, N, SPANS and BLOCKS are for `shares`.
+    where that is longer. Codes are loaded AHEAD units before they are decoded, one or two. GROUPS only says
+    whether there are several. `sums` and the integers but M, N, SPANS and BLOCKS are for `shares`.
     """
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Something in its place where there is none.
-    ring = held
-    if AHEAD > 2:
-        # A thread copies the 16 bytes of each span that it decodes.
-        ring = gl.allocate_shared_memory(
-            gl.int32,
-            [ROWS // 64 * AHEAD * TILES, 4, _unit(PLANES) // (16 * PLANES), 128],
-            gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
-        )
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=ROWS // 64)
     given = (
-        held, ready, free, ring, codes, scale, zero, factor, lut, bias, y, sums,
+        held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     )  # fmt: skip
     # What is written out again could not be put together: constants stay such in the call itself only.
@@ -127,7 +116,7 @@ def _multiply(
 ):  # fmt: skip
     """64 rows of a tile, those of group number `which`."""
     (
-        held, ready, free, ring, codes, scale, zero, factor, lut, bias, y, sums,
+        held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     ) = given  # fmt: skip
     C: gl.constexpr = _unit(PLANES) // (16 * PLANES)
@@ -140,10 +129,6 @@ def _multiply(
     # Half a step may be left over: x is zero there, by whatever weights.
     last_unit = SPANS // C - 1
     steps = gl.cdiv(SPANS, 2 * C)
-    # Codes that are loaded, not copied, and so many units before.
-    LOADED: gl.constexpr = TILES if AHEAD <= 2 else 0
-    BEFORE: gl.constexpr = AHEAD if AHEAD <= 2 else 1
-    EARLY: gl.constexpr = _decodes_early(ROWS, BM, AHEAD, STAGES, PIECES)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
     whole, jobs, begin, end, left = all_jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
     tile, first, last = job_of(0, whole, begin, end, left, FULL, WIDTH, steps)
@@ -151,64 +136,28 @@ def _multiply(
     pm, pn = place(gl.minimum(tile, columns * rows - 1), columns, rows, RASTER)
     words_at, values_at, units = _begin(
         pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
-        C, PIECES, TILES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
+        C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
     )  # fmt: skip
     count = 0
-    if AHEAD > 2:
-        _fill(ring, words_at, which, 0, first * 2, last * 2, last_unit, C, TILES, AHEAD)
-    if EARLY:
-        _wait_for_x(ready, count, jobs > 0, PIECES, STAGES)
     for number in range(jobs):
         total = gl.zeros([64, BM], gl.float32, SUMS)
-        if AHEAD > 2:
-            words = _take(
-                ring, words_at, which, count // PIECES, first * 2, last * 2, last_unit, C, TILES, AHEAD
-            )
-        if EARLY:
-            weights = _weights(
-                words, units[0], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
-                C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, WEIGHTS, OPERAND,
-            )  # fmt: skip
         for step in range(first, last):
             # Two units, so that what one loads need not be copied, and so waited for, to be decoded next.
             for half in gl.static_range(2):
-                if not EARLY:
-                    if AHEAD <= 2:
-                        words = units[half][0]
-                    weights = _weights(
-                        words, units[half], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
-                        C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, WEIGHTS, OPERAND,
-                    )  # fmt: skip
-                    following = _load(
-                        words_at, values_at, scale, zero, gl.minimum(step * 2 + half + BEFORE, last_unit),
-                        C, PIECES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
-                    )  # fmt: skip
-                    units = (following, units[1]) if (half + BEFORE) % 2 == 0 else (units[0], following)
+                weights = _weights(
+                    units[half], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
+                    C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, WEIGHTS, OPERAND,
+                )  # fmt: skip
+                following = _load(
+                    words_at, values_at, scale, zero, gl.minimum(step * 2 + half + AHEAD, last_unit),
+                    C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                )  # fmt: skip
+                units = (following, units[1]) if (half + AHEAD) % 2 == 0 else (units[0], following)
                 for piece in gl.static_range(PIECES):
                     stage = (count + piece) % STAGES
-                    if not EARLY:
-                        mbarrier.wait(ready.index(stage), (count + piece) // STAGES % 2)
+                    mbarrier.wait(ready.index(stage), (count + piece) // STAGES % 2)
                     x = held.index(stage).permute((1, 0))
                     total = warpgroup_mma(weights[piece], x, total, is_async=True)
-                if AHEAD > 2:
-                    words = _take(
-                        ring, words_at, which, count // PIECES + 1, step * 2 + (half + 1), last * 2,
-                        last_unit, C, TILES, AHEAD,
-                    )  # fmt: skip
-                if EARLY:
-                    decoded = _weights(
-                        words, units[1 - half], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
-                        C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, WEIGHTS, OPERAND,
-                    )  # fmt: skip
-                    # Not known to be so in the first half: past a branch ptxas moves less of the decoding, to
-                    # where the products are done.
-                    more = (step * 2 + (half + 1) < last * 2) | (number + 1 < jobs)
-                    _wait_for_x(ready, count + PIECES, more, PIECES, STAGES)
-                    following = _load(
-                        words_at, values_at, scale, zero, gl.minimum(step * 2 + (half + 2), last_unit),
-                        C, PIECES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
-                    )  # fmt: skip
-                    units = (following, units[1]) if half == 0 else (units[0], following)
                 # Weights stay in their registers until the products are done.
                 if PIECES == 1:
                     total, _ = warpgroup_mma_wait(0, [total, weights[0]])
@@ -217,8 +166,6 @@ def _multiply(
                 for piece in gl.static_range(PIECES):
                     mbarrier.arrive(free.index((count + piece) % STAGES), count=1)
                 count += PIECES
-                if EARLY:
-                    weights = decoded
         row, m = pn * ROWS + which * 64, pm * BM
         is_written, is_added = last == steps, first > 0
         before = first_of(tile, FULL, SHARE, WIDTH)
@@ -229,11 +176,8 @@ def _multiply(
         pm, pn = place(tile, columns, rows, RASTER)
         words_at, values_at, units = _begin(
             pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
-            C, PIECES, TILES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
+            C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
         )  # fmt: skip
-        if AHEAD > 2:
-            until = gl.where(number + 1 < jobs, last * 2, 0)
-            _fill(ring, words_at, which, count // PIECES, first * 2, until, last_unit, C, TILES, AHEAD)
         if PDL:
             # The kernel before may still read what lies where this one writes.
             _wait_for_kernel_before()
@@ -245,33 +189,15 @@ def _multiply(
             leave_share(total, sums, which, TOKEN, ROWS, BM)
 
 
-@gluon.constexpr_function
-def _decodes_early(ROWS: int, BM: int, AHEAD: int, STAGES: int, PIECES: int) -> bool:
-    """Whether a group decodes a unit, and waits for its x, while its own products of the one before are done.
-
-    Then a thread has weights of two units, for which a third group, or a second program, leaves no registers,
-    and shared memory the x of both.
-    """
-    return AHEAD > 2 and ROWS == 128 and BM > 32 and STAGES >= 2 * PIECES
-
-
-@gluon.jit
-def _wait_for_x(ready, count, is_there, PIECES: gl.constexpr, STAGES: gl.constexpr):
-    """Wait for the blocks of x of a unit, which begin with number `count`, if there is such a unit."""
-    for piece in gl.static_range(PIECES):
-        number = count + piece
-        mbarrier.wait(ready.index(number % STAGES), number // STAGES % 2, pred=is_there)
-
-
 @gluon.jit
 def _weights(
-    words, unit, lut, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
+    unit, lut, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
     PLANES: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
     GROUPS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr,
     WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Operand A for each 128 columns of a unit: of its codes, and what `_load` gave besides."""
-    _, s, z = unit
+    """Operand A for each 128 columns of a unit, of what `_load` gave."""
+    words, s, z = unit
     q = decode(_halves(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
     q = gl.reshape(q, (4, C, 8, 4, 2, 2, 2, PLANES // 2, 2))
     q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (64, 128 * PIECES))
@@ -293,7 +219,7 @@ def _weights(
 @gluon.jit
 def _begin(
     row_tile, step, codes, scale, zero, N, SPANS, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
-    LOADED: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
+    GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """The addresses of four row tiles, and what `_load` gives for the two units of a step."""
@@ -304,7 +230,7 @@ def _begin(
         units = units + (
             _load(
                 words_at, values_at, scale, zero, unit,
-                C, PIECES, LOADED, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
             ),
         )  # fmt: skip
     return words_at, values_at, units
@@ -368,47 +294,6 @@ def _load(
         s = s + (gl.load(scale + values_at + block) if GROUPS > 1 else 0,)
         z = z + (gl.load(zero + values_at + block) if HAS_ZERO else 0,)
     return words, s, z
-
-
-@gluon.jit
-def _fill(
-    ring, words_at, which: gl.constexpr, turn, unit, end, last_unit, C: gl.constexpr, TILES: gl.constexpr,
-    AHEAD: gl.constexpr,
-):  # fmt: skip
-    """Ask for the first units of a tile, from the place of a turn on."""
-    for i in gl.static_range(AHEAD):
-        _ask(ring, words_at, which, turn + i, unit + i, end, last_unit, C, TILES, AHEAD)
-
-
-@gluon.jit
-def _ask(
-    ring, words_at, which: gl.constexpr, turn, unit, end, last_unit, C: gl.constexpr, TILES: gl.constexpr,
-    AHEAD: gl.constexpr,
-):  # fmt: skip
-    """Have the codes of a unit copied to the place of a turn, unless the tile has come to its end.
-
-    Copies are waited for by groups, of which there is one for each turn.
-    """
-    if unit < end:
-        at = words_at + gl.minimum(unit, last_unit) * (C * TILES * 128)
-        for t in gl.static_range(TILES):
-            there = ring.index((which * AHEAD + turn % AHEAD) * TILES + t)
-            async_copy.async_copy_global_to_shared(there, at + t * 128, cache_modifier=".cg")
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _take(
-    ring, words_at, which: gl.constexpr, turn, unit, end, last_unit, C: gl.constexpr, TILES: gl.constexpr,
-    AHEAD: gl.constexpr,
-):  # fmt: skip
-    """The codes of a unit from the place of a turn, which is for those AHEAD units later from then on."""
-    async_copy.wait_group(AHEAD - 1)
-    words = ()
-    for t in gl.static_range(TILES):
-        words = words + (ring.index((which * AHEAD + turn % AHEAD) * TILES + t).load(_codes(C)),)
-    _ask(ring, words_at, which, turn, unit + AHEAD, end, last_unit, C, TILES, AHEAD)
-    return words
 
 
 @gluon.constexpr_function

@@ -30,7 +30,6 @@ from quantkit.kernels.fused.launch.hopper import (
     COLUMNS,
     SCRATCH,
     HopperTile,
-    codes_ahead,
     constants_of,
     hopper_tile,
     residence,
@@ -198,7 +197,7 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     tile = HopperTile(*numbers) if case.kernel != "hopper" else hopper_tile(shape, case.m)
     known = constants_of(N, K, row, dtype)
     known = {name: value for name, value in known.items() if name in hopper.arg_names}
-    blocks = stages(shape, tile)
+    blocks = stages(tile)
     known |= {"HAS_BIAS": True, "ROWS": tile.rows, "BM": tile.m, "AHEAD": tile.ahead, "STAGES": blocks}
     known |= {"REGISTERS": residence(tile).multiplying, "RASTER": RASTER, "PDL": True}
     types = {
@@ -219,7 +218,7 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         {(names.index(name),): known[name] for name in known},
         aligned,
     )
-    bound = 2 * blocks * tile.m * COLUMNS + codes_ahead(shape, tile) + SCRATCH
+    bound = 2 * blocks * tile.m * COLUMNS + SCRATCH
     found = Source(hopper, known, 4, blocks, bound)
     options = {"num_warps": 4, "launch_pdl": True, "maxnreg": residence(tile).launched}
     return triton.compile(code, target=target, options=options), found
@@ -346,11 +345,8 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
     }
 
 
-def loops_of_products(text: str) -> dict[str, Any]:
-    """How many loops have products and no other such loop in them, and the registers spilled there.
-
-    Also the part of the instructions of a unit that is between products and the wait for these, the least.
-    """
+def loops_of_products(text: str) -> dict[str, int]:
+    """How many loops have products and no other such loop in them, and the registers spilled there."""
     lines = [
         (int(address, 16), line)
         for address, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text)
@@ -362,17 +358,8 @@ def loops_of_products(text: str) -> dict[str, Any]:
         around = [(first, last) for first, last in jumps if first <= product <= last]
         loops |= {min(around, key=lambda loop: loop[1] - loop[0])} if around else set()
     spills = [at for at, line in lines if line.startswith(("STL", "LDL"))]
-    beside = [1.0]
-    for first, last in loops:
-        body = [line for at, line in lines if first <= at <= last]
-        units = [index for index, line in enumerate(body) if line.startswith("WARPGROUP.DEPBAR")]
-        for index in units:
-            products = [i for i, line in enumerate(body[:index]) if line.startswith("HGMMA")]
-            begun = products[-1] if products else index
-            beside.append((index - begun) * len(units) / len(body))
     return {
         "loops": len(loops),
-        "beside_products": min(beside),
         "spills_in_loops": sum(first <= at <= last for at in spills for first, last in loops),
     }
 

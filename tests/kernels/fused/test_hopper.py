@@ -20,13 +20,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would b
 
 #: In so many orders warps take turns.
 ORDERS = 8
-#: One that decodes codes that it loads, and others with codes in shared memory, of which the last two decode
-#: them while their own products are done, one 256 columns at a time.
+#: The second decodes 256 columns at a time.
 CASES = (
     ("int4", HopperTile(64)),
-    ("int4", HopperTile(16, ahead=4)),
-    ("int4", HopperTile(64, ahead=3, share=True)),
-    ("int3", HopperTile(128, ahead=4, share=True)),
+    ("int3", HopperTile(128, ahead=2, share=True)),
 )
 KERNEL = "quantkit.kernels.fused.hopper"
 FREED = """                for piece in gl.static_range(PIECES):
@@ -43,34 +40,16 @@ CHANGES = {
     "products wait for no copy": [(WAIT, "pass")],
     "products are begun before copies are there": [
         (WAIT, "pass"),
-        (BEGUN, BEGUN + f"                    if not EARLY:\n                        {WAIT}\n"),
+        (BEGUN, BEGUN + f"                    {WAIT}\n"),
     ],
-    "the first products wait for no copy": [("_wait_for_x(ready, count, jobs > 0, PIECES, STAGES)", "pass")],
-    "the next products wait for no copy": [
-        ("_wait_for_x(ready, count + PIECES, more, PIECES, STAGES)", "pass")
+    "products wait for the first block of x of two": [
+        (WAIT, "mbarrier.wait(ready.index(count % STAGES), count // STAGES % 2)")
     ],
-    "products wait for one block of x of two": [
-        ("static_range(PIECES):\n        number", "static_range(1):\n        number")
-    ],
-    "products wait for the phase of another block": [
-        ("number // STAGES % 2, pred", "count // STAGES % 2, pred")
-    ],
-    "after the last products another copy is waited for": [("PIECES, more, PIECES", "PIECES, True, PIECES")],
     "memory is free before products are done": [(FREED, ""), (WAITED, FREED)],
     "one group frees for all": [("count=ROWS // 64)", "count=1)")],
     "copies wait for the other phase": [("count // STAGES % 2 ^ 1)", "count // STAGES % 2)")],
     "fewer bytes are expected": [("BM * 128 * 2)", "BM * 128)")],
-    "codes are taken before they are there": [("wait_group(AHEAD - 1)", "wait_group(AHEAD)")],
-    "codes of the unit after are asked for": [("turn, unit + AHEAD,", "turn, unit + AHEAD + 1,")],
-    "groups of warps have one ring": [("(which * AHEAD + turn % AHEAD)", "(turn % AHEAD)")],
-    "a tile begins at the first place": [
-        ("_fill(ring, words_at, which, count // PIECES, first", "_fill(ring, words_at, which, 0, first")
-    ],
-    "codes go where others are yet to be decoded": [("turn, unit + AHEAD,", "turn + 1, unit + AHEAD,")],
-    "codes of a tile are asked for after its end": [("if unit < end:", "if unit <= end:")],
-    "codes are asked for after the last tile": [
-        ("until = gl.where(number + 1 < jobs, last * 2, 0)", "until = last * 2")
-    ],
+    "codes of the unit after are loaded": [("step * 2 + half + AHEAD,", "step * 2 + half + AHEAD + 1,")],
     "another place is free": [
         ("free.index((count + piece) % STAGES)", "free.index((count + piece + 1) % STAGES)")
     ],

@@ -60,7 +60,7 @@ CACHED = 32 << 20
 VALUES: Mapping[str, tuple[int, ...]] = {
     "m": (16, 32, 64, 128, 256),
     "rows": (128, 192),
-    "ahead": (1, 2, 3, 4),
+    "ahead": (1, 2),
     "share": (False, True),
 }
 #: Steps that a program has of a tile that it shares, at least.
@@ -74,9 +74,8 @@ _LAUNCHES = count(1, 2)
 class HopperTile:
     """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
 
-    Codes are on their way while so many units are multiplied, from 3 on to shared memory; from there they are
-    decoded while products are done, not between them, where there is room for that. Where some programs
-    would be idle at the end, all have a `share` of the steps of the tiles that are left.
+    Codes are on their way while so many units are multiplied. Where some programs would be idle at the end,
+    all have a `share` of the steps of the tiles that are left.
     """
 
     m: int = 128
@@ -105,16 +104,10 @@ def residence(tile: HopperTile) -> Residence:
     return Residence(1, None, 240 if tile.rows == 128 else 160)
 
 
-def codes_ahead(shape: Geometry, tile: HopperTile) -> int:
-    """Bytes of codes that are in shared memory, or on their way to it."""
-    return tile.rows * step_columns(shape) // 2 * shape.bits // 8 * tile.ahead if tile.ahead > 2 else 0
-
-
-def stages(shape: Geometry, tile: HopperTile) -> int:
+def stages(tile: HopperTile) -> int:
     """Blocks of x in shared memory: as many as there is room for, up to what memory takes to answer."""
     mine = (HOPPER_SHARED + RESERVED) // residence(tile).programs - RESERVED
-    room = mine - SCRATCH - codes_ahead(shape, tile)
-    return min(STAGES, room // (2 * tile.m * COLUMNS))
+    return min(STAGES, (mine - SCRATCH) // (2 * tile.m * COLUMNS))
 
 
 def step_columns(shape: Geometry) -> int:
@@ -141,8 +134,8 @@ def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int]:
 def tile_time(shape: Geometry, m: int, tile: HopperTile, multiprocessors: int = H200_PROCESSORS) -> float:
     """Microseconds for m rows of x by what a step of each tile in `STEP_US` was measured to take for int4.
 
-    Of the 526 problems for which the table of the H200 has this kernel, nine in ten took 1.00 to 1.33 times
-    as long, by a median of 1.18 (benchmarks/tile_rules.py).
+    Of the 616 problems for which the table of the H200 has this kernel, nine in ten took 0.99 to 1.33 times
+    as long, by a median of 1.17 (benchmarks/tile_rules.py).
     """
     columns = step_columns(shape)
     steps = -(-shape.k // columns)
@@ -179,11 +172,9 @@ def _why_not(problem: Problem, tile: HopperTile) -> str | None:
         return reason
     if tile.rows != 128 and tile.m != 128:
         return f"{tile.rows} rows of the weight are for 128 rows of x, not for {tile.m}"
-    shape = shape_of(problem)
-    if tile.m == 32 and shape.span > COLUMNS:
-        return f"with {tile.m} rows of x two programs have no registers for {shape.span} columns"
-    if stages(shape, tile) < 2:
-        return f"codes {tile.ahead} units ahead leave no room for two blocks of {tile.m} rows of x"
+    span = shape_of(problem).span
+    if tile.m == 32 and span > COLUMNS:
+        return f"with {tile.m} rows of x two programs have no registers for {span} columns"
     return None
 
 
@@ -276,7 +267,7 @@ def _launches(
         ROWS=tile.rows,
         BM=tile.m,
         AHEAD=tile.ahead,
-        STAGES=stages(shape, tile),
+        STAGES=stages(tile),
         REGISTERS=resident.multiplying,
         RASTER=RASTER,
         num_warps=4,

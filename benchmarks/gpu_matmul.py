@@ -122,11 +122,10 @@ def products(
     ]
 
 
-def compile_format(name: str, shapes: Sequence[tuple[int, int]], ms: Sequence[int]) -> None:
-    for shape in shapes:
-        packed = quantized(name, *shape)
-        for m in ms:
-            quantkit.linear(activations(m, shape[1]), packed)
+def compile_format(name: str, shape: tuple[int, int], ms: Sequence[int]) -> None:
+    packed = quantized(name, *shape)
+    for m in ms:
+        quantkit.linear(activations(m, shape[1]), packed)
 
 
 def compile_peer(name: str, shape: tuple[int, int], m: int) -> None:
@@ -224,7 +223,7 @@ def measure(
         run.notes.append("Columns of x are in the order of the kernel, where it has one.")
     peers = [name for name in peers if PEERS[name].installed]
     run.notes += [f"{name}: {PEERS[name].tuning}." for name in peers if PEERS[name].tuning]
-    todo = [partial(compile_format, name, list(shapes.values()), ms) for name in formats]
+    todo = [partial(compile_format, name, shape, ms) for shape in shapes.values() for name in formats]
     for name in peers:
         if PEERS[name].tuning:
             todo += [partial(compile_peer, name, shape, m) for shape in shapes.values() for m in ms]

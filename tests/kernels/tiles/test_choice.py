@@ -189,7 +189,7 @@ def test_tiles_are_fitted_where_that_leaves_less_to_do(gpu: Gpu) -> None:
     assert all(tile == fitted for tile, fitted in shipped_tiles(gpu, 0.999)), "the rules know no better"
     pairs = list(shipped_tiles(gpu, 0.75))
     changed = [(tile, fitted) for tile, fitted in pairs if tile != fitted]
-    assert len(pairs) / 4 < len(changed) < len(pairs) / 2
+    assert len(pairs) / 5 < len(changed) < len(pairs) / 2
     # How early codes are loaded is a matter of the format, of which the rules know nothing.
     assert all(
         tile.ahead == fitted.ahead
@@ -209,13 +209,8 @@ def test_tiles_are_fitted_to_the_weight_and_the_gpu(ask: Ask) -> None:
     assert hopper.TILING.fitted(replace(measured, n=133 * 128), whole, measured) == whole
 
 
-def test_what_no_rule_chooses_is_measured_where_it_fits(ask: Ask, gpu: Gpu) -> None:
-    """Codes in shared memory, and two programs on a multiprocessor."""
+def test_tiles_of_few_rows_of_x_are_from_tables_only(ask: Ask, gpu: Gpu) -> None:
     why_not, loses = hopper.TILING.why_not, hopper.TILING.loses
-    assert why_not(ask("int7", 16), HopperTile(16, ahead=4)) == (
-        "codes 4 units ahead leave no room for two blocks of 16 rows of x"
-    )
-    assert why_not(ask(m=16), HopperTile(16, ahead=4)) is None
     assert why_not(ask("int3", 32), HopperTile(32)) == (
         "with 32 rows of x two programs have no registers for 256 columns"
     )
@@ -227,11 +222,10 @@ def test_what_no_rule_chooses_is_measured_where_it_fits(ask: Ask, gpu: Gpu) -> N
     assert loses(ask(m=65), HopperTile(32)) == "it decodes each weight for 32 rows of x"
     assert {m for m in (1, 16, 32, 33, 64) if loses(ask(m=m), HopperTile(32)) is None} == {1, 16, 32, 33, 64}
     chosen = [hopper.TILING.rule(ask(m=m, n=n)) for m in (1, 16, 64, 300, 4096) for n in (128, 4096, 28672)]
-    shipped = [tile for pair in shipped_tiles(gpu, 0.75) for tile in pair]
-    assert {tile.m for tile in chosen + shipped} == {64, 128, 256}
-    assert {tile.ahead for tile in chosen + shipped} == {1, 2}
+    assert {tile.m for tile in chosen} == {64, 128, 256}
+    assert {tile.m for tile, _ in shipped_tiles(gpu, 0.75)} == {16, 32, 64, 128, 256}
     # Where it was measured, it is for what it was measured for.
-    few = HopperTile(16, ahead=4)
+    few = HopperTile(16)
     assert hopper.TILING.fitted(ask(m=8, n=8192), few, ask(m=16)) == few
 
 

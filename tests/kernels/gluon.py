@@ -2,8 +2,8 @@
 
 Tensors have no layouts here, as these say where numbers are and not what they are. The warps of a program
 take turns, in an order drawn by chance, at whatever they do to barriers. What goes on at the same time on a
-GPU is done as late as it may be: memory that a copy is on its way to is NaN until then, or codes that nobody
-wrote, and products are those of what is there when they are waited for. So who does not wait finds these.
+GPU is done as late as it may be: memory that a copy is on its way to is NaN until then, and products are
+those of what is there when they are waited for. So who does not wait for something has NaN.
 """
 
 import importlib.util
@@ -26,14 +26,8 @@ from .bfloat16 import wide
 
 #: How likely it is that a warp that had its turn gets another rank among those that can go on.
 CHANGE = 0.125
-
-
-#: What is where nobody has written, by dtype: NaN, and codes that nobody wrote.
-UNWRITTEN = {
-    "fp16": np.float16(np.nan),
-    "bf16": np.uint16(0x7FFF),
-    "int32": np.int32(-1),
-}
+#: NaN, which is where nobody has written.
+UNWRITTEN = {"fp16": np.float16(np.nan), "bf16": np.uint16(0x7FFF)}
 
 
 class DeadlockError(AssertionError):
@@ -48,9 +42,6 @@ class Warp:
     ready: Callable[[], bool] = bool
     is_done: bool = False
     error: BaseException | None = None
-    # Copies of its own, those that are no group yet, and groups that nobody has waited for.
-    asked: list[Callable[[], None]] = field(default_factory=list)
-    groups: list[list[Callable[[], None]]] = field(default_factory=list)
 
 
 class Turns:
@@ -66,12 +57,6 @@ class Turns:
     def _rank(self, one: Any) -> float:
         """Who has the highest goes on, and others may fall far behind."""
         return self._ranks.setdefault(one, self._chance.random())
-
-    @property
-    def mine(self) -> Warp:
-        """The warp whose turn it is."""
-        warp: Warp = self._mine.warp
-        return warp
 
     def wait(self, ready: Callable[[], bool] = lambda: True) -> None:
         """Let others have their turn, until something is so."""
@@ -111,7 +96,6 @@ class Turns:
         warp.turn.acquire()
         try:
             body()
-            assert not warp.asked and not any(warp.groups), "a warp ends with copies on their way"
         except BaseException as error:
             warp.error = error
         warp.is_done = True
@@ -144,11 +128,6 @@ class Shared:
 
     def index(self, at: Any) -> "Shared":
         return Shared(self.data[number(at)])
-
-    def load(self, layout: Any) -> Any:
-        from triton import language as tl
-
-        return tensor(self.data.copy(), {np.dtype(np.int32): tl.int32}[self.data.dtype])
 
     def permute(self, axes: tuple[int, ...]) -> "Shared":
         return Shared(self.data.transpose(axes))
@@ -265,11 +244,6 @@ class Gluon:
             expect=self._expect,
             arrive=self._arrive,
         )
-        copies = SimpleNamespace(
-            async_copy_global_to_shared=self._copy_by_thread,
-            commit_group=self._commit,
-            wait_group=self._wait_for_group,
-        )
         hopper = SimpleNamespace(
             mbarrier=barriers,
             tma=SimpleNamespace(async_copy_global_to_shared=self._copy),
@@ -284,7 +258,6 @@ class Gluon:
             "triton.experimental": experimental,
             name: gluon,
             f"{name}.language": language,
-            f"{name}.language.nvidia.ampere": SimpleNamespace(async_copy=copies),
             f"{name}.language.nvidia.hopper": hopper,
         }
 
@@ -299,10 +272,9 @@ class Gluon:
         assert barrier.count == 0, "a barrier is initialized twice"
         barrier.count = barrier.missing = count
 
-    def _wait(self, barrier: Barrier, phase: Any, pred: Any = True) -> None:
+    def _wait(self, barrier: Barrier, phase: Any) -> None:
         parity = number(phase)
-        if number(pred):
-            self._turns.wait(lambda: barrier.phase != parity)
+        self._turns.wait(lambda: barrier.phase != parity)
 
     def _expect(self, barrier: Barrier, size: int) -> None:
         barrier.change(1, size)
@@ -328,29 +300,6 @@ class Gluon:
             barrier.change(transferred=-to.data.nbytes)
 
         self._turns.copies.append(arrives)
-        self._turns.wait()
-
-    def _copy_by_thread(self, to: Shared, at: Any, cache_modifier: str) -> None:
-        from triton import language as tl
-
-        assert list(to.data.shape) == list(at.shape)
-        to.data[...] = UNWRITTEN["int32"]
-
-        def arrives() -> None:
-            to.data[...] = tl.load(at).handle.data
-
-        self._turns.mine.asked.append(arrives)
-
-    def _commit(self) -> None:
-        warp = self._turns.mine
-        warp.groups.append(warp.asked)
-        warp.asked = []
-
-    def _wait_for_group(self, flying: int) -> None:
-        groups = self._turns.mine.groups
-        while len(groups) > flying:
-            for arrives in groups.pop(0):
-                arrives()
         self._turns.wait()
 
     def _multiply(self, weights: Any, x: Shared, total: Any, is_async: bool) -> Products:

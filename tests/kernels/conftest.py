@@ -16,7 +16,7 @@ from quantkit.kernels.tiles.store import TILES_VARIABLE
 from quantkit.packing.schemes import GroupSize, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
-from . import bfloat16, gluon
+from . import bfloat16, gluon, memory
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +35,20 @@ GLUON = {
 _interpreted = cache(lambda: gluon.interpreted(GLUON))
 
 
+@pytest.fixture
+def by_address() -> list[torch.Tensor]:
+    """What kernels find by addresses in memory, filled by tests."""
+    return []
+
+
 @pytest.fixture(autouse=True)
-def _interpreter(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _interpreter(interpreter: None, by_address: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run in it where there is no GPU, on one of few multiprocessors."""
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return
     gluon.teach(monkeypatch)
     bfloat16.teach(monkeypatch)
+    memory.teach(monkeypatch, by_address)
     for name, module in _interpreted().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(hopper, "multiprocessors_of", lambda device: 3)

@@ -27,6 +27,17 @@ LAID: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _found(by_address: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = cache._entry
+
+    def found(*tensors: torch.Tensor) -> tuple[int, ...]:
+        by_address.extend(tensors)
+        return entry(*tensors)
+
+    monkeypatch.setattr(cache, "_entry", found)
+
+
 @pytest.mark.parametrize("clear", [False, True], ids=["used", "new"])
 @pytest.mark.parametrize("tokens", [1, 5, 33, 70])
 def test_caches_get_all_states_and_zeros(tokens: int, clear: bool) -> None:

@@ -50,6 +50,10 @@ CHANGES = {
     "copies wait for the other phase": [("count // STAGES % 2 ^ 1)", "count // STAGES % 2)")],
     "fewer bytes are expected": [("BM * 128 * 2)", "BM * 128)")],
     "codes of the unit after are loaded": [("step * 2 + half + AHEAD,", "step * 2 + half + AHEAD + 1,")],
+    "codes after the last unit are loaded": [
+        ("gl.minimum(step * 2 + half + AHEAD, last_unit)", "step * 2 + half + AHEAD")
+    ],
+    "codes of row tiles that are not there are loaded": [("(N + 15) // 16 - 1", "(N + 15) // 16 + 7")],
     "another place is free": [
         ("free.index((count + piece) % STAGES)", "free.index((count + piece + 1) % STAGES)")
     ],

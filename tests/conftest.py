@@ -7,11 +7,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,8 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 # It reads the variable.
 import torch
+
+from .interpreter import teach
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -53,40 +54,9 @@ def auto_is_the_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter with loops that numpy takes, and without what it does for nothing."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
-        return
-    from triton import language as tl
-    from triton.runtime import interpreter as module
-
-    patch = module._patch_lang_core
-
-    def patched(lang: Any, scope: Any) -> None:
-        patch(lang, scope)
-        interpreted = lang.range
-        scope.set_attr(lang, "range", lambda *bounds, **options: interpreted(*map(number, bounds), **options))
-
-    def number(bound: Any) -> Any:
-        # Bounds would be `int` of arrays, which numpy refuses.
-        return bound.handle.data.item() if hasattr(bound, "handle") else bound
-
-    monkeypatch.setattr(module, "_patch_lang_core", patched)
-    # A launch patches all of the language. Each call of a function within a kernel would do it again.
-    patch_lang, both = module._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    monkeypatch.setattr(module, "_patch_lang", lambda _: patch_lang(both))
-    monkeypatch.setattr(
-        module.InterpretedFunction,
-        "__call__",
-        lambda function, *args, **options: function.rewrite()(*args, **options),
-    )
-    # The types of tuples, such as each shape, are for compilers.
-    monkeypatch.setattr(
-        tl.core, "_type_for_tuple_values", lambda _, fields=None: tl.core.tuple_type((), fields)
-    )
-    # Whether integers overflow would be computed for every operation, and asserted only where `debug` is set.
-    builder = module.interpreter_builder
-    assert not builder.options.debug
-    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    """Triton's interpreter as it is tested with, where there is no GPU."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        teach(monkeypatch)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Memcheck for Triton's interpreter: what a kernel reads and writes lies within the tensors of its launch."""
+"""Memcheck for Triton's interpreter: each address that a kernel reads or writes is in a tensor of its launch.
+
+Which one is not known, nor what lies between the elements of one: from the first to the last all is its own.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 ACCESSES = {
     "create_masked_load": ("reads", 0, 1),
     "create_masked_store": ("writes", 0, 2),
-    "create_atomic_rmw": ("exchanges", 1, 3),
+    "create_atomic_rmw": ("changes", 1, 3),
 }
 
 
@@ -45,10 +48,12 @@ class Bounds:
         which = np.searchsorted(self._begins, addresses, "right") - 1
         outside = (which < 0) | (addresses + np.uint64(size) > self._ends[which])
         if outside.any():
-            past = int(addresses[outside].min()) - int(self._ends[max(0, which[outside].min())])
+            first = int(addresses[outside].min())
+            past = min((first - int(end) for end in self._ends if end <= first), default=None)
+            where = "before all of them" if past is None else f"{past} bytes past the end of one"
             raise OutOfBoundsError(
-                f"it {does} {outside.sum()} of {outside.size} addresses that are in no tensor, the first "
-                f"{past} bytes past the end of one"
+                f"it {does} {outside.sum()} of {outside.size} addresses that are in no tensor, "
+                f"the first {where}"
             )
 
 

@@ -13,6 +13,7 @@ from quantkit.packing.tensor import PackedTensor
 
 from ..conftest import GLUON
 from ..gluon import interpreted
+from ..memory import OutOfBoundsError
 from .test_fused import HOPPER, LIMIT, error, operands
 
 InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
@@ -50,13 +51,18 @@ CHANGES = {
     "copies wait for the other phase": [("count // STAGES % 2 ^ 1)", "count // STAGES % 2)")],
     "fewer bytes are expected": [("BM * 128 * 2)", "BM * 128)")],
     "codes of the unit after are loaded": [("step * 2 + half + AHEAD,", "step * 2 + half + AHEAD + 1,")],
-    "codes after the last unit are loaded": [
-        ("gl.minimum(step * 2 + half + AHEAD, last_unit)", "step * 2 + half + AHEAD")
-    ],
-    "codes of row tiles that are not there are loaded": [("(N + 15) // 16 - 1", "(N + 15) // 16 + 7")],
     "another place is free": [
         ("free.index((count + piece) % STAGES)", "free.index((count + piece + 1) % STAGES)")
     ],
+}
+
+
+#: What is said of where a program loads from, and what instead.
+LOADS = {
+    "codes after the last unit": [
+        ("gl.minimum(step * 2 + half + AHEAD, last_unit)", "step * 2 + half + AHEAD")
+    ],
+    "codes of row tiles that are not there": [("(N + 15) // 16 - 1", "(N + 15) // 16 + 7")],
 }
 
 
@@ -86,22 +92,38 @@ def test_warps_may_run_in_any_order(
     assert multiply(make_packed, GLUON[KERNEL], seed, name, tile) < LIMIT[HOPPER[0]]
 
 
+def changed(directory: Path, change: list[tuple[str, str]]) -> Path:
+    """The kernel with something else said."""
+    text = GLUON[KERNEL].read_text()
+    for old, new in change:
+        assert old in text
+        text = text.replace(old, new)
+    path = directory / "hopper.py"
+    path.write_text(text)
+    return path
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_waited_for_is_needed(
     make_packed: Callable[..., PackedTensor], tmp_path: Path, change: str
 ) -> None:
     assert HOPPER is not None
-    text = GLUON[KERNEL].read_text()
-    for old, new in CHANGES[change]:
-        assert old in text
-        text = text.replace(old, new)
-    changed = tmp_path / "hopper.py"
-    changed.write_text(text)
+    path = changed(tmp_path, CHANGES[change])
 
     def is_wrong(seed: int, name: str, tile: HopperTile) -> bool:
         try:
-            return not multiply(make_packed, changed, seed, name, tile) < LIMIT[HOPPER[0]]
+            return not multiply(make_packed, path, seed, name, tile) < LIMIT[HOPPER[0]]
         except InterpreterError as stuck:
-            return isinstance(stuck.__cause__, AssertionError)
+            found = stuck.__cause__
+            return isinstance(found, AssertionError) and not isinstance(found, OutOfBoundsError)
 
     assert any(is_wrong(seed, *case) for seed in range(ORDERS) for case in CASES)
+
+
+@pytest.mark.parametrize("change", LOADS)
+def test_nothing_is_read_outside_of_a_weight(
+    make_packed: Callable[..., PackedTensor], tmp_path: Path, change: str
+) -> None:
+    path = changed(tmp_path, LOADS[change])
+    with pytest.raises(InterpreterError, match="OutOfBoundsError"):
+        multiply(make_packed, path, 0, *CASES[0])

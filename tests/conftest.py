@@ -53,10 +53,12 @@ def auto_is_the_cpu() -> Iterator[None]:
 
 
 @pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter as it is tested with, where there is no GPU."""
-    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether kernels run in Triton's interpreter, as where there is no GPU; it is taught what tests need."""
+    runs = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+    if runs:
         teach(monkeypatch)
+    return runs
 
 
 @dataclass(frozen=True)

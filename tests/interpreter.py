@@ -13,6 +13,7 @@ import pytest
 
 
 def teach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter be that, until `monkeypatch` is undone."""
     from triton import language as tl
     from triton.runtime import interpreter
 

@@ -1,10 +1,8 @@
 """What the kernel tests share: packed tensors with known weights, and the fp64 product of them."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,9 +40,9 @@ def by_address() -> list[torch.Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def _interpreter(interpreter: None, by_address: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run in it where there is no GPU, on one of few multiprocessors."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+def _interpreter(interpreter: bool, by_address: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows all that kernels have, and is a GPU of few multiprocessors."""
+    if not interpreter:
         return
     gluon.teach(monkeypatch)
     bfloat16.teach(monkeypatch)

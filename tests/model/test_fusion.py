@@ -56,7 +56,7 @@ OF_PROMPTS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_h
 
 
 @pytest.fixture(autouse=True)
-def recordings(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> tuple[list[int], list[int]]:
+def recordings(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> tuple[list[int], list[int]]:
     monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
     fused_forward.warn_unchanged.cache_clear()
     return count_recordings(monkeypatch)

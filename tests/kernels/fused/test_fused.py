@@ -112,8 +112,9 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
     if shape.span <= 128:
         found["tiled chains"] = lambda: tiled.run(op, TiledTile(4, 16, stages=2, chains=2), features)
     if {"gluon", "wgmma", "ptx"} <= features:
+        problem = Problem(m, op.n, op.x.shape[1], op.scheme, op.x.dtype, "cuda", features)
         for tile in HOPPER_TILES if DEVICE == "cuda" or m > 16 else HOPPER_TILES[:1]:
-            if tile.m != 32 or shape.span <= 128:
+            if hopper.TILING.why_not(problem, tile) is None:
                 found[f"hopper {tile}"] = partial(hopper.run, op, tile, features)
     if m <= 32:
         found["skinny"] = lambda: skinny.run(op, skinny_tile(shape, m), features)

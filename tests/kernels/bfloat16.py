@@ -30,8 +30,12 @@ def teach(monkeypatch: pytest.MonkeyPatch) -> None:
     binary, unary = InterpreterBuilder.binary_op, InterpreterBuilder.unary_op
     dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
+    def is_bfloat16(dtype: Any) -> bool:
+        # Of every operation, so by what a comparison of types comes down to.
+        return bool(dtype.scalar.name == "bf16")
+
     def widened(handle: Any) -> Any:
-        return TensorHandle(wide(handle.data), tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+        return TensorHandle(wide(handle.data), tl.float32) if is_bfloat16(handle.dtype) else handle
 
     def narrowed(handle: Any) -> Any:
         data = handle.data if handle.data.dtype == np.bool_ else narrow(handle.data)
@@ -39,17 +43,17 @@ def teach(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def binary_op(builder: Any, one: Any, other: Any, op: Any) -> Any:
         found = binary(builder, widened(one), widened(other), op)
-        return narrowed(found) if one.dtype.scalar == tl.bfloat16 else found
+        return narrowed(found) if is_bfloat16(one.dtype) else found
 
     def unary_op(builder: Any, one: Any, op: Any) -> Any:
         found = unary(builder, widened(one), op)
-        return narrowed(found) if one.dtype.scalar == tl.bfloat16 else found
+        return narrowed(found) if is_bfloat16(one.dtype) else found
 
     def create_dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
         return dot(builder, widened(a), widened(b), *others)
 
     def cast_impl(builder: Any, one: Any, dtype: Any) -> Any:
-        if dtype.scalar == tl.bfloat16:
+        if is_bfloat16(dtype):
             return narrowed(cast(builder, widened(one), tl.float32))
         return cast(builder, widened(one), dtype)
 

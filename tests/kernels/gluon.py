@@ -34,11 +34,18 @@ class DeadlockError(AssertionError):
     """No warp can go on."""
 
 
+def held() -> threading.Lock:
+    """A lock that is taken by whom another thread lets go on: a semaphore is several of these, in Python."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(eq=False)
 class Warp:
     """A thread that runs only when it is its turn, which it may be once `ready` says so."""
 
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    turn: threading.Lock = field(default_factory=held)
     ready: Callable[[], bool] = bool
     is_done: bool = False
     error: BaseException | None = None
@@ -49,7 +56,7 @@ class Turns:
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
-        self._back = threading.Semaphore(0)
+        self._back = held()
         self._mine = threading.local()
         self._ranks: dict[Any, float] = {}
         self.copies: list[Callable[[], None]] = []

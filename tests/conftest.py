@@ -62,6 +62,16 @@ def auto_is_the_cpu() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the disk, which takes milliseconds a file: what a power cut would leave no test sees.
+
+    That all is synced, and in which order, is tested by what counts the calls. Tests of faults really sync.
+    """
+    # Whoever gives it what is no open file has the same error.
+    monkeypatch.setattr(os, "fsync", lambda file: os.fstat(file) and None)
+
+
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether kernels run in Triton's interpreter, as where there is no GPU; it is taught what tests need."""

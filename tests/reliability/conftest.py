@@ -11,6 +11,11 @@ __all__ = ["out", "sharded", "source"]
 
 
 @pytest.fixture(autouse=True)
+def unsynced() -> None:
+    """Here files are synced: what fails and who is killed may be just there."""
+
+
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Calls come in the same order in each run, and children are forked, which threads do not survive."""
     threads = torch.get_num_threads()

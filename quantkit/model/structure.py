@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -326,11 +327,16 @@ def reads_weight(function: Any, name: str) -> bool:
 
     The forward of Mambas asks for the dtype of their head's, and what initializes them for that of a linear.
     """
+    return f".{name.rpartition('.')[2]}.weight" in _source(function)
+
+
+@lru_cache(256)
+def _source(function: Any) -> str:
+    """The source of a function, which Python reads to its end each time; nothing where there is none."""
     try:
-        source = inspect.getsource(function)
+        return inspect.getsource(function)
     except (OSError, TypeError):
-        return False
-    return f".{name.rpartition('.')[2]}.weight" in source
+        return ""
 
 
 def _head_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:

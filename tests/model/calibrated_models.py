@@ -13,7 +13,7 @@ import transformers
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
 
-from .tiny import SIZES
+from .tiny import SIZES, made_once
 
 MODEL_SIZES = {**SIZES, "intermediate_size": 84, "num_hidden_layers": 3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,13 +68,19 @@ def write(
     directory: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> Path:
     """A tiny random model with a tokenizer of one token per character."""
+    source = directory / f"{family}-source"
+    key = "calibrated", family, dtype, sorted(changes.items())
+    made_once(source, key, lambda: _write(source, family, dtype, changes))
+    return source
+
+
+def _write(source: Path, family: str, dtype: torch.dtype, changes: dict[str, Any]) -> None:
     name, fields = FAMILIES[family]
     torch.manual_seed(0)
     config = getattr(transformers, name)(**{**MODEL_SIZES, **fields, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
-    source = directory / f"{family}-source"
     model.save_pretrained(source)
     tokens = {character: i for i, character in enumerate(string.printable[:94])}
     document = {
@@ -90,7 +96,6 @@ def write(
     }
     (source / "tokenizer.json").write_text(json.dumps(document))
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return source
 
 
 def data(text: Path | None, **options: Any) -> CalibrationOptions:

@@ -22,7 +22,7 @@ from quantkit.checkpoint.quantization_config import Assignment, QuantizationConf
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, encode_groups
 
-from .tiny import SIZES
+from .tiny import SIZES, made_once
 
 VOCAB = 96
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -143,14 +143,32 @@ def write_tiny(
     **changes: Any,
 ) -> Tiny:
     """Write a random model of `family` packed and, with the same weights, dense."""
-    packed_dir, dense_dir = directory / "packed", directory / "dense"
+    tiny = Tiny(directory / "packed", directory / "dense")
+
+    def make() -> None:
+        _write_tiny(tiny, family, scheme if callable(scheme) else lambda module: scheme, pack_head, changes)
+
+    if callable(scheme):
+        make()
+    else:
+        made_once(directory, ("tiny", family, scheme, pack_head, sorted(changes.items())), make)
+    return tiny
+
+
+def _write_tiny(
+    tiny: Tiny,
+    family: str,
+    scheme_of: Callable[[str], Scheme | None],
+    pack_head: bool,
+    changes: dict[str, Any],
+) -> None:
+    packed_dir, dense_dir = tiny.packed, tiny.dense
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_of(family, **changes)).float()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(dense_dir)
     tensors = load_file(dense_dir / "model.safetensors")
-    scheme_of = scheme if callable(scheme) else lambda module: scheme
 
     stored: dict[str, list[str]] = {}
     for name in tensors:
@@ -192,7 +210,6 @@ def write_tiny(
     base_config = json.loads((dense_dir / "config.json").read_text())
     base_config["quantization_config"] = config.to_dict(assignments)
     (packed_dir / "config.json").write_text(json.dumps(base_config, indent=2, sort_keys=True))
-    return Tiny(packed_dir, dense_dir)
 
 
 @pytest.fixture

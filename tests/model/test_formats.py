@@ -17,6 +17,7 @@ from quantkit.model.quantize import quantize
 from quantkit.packing.schemes import SCALE_DTYPES
 
 from .conftest import VOCAB, config_of, logits_of
+from .tiny import made_once
 
 KINDS: dict[str, dict[str, Any]] = {
     "nvfp4": {"format": "nvfp4"},
@@ -55,12 +56,17 @@ SHARED = {("llama", "nvfp4"), ("llama", "fp8 tensor"), ("qwen3_moe", "fp8 tensor
 
 
 def write(directory: Path, family: str) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family)).float()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(directory / "source")
-    return directory / "source"
+    source = directory / "source"
+
+    def make() -> None:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config_of(family)).float()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        model.save_pretrained(source)
+
+    made_once(source, ("formats", family), make)
+    return source
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:

@@ -1,6 +1,10 @@
-"""The sizes that tests give models: odd ones, so that nothing fits by luck."""
+"""What tests make tiny models of: the sizes, odd ones, so that nothing fits by luck, and their files."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -14,3 +18,25 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "pad_token_id": 0,
 }
+
+_MADE: dict[str, tuple[dict[Path, bytes], torch.Tensor]] = {}
+
+
+def made_once(directory: Path, key: object, make: Callable[[], None]) -> None:
+    """Have `make` fill a directory, or fill it with what that wrote for the same `key` before.
+
+    Random numbers go on as after it in both cases, and what tests change is theirs: they have copies.
+    """
+    known = repr(key)
+    if known not in _MADE:
+        make()
+        files = [path for path in directory.rglob("*") if path.is_file()]
+        contents = {path.relative_to(directory): path.read_bytes() for path in files}
+        _MADE[known] = contents, torch.get_rng_state()
+        return
+    contents, state = _MADE[known]
+    for name, data in contents.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    torch.set_rng_state(state)

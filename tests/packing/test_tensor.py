@@ -67,12 +67,17 @@ def double_precision(
     """The definition, one weight at a time."""
     rows, columns = codes.shape
     weights = torch.empty(rows, columns, dtype=torch.float64)
+    # Numbers of Python, as the element of a tensor takes a hundred times longer.
+    numbers, scales = codes.tolist(), scale.double().tolist()
+    zeros = None if zero is None else zero.double().tolist()
     for n in range(rows):
+        row = []
         for k in range(columns):
             g = 0 if scheme.group_size is None else k // scheme.group_size
-            code = int(codes[n, k])
-            value = scheme.format.values[code] if zero is None else code - float(zero[n, g])
-            weights[n, k] = value * (float(scale[n, g]) / factor)
+            code = numbers[n][k]
+            value = scheme.format.values[code] if zeros is None else code - zeros[n][g]
+            row.append(value * (scales[n][g] / factor))
+        weights[n] = torch.tensor(row, dtype=torch.float64)
     return weights
 
 

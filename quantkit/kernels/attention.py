@@ -7,36 +7,46 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
-from quantkit.kernels.problem import ACTIVATION_DTYPES, gpu_of
+from quantkit.kernels.problem import gpu_of
 from quantkit.kernels.transforms import is_transformed
 
+#: What tensor cores multiply.
+DTYPES = (torch.bfloat16, torch.float16)
 #: The most features that a head may have.
 MOST_FEATURES = 256
-#: The most parts that the keys of a head are divided into.
-MOST_CHUNKS = 64
-#: Bytes of a key, or a value, that plans are for: of longer ones a program has fewer at a time.
+#: The most pieces that are put together by a launch of their own.
+MOST_PIECES = 64
+#: Bytes of a key, or a value, that plans are for: of longer ones, twice that at most, a program has half as
+#: many at a time.
 KEY_BYTES = 256
-#: Bytes of shared memory for keys and values on their way.
-STAGE_BYTES = 56 << 10
+#: The fewest keys that products take.
+LEAST_KEYS = 16
+#: Scores of a warp for which it has registers beside keys, values and sums.
+MOST_SCORES = 256
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How keys are shared among programs where a multiprocessor has up to `most` of all heads.
+    """How keys are shared among programs where there are up to `most` key heads for a multiprocessor.
 
-    A program takes `step` keys at a time with so many warps, in a pipeline of so many `stages`. There are
-    `programs` for a multiprocessor, as far as there are keys.
+    Each of the `warps` of a program takes so many `keys` at a time. There are up to `programs` for a
+    multiprocessor, as far as there are keys, but one for each head.
     """
 
     most: float
-    step: int
     warps: int
-    stages: int
+    keys: int
     programs: int
 
 
-#: With few keys it matters how soon they come, with many how many are on their way.
-PLANS = (Plan(64, 64, 8, 1, 8), Plan(512, 64, 4, 1, 4), Plan(math.inf, 16, 1, 3, 8))
+#: The fastest on an H200 of 1 to 64 sequences of 100 to 4100 tokens, 8 key heads each, that 4 heads share.
+PLANS = (
+    Plan(1 / 4, 4, 16, 2),
+    Plan(3 / 4, 2, 16, 4),
+    Plan(1, 8, 16, 1),
+    Plan(2, 4, 32, 2),
+    Plan(math.inf, 2, 32, 4),
+)
 
 
 def why_not(
@@ -64,8 +74,8 @@ def why_not(
             "it has other sequences than keys, values or the mask",
         ),
         (
-            not same or query.dtype not in ACTIVATION_DTYPES,
-            f"it is of {query.dtype}, {key.dtype} and {value.dtype}",
+            not same or query.dtype not in DTYPES,
+            f"it is of {query.dtype}, {key.dtype} and {value.dtype}, not all of bfloat16 or all of float16",
         ),
         (
             torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)),
@@ -123,12 +133,12 @@ def _decode_attention(
     width = value.shape[-1]
     gpu = gpu_of(query.device)
     sizes = _Sizes(batch * key_heads, group, size, width, query.dtype.itemsize)
-    plan, chunk = _plan(sizes, length, 1 if gpu is None else gpu.multiprocessors)
-    parts, chunks = sizes.parts, -(-length // chunk)
+    plan, chunks = _plan(sizes, length, 1 if gpu is None else gpu.multiprocessors)
+    parts, pieces = sizes.parts, chunks * plan.warps
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    sums = torch.empty(parts, chunks, group, width, dtype=torch.float32, device=query.device)
-    stats = torch.empty(parts, chunks, 2, group, dtype=torch.float32, device=query.device)
+    sums = torch.empty(parts, pieces, group, width, dtype=torch.float32, device=query.device)
+    stats = torch.empty(parts, pieces, 2, group, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
     features = launch_features(query.device)
@@ -142,16 +152,17 @@ def _decode_attention(
             seen,
             sums,
             stats,
+            out,
             length,
             key_heads,
-            chunk,
             *query.stride()[:2],
             *key.stride()[:3],
             *value.stride()[:3],
             seen.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
             seen.stride(-1),
         )
-        gather(sums, stats, out, chunks)
+        if gather is not None:
+            gather(sums, stats, out, pieces)
     return out
 
 
@@ -167,46 +178,59 @@ class _Sizes:
 
     @property
     def key_bytes(self) -> int:
-        return _block(max(self.size, self.width)) * self.itemsize
+        return power_of_two(max(self.size, self.width)) * self.itemsize
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a program: as registers hold their sums."""
+        return 8 if self.group <= 8 or self.key_bytes > KEY_BYTES else 16
+
+    @property
+    def blocks(self) -> int:
+        """Programs that share the query heads of a key head."""
+        return -(-self.group // self.heads)
 
 
 @lru_cache(maxsize=1024)
 def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
-    """The plan for keys of such sizes, and how many keys a program has, in whole steps."""
-    plan = next(one for one in PLANS if sizes.parts * length <= one.most * multiprocessors)
-    step = max(16, min(plan.step, plan.step * KEY_BYTES // sizes.key_bytes))
-    stages = max(1, min(plan.stages, STAGE_BYTES // (2 * step * sizes.key_bytes)))
-    warps = min(8, plan.warps * max(1, sizes.key_bytes // KEY_BYTES) * _block(sizes.group) // 16)
-    plan = replace(plan, step=step, stages=stages, warps=warps)
-    chunks = min(MOST_CHUNKS, max(1, plan.programs * multiprocessors // sizes.parts))
-    return plan, max(step, -(-length // (chunks * step)) * step)
+    """The plan for keys of such sizes, and how many programs share those of a head."""
+    heads = sizes.parts * sizes.blocks
+    plan = next(one for one in PLANS if heads <= one.most * multiprocessors)
+    if sizes.key_bytes > KEY_BYTES:
+        fewer = {"keys": LEAST_KEYS} if plan.keys > LEAST_KEYS else {"warps": plan.warps // 2}
+        plan = replace(plan, **fewer)
+    steps = -(-length // (plan.warps * plan.keys))
+    programs = plan.programs * multiprocessors // heads
+    return plan, max(1, min(programs, steps, MOST_PIECES // plan.warps))
 
 
 @lru_cache(maxsize=1024)
 def _launches(
     sizes: _Sizes, plan: Plan, chunks: int, scaling: float, mask: str, features: frozenset[str]
-) -> tuple[Launch, Launch]:
+) -> tuple[Launch, Launch | None]:
+    """`attend`, and `gather` where several programs share the keys of a head."""
     from quantkit.kernels.fused.attention import attend, gather
 
-    known = {"GROUP": sizes.group, "V": sizes.width, "VP": _block(sizes.width), **overlap(features)}
-    return (
-        Launch(
-            attend,
-            (sizes.parts, chunks),
-            SCALE=scaling,
-            G=_block(sizes.group),
-            D=sizes.size,
-            DP=_block(sizes.size),
-            BN=plan.step,
-            STAGES=plan.stages,
-            MASK=mask,
-            **known,
-            num_warps=plan.warps,
-        ),
-        Launch(gather, (sizes.parts, sizes.group), S=_block(chunks), **known, num_warps=4),
+    width = max(64, power_of_two(sizes.width))
+    known = {"GROUP": sizes.group, "V": sizes.width, "VP": width, **overlap(features)}
+    first = Launch(
+        attend,
+        (sizes.parts, chunks, sizes.blocks),
+        SCALE=scaling,
+        G=sizes.heads,
+        D=sizes.size,
+        DP=max(32, power_of_two(sizes.size)),
+        W=plan.warps,
+        KEYS=plan.keys,
+        WHOLE=chunks == 1,
+        MASK=mask,
+        PTX="ptx" in features,
+        # If registers hold keys and values of a step at a time, beside the sums.
+        EARLY="ptx" in features and sizes.key_bytes <= KEY_BYTES and sizes.heads * plan.keys <= MOST_SCORES,
+        **known,
+        num_warps=plan.warps,
     )
-
-
-def _block(number: int) -> int:
-    """The size of a block of so many: products of the tensor cores have 16 rows or columns at least."""
-    return max(16, power_of_two(number))
+    if chunks == 1:
+        return first, None
+    pieces = power_of_two(chunks * plan.warps)
+    return first, Launch(gather, (sizes.parts, sizes.group), S=pieces, **known, num_warps=4)

@@ -1,8 +1,17 @@
 """Attention of one new token: keys and values go from memory to registers once for all heads that share them.
 
-A program has some of the keys of one key head, and the query heads that attend to it. What programs of one
-head found is put together in the order of the keys, so that results do not change from run to run
-(flash decoding, arXiv 2311.01282).
+A program has some of the keys of one key head, and up to 16 of the query heads that attend to it. Each of
+its W warps takes KEYS keys at a time and shares nothing with the others: what it found, a piece, is put
+together with the other pieces in the end, in their order, so that results do not change from run to run
+(flash decoding, arXiv 2311.01282). All keys of a head may be in one program, which then does that itself.
+
+What a lane loads, 16 bytes at a time, are fragments of the tensor cores' operands: sums may take features,
+and outputs have them, in any order. Lane 4 m + t of a warp has these of every run of 32 features of a key,
+and of every 64 of a value:
+
+    key 8 i + m, features 32 r + 8 t ..+8           value 8 i + 2 t + c, features 64 s + 8 m ..+8
+
+and scores and sums of head m, or heads 2 t and 2 t + 1.
 """
 
 import triton
@@ -10,81 +19,89 @@ import triton.language as tl
 
 from quantkit.kernels.fused.ahead import bring, lines
 
+#: exp2 is the exponential that GPUs have.
+LOG2E = tl.constexpr(1.4426950408889634)
+#: Lanes of a warp wait for each other: loads before it are not put off until after what follows.
+_TOGETHER = tl.constexpr("bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;")
+#: Keeps the addresses of what lanes load from being laid out otherwise.
+_AS_IT_IS = tl.constexpr("mov.b32 $0, $1;")
+
 
 @triton.jit
 def attend(
-    q, k, v, mask, sums, stats, LENGTH, HEADS, CHUNK,
+    q, k, v, mask, sums, stats, out, LENGTH, HEADS,
     q_b, q_h, k_b, k_h, k_l, v_b, v_h, v_l, m_b, m_l,
     SCALE: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    V: tl.constexpr, VP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr,
-    PDL: tl.constexpr,
+    V: tl.constexpr, VP: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
+    MASK: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`q` [B, HEADS * GROUP, D], `k` [B, HEADS, LENGTH, D], `v` [.., V] to the sums of chunks of keys.
+    """`q` [B, HEADS * GROUP, D], `k` [B, HEADS, LENGTH, D], `v` [.., V] to what warps found of their keys.
 
-    `sums` is float32 [B * HEADS, chunks, GROUP, V] and `stats` [B * HEADS, chunks, 2, GROUP]: the largest
-    score and the sum of the weights relative to it. `mask` is [B, LENGTH]: MASK "bool" is whether a key is
-    seen, "float" what is added to its score, "" for none.
+    `sums` is float32 [B * HEADS, pieces, GROUP, V] and `stats` [B * HEADS, pieces, 2, GROUP]: the largest
+    score in powers of two and the sum of the weights relative to it. `mask` is [B, LENGTH]: MASK "bool" is
+    whether a key is seen, "float" what is added to its score, "" for none. If the program is all of its head,
+    WHOLE, it puts the pieces together in `out` [B, HEADS * GROUP, V].
+
+    Programs are key heads, by parts of its keys, by blocks of G query heads, 8 or 16.
     """
-    head = tl.program_id(0)
+    ROWS: tl.constexpr = 16 if G < 16 else G
+    STEP: tl.constexpr = W * KEYS
+    head, chunk, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
-    chunk = tl.program_id(1)
-    g, d, e = tl.arange(0, G), tl.arange(0, DP), tl.arange(0, VP)
     k += b * k_b + h * k_h
     v += b * v_b + h * v_h
+    mask += b * m_b
+    q += b * q_b + (h * GROUP + block * G) * q_h
+    first, stride = chunk * STEP, tl.num_programs(1) * STEP
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if STAGES == 1:
-            # There is no pipeline that loads the first keys ahead.
-            first = tl.minimum(chunk * CHUNK + tl.arange(0, BN), LENGTH - 1).to(tl.int64)[:, None]
-            bring(k + first * k_l + tl.minimum(lines(k, DP), D - 1)[None, :])
-            bring(v + first * v_l + tl.minimum(lines(v, VP), V - 1)[None, :])
+        ahead = tl.minimum(first + tl.arange(0, STEP), LENGTH - 1).to(tl.int64)[:, None]
+        bring(k + ahead * k_l + tl.minimum(lines(k, DP), D - 1)[None, :])
+        bring(v + ahead * v_l + tl.minimum(lines(v, VP), V - 1)[None, :])
         tl.extra.cuda.gdc_wait()
-    rows = h * GROUP + g
-    inside = (g < GROUP)[:, None]
-    query = tl.load(q + b * q_b + rows[:, None] * q_h + d[None, :], mask=inside & (d < D)[None, :], other=0.0)
-    largest = tl.full((G,), -float("inf"), tl.float32)
-    total = tl.zeros((G,), tl.float32)
-    acc = tl.zeros((G, VP), tl.float32)
-    last = tl.minimum(chunk * CHUNK + CHUNK, LENGTH)
-    for start in tl.range(chunk * CHUNK, last, BN, num_stages=STAGES):
-        at = (start + tl.arange(0, BN)).to(tl.int64)
-        seen = at < LENGTH
-        added = tl.zeros((BN,), tl.float32)
-        if MASK == "bool":
-            seen = seen & (tl.load(mask + b * m_b + at * m_l, mask=seen, other=0) != 0)
-        elif MASK == "float":
-            added = tl.load(mask + b * m_b + at * m_l, mask=seen, other=-float("inf")).to(tl.float32)
-            seen = added > -float("inf")
-        # What is not filled yet, or out of the window, is not read. Without a branch around them, loads of
-        # the next keys are in flight meanwhile.
-        keys = tl.load(
-            k + at[:, None] * k_l + d[None, :],
-            mask=seen[:, None] & (d < D)[None, :], other=0.0,
-        )  # fmt: skip
-        values = tl.load(
-            v + at[:, None] * v_l + e[None, :],
-            mask=seen[:, None] & (e < V)[None, :], other=0.0,
-        )  # fmt: skip
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE + added[None, :]
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        top = tl.maximum(largest, tl.max(scores, 1))
+    g = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, ROWS // 8)[:, None] * 8
+    inside = (g < G) & (block * G + g < GROUP)
+    inside = tl.broadcast_to(inside[None], (4, 8, W, ROWS // 8, 1))
+    query = tl.permute(_rows(q, q_h, 0, 0, inside, W, ROWS, D, DP), (0, 2, 1))
+    largest = tl.full((W, G), -float("inf"), tl.float32)
+    total = tl.zeros((W, G), tl.float32)
+    acc = tl.zeros((W, VP, G), tl.float32)
+    # What is seen is known a step before, so that no load waits for it.
+    seen_k, seen_v, added = _seen(mask, first, LENGTH, m_l, W, KEYS, G, MASK, PTX)
+    for start in tl.range(first, LENGTH, stride, num_stages=1):
+        values = _columns(v, v_l, start, seen_v, W, KEYS, V, VP)
+        if EARLY:
+            # Else they would be asked for when scores are there.
+            tl.inline_asm_elementwise(_TOGETHER, "=r,r", [start], tl.int32, False, 1)
+        keys = _rows(k, k_l, start, KEYS, seen_k, W, KEYS, D, DP)
+        seen_k, seen_v, added_next = _seen(mask, start + stride, LENGTH, m_l, W, KEYS, G, MASK, PTX)
+        scores = tl.dot(query, keys, input_precision="ieee") * (SCALE * LOG2E)
+        if G < ROWS:
+            # The tensor cores have 16 rows.
+            scores = tl.permute(tl.reshape(scores, (W, 2, G, KEYS)), (0, 2, 3, 1))
+            scores, _ = tl.split(scores)
+        scores += added
+        top = tl.maximum(largest, tl.max(scores, 2))
         # Where no key was seen yet, there is nothing to be relative to.
         base = tl.where(top > -float("inf"), top, 0.0)
-        weights = tl.exp(scores - base[:, None])
-        before = tl.exp(largest - base)
-        total = total * before + tl.sum(weights, 1)
-        acc = acc * before[:, None]
-        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        weights = tl.exp2(scores - base[:, :, None])
+        before = tl.exp2(largest - base)
+        total = total * before + tl.sum(weights, 2)
+        acc = acc * before[:, None, :]
+        weights = tl.permute(weights.to(values.dtype), (0, 2, 1))
+        acc = tl.dot(values, weights, acc, input_precision="ieee")
         largest = top
-    part = (head * tl.num_programs(1) + chunk).to(tl.int64)
-    tl.store(sums + (part * GROUP + g[:, None]) * V + e[None, :], acc, mask=inside & (e < V)[None, :])
-    tl.store(stats + part * 2 * GROUP + g, largest, mask=g < GROUP)
-    tl.store(stats + (part * 2 + 1) * GROUP + g, total, mask=g < GROUP)
+        added = added_next
+    piece = (head * tl.num_programs(1) + chunk).to(tl.int64) * W
+    _store(sums, stats, piece, block, acc, largest, total, W, G, GROUP, V, VP)
+    if WHOLE:
+        tl.debug_barrier()
+        _finish(sums, stats, out, head.to(tl.int64), block, W, G, GROUP, V, VP)
 
 
 @triton.jit
 def gather(
-    sums, stats, out, CHUNKS, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
+    sums, stats, out, PIECES, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """`out` [B * HEADS, GROUP, V] from what `attend` wrote; a head that sees no key has zeros."""
@@ -93,17 +110,153 @@ def gather(
         # Its programs would take room from those of `attend`.
         tl.extra.cuda.gdc_launch_dependents()
     head, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    chunk, e = tl.arange(0, S), tl.arange(0, VP)
-    part = head * CHUNKS + chunk
-    largest = tl.load(stats + part * 2 * GROUP + g, mask=chunk < CHUNKS, other=-float("inf"))
-    total = tl.load(stats + (part * 2 + 1) * GROUP + g, mask=chunk < CHUNKS, other=0.0)
+    piece, e = tl.arange(0, S), tl.arange(0, VP)
+    part = head * PIECES + piece
+    largest = tl.load(stats + part * 2 * GROUP + g, mask=piece < PIECES, other=-float("inf"))
+    total = tl.load(stats + (part * 2 + 1) * GROUP + g, mask=piece < PIECES, other=0.0)
     acc = tl.load(
         sums + (part[:, None] * GROUP + g) * V + e[None, :],
-        mask=(chunk < CHUNKS)[:, None] & (e < V)[None, :], other=0.0,
+        mask=(piece < PIECES)[:, None] & (e < V)[None, :], other=0.0,
     )  # fmt: skip
-    top = tl.max(largest, 0)
-    scale = tl.where(largest > -float("inf"), tl.exp(largest - top), 0.0)
-    # A score that is no number is smaller than none, and makes the output none.
-    scale = tl.where(largest == largest, scale, largest)
-    y = tl.sum(acc * scale[:, None], 0) / tl.maximum(tl.sum(total * scale, 0), 1e-38)
+    scale = _relative(largest, tl.max(largest, 0))
+    y = _divided(tl.sum(acc * scale[:, None], 0), tl.sum(total * scale, 0))
     tl.store(out + (head * GROUP + g) * V + e, y.to(out.dtype.element_ty), mask=e < V)
+
+
+@triton.jit
+def _finish(
+    sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr,
+):  # fmt: skip
+    """As `gather`, the pieces that the warps of this program wrote, one after the other for all outputs."""
+    # Heads that there are, and not all that a product has.
+    HEADS: tl.constexpr = G if GROUP > G else GROUP
+    HP: tl.constexpr = triton.next_power_of_2(HEADS)
+    o = tl.arange(0, HP * VP)
+    g, e = block * G + o // VP, o % VP
+    there = (o // VP < HEADS) & (g < GROUP) & (e < V)
+    top = tl.full((HP * VP,), -float("inf"), tl.float32)
+    total = tl.zeros((HP * VP,), tl.float32)
+    acc = tl.zeros((HP * VP,), tl.float32)
+    for w in tl.static_range(W):
+        piece = head * W + w
+        largest = tl.load(stats + piece * 2 * GROUP + g, mask=there, other=-float("inf"))
+        found = tl.load(stats + (piece * 2 + 1) * GROUP + g, mask=there, other=0.0)
+        value = tl.load(sums + (piece * GROUP + g) * V + e, mask=there, other=0.0)
+        new = tl.maximum(top, largest)
+        before, scale = _relative(top, new), _relative(largest, new)
+        total = total * before + found * scale
+        acc = acc * before + value * scale
+        top = new
+    y = _divided(acc, total)
+    tl.store(out + (head * GROUP + g) * V + e, y.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _relative(largest, top):
+    """What sums relative to `largest` are multiplied with to be relative to `top`."""
+    scale = tl.where(largest > -float("inf"), tl.exp2(largest - top), 0.0)
+    # A score that is no number is smaller than none, and makes the output none.
+    return tl.where(largest == largest, scale, largest)
+
+
+@triton.jit
+def _divided(acc, total):
+    """Weighted values by the sum of the weights; 0 where there are none."""
+    return acc / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def _store(
+    sums, stats, piece, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    V: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """`acc` [W, VP, G] and `largest` and `total` [W, G] as lanes have them."""
+    S: tl.constexpr = VP // 64
+    t = tl.arange(0, 4)[:, None, None, None]
+    m = tl.arange(0, 8)[:, None, None]
+    w = tl.arange(0, W)[:, None]
+    g = block * G + tl.arange(0, G // 8) * 8 + m
+    there = (t == 0) & (g < GROUP)
+    at = stats + (piece + w) * (2 * GROUP) + g + t * 0
+    largest = tl.permute(tl.reshape(largest, (W, G // 8, 8)), (2, 0, 1))
+    total = tl.permute(tl.reshape(total, (W, G // 8, 8)), (2, 0, 1))
+    tl.store(at, tl.broadcast_to(largest[None], (4, 8, W, G // 8)), mask=there)
+    tl.store(at + GROUP, tl.broadcast_to(total[None], (4, 8, W, G // 8)), mask=there)
+    # s, 8 features, m, 8 heads, t, c
+    acc = tl.reshape(acc, (W, S, 8, 8, G // 8, 4, 2))
+    acc = tl.reshape(tl.permute(acc, (5, 3, 0, 4, 6, 1, 2)), (4, 8, W, G // 4 * S, 8))
+    i = tl.arange(0, G // 4 * S)[:, None]
+    g = block * G + i // (2 * S) * 8 + t[:, :, :, :, None] * 2 + i // S % 2
+    e = (i % S * 8 + m[:, :, :, None]) * 8 + tl.arange(0, 8)
+    at = sums + ((piece + w[:, :, None]) * GROUP + g) * V + e
+    tl.store(at, acc, mask=(g < GROUP) & (e < V))
+
+
+@triton.jit
+def _rows(
+    at, stride, first, WARP: tl.constexpr, there, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """Rows of D features from `at` on, of R for each warp WARP further on, as [W, DP, R]."""
+    RUNS: tl.constexpr = DP // 32
+    t = tl.arange(0, 4)[:, None, None, None, None]
+    m = tl.arange(0, 8)[:, None, None, None]
+    w = tl.arange(0, W)[:, None, None]
+    i = tl.arange(0, R // 8 * RUNS)[:, None]
+    row = first + w * WARP + i // RUNS * 8 + m
+    d = i % RUNS * 32 + t * 8 + tl.arange(0, 8)
+    there = tl.reshape(tl.broadcast_to(there, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
+    x = tl.load(at + row.to(tl.int64) * stride + d, mask=there & (d < D), other=0.0)
+    # t, m, warp, 8 rows, 32 features, and 8 that two products have two and two of.
+    x = tl.reshape(x, (4, 8, W, R // 8, RUNS, 2, 2, 2))
+    return tl.reshape(tl.permute(x, (2, 4, 5, 6, 0, 7, 3, 1)), (W, DP, R))
+
+
+@triton.jit
+def _columns(at, stride, first, there, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr):
+    """As `_rows`, [W, VP, R] for sums over rows: feature 64 s + 8 m + j is 64 s + 8 j + m."""
+    S: tl.constexpr = VP // 64
+    t = tl.arange(0, 4)[:, None, None, None, None]
+    m = tl.arange(0, 8)[:, None, None, None]
+    w = tl.arange(0, W)[:, None, None]
+    i = tl.arange(0, R // 4 * S)[:, None]
+    row = first + w * R + i // (2 * S) * 8 + t * 2 + i // S % 2
+    e = (i % S * 8 + m) * 8 + tl.arange(0, 8)
+    there = tl.reshape(tl.broadcast_to(there, (4, 8, W, R // 4, S)), (4, 8, W, R // 4 * S, 1))
+    x = tl.load(at + row.to(tl.int64) * stride + e, mask=there & (e < V), other=0.0)
+    x = tl.reshape(x, (4, 8, W, R // 8, 2, S, 8))
+    return tl.reshape(tl.permute(x, (2, 5, 6, 1, 3, 0, 4)), (W, VP, R))
+
+
+@triton.jit
+def _seen(
+    mask, first, LENGTH, m_l, W: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr, MASK: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Which keys are seen, as `_rows` and `_columns` have them, and what is added to scores [W, G, KEYS]."""
+    t = tl.arange(0, 4)[:, None, None, None, None]
+    m = tl.arange(0, 8)[:, None, None, None]
+    w = tl.arange(0, W)[:, None, None]
+    i = tl.arange(0, KEYS // 8)[:, None]
+    j = tl.arange(0, KEYS // 4)[:, None]
+    row = _added(mask, first + w * KEYS + i * 8 + m + t * 0, LENGTH, m_l, MASK, PTX)
+    column = _added(mask, first + w * KEYS + j // 2 * 8 + t * 2 + j % 2 + m * 0, LENGTH, m_l, MASK, PTX)
+    # t, m, warp, 8 keys, c
+    added = tl.permute(tl.reshape(column, (4, 8, W, KEYS // 8, 2)), (2, 1, 3, 0, 4))
+    added = tl.broadcast_to(tl.reshape(added, (W, 1, 8, KEYS)), (W, G // 8, 8, KEYS))
+    return row > -float("inf"), column > -float("inf"), tl.reshape(added, (W, G, KEYS))
+
+
+@triton.jit
+def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
+    """What is added to scores of the keys `at`: -inf for those that are not seen."""
+    if PTX:
+        at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)
+    there = at < LENGTH
+    if MASK == "":
+        return tl.where(there, 0.0, -float("inf"))
+    at = mask + at.to(tl.int64) * m_l
+    if MASK == "bool":
+        return tl.where(tl.load(at, mask=there, other=0) != 0, 0.0, -float("inf"))
+    return tl.load(at, mask=there, other=-float("inf")).to(tl.float32) * LOG2E

@@ -25,7 +25,7 @@ from quantkit.kernels import attention, cache, glue
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.hopper import hopper
 from quantkit.kernels.fused.launch import columns, dense
-from quantkit.kernels.fused.launch.gpu import HOPPER_SHARED
+from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.hopper import (
     COLUMNS,
     SCRATCH,
@@ -164,18 +164,19 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
 
 def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
-    """Attention of eight heads that share keys, as it is launched."""
-    features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
-    dtype = getattr(torch, case.name)
-    sizes = attention._Sizes(1, 8, case.m, case.m, dtype.itemsize)
-    most = attention.PLANS[int(case.kernel.removeprefix("attend "))].most
-    plan, _ = attention._plan(sizes, int(min(most, 1 << 20)), 1)
+    """Attention as it is launched, of eight heads that share keys in bfloat16, and sixteen in float16."""
+    since = {80: {"ptx"}, 90: {"ptx", "overlap"}, 942: set[str]()}
+    features = frozenset(since[max(known for known in since if known <= case.capability)])
+    number = int(case.kernel.removeprefix("attend "))
+    heads = int(min(attention.PLANS[number].most, 8) * H200_PROCESSORS)
+    sizes = attention._Sizes(heads, 8 if case.name == "bfloat16" else 16, case.m, case.m, 2)
+    plan, _ = attention._plan(sizes, 1 << 12, H200_PROCESSORS)
     launch, _ = attention._launches(sizes, plan, 1, 1.0, "bool", features)
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
     types = {
         **dict.fromkeys(names, "i32"),
-        **dict.fromkeys(("q", "k", "v"), "*fp32" if dtype == torch.float32 else "*bf16"),
+        **dict.fromkeys(("q", "k", "v", "out"), "*bf16" if case.name == "bfloat16" else "*fp16"),
         **dict.fromkeys(("sums", "stats"), "*fp32"),
         "mask": "*u8",
         **dict.fromkeys(known, "constexpr"),
@@ -185,7 +186,7 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
     code = ASTSource(launch._kernel, types, known, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    found = Source(launch._kernel, known, options["num_warps"], plan.stages, None)
+    found = Source(launch._kernel, known, options["num_warps"], 1, None)
     return triton.compile(code, target=target, options=others), found
 
 

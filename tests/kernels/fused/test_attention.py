@@ -14,14 +14,11 @@ from quantkit.kernels.attention import PLANS, decode_attention, why_not
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (
-    (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.bfloat16, torch.float32)
-)
 #: Weights are rounded before they are multiplied, and outputs.
-LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+LIMIT = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
-def inputs(heads, key_heads, length, size, width, batch=2, dtype=torch.float32, seed=0):
+def inputs(heads, key_heads, length, size, width, batch=2, dtype=torch.float16, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -44,12 +41,15 @@ def slow(query, key, value, mask, scaling):
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-@pytest.fixture(params=range(len(PLANS) + 1))
+#: Plans, and programs for a multiprocessor, of which there is one: all there is of keys and warps, with one
+#: program for all keys of a head and with many.
+SHARED = [(0, 64), (2, 1), (3, 64), (4, 1)]
+
+
+@pytest.fixture(params=SHARED)
 def chunks(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All plans with many chunks, and the last one with one."""
-    plan = PLANS[min(request.param, len(PLANS) - 1)]
-    programs = 64 if request.param < len(PLANS) else 1
-    monkeypatch.setattr(attention, "PLANS", (replace(plan, most=math.inf, programs=programs),))
+    number, programs = request.param
+    monkeypatch.setattr(attention, "PLANS", (replace(PLANS[number], most=math.inf, programs=programs),))
     attention._plan.cache_clear()
     yield
     attention._plan.cache_clear()
@@ -57,11 +57,11 @@ def chunks(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("heads", "key_heads", "length", "size", "width"),
-    [(4, 2, 200, 64, 64), (3, 3, 1, 16, 16), (8, 1, 65, 80, 48), (20, 1, 130, 32, 128), (2, 2, 64, 256, 256)],
+    [(4, 2, 200, 64, 64), (3, 3, 1, 16, 16), (8, 1, 65, 80, 48), (20, 1, 130, 32, 128), (9, 1, 64, 256, 256)],
 )
 @pytest.mark.parametrize("kind", ["none", "bool", "float", "one for all"])
 def test_it_is_attention(poisoned, chunks, heads, key_heads, length, size, width, kind):
-    for dtype in DTYPES:
+    for dtype, limit in LIMIT.items():
         query, key, value = inputs(heads, key_heads, length, size, width, dtype=dtype)
         mask = torch.rand(2, 1, 1, length, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5
         mask[..., 0] = True
@@ -72,14 +72,14 @@ def test_it_is_attention(poisoned, chunks, heads, key_heads, length, size, width
         found = decode_attention(query, key, value, mask, 0.3)
         assert found.shape == (2, 1, heads, width) and found.dtype == dtype
         expected = slow(query, key, value, mask, 0.3)
-        assert (found.double() - expected).norm() < LIMIT[dtype] * expected.norm()
+        assert (found.double() - expected).norm() < limit * expected.norm()
         assert torch.equal(found, decode_attention(query, key, value, mask, 0.3))
 
 
 def test_strided_inputs_and_a_part_of_a_cache(poisoned, chunks):
     query, key, value = inputs(4, 2, 96, 32, 32)
     expected = decode_attention(query, key, value, None, 1.0)
-    wide = torch.full((2, 300, 2, 32), math.nan, device=DEVICE)
+    wide = torch.full((2, 300, 2, 32), math.nan, device=DEVICE, dtype=key.dtype)
     wide[:, :96] = key.transpose(1, 2)
     strided = wide[:, :96].transpose(1, 2)
     assert torch.equal(decode_attention(query, strided, value, None, 1.0), expected)
@@ -118,35 +118,41 @@ def test_large_scores_do_not_overflow(chunks):
     query, key, value = inputs(2, 1, 100, 32, 32)
     found = decode_attention(query * 1e3, key * 1e3, value, None, 1.0)
     expected = slow(query * 1e3, key * 1e3, value, None, 1.0)
-    assert (found.double() - expected).norm() < 1e-4 * expected.norm()
+    assert (found.double() - expected).norm() < LIMIT[query.dtype] * expected.norm()
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "number", "chunk"),
+    ("batch", "length", "number", "chunks"),
     # On 132 multiprocessors, with 8 key heads of each sequence.
     [
-        (1, 700, 0, 64),
-        (1, 1056, 0, 64),
-        (1, 1057, 1, 64),
-        (4, 700, 1, 64),
-        (16, 700, 2, 96),
-        (64, 700, 2, 352),
-        (1, 1 << 20, 2, 16384),
+        (1, 1, 0, 1),
+        (1, 700, 0, 11),
+        (1, 1 << 20, 0, 16),
+        (4, 700, 0, 8),
+        (5, 700, 1, 13),
+        (12, 700, 1, 5),
+        (16, 700, 2, 1),
+        (17, 700, 3, 1),
+        (33, 1 << 20, 3, 1),
+        (64, 700, 4, 1),
     ],
 )
-def test_how_keys_are_shared_out(batch, length, number, chunk):
-    sizes = attention._Sizes(8 * batch, 4, 128, 128, 2)
-    plan, keys = attention._plan(sizes, length, 132)
-    assert (replace(plan, most=PLANS[number].most), keys) == (PLANS[number], chunk)
-    assert -(-length // keys) <= attention.MOST_CHUNKS and keys % plan.step == 0
+def test_how_keys_are_shared_out(batch, length, number, chunks):
+    plan, found = attention._plan(attention._Sizes(8 * batch, 4, 128, 128, 2), length, 132)
+    assert (plan, found) == (PLANS[number], chunks)
+    assert found * plan.warps <= attention.MOST_PIECES
 
 
-@pytest.mark.parametrize(("size", "itemsize", "group"), [(256, 2, 1), (256, 4, 1), (64, 2, 64), (16, 4, 8)])
-def test_longer_keys_and_more_queries_take_more_warps_and_fewer_keys_at_a_time(size, itemsize, group):
-    for batch in (1, 16, 200):
-        plan, keys = attention._plan(attention._Sizes(batch, group, size, size, itemsize), 900, 1)
-        assert plan.step >= 16 and keys % plan.step == 0 and 1 <= plan.warps <= 8
-        assert 2 * plan.step * size * itemsize * plan.stages <= max(56 << 10, 32 * size * itemsize)
+def test_longer_keys_are_fewer_at_a_time_and_more_query_heads_are_other_programs():
+    sizes = attention._Sizes(256, 40, 256, 64, 2)
+    assert (sizes.heads, sizes.blocks) == (8, 5)
+    plan, _ = attention._plan(sizes, 900, 132)
+    assert (plan.warps, plan.keys) == (PLANS[-1].warps, 16)
+    plan, _ = attention._plan(replace(sizes, parts=8), 900, 132)
+    assert (plan.warps, plan.keys) == (PLANS[1].warps // 2, 16)
+    sizes = attention._Sizes(256, 40, 64, 64, 2)
+    assert (sizes.heads, sizes.blocks) == (16, 3)
+    assert attention._plan(sizes, 900, 132)[0] == PLANS[-1]
 
 
 def test_why_not():
@@ -162,7 +168,8 @@ def test_why_not():
     assert "other sequences" in str(why_not(query, key[:1], value[:1], mask))
     assert "other sequences" in str(why_not(query, key, value, mask[:1].expand(3, 1, 1, 100)))
     assert "of torch.float64" in str(why_not(query.double(), key.double(), value.double(), mask))
-    assert "torch.float32, torch.float16" in str(why_not(query, key.half(), value.half(), mask))
+    assert "torch.float16, torch.bfloat16" in str(why_not(query, key.bfloat16(), value.bfloat16(), mask))
+    assert "not all of bfloat16" in str(why_not(query.float(), key.float(), value.float(), mask))
     with forward_ad.dual_level():
         assert "tangents" in str(why_not(forward_ad.make_dual(query, query), key, value, None))
     assert "gradients" in str(why_not(query.requires_grad_(), key, value, None))

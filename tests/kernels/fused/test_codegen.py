@@ -238,12 +238,11 @@ def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> N
 def test_attention_fits_memory_and_registers(compiled: Compiled, plan: int) -> None:
     kernel = f"attend {plan}"
     cases: list[Case] = [
-        (kernel, "float32", 80, 128),
-        (kernel, "bfloat16", 90, 128),
-        (kernel, "bfloat16", 90, 256),
+        (kernel, name, capability, features)
+        for name in ("bfloat16", "float16")
+        for capability in (80, 89, 90, AMD)
+        for features in (128, 256)
     ]
-    # What takes the most, where there is the least.
-    cases += [(kernel, "float32", 89, 256), (kernel, "float32", AMD, 256)]
     for case, found in compiled(cases).items():
         assert found["shared"] <= found["limit"], (case, found)
         assert found["spills"] == 0, (case, found)

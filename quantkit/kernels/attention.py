@@ -41,7 +41,7 @@ class Plan:
 
 #: The fastest on an H200 of 1 to 64 sequences of 100 to 4100 tokens, 8 key heads each, that 4 heads share.
 PLANS = (
-    Plan(1 / 4, 4, 16, 2),
+    Plan(1 / 6, 4, 16, 2),
     Plan(3 / 4, 2, 16, 4),
     Plan(1, 8, 16, 1),
     Plan(2, 4, 32, 2),
@@ -200,8 +200,9 @@ def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
         fewer = {"keys": LEAST_KEYS} if plan.keys > LEAST_KEYS else {"warps": plan.warps // 2}
         plan = replace(plan, **fewer)
     steps = -(-length // (plan.warps * plan.keys))
-    programs = plan.programs * multiprocessors // heads
-    return plan, max(1, min(programs, steps, MOST_PIECES // plan.warps))
+    most = max(1, min(plan.programs * multiprocessors // heads, MOST_PIECES // plan.warps))
+    # No more than are needed for the steps of the longest.
+    return plan, -(-steps // -(-steps // most))
 
 
 @lru_cache(maxsize=1024)

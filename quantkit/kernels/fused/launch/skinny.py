@@ -71,7 +71,8 @@ def skinny_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS)
     least = max(shape.span, 128)
     while columns > least and 4 * columns > shape.spans * shape.span:
         columns //= 2
-    ahead = shape.bits <= 4 and whole and (m > 8 or shape.bits == 4 or long)
+    narrow = shape.bits <= 4 and (m > 8 or shape.bits == 4)
+    ahead = whole and (narrow or (long and shape.bits < 8))
     return SkinnyTile(warps=8 if long and not whole else 4, columns=max(columns, least), ahead=ahead)
 
 

@@ -460,21 +460,22 @@ def test_sliding_windows_come_from_masks(recorded: list[int]) -> None:
 
 @pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The queries of a sequence in each call of our attention, which here takes tensors on a CPU."""
+    """The queries of a sequence in each call of our attention, which here takes float32, and a CPU's."""
     pytest.importorskip("triton")
     tokens: list[int] = []
-    real, reason = attention.decode_attention, attention.why_not
+    reason = attention.why_not
 
-    def decode_attention(query: torch.Tensor, *others: Any) -> torch.Tensor:
+    def decode_attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         tokens.append(query.shape[2])
-        if query.is_cuda:
-            return real(query, *others)
-        key, value, mask, scaling = others
         found = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
         return found.transpose(1, 2)
 
-    def why_not(*operands: Any) -> str | None:
-        found = reason(*operands)
+    def why_not(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> str | None:
+        found = reason(query.half(), key.half(), value.half(), mask)
         return None if found == "it runs on cuda, the tensors are on cpu" else found
 
     monkeypatch.setattr(attention, "decode_attention", decode_attention)

@@ -13,7 +13,6 @@ that are chosen.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from machine import machine
 from torch import nn
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -199,19 +199,6 @@ def table(rows: Sequence[Row], counts: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def about() -> str:
-    import transformers
-    import triton
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        f"transformers {transformers.__version__}, commit {commit.stdout.strip()}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="mixtral-8x7b", help=f"of {', '.join(SHAPES)}")
@@ -229,9 +216,9 @@ def main() -> None:
                 rows += measure_packed(shape, name, counts)
                 torch.cuda.empty_cache()
                 if options.json is not None:
-                    stored = {"about": about(), "rows": [asdict(row) for row in rows]}
+                    stored = {"about": machine(), "rows": [asdict(row) for row in rows]}
                     options.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    print(about(), "", table(rows, counts), sep="\n")
+    print(machine(), "", table(rows, counts), sep="\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import importlib.util
 import multiprocessing
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from machine import machine
 from matmul_report import Row, Run, draw, markdown, plotted, text
 
 import quantkit
@@ -217,7 +217,7 @@ def measure(
 ) -> Run:
     """The run, stored at `path` after every format and peer."""
     run = Run(
-        _about(), shapes, notes=[f"{name} is not installed." for name in peers if not PEERS[name].installed]
+        machine(), shapes, notes=[f"{name} is not installed." for name in peers if not PEERS[name].installed]
     )
     if in_order:
         run.notes.append("Columns of x are in the order of the kernel, where it has one.")
@@ -249,20 +249,6 @@ def measure(
                 figures = "; ".join(f"M={row.m} {row}" for row in rows)
                 print(f"{shape} {rows[0].name}: {figures}", file=sys.stderr, flush=True)
     return run
-
-
-def _about() -> str:
-    import triton
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, commit {commit.stdout.strip()}"
-    if importlib.util.find_spec("gemlite") is not None:
-        from importlib.metadata import version
-
-        versions += f", gemlite {version('gemlite')}"
-    return f"{torch.cuda.get_device_name()}, {versions}"
 
 
 def names(text: str) -> list[str]:

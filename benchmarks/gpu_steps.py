@@ -12,7 +12,6 @@ figure is the median over rounds of `STEPS`.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import quantkit
@@ -143,10 +143,7 @@ def main() -> None:
         parser.error("--layers are 2 at least, of which the other model has half.")
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here.")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit.stdout.strip()}")
+    print(machine())
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
         sources = {layers: made(Path(directory), layers) for layers in (options.layers, options.layers // 2)}

@@ -1,0 +1,43 @@
+"""What figures were measured with, in a line: the GPU, packages, and the commit of the tree."""
+
+import importlib.metadata
+import subprocess
+from pathlib import Path
+
+import torch
+
+#: Beside torch, those that are installed.
+PACKAGES = ("triton", "transformers", "gemlite")
+
+
+def machine() -> str:
+    """As "NVIDIA H200, torch 2.11.0, triton 3.6.0, commit 1234567 with changes"."""
+    packages = [("torch", torch.__version__), *((name, _version(name)) for name in PACKAGES)]
+    versions = [f"{name} {version}" for name, version in packages if version]
+    return ", ".join([torch.cuda.get_device_name(), *versions, commit()])
+
+
+def commit(tree: Path = Path(__file__).parent) -> str:
+    """The last commit of a tree, and whether files of the tree are others."""
+    last = _git(tree, "rev-parse", "--short", "HEAD")
+    if not last:
+        return "no commit"
+    changes = _git(tree, "status", "--porcelain", "--untracked-files=no")
+    return f"commit {last} with changes" if changes else f"commit {last}"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _git(tree: Path, *arguments: str) -> str:
+    """What git prints; nothing where there is no git or no history."""
+    try:
+        return subprocess.run(
+            ["git", *arguments], cwd=tree, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:
+        return ""

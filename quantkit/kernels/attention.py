@@ -16,13 +16,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 MOST_FEATURES = 256
 #: The most pieces that are put together by a launch of their own.
 MOST_PIECES = 64
-#: Bytes of a key, or a value, that plans are for: of longer ones, twice that at most, a program has half as
-#: many at a time.
-KEY_BYTES = 256
-#: The fewest keys that products take.
-LEAST_KEYS = 16
-#: Scores of a warp for which it has registers beside keys, values and sums.
-MOST_SCORES = 256
+#: Bytes of a key, or a value, and query heads of a program that plans are for: of longer ones, or for more of
+#: them, a program has fewer keys at a time.
+KEY_BYTES, FEW_HEADS = 256, 8
+#: The most query heads of a program, and the fewest keys that products take.
+MOST_HEADS, LEAST_KEYS = 16, 16
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,7 @@ def why_not(
     same = query.dtype == key.dtype == value.dtype
     reasons = (
         (tokens != 1, f"there are {tokens} new tokens"),
+        (not batch * length, f"there are {batch} sequences and {length} keys"),
         (max(size, value.shape[-1]) > MOST_FEATURES, f"heads have more than {MOST_FEATURES} features"),
         (heads % key_heads, f"{heads} query heads are no multiple of {key_heads} key heads"),
         (
@@ -183,7 +182,7 @@ class _Sizes:
     @property
     def heads(self) -> int:
         """Query heads of a program: as registers hold their sums."""
-        return 8 if self.group <= 8 or self.key_bytes > KEY_BYTES else 16
+        return FEW_HEADS if self.group <= FEW_HEADS or self.key_bytes > KEY_BYTES else MOST_HEADS
 
     @property
     def blocks(self) -> int:
@@ -196,9 +195,11 @@ def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
     """The plan for keys of such sizes, and how many programs share those of a head."""
     heads = sizes.parts * sizes.blocks
     plan = next(one for one in PLANS if heads <= one.most * multiprocessors)
-    if sizes.key_bytes > KEY_BYTES:
-        fewer = {"keys": LEAST_KEYS} if plan.keys > LEAST_KEYS else {"warps": plan.warps // 2}
-        plan = replace(plan, **fewer)
+    is_long = sizes.key_bytes > KEY_BYTES
+    if plan.keys > LEAST_KEYS and (is_long or sizes.heads > FEW_HEADS):
+        plan = replace(plan, keys=LEAST_KEYS)
+    elif is_long:
+        plan = replace(plan, warps=max(2, plan.warps // 2))
     steps = -(-length // (plan.warps * plan.keys))
     most = max(1, min(plan.programs * multiprocessors // heads, MOST_PIECES // plan.warps))
     # No more than are needed for the steps of the longest.
@@ -227,7 +228,7 @@ def _launches(
         MASK=mask,
         PTX="ptx" in features,
         # If registers hold keys and values of a step at a time, beside the sums.
-        EARLY="ptx" in features and sizes.key_bytes <= KEY_BYTES and sizes.heads * plan.keys <= MOST_SCORES,
+        EARLY="ptx" in features and sizes.key_bytes <= KEY_BYTES,
         **known,
         num_warps=plan.warps,
     )

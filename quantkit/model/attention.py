@@ -1,4 +1,4 @@
-"""Attention for transformers: `decode_attention` for one new token on a GPU, SDPA for everything else.
+"""Attention for transformers: `decode_attention` for one new token on a GPU in 16 bits, SDPA for all else.
 
 It is what transformers calls for "sdpa", and SDPA itself for models that did not ask for it. It has no name
 of its own: models with sparse attention mask keys for names that they know, and continuous batching takes

@@ -24,6 +24,8 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -460,22 +462,28 @@ def test_sliding_windows_come_from_masks(recorded: list[int]) -> None:
 
 @pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The queries of a sequence in each call of our attention, which here takes float32, and a CPU's."""
+    """The queries of a sequence in each call of our attention, which here takes float32, and a CPU's.
+
+    In 16 bits it is the real one, by the interpreter on a CPU.
+    """
     pytest.importorskip("triton")
     tokens: list[int] = []
-    reason = attention.why_not
+    real, reason = attention.decode_attention, attention.why_not
 
     def decode_attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         tokens.append(query.shape[2])
+        if query.dtype != torch.float32:
+            return real(query, key, value, mask, scaling)
         found = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
         return found.transpose(1, 2)
 
     def why_not(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> str | None:
-        found = reason(query.half(), key.half(), value.half(), mask)
+        parts = (part.half() if part.dtype == torch.float32 else part for part in (query, key, value))
+        found = reason(*parts, mask)
         return None if found == "it runs on cuda, the tensors are on cpu" else found
 
     monkeypatch.setattr(attention, "decode_attention", decode_attention)
@@ -501,6 +509,18 @@ def test_our_attention_is_for_one_token_and_sdpa_for_more(model: Any, attended: 
     close(decode(model, model, static_cache(model, 20), prompt, 4), expected)
     close(decode_whole(model, prompt, 4), expected)
     assert attended == [1] * 4 * model.config.num_hidden_layers
+
+
+@torch.no_grad()
+def test_our_attention_computes_what_sdpa_does(attended: list[int], interpreter: bool) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(DEVICE, torch.float16).eval()
+    # One token: those after it may be others.
+    expected = decode(model, model, static_cache(model, 20), ids(), 1)
+    use_decode_attention(model)
+    found = decode(model, model, static_cache(model, 20), ids(), 1)
+    assert attended == [1] * model.config.num_hidden_layers
+    assert (found - expected).float().norm() < 5e-3 * expected.float().norm()
 
 
 def test_our_attention_is_that_of_models_that_ask_for_it(model: Any, attended: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Attention of one new token: keys and values go from memory to registers once for all heads that share them.
+"""Attention of one new token: keys and values go from memory to registers once for the heads of a program.
 
 A program has some of the keys of one key head, and up to 16 of the query heads that attend to it. Each of
 its W warps takes KEYS keys at a time and shares nothing with the others: what it found, a piece, is put
@@ -21,6 +21,8 @@ from quantkit.kernels.fused.ahead import bring, lines
 
 #: exp2 is the exponential that GPUs have.
 LOG2E = tl.constexpr(1.4426950408889634)
+#: The lowest float32.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 #: Lanes of a warp wait for each other: loads before it are not put off until after what follows.
 _TOGETHER = tl.constexpr("bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;")
 #: Keeps the addresses of what lanes load from being laid out otherwise.
@@ -155,9 +157,7 @@ def _finish(
 @triton.jit
 def _relative(largest, top):
     """What sums relative to `largest` are multiplied with to be relative to `top`."""
-    scale = tl.where(largest > -float("inf"), tl.exp2(largest - top), 0.0)
-    # A score that is no number is smaller than none, and makes the output none.
-    return tl.where(largest == largest, scale, largest)
+    return tl.where(largest > -float("inf"), tl.exp2(largest - top), 0.0)
 
 
 @triton.jit
@@ -259,4 +259,6 @@ def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
     at = mask + at.to(tl.int64) * m_l
     if MASK == "bool":
         return tl.where(tl.load(at, mask=there, other=0) != 0, 0.0, -float("inf"))
-    return tl.load(at, mask=there, other=-float("inf")).to(tl.float32) * LOG2E
+    added = tl.load(at, mask=there, other=-float("inf")).to(tl.float32)
+    # Masks have the lowest number for keys that are not to be seen, if there are others.
+    return tl.where(added > -float("inf"), tl.maximum(added * LOG2E, LOWEST), added)

@@ -46,6 +46,8 @@ from quantkit.kernels.fused.tiled import tiled
 from quantkit.packing.schemes import scheme
 
 N = K = 4096
+#: Columns of a weight with long rows.
+LONG = 14336
 #: Bytes of shared memory that a program may have, where they are not as many as on Hopper and Blackwell.
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 942: 64 << 10}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -55,9 +57,10 @@ class Case(NamedTuple):
     """A kernel, preset, GPU and M.
 
     It is skinny, present (skinny that loads only rows of x that are there), tiled, halves (tiles with sums in
-    float16), dense or order; skinny and tiled with "experts" for several weights at once; or one of those
-    that work on pairs of tokens and experts, count, sort and weigh. Or it is attend and the number of a plan,
-    with a dtype in place of a preset, and the features of a head in place of M.
+    float16), dense or order; skinny and tiled with "experts" for several weights at once, skinny with "long"
+    for a weight with long rows; or one of those that work on pairs of tokens and experts, count, sort and
+    weigh. Or it is attend and what `build_attention` says, with a dtype in place of a preset, and the
+    features of a head in place of M.
     """
 
     kernel: str
@@ -86,7 +89,8 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     """The kernel as it is launched, in the tile of the rules."""
     amd = case.capability == 942
     features = frozenset(() if amd else ("ptx", "wgmma") if case.capability == 90 else ("ptx",))
-    shape, known = geometry(N, K, row, dtype), constants(N, K, row, dtype, not amd)
+    k = LONG if case.kernel.endswith("long") else K
+    shape, known = geometry(N, k, row, dtype), constants(N, k, row, dtype, not amd)
     if case.kernel == "dense":
         spans = max(128 // shape.span, 1)
         return Source(dequantize, dict(known, C=spans, W=dense.WARPS), dense.WARPS, 3, None)
@@ -164,21 +168,24 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
 
 def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
-    """Attention as it is launched, of eight heads that share keys in bfloat16, and sixteen in float16."""
+    """Attention as it is launched, of eight heads that share keys in bfloat16, and sixteen in float16.
+
+    After the number of a plan is how many programs share the keys of a head, and what kind of mask there is.
+    """
     since = {80: {"ptx"}, 90: {"ptx", "overlap"}, 942: set[str]()}
     features = frozenset(since[max(known for known in since if known <= case.capability)])
-    number = int(case.kernel.removeprefix("attend "))
-    heads = int(min(attention.PLANS[number].most, 8) * H200_PROCESSORS)
+    _, number, chunks, *mask = case.kernel.split()
+    heads = int(min(attention.PLANS[int(number)].most, 8) * H200_PROCESSORS)
     sizes = attention._Sizes(heads, 8 if case.name == "bfloat16" else 16, case.m, case.m, 2)
     plan, _ = attention._plan(sizes, 1 << 12, H200_PROCESSORS)
-    launch, _ = attention._launches(sizes, plan, 1, 1.0, "bool", features)
+    launch, _ = attention._launches(sizes, plan, int(chunks), 1.0, *(mask or [""]), features)
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
     types = {
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(("q", "k", "v", "out"), "*bf16" if case.name == "bfloat16" else "*fp16"),
         **dict.fromkeys(("sums", "stats"), "*fp32"),
-        "mask": "*u8",
+        "mask": "*u8" if mask == ["bool"] else "*bf16",
         **dict.fromkeys(known, "constexpr"),
     }
     # Pointers, and strides of q, k and v.

@@ -43,7 +43,7 @@ def slow(query, key, value, mask, scaling):
 
 #: Plans, and programs for a multiprocessor, of which there is one: all there is of keys and warps, with one
 #: program for all keys of a head and with many.
-SHARED = [(0, 64), (2, 1), (3, 64), (4, 1)]
+SHARED = [(1, 64), (2, 1), (3, 64), (4, 1)]
 
 
 @pytest.fixture(params=SHARED)
@@ -85,6 +85,29 @@ def test_strided_inputs_and_a_part_of_a_cache(poisoned, chunks):
     assert torch.equal(decode_attention(query, strided, value, None, 1.0), expected)
     across = value.transpose(2, 3).contiguous().transpose(2, 3)
     assert torch.equal(decode_attention(query, key, across, None, 1.0), expected)
+
+
+def test_masks_of_any_strides(chunks):
+    query, key, value = inputs(4, 2, 150, 32, 32)
+    mask = torch.rand(2, 1, 1, 300, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5
+    for strided in (mask[..., ::2], mask[..., ::2].to(torch.float16), mask[..., ::2].float()):
+        expected = decode_attention(query, key, value, strided.contiguous(), 1.0)
+        assert torch.equal(decode_attention(query, key, value, strided, 1.0), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_lowest_number_in_a_mask_is_not_minus_infinity(chunks, dtype):
+    """It leaves no weight beside others, but where there is nothing else all keys are seen alike."""
+    query, key, value = inputs(4, 2, 150, 32, 32)
+    mask = torch.zeros(2, 1, 1, 150, dtype=dtype, device=DEVICE)
+    mask[0], mask[1, ..., 70:] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    found = decode_attention(query, key, value, mask, 1.0)
+    expected = slow(query, key, value, mask[1:].expand(2, 1, 1, 150), 1.0)
+    expected[0] = value[0].double().mean(1).repeat_interleave(2, 0)
+    if dtype == torch.float16:
+        # Scores beside 65504 still count.
+        expected[0] = slow(query, key, value, None, 1.0)[0]
+    assert (found.double() - expected).norm() < 2e-3 * expected.norm()
 
 
 def test_what_is_not_seen_is_not_read(chunks):
@@ -151,16 +174,20 @@ def test_longer_keys_are_fewer_at_a_time_and_more_query_heads_are_other_programs
     plan, _ = attention._plan(sizes, 900, 132)
     assert (plan.warps, plan.keys) == (PLANS[-1].warps, 16)
     plan, _ = attention._plan(replace(sizes, parts=8), 900, 132)
-    assert (plan.warps, plan.keys) == (PLANS[1].warps // 2, 16)
+    assert (plan.warps, plan.keys) == (2, 16)
+    plan, _ = attention._plan(replace(sizes, parts=26), 900, 132)
+    assert (plan.warps, plan.keys) == (PLANS[2].warps // 2, 16)
     sizes = attention._Sizes(256, 40, 64, 64, 2)
     assert (sizes.heads, sizes.blocks) == (16, 3)
-    assert attention._plan(sizes, 900, 132)[0] == PLANS[-1]
+    plan, _ = attention._plan(sizes, 900, 132)
+    assert (plan.warps, plan.keys) == (PLANS[-1].warps, 16)
 
 
 def test_why_not():
     query, key, value = inputs(4, 2, 100, 32, 32)
     mask = torch.ones(2, 1, 1, 100, dtype=torch.bool)
     assert why_not(query.expand(2, 4, 3, 32), key, value, None) == "there are 3 new tokens"
+    assert why_not(query, key[:, :, :0], value[:, :, :0], None) == "there are 2 sequences and 0 keys"
     assert "no multiple of 2 key heads" in str(why_not(query[:, :3], key, value, None))
     assert "the mask [2, 4, 1, 100] is not" in str(why_not(query, key, value, mask.expand(2, 4, 1, 100)))
     assert "is not [batch, 1, 1, 100]" in str(why_not(query, key, value, mask[..., :90]))

@@ -234,14 +234,22 @@ def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> N
                 assert_few_rows_stay_in_registers(case, found)
 
 
+def test_long_rows_of_wide_codes_leave_registers_to_load_ahead(compiled: Compiled) -> None:
+    for case, found in compiled([("skinny long", "int7", 90, 8), ("skinny long", "int5", 89, 1)]).items():
+        assert found["spills"] == 0, (case, found)
+        assert_few_rows_stay_in_registers(case, found)
+
+
 @pytest.mark.parametrize("plan", range(len(PLANS)))
 def test_attention_fits_memory_and_registers(compiled: Compiled, plan: int) -> None:
-    kernel = f"attend {plan}"
+    # All pairs of: eight heads that share keys or sixteen, the GPU, features, programs and mask.
+    kinds = [("1", "bool"), ("4", ""), ("4", "bool"), ("1", "float")]
     cases: list[Case] = [
-        (kernel, name, capability, features)
-        for name in ("bfloat16", "float16")
-        for capability in (80, 89, 90, AMD)
-        for features in (128, 256)
+        (" ".join(["attend", str(plan), *kinds[(i + j) % 4]]).strip(), name, capability, features)
+        for i, (name, features) in enumerate(
+            [("bfloat16", 128), ("float16", 128), ("bfloat16", 256), ("float16", 256)]
+        )
+        for j, capability in enumerate((80, 89, 90, AMD))
     ]
     for case, found in compiled(cases).items():
         assert found["shared"] <= found["limit"], (case, found)

@@ -71,8 +71,11 @@ def skinny_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS)
     least = max(shape.span, 128)
     while columns > least and 4 * columns > shape.spans * shape.span:
         columns //= 2
-    narrow = shape.bits <= 4 and (m > 8 or shape.bits == 4)
-    ahead = whole and (narrow or (long and shape.bits < 8))
+    if shape.bits <= 4:
+        ahead = whole and (m > 8 or shape.bits == 4 or long)
+    else:
+        # With more rows of x, registers would be spilled.
+        ahead = whole and m <= 8 and long and shape.bits < 8
     return SkinnyTile(warps=8 if long and not whole else 4, columns=max(columns, least), ahead=ahead)
 
 

@@ -5,14 +5,17 @@ of its own: models with sparse attention mask keys for names that they know, and
 those alone.
 """
 
+import logging
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from quantkit.kernels.attention import decode_attention, why_not
+from quantkit.kernels.attention import DTYPES, decode_attention, why_not
 from quantkit.kernels.problem import device_features
+
+logger = logging.getLogger("quantkit.kernels")
 
 #: What SDPA's implementation is called with and `decode_attention` needs not know.
 _KNOWN = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "sliding_window"})
@@ -49,9 +52,18 @@ def _asks_for_more(options: dict[str, Any]) -> bool:
 
 
 def use_decode_attention(model: Any) -> None:
-    """Make `model` use `decode_attention` where it would use SDPA, if there is Triton to run it."""
+    """Make `model` use `decode_attention` where it would use SDPA, if there is Triton to run it.
+
+    A model that it does not take has a warning.
+    """
     if "triton" not in device_features("cuda"):
         return
+    if model.dtype not in DTYPES:
+        logger.warning(
+            "attention of new tokens is torch's, not quantkit's: the model computes in %s, quantkit's kernel "
+            "in bfloat16 and float16. Load the model with one of these as dtype.",
+            str(model.dtype).removeprefix("torch."),
+        )
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attention_forward)
     for module in model.modules():
         setattr(module, _MARK, True)

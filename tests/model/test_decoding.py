@@ -523,6 +523,19 @@ def test_our_attention_computes_what_sdpa_does(attended: list[int], interpreter:
     assert (found - expected).float().norm() < 5e-3 * expected.float().norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_that_computes_in_float32_is_told_that_attention_is_torchs(
+    model: Any, attended: list[int], caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
+    use_decode_attention(model.to(dtype))
+    told = [record.getMessage() for record in caplog.records]
+    if dtype == torch.float32:
+        assert len(told) == 1 and "the model computes in float32" in told[0]
+        assert "Load the model with one of these as dtype" in told[0]
+    else:
+        assert not told
+
+
 def test_our_attention_is_that_of_models_that_ask_for_it(model: Any, attended: list[int]) -> None:
     other = copy.deepcopy(model)
     use_decode_attention(model)

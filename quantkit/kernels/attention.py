@@ -42,8 +42,8 @@ PLANS = (
     Plan(1 / 6, 4, 16, 2),
     Plan(3 / 4, 2, 16, 4),
     Plan(1, 8, 16, 1),
-    Plan(2, 4, 32, 2),
-    Plan(math.inf, 2, 32, 4),
+    Plan(2, 4, 32, 1),
+    Plan(math.inf, 2, 32, 1),
 )
 
 
@@ -203,7 +203,8 @@ def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
     steps = -(-length // (plan.warps * plan.keys))
     most = max(1, min(plan.programs * multiprocessors // heads, MOST_PIECES // plan.warps))
     # No more than are needed for the steps of the longest.
-    return plan, -(-steps // -(-steps // most))
+    longest = -(-steps // most)
+    return plan, -(-steps // longest)
 
 
 @lru_cache(maxsize=1024)

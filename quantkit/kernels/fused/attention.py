@@ -44,9 +44,10 @@ def attend(
     whether a key is seen, "float" what is added to its score, "" for none. If the program is all of its head,
     WHOLE, it puts the pieces together in `out` [B, HEADS * GROUP, V].
 
-    Programs are key heads, by parts of its keys, by blocks of G query heads, 8 or 16.
+    Programs are key heads, by parts of their keys, by blocks of G query heads, 8 or 16.
     """
-    ROWS: tl.constexpr = 16 if G < 16 else G
+    # The tensor cores have 16.
+    ROWS: tl.constexpr = 16
     STEP: tl.constexpr = W * KEYS
     head, chunk, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
@@ -79,7 +80,6 @@ def attend(
         seen_k, seen_v, added_next = _seen(mask, start + stride, LENGTH, m_l, W, KEYS, G, MASK, PTX)
         scores = tl.dot(query, keys, input_precision="ieee") * (SCALE * LOG2E)
         if G < ROWS:
-            # The tensor cores have 16 rows.
             scores = tl.permute(tl.reshape(scores, (W, 2, G, KEYS)), (0, 2, 3, 1))
             scores, _ = tl.split(scores)
         scores += added
@@ -130,7 +130,10 @@ def _finish(
     sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
-    """As `gather`, the pieces that the warps of this program wrote, one after the other for all outputs."""
+    """As `gather`, the pieces that the warps of this program wrote, one after the other for all outputs.
+
+    Lanes that had them in a sum of their own would need several times as many instructions, which run once.
+    """
     # Heads that there are, and not all that a product has.
     HEADS: tl.constexpr = G if GROUP > G else GROUP
     HP: tl.constexpr = triton.next_power_of_2(HEADS)

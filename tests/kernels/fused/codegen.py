@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from quantkit.kernels import attention, cache, glue
+from quantkit.kernels import attention, cache, choice, glue
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.hopper import hopper
 from quantkit.kernels.fused.launch import columns, dense
@@ -143,6 +143,8 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, features),
         "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),
         "fill": lambda: cache._launch(1, 2, 1, case.m * 2 // cache.WORD),
+        "largest of parts": lambda: choice._launches(1, 64, features)[0],
+        "largest of rows": lambda: choice._launches(1, 64, features)[1],
         "order_columns": lambda: columns.order_launch(
             1, geometry(N, case.m, scheme("int4"), torch.bfloat16), features
         ),
@@ -157,7 +159,7 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     types = {
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(tensors, "*bf16"),
-        **{name: "*i64" for name in ("held", "table") if name in names},
+        **{name: "*i64" for name in ("held", "table", "found", "tokens") if name in names},
         **dict.fromkeys(known, "constexpr"),
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in known}

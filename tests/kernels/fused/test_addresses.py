@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels import attention, glue
+from quantkit.kernels import attention, choice, glue
 from quantkit.kernels.attention import decode_attention
 from quantkit.kernels.fused.launch import dense, pairs, skinny, tiled
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
@@ -272,3 +272,12 @@ def test_rows_of_norms_and_gates(last_programs: Callable[[], Any]) -> None:
     assert torch.equal(total[-1:], last + last)
     assert torch.equal(normed[-1:], glue.norm(last + last, weight, 1e-5, "llama"))
     assert torch.equal(gated, glue.gate(last, last, "silu"))
+
+
+def test_rows_of_logits(last_programs: Callable[[], Any]) -> None:
+    rows, columns = FAR // 4096 + 1, choice.PART + 5
+    x = torch.as_strided(empty(rows * 4096), (rows, columns), (4096, 1))
+    x[-1:] = numbers(1, columns)
+    with last_programs():
+        found = choice.largest(x)
+    assert torch.equal(found[-1:], choice.largest(x[-1:]))

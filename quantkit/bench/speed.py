@@ -23,6 +23,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
+from quantkit.kernels.choice import likeliest
 from quantkit.model.decoding import GraphedForward, plain_forward, static_cache
 from quantkit.model.deferred import HostCopy
 from quantkit.model.devices import pick_device
@@ -280,8 +281,7 @@ def greedy_step(model: Any, cache: Any, forward: Any = None) -> Step:
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         logits = (forward or model)(input_ids=tokens, **given).logits
-        following: torch.Tensor = logits[:, -1].argmax(-1, keepdim=True)
-        return following
+        return likeliest(logits[:, -1])[:, None]
 
     return step
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from quantkit.kernels.choice import likeliest
+from quantkit.kernels.problem import ACTIVATION_DTYPES
+
 #: Arguments of `generate`, beside inputs and what a generation config has, with which `sample` does as well.
 _KNOWN = frozenset(
     {"inputs", "input_ids", "attention_mask", "position_ids", "generation_config", "logits_processor"}
@@ -88,10 +91,9 @@ def sample(
                 if ended:
                     break
             inputs = model._update_model_kwargs_for_generation(output, inputs)
-            scores = logits_processor(input_ids, output.logits[:, -1].to(torch.float32, copy=True))
+            tokens = _chosen(input_ids, output.logits[:, -1], logits_processor, generation_config.do_sample)
             # Logits of a long prompt may be large.
             del output
-            tokens = _chosen(scores, generation_config.do_sample)
             if with_ends:
                 tokens = tokens * unfinished + generation_config._pad_token_tensor * (1 - unfinished)
             input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
@@ -109,8 +111,14 @@ def sample(
     return input_ids
 
 
-def _chosen(scores: torch.Tensor, random: bool) -> torch.Tensor:
-    """A token [B] of each row of `scores` [B, V]."""
+def _chosen(
+    input_ids: torch.Tensor, logits: torch.Tensor, logits_processor: Any, random: bool
+) -> torch.Tensor:
+    """A token [B] after each text of `input_ids` [B, T], by its `logits` [B, V] in float32."""
+    if not random and not logits_processor and logits.dtype in ACTIVATION_DTYPES:
+        # They are in the same order as in float32.
+        return likeliest(logits)
+    scores = logits_processor(input_ids, logits.to(torch.float32, copy=True))
     if random:
         return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
-    return scores.argmax(-1)
+    return likeliest(scores)

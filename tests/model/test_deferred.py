@@ -141,6 +141,23 @@ def test_processors_and_criteria_of_the_caller(models: tuple[Any, Any], late: li
     assert len(late) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_only_what_changes_logits_gets_copies_in_float32(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    compared: list[torch.Tensor] = []
+    likeliest = deferred.likeliest
+    monkeypatch.setattr(deferred, "likeliest", lambda scores: likeliest(compared.append(scores) or scores))
+    # Of the last two, which are equal in float32, and in 16 bits.
+    logits = torch.tensor([[1.0] * 38 + [2.0, 2.0 + 1e-12]], dtype=dtype)
+    before = logits.clone()
+    for processors, token in (([], 38), ([_Banned()], 0)):
+        found = deferred._chosen(ids(), logits, LogitsProcessorList(processors), False)
+        assert found.tolist() == [token] and torch.equal(logits, before)
+    assert (compared[0] is logits) is (dtype != torch.float64)
+    assert compared[1].dtype == torch.float32
+
+
 class _Noise(LogitsProcessor):
     """Random numbers are added."""
 

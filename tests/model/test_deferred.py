@@ -226,17 +226,111 @@ def test_steps_run_with_the_experts_that_transformers_chooses_for_them(
     assert seen == [True] * 3 and not inside
 
 
-def test_the_copy_waits_for_the_device_of_its_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events are recorded on the current device unless a stream is named."""
-    recorded: list[Any] = []
-    event = SimpleNamespace(record=recorded.append)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(copy_=lambda *_, **__: None))
-    deferred.HostCopy(
-        cast(torch.Tensor, SimpleNamespace(is_cuda=True, device="cuda:1", shape=(), dtype=None))
+@pytest.mark.parametrize("tensor", [torch.arange(6).view(2, 3), torch.tensor(True)], ids=["whole", "one"])
+def test_copies_are_of_what_was_there(tensor: torch.Tensor) -> None:
+    tensor = tensor.to(DEVICE)
+    for part in (tensor, tensor.mT if tensor.dim() == 2 else tensor):
+        copy = deferred.HostCopy(part)
+        found = copy.get()
+        assert found.device.type == "cpu" and torch.equal(found, part.cpu())
+        part.logical_not_() if part.dtype == torch.bool else part.add_(1)
+        assert not torch.equal(copy.get(), part.cpu())
+
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU has streams")
+#: Some milliseconds and, for what must not end before the host looks, half a second, in cycles of a GPU.
+SHORT, LONG = 10**7, 10**9
+
+
+@on_a_gpu
+def test_copies_wait_for_what_was_launched_before_and_nothing_waits_for_them() -> None:
+    # What is first launched, and memory first pinned, may wait for all that runs.
+    deferred.HostCopy(torch.ones(5, device=DEVICE)).get()
+    number = torch.zeros(5, device=DEVICE)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            number.zero_()
+            torch.cuda._sleep(SHORT)
+            number.add_(1)
+            copy = deferred.HostCopy(number)
+            torch.cuda._sleep(LONG)
+            assert copy.get().tolist() == [1.0] * 5
+            assert not stream.query()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(deferred._copies_of(number.device)):
+        torch.cuda._sleep(LONG)
+    copy = deferred.HostCopy(number)
+    torch.cuda.current_stream().synchronize()
+    assert not copy._event.query()
+    assert copy.get().tolist() == [1.0] * 5
+
+
+@on_a_gpu
+def test_memory_is_not_used_again_before_it_is_copied() -> None:
+    torch.cuda.empty_cache()
+    number = torch.full((1 << 20,), 7, device=DEVICE)
+    # The host's memory is there then, which may wait for all that runs when it is pinned.
+    deferred.HostCopy(number).get()
+    with torch.cuda.stream(deferred._copies_of(number.device)):
+        torch.cuda._sleep(LONG)
+    copy = deferred.HostCopy(number)
+    del number
+    other = torch.zeros(1 << 20, dtype=torch.int64, device=DEVICE)
+    torch.cuda.current_stream().synchronize()
+    assert copy.get().eq(7).all() and not other.any()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no other GPU")
+def test_copies_are_of_the_device_of_the_tensor() -> None:
+    with torch.cuda.device(1):
+        torch.cuda._sleep(SHORT)
+        number = torch.ones(5, device="cuda:1") + 1
+    copy = deferred.HostCopy(number)
+    assert torch.cuda.current_device() == 0 and deferred._copies_of(number.device).device_index == 1
+    assert copy.get().tolist() == [2.0] * 5
+
+
+def test_copies_run_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the device of the tensor, after its current stream; without a GPU, by what is called."""
+    called: list[Any] = []
+    side = SimpleNamespace(
+        wait_stream=lambda other: called.append(f"after {other}"),
+        record_event=lambda: SimpleNamespace(synchronize=lambda: called.append("waited")),
     )
-    assert recorded == ["stream of cuda:1"]
+    copy = SimpleNamespace(copy_=lambda *_, **options: called.append(options))
+    tensor = SimpleNamespace(
+        is_cuda=True,
+        device="cuda:1",
+        shape=(),
+        dtype=None,
+        record_stream=called.append,
+    )
+    monkeypatch.setattr(deferred, "_copies_of", lambda device: side if device == "cuda:1" else None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: _Block(called) if stream is side else None)
+    monkeypatch.setattr(torch, "empty", lambda *_, **options: called.append(options) or copy)
+    found = deferred.HostCopy(cast(torch.Tensor, tensor))
+    assert called == [
+        {"dtype": None, "pin_memory": True},
+        "after stream of cuda:1",
+        *("begin", {"non_blocking": True}, "end"),
+        side,
+    ]
+    assert found.get() is copy and called[-1] == "waited"
+
+
+class _Block:
+    """Says when it begins and ends."""
+
+    def __init__(self, called: list[Any]) -> None:
+        self._called = called
+
+    def __enter__(self) -> None:
+        self._called.append("begin")
+
+    def __exit__(self, *_: Any) -> None:
+        self._called.append("end")
 
 
 class _Streamer(BaseStreamer):

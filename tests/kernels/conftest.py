@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.kernels.fused.launch import hopper
+from quantkit.kernels.fused.launch import hopper, narrow
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
 from quantkit.kernels.tiles.store import TILES_VARIABLE
 from quantkit.packing.schemes import GroupSize, ZeroPoint, scheme
@@ -25,10 +25,10 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TILES_VARIABLE, "none")
 
 
-#: The modules of `fused-hopper`, the kernel last.
+#: Modules in Gluon, those first that others import.
 GLUON = {
     f"quantkit.kernels.fused.{name}": Path(hopper.__file__).parents[1] / f"{name}.py"
-    for name in ("shares", "hopper")
+    for name in ("units", "shares", "hopper", "narrow")
 }
 _interpreted = cache(lambda: gluon.interpreted(GLUON))
 
@@ -49,7 +49,8 @@ def _interpreter(interpreter: bool, by_address: list[torch.Tensor], monkeypatch:
     memory.teach(monkeypatch, by_address)
     for name, module in _interpreted().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(hopper, "multiprocessors_of", lambda device: 3)
+    for launches in (hopper, narrow):
+        monkeypatch.setattr(launches, "multiprocessors_of", lambda device: 3)
 
 
 @pytest.fixture

@@ -139,6 +139,14 @@ class Shared:
     def permute(self, axes: tuple[int, ...]) -> "Shared":
         return Shared(self.data.transpose(axes))
 
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
+        return Shared(self.data.reshape(shape))
+
+    def load(self, layout: Any) -> Any:
+        from triton import language as tl
+
+        return tensor(self.data.copy(), tl.float16 if self.data.dtype == np.float16 else tl.bfloat16)
+
 
 class Barriers:
     """What lies in shared memory instead of numbers."""
@@ -234,6 +242,9 @@ class Gluon:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._turns = Turns(random.Random(seed))
+        #: Copies that threads have asked for: of groups, and those that are in none yet.
+        self._groups: list[list[Callable[[], None]]] = []
+        self._asked: list[Callable[[], None]] = []
 
     def modules(self) -> dict[str, Any]:
         """What takes the place of Triton's own modules."""
@@ -257,6 +268,12 @@ class Gluon:
             warpgroup_mma=self._multiply,
             warpgroup_mma_wait=self._wait_for_products,
         )
+        copies = SimpleNamespace(
+            async_copy_global_to_shared=self._copy_by_threads,
+            commit_group=self._commit,
+            wait_group=self._wait_for_groups,
+        )
+        ampere = SimpleNamespace(async_copy=copies, mma_v2=self._multiply_at_once)
         experimental = ModuleType("triton.experimental")
         gluon = SimpleNamespace(jit=jit, constexpr_function=lambda function: function, language=language)
         experimental.gluon = gluon  # type: ignore[attr-defined]
@@ -265,6 +282,7 @@ class Gluon:
             "triton.experimental": experimental,
             name: gluon,
             f"{name}.language": language,
+            f"{name}.language.nvidia.ampere": ampere,
             f"{name}.language.nvidia.hopper": hopper,
         }
 
@@ -308,6 +326,31 @@ class Gluon:
 
         self._turns.copies.append(arrives)
         self._turns.wait()
+
+    def _copy_by_threads(self, to: Shared, at: Any, mask: Any) -> None:
+        """What is masked is 0, and all of it NaN until it is waited for."""
+        from triton import language as tl
+
+        to.data[...] = UNWRITTEN["fp16" if to.data.dtype == np.float16 else "bf16"]
+
+        def arrives() -> None:
+            to.data[...] = tl.load(at, mask=mask, other=0.0).handle.data.view(to.data.dtype)
+
+        self._asked.append(arrives)
+
+    def _commit(self) -> None:
+        self._groups.append(self._asked)
+        self._asked = []
+
+    def _wait_for_groups(self, flying: int) -> None:
+        while len(self._groups) > flying:
+            for arrives in self._groups.pop(0):
+                arrives()
+
+    def _multiply_at_once(self, weights: Any, x: Any, total: Any) -> Any:
+        from triton import language as tl
+
+        return tl.dot(weights, x, total)
 
     def _multiply(self, weights: Any, x: Shared, total: Any, is_async: bool) -> Products:
         assert is_async
@@ -376,6 +419,7 @@ def _loaded_where(at: Any, there: Any) -> Any:
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "griddepcontrol.wait; // $0": _nothing,
     "griddepcontrol.launch_dependents; // $0": _nothing,
+    "bar.warp.sync 0xffffffff; // $0": _nothing,
     "prefetch.global.L2 [$1]; mov.b32 $0, 0;": _nothing,
     "mov.b32 $0, $1;": _same,
     "{wgmma.wait_group.sync.aligned 7; mov.b32 $0, $1;}": _same,

@@ -13,9 +13,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from quantkit.kernels.fused.blocks import decode, finish, scale_value
+from quantkit.kernels.fused.blocks import finish, scale_value
 from quantkit.kernels.fused.shares import add_shares, all_jobs, first_of, job_of, leave_share
 from quantkit.kernels.fused.tiled import place
+from quantkit.kernels.fused.units import (
+    codes_of,
+    decoded,
+    let_next_start,
+    unit_columns,
+    wait_for_kernel_before,
+)
 
 
 @gluon.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH", "SPANS", "BLOCKS", "TOKEN"])
@@ -87,10 +94,10 @@ def _copy(
 ):  # fmt: skip
     """Blocks of x to shared memory, in the order in which `_multiply` takes them."""
     if PDL:
-        _let_next_start()
-        _wait_for_kernel_before()
-    BLOCKS_OF_STEP: gl.constexpr = _unit(PLANES) // 64
-    steps = gl.cdiv(SPANS * (16 * PLANES), 2 * _unit(PLANES))
+        let_next_start()
+        wait_for_kernel_before()
+    BLOCKS_OF_STEP: gl.constexpr = unit_columns(PLANES) // 64
+    steps = gl.cdiv(SPANS * (16 * PLANES), 2 * unit_columns(PLANES))
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
     whole, jobs, begin, end, left = all_jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
     count = 0
@@ -119,8 +126,8 @@ def _multiply(
         held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     ) = given  # fmt: skip
-    C: gl.constexpr = _unit(PLANES) // (16 * PLANES)
-    PIECES: gl.constexpr = _unit(PLANES) // 128
+    C: gl.constexpr = unit_columns(PLANES) // (16 * PLANES)
+    PIECES: gl.constexpr = unit_columns(PLANES) // 128
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     # Weights [64 rows, V groups, their columns] where operand A has them.
@@ -180,7 +187,7 @@ def _multiply(
         )  # fmt: skip
         if PDL:
             # The kernel before may still read what lies where this one writes.
-            _wait_for_kernel_before()
+            wait_for_kernel_before()
         if is_written:
             if is_added:
                 total = add_shares(total, sums, before, which, TOKEN, ROWS, BM, SUMS)
@@ -198,13 +205,7 @@ def _weights(
 ):  # fmt: skip
     """Operand A for each 128 columns of a unit, of what `_load` gave."""
     words, s, z = unit
-    q = decode(_halves(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
-    q = gl.reshape(q, (4, C, 8, 4, 2, 2, 2, PLANES // 2, 2))
-    q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (64, 128 * PIECES))
-    if PIECES == 1:
-        pieces = (q,)
-    else:
-        pieces = gl.split(gl.permute(gl.reshape(q, (64, 2, 128)), (0, 2, 1)))
+    pieces = decoded(words, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, 4, C, PIECES, TILES)
     weights = ()
     for piece in gl.static_range(PIECES):
         q = gl.convert_layout(gl.reshape(pieces[piece], (64, V, 128 // V)), WEIGHTS, assert_trivial=True)
@@ -242,7 +243,7 @@ def _addresses(
     WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Where the codes of four row tiles from `first` on begin, and which of the scales are theirs."""
-    CODES: gl.constexpr = _codes(C)
+    CODES: gl.constexpr = codes_of(4, C)
     last = (N + 15) // 16 - 1
     tile = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, CODES))), last)
     tile = gl.expand_dims(gl.expand_dims(tile, 1), 2).to(gl.int64)
@@ -256,26 +257,6 @@ def _addresses(
         codes.to(gl.pointer_type(gl.int32), bitcast=True) + (tile * SPANS + span) * (TILES * 128) + lane,
         values_at + row % 8 * (2 * V) + group * 2 + row // 8 % 2,
     )
-
-
-@gluon.jit
-def _wait_for_kernel_before():
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _let_next_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.constexpr_function
-def _codes(C: int) -> gl.DistributedLinearLayout:
-    """Codes [4 row tiles, C spans, 128 pairs]: a warp has a row tile, a thread 16 bytes of each span."""
-    spans = [[0, 1 << bit, 0] for bit in range(C.bit_length() - 1)]
-    pairs = [[0, 0, 1 << bit] for bit in range(7)]
-    return gl.DistributedLinearLayout(pairs[:2] + spans, pairs[2:], [[1, 0, 0], [2, 0, 0]], [], [4, C, 128])
 
 
 @gluon.jit
@@ -294,28 +275,6 @@ def _load(
         s = s + (gl.load(scale + values_at + block) if GROUPS > 1 else 0,)
         z = z + (gl.load(zero + values_at + block) if HAS_ZERO else 0,)
     return words, s, z
-
-
-@gluon.constexpr_function
-def _unit(PLANES: int) -> int:
-    """Columns that are decoded at a time: 128, or a span where that is longer."""
-    return max(128, 16 * PLANES)
-
-
-@gluon.jit
-def _halves(words, TILES: gl.constexpr):
-    """The lanes of 16 bits that `decode` takes of pairs, which stay in their registers from step to step.
-
-    Lanes would be copied one by one at the end of a step, before the products are begun.
-    """
-    lanes = ()
-    for t in gl.static_range(TILES):
-        low, high = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words[t]], (gl.int16, gl.int16), True, 1
-        )
-        pairs = gl.join(low, high)
-        lanes = lanes + (gl.reshape(pairs, (pairs.shape[0], pairs.shape[1], 256)),)
-    return lanes
 
 
 @gluon.jit

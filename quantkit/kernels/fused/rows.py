@@ -12,7 +12,7 @@ import torch
 
 from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused.expressions import portable
-from quantkit.kernels.fused.launch import dense, hopper, skinny, tiled
+from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, tiled
 from quantkit.kernels.fused.launch.columns import column_order
 from quantkit.kernels.fused.launch.gpu import has_few_rows, processors
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, shape_of
@@ -93,6 +93,26 @@ def _skinny_pays(problem: Problem) -> str | None:
         return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
     limit = 16 if has_few_rows(problem.n, processors(problem)) and problem.k <= skinny.LONG_ROWS else 8
     return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
+
+
+def _narrow_supports(problem: Problem) -> str | None:
+    if problem.m > narrow.MOST_ROWS:
+        return f"it takes up to {narrow.MOST_ROWS} rows of x, not {problem.m}"
+    if (reason := _unmultipliable(problem)) is not None:
+        return reason
+    if not {"ptx", "gluon"} <= problem.features:
+        return "it is for NVIDIA GPUs from compute capability 8.0 on, and the Gluon of Triton 3.6"
+    if problem.k % 8:
+        return f"it copies 16 bytes of x at a time, of whose {problem.k} columns some begin between them"
+    if _looked_up(problem):
+        return f"it would look up every value of {problem.scheme.format.name} in memory"
+    return narrow.why_no_tile(problem)
+
+
+def _narrow_pays(problem: Problem) -> str | None:
+    if problem.m <= 8:
+        return "x takes no longer to read than codes up to M=8"
+    return None if problem.m <= 16 else "tensor cores are busier in tiles from M=17 on"
 
 
 def _hopper_supports(problem: Problem) -> str | None:
@@ -194,6 +214,7 @@ def _tiled_order(problem: Problem) -> str:
 
 _RUNS: dict[str, _Run] = {
     "fused-skinny": skinny.run,
+    "fused-narrow": narrow.run,
     "fused-tiled": tiled.run,
     "fused-hopper": hopper.run,
     "dequantize": dense.run,
@@ -284,6 +305,17 @@ FUSED_ROWS = (
         layout=FRAGMENTS,
         launch=_launch(skinny.run),
         tiling=skinny.TILING,
+    ),
+    KernelRow(
+        name="fused-narrow",
+        summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for 8 to 32 "
+        "rows of x",
+        devices=("cuda",),
+        supports=_narrow_supports,
+        pays=_narrow_pays,
+        layout=FRAGMENTS,
+        launch=_launch(narrow.run),
+        tiling=narrow.TILING,
     ),
     KernelRow(
         name="fused-hopper",

@@ -172,10 +172,11 @@ class CompilePool:
 def _same_kernel(problem: Problem, candidate: Candidate) -> Problem:
     """The smallest problem that launches the same kernels.
 
-    Triton compiles anew for 1 and for multiples of 16, and `fused-skinny` for 8, 16 and 32 rows of x.
+    Triton compiles anew for 1 and for multiples of 16, `fused-skinny` and `fused-narrow` for 8, 16 and 32
+    rows of x.
     """
     m = problem.m if problem.m == 1 else 8 if problem.m <= 8 else 16
-    if candidate.row == "fused-skinny" and problem.m > 16:
+    if candidate.row in ("fused-skinny", "fused-narrow") and problem.m > 16:
         m = 32
     return replace(problem, m=m, n=16 if problem.n % 16 == 0 else 17)
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from quantkit.kernels import attention, cache, choice, glue
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.hopper import hopper
-from quantkit.kernels.fused.launch import columns, dense
+from quantkit.kernels.fused.launch import columns, dense, narrow
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.hopper import (
     COLUMNS,
@@ -234,6 +234,37 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     return triton.compile(code, target=target, options=options), found
 
 
+def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+    """The kernel for some rows of x, in the tile that its name has the numbers of, with a bias.
+
+    With "long", it is for a weight with long rows.
+    """
+    row, dtype = scheme(case.name), torch.bfloat16
+    _, *numbers = case.kernel.split()
+    k = LONG if "long" in numbers else K
+    shape = geometry(N, k, row, dtype)
+    tile = narrow.NarrowTile(*map(int, [one for one in numbers if one != "long"]))
+    features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
+    launch, *_ = narrow._launches(case.m, N, k, row, dtype, True, tile, features, H200_PROCESSORS)
+    names, options = launch._kernel.arg_names, launch._options
+    known = {name: options[name] for name in names if name in options}
+    types = {
+        **dict.fromkeys(names, "*bf16"),
+        "codes": "*i16",
+        "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
+        **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
+        **dict.fromkeys(("M", "N", "ROW_TILES"), "i32"),
+        **dict.fromkeys(known, "constexpr"),
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
+    code = GluonASTSource(
+        launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned
+    )
+    others = {name: value for name, value in options.items() if name not in names}
+    found = Source(launch._kernel, known, tile.warps, 1, narrow.shared_memory(tile, shape, case.m))
+    return triton.compile(code, target=target, options=others), found
+
+
 def build(case: Case) -> tuple[Any, Source]:
     amd = case.capability == 942
     target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", case.capability, 32)
@@ -243,6 +274,8 @@ def build(case: Case) -> tuple[Any, Source]:
         return build_glue(case, target)
     if case.kernel.startswith("hopper"):
         return build_hopper(case, target)
+    if case.kernel.startswith("narrow"):
+        return build_narrow(case, target)
     dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
     row = scheme(case.name)
     found = source(case, row, dtype)

@@ -13,8 +13,9 @@ from quantkit.errors import FormatError
 from quantkit.kernels import glue
 from quantkit.kernels.building import building
 from quantkit.kernels.fused import layout
-from quantkit.kernels.fused.launch import dense, hopper, skinny, tiled
+from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, tiled
 from quantkit.kernels.fused.launch.hopper import HopperTile
+from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.launch.operands import Operands
 from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
 from quantkit.kernels.fused.launch.tiled import TiledTile, shared_memory, tiled_tile
@@ -75,6 +76,12 @@ HOPPER_TILES = (
     HopperTile(16, ahead=2, share=True),
     HopperTile(32),
 )
+NARROW_TILES = (
+    NarrowTile(8, parts=2),
+    NarrowTile(16, ahead=4),
+    NarrowTile(8, parts=7, ahead=4),
+    NarrowTile(16, parts=4),
+)
 each_case = pytest.mark.parametrize("case", CASES)
 #: Cases that run in every tile, of which the interpreter takes long: each kind of codes, scales and zeros.
 WIDELY = {
@@ -116,6 +123,10 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
         for tile in HOPPER_TILES if DEVICE == "cuda" or m > 16 else HOPPER_TILES[:1]:
             if hopper.TILING.why_not(problem, tile) is None:
                 found[f"hopper {tile}"] = partial(hopper.run, op, tile, features)
+        if m <= narrow.MOST_ROWS and op.x.shape[1] % 8 == 0:
+            for one in NARROW_TILES:
+                if narrow.TILING.why_not(problem, one) is None:
+                    found[f"narrow {one}"] = partial(narrow.run, op, one, features)
     if m <= 32:
         found["skinny"] = lambda: skinny.run(op, skinny_tile(shape, m), features)
         if op.x.itemsize == 2:
@@ -137,7 +148,9 @@ def tried(case: str, found: dict[str, Callable[[], torch.Tensor]]) -> dict[str, 
     if DEVICE == "cuda" or case in WIDELY:
         return found
     return {
-        name: run for name, run in found.items() if name in ("tiled", "skinny", f"hopper {HOPPER_TILES[0]}")
+        name: run
+        for name, run in found.items()
+        if name in ("tiled", "skinny", f"hopper {HOPPER_TILES[0]}", f"narrow {NARROW_TILES[0]}")
     }
 
 

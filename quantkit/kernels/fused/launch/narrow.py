@@ -1,0 +1,187 @@
+"""`fused-narrow`: its tiles, the rules for them, those worth measuring, and its launches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from quantkit.kernels.fused.launch.gpu import multiprocessors_of, processors, program_memory
+from quantkit.kernels.fused.launch.operands import (
+    Operands,
+    constants,
+    empty,
+    outputs,
+    shape_of,
+    unknown_value,
+)
+from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
+from quantkit.kernels.launcher import Launch, overlap
+from quantkit.kernels.problem import Problem, Tiling
+from quantkit.packing.schemes import Scheme
+
+#: The most rows of x.
+MOST_ROWS = 32
+#: Warps that a multiprocessor has, in one program or two: each of their threads may have 128 registers.
+RESIDENT_WARPS = 16
+#: Up to so many columns of a part there is code for all; more would not fit the instruction cache.
+UNROLLED = 2048
+#: What a launch that adds parts up takes of a multiprocessor's time, in units of a warp.
+SUMS_UNITS = 3
+#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+VALUES: Mapping[str, tuple[int, ...]] = {"warps": (8, 16), "parts": (1, 2, 4, 7, 8), "ahead": (2, 4)}
+
+
+@dataclass(frozen=True)
+class NarrowTile:
+    """Warps of a program, parts that the columns are divided into, and units that codes are loaded ahead."""
+
+    warps: int = 16
+    parts: int = 1
+    ahead: int = 2
+
+
+def rows_of_x(m: int) -> int:
+    """Rows of x in a product, of m there are."""
+    return next(size for size in (8, 16, MOST_ROWS) if size >= m)
+
+
+def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
+    """Units of a part, and those of a chunk of x: of 512 columns, or 256 where that makes parts shorter."""
+    found, unit = -(-shape.steps // tile.parts), max(128, shape.span)
+    chunk = 512 // unit if found * unit % 512 == 0 else 256 // unit
+    return -(-found // chunk) * chunk, chunk
+
+
+def shared_memory(tile: NarrowTile, shape: Geometry, m: int) -> int:
+    """Bytes of shared memory that a program has x in."""
+    return 2 * units(tile, shape)[0] * max(128, shape.span) * rows_of_x(m)
+
+
+def row_tiles(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> int:
+    """Row tiles of a program: as few as it takes for all programs to run at once, up to one for each warp."""
+    at_once = multiprocessors * (RESIDENT_WARPS // tile.warps)
+    return next(
+        (count for count in range(1, tile.warps) if -(-shape.row_tiles // count) * tile.parts <= at_once),
+        tile.warps,
+    )
+
+
+def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> tuple[float, float]:
+    """How long programs take, in units of a warp, and warps that are idle: the fewer the better."""
+    mine = row_tiles(tile, shape, multiprocessors)
+    programs = -(-shape.row_tiles // mine) * tile.parts
+    rounds = -(-programs * tile.warps // (multiprocessors * RESIDENT_WARPS))
+    length = rounds * units(tile, shape)[0] + (SUMS_UNITS if tile.parts > 1 else 0)
+    return length, tile.warps - mine
+
+
+def _rule(problem: Problem) -> NarrowTile:
+    shape, count = shape_of(problem), processors(problem)
+    tiles = [NarrowTile(warps, parts) for parts in VALUES["parts"] for warps in VALUES["warps"][::-1]]
+    able = [tile for tile in tiles if _why_not(problem, tile) is None]
+    return min(able or tiles[-1:], key=lambda tile: _time(tile, shape, count))
+
+
+def why_no_tile(problem: Problem) -> str | None:
+    """Why no tile fits the GPU."""
+    return _why_not(problem, _rule(problem))
+
+
+def _why_not(problem: Problem, tile: NarrowTile) -> str | None:
+    shape = shape_of(problem)
+    if (reason := unknown_value(tile, VALUES)) is not None:
+        return reason
+    needed = shared_memory(tile, shape, problem.m)
+    most = program_memory(problem) * tile.warps // RESIDENT_WARPS
+    if needed > most:
+        return f"x takes {needed} bytes of shared memory in {tile.parts} parts, of {most} that there are"
+    if tile.parts > shape.steps:
+        return f"there are no {tile.parts} parts of {shape.steps} units of columns"
+    return None
+
+
+def _loses(problem: Problem, tile: NarrowTile) -> str | None:
+    shape, count = shape_of(problem), processors(problem)
+    busy = row_tiles(tile, shape, count) * RESIDENT_WARPS // tile.warps
+    more = row_tiles(NarrowTile(tile.warps, 1), shape, count) * RESIDENT_WARPS // tile.warps
+    reasons = (
+        (2 * busy < RESIDENT_WARPS and tile.parts < 8, "more parts would keep more warps busy"),
+        (tile.parts > 1 and more == RESIDENT_WARPS, "without parts all warps are busy"),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
+
+
+TILING = Tiling(NarrowTile, VALUES, _rule, _why_not, _loses)
+
+
+@lru_cache(maxsize=4096)
+def _launches(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: NarrowTile,
+    features: frozenset[str],
+    multiprocessors: int,
+) -> tuple[Launch, Launch | None, int]:
+    """The kernel's, that which adds parts up, and the row tiles of a program."""
+    from quantkit.kernels.fused.narrow import narrow as kernel
+    from quantkit.kernels.fused.tiled import combine
+
+    shape = geometry(n, k, scheme, dtype)
+    known = constants(n, k, scheme, dtype, True)
+    count, chunk = units(tile, shape)
+    mine, rows = row_tiles(tile, shape, multiprocessors), rows_of_x(m)
+    main = Launch(
+        kernel,
+        (-(-shape.row_tiles // mine) * tile.parts,),
+        **{name: known[name] for name in kernel.arg_names if name in known},
+        HAS_BIAS=bias,
+        W=tile.warps,
+        BM=rows,
+        PARTS=tile.parts,
+        UNITS=count,
+        CHUNK=chunk,
+        AHEAD=tile.ahead,
+        LOOP=count * max(128, shape.span) > UNROLLED,
+        num_warps=tile.warps,
+        maxnreg=128,
+        **overlap(features),
+    )
+    if tile.parts == 1:
+        return main, None, mine
+    last = Launch(
+        combine,
+        (shape.row_tiles, 1),
+        **{name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
+        HAS_BIAS=bias,
+        BM=rows,
+        ROWS=ROWS,
+        SPLIT=tile.parts,
+        RASTER=1,
+        PART=rows,
+        num_warps=2,
+        **overlap(features),
+    )
+    return main, last, mine
+
+
+def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """y [m, n] for m up to 32, on NVIDIA GPUs that copy to shared memory asynchronously."""
+    # 16 bytes of x are copied at a time.
+    x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
+    m, k = x.shape
+    has_bias, count = op.bias is not None, multiprocessors_of(x.device)
+    main, last, mine = _launches(m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count)
+    y, bias, sums = outputs(op), op.bias, None
+    bias = y if bias is None else bias
+    if last is not None:
+        sums = empty(op, tile.parts, -(-op.n // ROWS), rows_of_x(m), ROWS, dtype=torch.float32)
+    main(x, *op.layout, bias, y, y if sums is None else sums, m, op.n, mine)
+    if last is not None:
+        _, scale, _, factor, _ = op.layout
+        last(sums, scale, factor, bias, y, m, op.n, 0)
+    return y

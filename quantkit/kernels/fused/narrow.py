@@ -1,0 +1,328 @@
+"""y = x W^T for some rows of x, 8 to 32: warps have 16 rows of the weight each, and one x in shared memory.
+
+Each warp decodes its own codes, which it loads some units of columns ahead, as operand A, and multiplies them
+with x as all warps have it. Nothing is added up between warps, and after x has come nobody waits for another.
+Where a weight has few rows its columns are divided into parts, whose sums `combine` of
+`quantkit.kernels.fused.tiled` adds up.
+
+Written in Gluon, as Triton itself has no way to say that warps share operand B but no operand A.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from quantkit.kernels.fused.blocks import finish, scale_value
+from quantkit.kernels.fused.units import (
+    codes_of,
+    decoded,
+    let_next_start,
+    unit_columns,
+    wait_for_kernel_before,
+)
+
+
+@gluon.jit(do_not_specialize=["M", "ROW_TILES"])
+def narrow(
+    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES,
+    K: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
+    SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
+    PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr,
+    PARTS: gl.constexpr, UNITS: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """A program has ROW_TILES row tiles, up to one for each of its W warps, and UNITS units of columns.
+
+    x comes in chunks of CHUNK units, zeros beyond K. Codes are loaded AHEAD units before they are decoded.
+    With LOOP chunks after the first are one loop, which waits for all of x; without, there is code for each.
+    Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16].
+    """
+    UNIT: gl.constexpr = unit_columns(PLANES)
+    PIECES: gl.constexpr = UNIT // 128
+    C: gl.constexpr = UNIT // (16 * PLANES)
+    CHUNKS: gl.constexpr = UNITS // CHUNK
+    LAST_UNIT: gl.constexpr = SPANS // C - 1
+    CODES: gl.constexpr = codes_of(W, C)
+    VALUES: gl.constexpr = _values_of(W, 1)
+    if PDL:
+        let_next_start()
+    part = gl.program_id(0) % PARTS
+    first = gl.program_id(0) // PARTS * ROW_TILES
+    begin = part * UNITS
+    last = (N + 15) // 16 - 1
+    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
+    tile = gl.minimum(first + gl.minimum(warp, ROW_TILES - 1), last)
+    tile = gl.expand_dims(gl.expand_dims(tile, 1), 2).to(gl.int64)
+    span = gl.expand_dims(gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(2, CODES))), 0), 2)
+    lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
+    lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
+    words_at = codes.to(gl.pointer_type(gl.int32), bitcast=True) + lane
+    words_at += (tile * SPANS + begin * C + span) * (TILES * 128)
+    # Warps without rows load nothing.
+    there = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
+    tile = gl.minimum(first + gl.minimum(gl.arange(0, W, gl.SliceLayout(1, VALUES)), ROW_TILES - 1), last)
+    block_at = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, VALUES)), 0)
+    block_at += gl.expand_dims(tile, 1) * (BLOCKS * 8)
+    # Where all parts have as many units, and whole blocks of scales, offsets in them are constants.
+    EVEN: gl.constexpr = (
+        PARTS * UNITS == LAST_UNIT + 1 and UNITS * UNIT % PER_BLOCK == 0 and BLOCKS * PER_BLOCK >= K
+        and K == SPANS * 16 * PLANES
+    )  # fmt: skip
+    if EVEN:
+        block_at += begin * UNIT // PER_BLOCK * 8
+        end = UNITS - 1
+    else:
+        # No part loads what another has.
+        end = gl.minimum(UNITS - 1, LAST_UNIT - begin)
+    given = (words_at, there, block_at, scale, zero, lut, begin, end)
+    units = ()
+    for ahead in gl.static_range(AHEAD):
+        units = units + (_codes(given, gl.minimum(ahead, end), TILES, C),)
+    values = _values(given, 0, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, EVEN, W)
+    if PDL:
+        # Only x is written by the kernel before this one.
+        wait_for_kernel_before()
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    chunks = gl.allocate_shared_memory(DTYPE, [CHUNKS, CHUNK * PIECES * 128 * BM], FLAT)
+    _copy(x, chunks, begin * UNIT, M, K, GROUP == 16, CHUNK * PIECES, BM, CHUNKS, W)
+    held = chunks._reinterpret(DTYPE, [UNITS * PIECES, 128 * BM], FLAT)
+    total = gl.zeros([16 * W, BM], gl.float32, _sums_of(W))
+    if LOOP:
+        async_copy.wait_group(CHUNKS - 1)
+        total, units, values = _multiply(
+            total, units, values, held, given, 0, TILES, GROUPS, PER_BLOCK, BLOCKS, V, ON_WEIGHTS,
+            SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, BM, CHUNK, AHEAD,
+            UNITS, EVEN, False,
+        )  # fmt: skip
+        async_copy.wait_group(0)
+        for chunk in range(1, CHUNKS):
+            total, units, values = _multiply(
+                total, units, values, held, given, chunk * CHUNK, TILES, GROUPS, PER_BLOCK, BLOCKS, V,
+                ON_WEIGHTS, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
+                BM, CHUNK, AHEAD, UNITS, EVEN, False,
+            )  # fmt: skip
+    else:
+        for chunk in gl.static_range(CHUNKS):
+            async_copy.wait_group(CHUNKS - 1 - chunk)
+            total, units, values = _multiply(
+                total, units, values, held, given, chunk * CHUNK, TILES, GROUPS, PER_BLOCK, BLOCKS, V,
+                ON_WEIGHTS, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
+                BM, CHUNK, AHEAD, UNITS, EVEN, chunk == CHUNKS - 1,
+            )  # fmt: skip
+    local = gl.arange(0, 16 * W, gl.SliceLayout(1, _sums_of(W)))
+    rows = gl.expand_dims(first * 16 + local, 1)
+    mine = gl.expand_dims(local < 16 * ROW_TILES, 1) & (rows < N)
+    m = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, _sums_of(W))), 0)
+    if PARTS == 1:
+        out = finish(total, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+        gl.store(y + m.to(gl.int64) * N + rows, out.to(y.dtype.element_ty), mask=(m < M) & mine)
+    else:
+        to = sums + (part.to(gl.int64) * (last + 1) + rows // 16) * (BM * 16) + m * 16 + rows % 16
+        gl.store(to, total, mask=(m < BM) & mine)
+
+
+@gluon.constexpr_function
+def _sums_of(W: int) -> gl.NVMMADistributedLayout:
+    """Sums [16 W, BM]: a warp has 16 rows."""
+    return gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
+
+
+@gluon.constexpr_function
+def _values_of(W: int, WORDS: int) -> gl.DistributedLinearLayout:
+    """Scales of rows r and r + 8 of each row tile, in words [W, 8 r, WORDS], or addresses of them [W, 8 r].
+
+    The four lanes of a row have the same.
+    """
+    rank = 2 if WORDS == 1 else 3
+    words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
+    warps = [[1 << bit, 0] for bit in range(W.bit_length() - 1)]
+    lanes, warps = ([[*one, 0][:rank] for one in some] for some in (lanes, warps))
+    return gl.DistributedLinearLayout(words, lanes, warps, [], [W, 8, WORDS][:rank])
+
+
+@gluon.constexpr_function
+def _everywhere(W: int, SIZE: int) -> gl.DistributedLinearLayout:
+    """SIZE numbers of x in each warp: lanes have 16 bytes each, side by side."""
+    bits = [[1 << bit] for bit in range(SIZE.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        bits[:3] + bits[8:], bits[3:8], [[0]] * (W.bit_length() - 1), [], [SIZE]
+    )
+
+
+@gluon.jit
+def _copy(
+    x, chunks, column, M, K: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr, BM: gl.constexpr,
+    CHUNKS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Have x copied from `column` on, in chunks of BLOCKS times 128 columns [run, m // 8, m % 8, 32].
+
+    Lane t of four has eight columns of a run, of which a product takes four. With HALVES, those are 4 t and
+    on of the first 16, and of the others.
+    """
+    SIZE: gl.constexpr = BLOCKS * 128 * BM
+    i = gl.arange(0, SIZE, gl.BlockedLayout([8], [32], [W], [0]))
+    of_run = i % 32
+    if HALVES:
+        of_run = i // 4 % 2 * 16 + i // 8 % 4 * 4 + i % 4
+    column += i // (32 * BM) * 32 + of_run
+    at = x + gl.minimum(i // 256 % (BM // 8) * 8 + i // 32 % 8, M - 1).to(gl.int64) * K + column
+    for chunk in gl.static_range(CHUNKS):
+        inside = column + chunk * (BLOCKS * 128) < K
+        async_copy.async_copy_global_to_shared(chunks.index(chunk), at + chunk * (BLOCKS * 128), mask=inside)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def _codes(given, unit, TILES: gl.constexpr, C: gl.constexpr):
+    """Codes of a unit."""
+    words_at, there = given[0], given[1]
+    words = ()
+    for t in gl.static_range(TILES):
+        words = words + (gl.load(words_at + (unit * (C * TILES) + t) * 128, mask=there),)
+    return words
+
+
+@gluon.jit
+def _values(
+    given, unit, COUNT: gl.constexpr, PIECES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+    BLOCKS: gl.constexpr, V: gl.constexpr, HAS_ZERO: gl.constexpr, EVEN: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Words of scales and zero-points for the pieces of COUNT units; 0 for what there is none of."""
+    block_at, scale, zero, begin = given[2], given[3], given[4], given[6]
+    s = ()
+    z = ()
+    for piece in gl.static_range(COUNT * PIECES):
+        if EVEN:
+            block = (unit * PIECES + piece) * 128 // PER_BLOCK
+        else:
+            # Beyond the last column x is zero, by whatever weights.
+            block = gl.minimum(((begin + unit) * PIECES + piece) * 128 // PER_BLOCK, BLOCKS - 1)
+        s = s + (_words(scale, block_at + block * 8, V, W) if GROUPS > 1 else 0,)
+        z = z + (_words(zero, block_at + block * 8, V, W) if HAS_ZERO else 0,)
+    return s, z
+
+
+@gluon.jit
+def _words(values, at, V: gl.constexpr, W: gl.constexpr):
+    """2 V values from `at` [W, 8] on, in words: narrower ones would be copied before they are waited for."""
+    BITS: gl.constexpr = 2 * V * values.dtype.element_ty.primitive_bitwidth
+    if BITS == 16:
+        words = gl.load(values.to(gl.pointer_type(gl.int16), bitcast=True) + at)
+    elif BITS == 32:
+        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at)
+    else:
+        WORDS: gl.constexpr = BITS // 32
+        LAYOUT: gl.constexpr = _values_of(W, WORDS)
+        word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+        at = gl.convert_layout(at, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+        at = gl.expand_dims(at, 2) * WORDS + gl.expand_dims(gl.expand_dims(word, 0), 1)
+        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at)
+    return words
+
+
+@gluon.jit
+def _of_rows(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
+    """The values [16 W, V] that words hold."""
+    BITS: gl.constexpr = DTYPE.primitive_bitwidth
+    if BITS == 32:
+        values = words.to(DTYPE, bitcast=True)
+    elif BITS == 16 or V == 1:
+        values = gl.join(_field(words, 0, DTYPE), _field(words, 1, DTYPE))
+    else:
+        values = gl.join(
+            gl.join(_field(words, 0, DTYPE), _field(words, 2, DTYPE)),
+            gl.join(_field(words, 1, DTYPE), _field(words, 3, DTYPE)),
+        )
+    values = gl.reshape(values, (W, 8, V, 2))
+    return gl.reshape(gl.permute(values, (0, 3, 1, 2)), (16 * W, V))
+
+
+@gluon.jit
+def _field(words, NUMBER: gl.constexpr, DTYPE: gl.constexpr):
+    """The value number NUMBER of each word."""
+    bits = words >> (NUMBER * DTYPE.primitive_bitwidth)
+    if DTYPE.primitive_bitwidth == 16:
+        value = bits.to(gl.int16).to(DTYPE, bitcast=True)
+    else:
+        value = bits.to(gl.int8)
+    return value
+
+
+@gluon.jit
+def _multiply(
+    total, units, values, held, given, number, TILES: gl.constexpr, GROUPS: gl.constexpr,
+    PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
+    SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr,
+    BM: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr,
+    UNITS: gl.constexpr, EVEN: gl.constexpr, IS_LAST: gl.constexpr,
+):  # fmt: skip
+    """Add the products of the units of a chunk, from `number` on; `units` and `values` become those after."""
+    PIECES: gl.constexpr = unit_columns(PLANES) // 128
+    C: gl.constexpr = unit_columns(PLANES) // (16 * PLANES)
+    SUMS: gl.constexpr = _sums_of(W)
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    # Weights [16 W rows, V groups, their columns] where operand A has them.
+    like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
+    WEIGHTS: gl.constexpr = like.type.layout
+    ON_SUMS: gl.constexpr = GROUPS > 1 and not ON_WEIGHTS and V == 1
+    scale, zero, lut, end = given[3], given[4], given[5], given[7]
+    s, z = values
+    if not IS_LAST:
+        following = gl.minimum(number + CHUNK, UNITS - CHUNK)
+        values = _values(given, following, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, EVEN, W)
+        _keep_order()
+    for unit in gl.static_range(CHUNK):
+        pieces = decoded(units[0], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, C, PIECES, TILES)
+        following = units[0]
+        if not IS_LAST or unit + AHEAD < CHUNK:
+            after = gl.minimum(number + unit + AHEAD, end)
+            following = _codes(given, after, TILES, C)
+            _keep_order()
+        units = (units[1], following) if AHEAD == 2 else (units[1], units[2], units[3], following)
+        for piece in gl.static_range(PIECES):
+            q = gl.reshape(gl.convert_layout(pieces[piece], A, assert_trivial=True), (16 * W, V, 128 // V))
+            if HAS_ZERO:
+                of_rows = _of_rows(z[unit * PIECES + piece], zero.dtype.element_ty, V, W).to(DTYPE)
+                of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
+                q -= gl.expand_dims(of_rows, 2)
+            if GROUPS > 1:
+                of_rows = _of_rows(s[unit * PIECES + piece], scale.dtype.element_ty, V, W)
+                of_rows = scale_value(of_rows, SCALE)
+                if not ON_SUMS:
+                    of_rows = of_rows.to(DTYPE)
+                    of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
+                    q *= gl.expand_dims(of_rows, 2)
+            q = gl.convert_layout(gl.reshape(q, (16 * W, 128)), A, assert_trivial=True)
+            columns = _columns(held.index((number + unit) * PIECES + piece), BM, W)
+            if ON_SUMS:
+                of_rows = gl.convert_layout(
+                    gl.reshape(of_rows, (16 * W,)), gl.SliceLayout(1, SUMS), assert_trivial=True
+                )
+                total += mma_v2(q, columns, gl.zeros([16 * W, BM], gl.float32, SUMS)) * gl.expand_dims(
+                    of_rows, 1
+                )
+            else:
+                total = mma_v2(q, columns, total)
+    return total, units, values
+
+
+@gluon.jit
+def _columns(held, BM: gl.constexpr, W: gl.constexpr):
+    """x^T as operand B, [128, BM]."""
+    B: gl.constexpr = gl.DotOperandLayout(1, _sums_of(W), 2)
+    # run, m // 8, m % 8, t, p0, e1, e0
+    x = gl.reshape(held.load(_everywhere(W, 128 * BM)), (4, BM // 8, 8, 4, 2, 2, 2))
+    x = gl.reshape(gl.permute(x, (0, 4, 5, 3, 6, 1, 2)), (128, BM))
+    return gl.convert_layout(x, B, assert_trivial=True)
+
+
+@gluon.jit
+def _keep_order():
+    """What is loaded above is asked for before anything below: ptxas would put it off until it is needed."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -23,7 +23,7 @@ from transformers.generation import MaxLengthCriteria
 from quantkit.kernels.table import forced_row
 from quantkit.model import deferred, graphs, prompt_graphs
 from quantkit.model.attention import use_decode_attention
-from quantkit.model.fused_forward import fused_forward
+from quantkit.model.fused_forward import fused_forward, held_tensors
 from quantkit.model.graphs import (
     Inputs,
     NotRecorded,
@@ -349,6 +349,8 @@ class _Graph:
     state: list[dict[str, torch.Tensor]]
     output: Any
     run: Callable[[], None]
+    #: What it reads beside the model and these.
+    held: list[torch.Tensor]
     #: The cache whose tensors are `state` now.
     cache: weakref.ref[Any]
 
@@ -419,7 +421,7 @@ def _record(model: Any, inputs: Inputs) -> _Graph:
     if [_host_state(layer) for layer in own.layers] != host:
         raise NotRecorded("the cache counts its tokens on the host")
     check_output(output)
-    return _Graph(given, state, output, run, weakref.ref(cache))
+    return _Graph(given, state, output, run, held_tensors(step), weakref.ref(cache))
 
 
 def _key(inputs: Inputs, cache: Any) -> tuple[Any, ...]:

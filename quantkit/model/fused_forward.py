@@ -3,12 +3,15 @@
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 from transformers.cache_utils import StaticLayer
 
+from quantkit.model.constants import held_by
 from quantkit.model.fusion import fused, is_possible
 from quantkit.model.graphs import Inputs, NotRecorded, check_output, tensors_of, used_layers
 
@@ -17,6 +20,18 @@ logger = logging.getLogger("quantkit.model")
 #: The most that each tensor that a forward in fewer launches makes may differ, relative to that of the model.
 #: Sums have another order, which many layers of random weights in bfloat16 make more of: 0.05 was seen.
 MOST_DIFFERENCE = 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class _Changed:
+    """A forward in fewer launches: what it became, what that reads, and an output without tensors."""
+
+    module: GraphModule
+    inputs: Sequence[torch.Tensor]
+    output: Any
+
+    def __call__(self) -> Any:
+        return _with(self.output, self.module(*self.inputs))
 
 
 def fused_forward(
@@ -47,13 +62,18 @@ def fused_forward(
     return forward
 
 
+def held_tensors(forward: Callable[[], Any]) -> list[torch.Tensor]:
+    """What a graph of `forward`, which `fused_forward` returned, reads and nobody else holds."""
+    return held_by(forward.module) if isinstance(forward, _Changed) else []
+
+
 @lru_cache(maxsize=256)
 def warn_unchanged(what: str, reason: str) -> None:
     """Say why forwards, which are called `what`, are not in fewer launches: once for each reason."""
     logger.warning("%s are recorded as they are, with more launches: %s", what, reason)
 
 
-def _fused(what: str, forward: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> Callable[[], Any]:
+def _fused(what: str, forward: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> _Changed:
     """`forward`, which reads `inputs`, in fewer launches."""
     outputs = []
 
@@ -67,7 +87,7 @@ def _fused(what: str, forward: Callable[[], Any], inputs: Sequence[torch.Tensor]
 
     module = fused(traced, inputs, what)
     (output,) = outputs
-    return lambda: _with(output, module(*inputs))
+    return _Changed(module, inputs, output)
 
 
 def _difference(

@@ -19,6 +19,7 @@ from quantkit.kernels import glue
 from quantkit.kernels.linear import OPERATOR, linear_in_order, order_of
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.table import is_verbose
+from quantkit.model.constants import hold_constants
 from quantkit.model.pattern import Match, Pattern, matched, pattern_of
 from quantkit.model.trace import META, Memory, part, trace
 
@@ -177,8 +178,8 @@ def is_possible(device: torch.device) -> bool:
 def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -> GraphModule:
     """A module that computes what `step` does, with one launch for each chain that `FUSIONS` knows.
 
-    As for `trace`, of which it is the graph; `step` runs once. `what` is what such steps are
-    called in the log.
+    As for `trace`, of which it is the graph; `step` runs once. What is computed of numbers alone is held by
+    the module. `what` is what such steps are called in the log.
     """
     module = trace(step, inputs)
     graph = module.graph
@@ -194,6 +195,8 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
     _hold_back(graph, memory)
     _order_columns(graph, memory, inputs[0].device)
+    # Last, as twins have such operations too.
+    hold_constants(module, memory)
     if is_verbose():
         logger.warning("%s launch %s", what, _launches(graph, memory))
     module.recompile()
@@ -225,7 +228,8 @@ def _count_at_the_end(graph: Graph, memory: Memory) -> None:
     for added, additions in counted.items():
         with graph.inserting_before(graph.output_node()):
             counters = [node.args[0] for node in additions]
-            memory.enter(graph.call_function(aten._foreach_add_.Scalar, (counters, added)))
+            call = graph.call_function(aten._foreach_add_.Scalar, (counters, added))
+        memory.enter(call, written=frozenset().union(*map(memory.written, additions)))
         for node in additions:
             graph.erase_node(node)
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from quantkit.kernels.cache import fill, slow_fill
 from quantkit.model import graphs
-from quantkit.model.fused_forward import fused_forward, warn_unchanged
+from quantkit.model.fused_forward import fused_forward, held_tensors, warn_unchanged
 from quantkit.model.fusion import is_possible
 from quantkit.model.graphs import Inputs, NotRecorded
 
@@ -355,6 +355,8 @@ class _PromptGraph:
     given: Inputs
     output: Any
     run: Callable[[], None]
+    #: What it reads beside the model and `given`.
+    held: list[torch.Tensor]
 
     @property
     def tokens(self) -> int:
@@ -381,4 +383,4 @@ def _record(forward: Callable[..., Any], given: Inputs, pool: graphs.Pool) -> _P
         # Whether a mask is all true, say, which transformers does not ask while a graph is recorded.
         warn_unchanged("prompts", str(error))
     output, run = graphs.capture(recorded, None, static["input_ids"].device, pool)
-    return _PromptGraph(static, output, run)
+    return _PromptGraph(static, output, run, held_tensors(recorded))

@@ -1,5 +1,6 @@
 """Generations to compare, and recording as it is without a GPU: a graph runs again on the same tensors."""
 
+import collections
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -7,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from quantkit.model import graphs
+from quantkit.model.fusion import fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Of a tiny model.
@@ -128,3 +131,39 @@ def decode_whole(model: Any, prompt: torch.Tensor, steps: int) -> torch.Tensor:
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def made(family: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | more)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(DEVICE).eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def calls(module: Any) -> collections.Counter[str]:
+    return collections.Counter(
+        node.target.__name__ for node in module.graph.nodes if node.op == "call_function"
+    )
+
+
+def step_of(*tensors: torch.Tensor) -> Callable[[Callable[..., Any]], collections.Counter[str]]:
+    """The calls that a function of `tensors` becomes; its results stay what they were."""
+
+    def count(function: Callable[..., Any]) -> collections.Counter[str]:
+        copies = [tensor.clone() for tensor in tensors]
+        expected = function(*copies)
+        module = fused(function, [tensor.clone() for tensor in tensors], "functions")
+        again = [tensor.clone() for tensor in tensors]
+        found = module(*again)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for one, other in zip(again, copies, strict=True):
+            torch.testing.assert_close(one, other)
+        return calls(module)
+
+    return count
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -30,7 +29,18 @@ from quantkit.model.fusion import fused
 from quantkit.model.graphs import NotRecorded
 from quantkit.model.trace import trace
 
-from .graphed import DEVICE, SIZES, close, count_recordings, decode, decode_whole, ids
+from .graphed import (
+    DEVICE,
+    calls,
+    close,
+    count_recordings,
+    decode,
+    decode_whole,
+    ids,
+    made,
+    numbers,
+    step_of,
+)
 
 pytest.importorskip("triton")
 
@@ -87,27 +97,12 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def made(family: str, **more: Any) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | more)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(DEVICE).eval()
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    return model
-
-
 def beside_torch(x: torch.Tensor) -> torch.Tensor:
     """What torch does not see."""
     y = torch.zeros_like(x)
     with torch.utils._python_dispatch._disable_current_modes():
         y.copy_(x.tanh())
     return y
-
-
-def calls(module: Any) -> collections.Counter[str]:
-    return collections.Counter(
-        node.target.__name__ for node in module.graph.nodes if node.op == "call_function"
-    )
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -213,27 +208,6 @@ def test_prompts_with_padding(
     # A GPU is asked whether a mask of tokens is all true, unless a graph is recorded.
     asked = kind == "tokens" and DEVICE == "cuda"
     assert len(modules) == (not asked) and ("as they are, with more launches" in caplog.text) == asked
-
-
-def step_of(*tensors: torch.Tensor) -> Callable[[Callable[..., Any]], collections.Counter[str]]:
-    """The calls that a function of `tensors` becomes; its results stay what they were."""
-
-    def count(function: Callable[..., Any]) -> collections.Counter[str]:
-        copies = [tensor.clone() for tensor in tensors]
-        expected = function(*copies)
-        module = fused(function, [tensor.clone() for tensor in tensors], "functions")
-        again = [tensor.clone() for tensor in tensors]
-        found = module(*again)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        for one, other in zip(again, copies, strict=True):
-            torch.testing.assert_close(one, other)
-        return calls(module)
-
-    return count
-
-
-def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
 
 
 @pytest.fixture

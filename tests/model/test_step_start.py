@@ -1,0 +1,193 @@
+"""What a step computes before its first norm: constants once, ids, positions and masks in few launches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.kernels import glue
+from quantkit.model import constants, fused_forward
+from quantkit.model.constants import held_by
+from quantkit.model.decoding import forward_of, graph_decoding, static_cache
+from quantkit.model.fusion import fused
+
+from .graphed import DEVICE, close, count_recordings, decode, decode_whole, ids, made, numbers, step_of
+
+pytest.importorskip("triton")
+
+#: A function of tensors that makes others of numbers alone.
+Step = Callable[..., Any]
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> list[Any]:
+    """What steps became."""
+    found: list[Any] = []
+
+    def kept(*arguments: Any) -> Any:
+        found.append(fused(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
+    monkeypatch.setattr(fused_forward, "fused", kept)
+    count_recordings(monkeypatch)
+    return found
+
+
+def held(step: Step, *given: torch.Tensor) -> list[torch.Tensor]:
+    return held_by(fused(step, [tensor.clone() for tensor in given], "steps"))
+
+
+@torch.no_grad()
+def test_what_is_computed_of_numbers_alone_is_computed_once() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        steps = torch.arange(5, device=x.device)
+        shown = steps[:, None] >= (steps + 1)[None]
+        shift = torch.full((5,), 2.0, device=x.device).cumsum(0)
+        return x.where(shown, torch.zeros((), device=x.device)) * shift + steps.unsqueeze(0)
+
+    found = step_of(numbers(5, 5))(step)
+    assert found == {"where.self": 1, "mul.Tensor": 1, "add.Tensor": 1}
+    # The mask, zero, the shift and the steps as they are added; nothing that these are made of.
+    assert sorted(tuple(one.shape) for one in held(step, numbers(5, 5))) == [(), (1, 5), (5,), (5, 5)]
+
+
+@torch.no_grad()
+def test_constants_are_those_of_each_device_and_dtype_and_of_later_calls() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.arange(3, device=x.device).to(torch.float16)
+
+    module = fused(step, [numbers(2, 3)], "steps")
+    (constant,) = held_by(module)
+    assert constant.dtype == torch.float16 and constant.device == numbers(1).device
+    for seed in range(3):
+        x = numbers(2, 3) + seed
+        assert torch.equal(module(x), step(x))
+    (node,) = module.graph.find_nodes(op="get_attr", target="held_0")
+    assert node.meta["val"].dtype == torch.float16 and node.meta["val"].is_meta
+
+
+def writes(x: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(3, device=x.device)
+    total.add_(x)
+    return total * 2
+
+
+def writes_a_view(x: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(2, 3, device=x.device)
+    before = total + 1
+    total[0].copy_(x)
+    return before + total
+
+
+def counts(x: torch.Tensor) -> torch.Tensor:
+    counter = torch.zeros(3, device=x.device)
+    y = x + counter
+    counter.add_(1)
+    return y
+
+
+def writes_by_name(x: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(3, device=x.device)
+    torch.add(x, 1.0, out=total)
+    return total * 2
+
+
+def writes_several(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.ones(3, device=x.device), torch.ones(3, device=x.device)]
+    torch._foreach_mul_(parts, [x, x])
+    return parts[0] + parts[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("step", [writes, writes_a_view, counts, writes_by_name, writes_several])
+def test_what_is_written_is_no_constant(step: Step) -> None:
+    x = numbers(3)
+    module = fused(step, [x], "steps")
+    for _ in range(3):
+        assert torch.equal(module(x), step(x))
+    assert all(tensor.dim() == 0 for tensor in held_by(module))
+
+
+@torch.no_grad()
+def test_what_is_returned_is_no_constant() -> None:
+    """Whoever gets it may write it."""
+
+    def whole(x: torch.Tensor) -> Any:
+        return x + 1, torch.arange(4, device=x.device)
+
+    def view(x: torch.Tensor) -> Any:
+        steps = torch.arange(4, device=x.device)
+        return x + steps, [steps[1:]]
+
+    for step in (whole, view):
+        module = fused(step, [numbers(4)], "steps")
+        assert not held_by(module)
+        first, second = module(numbers(4)), module(numbers(4))
+        results = [one[1] if torch.is_tensor(one[1]) else one[1][0] for one in (first, second)]
+        assert results[0].data_ptr() != results[1].data_ptr() and torch.equal(*results)
+
+
+@torch.no_grad()
+def test_what_is_random_or_unfilled_is_no_constant() -> None:
+    def random(x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(50, device=x.device) + torch.bernoulli(torch.full((50,), 0.5, device=x.device))
+        return x * torch.nn.functional.dropout(torch.ones(50, device=x.device), 0.5) + noise
+
+    module = fused(random, [numbers(50)], "steps")
+    assert not torch.equal(module(numbers(50)), module(numbers(50)))
+
+    def unfilled(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.empty(4, device=x.device) + torch.empty_like(torch.ones(4, device=x.device))
+
+    kept = held(unfilled, numbers(4))
+    assert [one.tolist() for one in kept] == [[1.0] * 4]
+
+
+@torch.no_grad()
+def test_tensors_that_may_change_are_no_constants() -> None:
+    scale = numbers(3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * (scale * 2 + torch.ones(3, device=x.device))
+
+    module = fused(step, [numbers(3)], "steps")
+    scale.mul_(5)
+    assert torch.equal(module(numbers(3)), step(numbers(3)))
+
+
+@torch.no_grad()
+def test_only_small_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "MOST_BYTES", 800)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        steps = torch.arange(100, device=x.device)
+        return x.where(steps[:, None] >= steps[None], 0.0)
+
+    kept = held(step, numbers(100, 100))
+    assert {one.numel() for one in kept} <= {1, 100}
+    assert step_of(numbers(100, 100))(step)["ge.Tensor"] == 1
+
+
+@torch.no_grad()
+def test_chains_with_constants_are_found() -> None:
+    cache = numbers(1, 2, 9, 8), numbers(1, 2, 9, 4), torch.tensor(3, device=DEVICE)
+
+    def step(*given: torch.Tensor) -> Any:
+        return glue.slow_append(*given)
+
+    found = step_of(*cache, numbers(1, 2, 2, 8), numbers(1, 2, 2, 4))(step)
+    assert found["append"] == 1 and not found["arange.default"]
+
+
+def test_graphs_hold_the_constants_that_they_read(modules: list[Any]) -> None:
+    """A CUDA graph knows only where they lie."""
+    model = made("Llama")
+    expected = decode_whole(model, ids(), 4)
+    graph_decoding(model)
+    close(decode(model, forward_of(model), static_cache(model, 40), ids(), steps=4), expected)
+    (module,) = modules
+    (graph,) = forward_of(model)._graphs.values()
+    assert graph.held and {id(one) for one in graph.held} == {id(one) for one in held_by(module)}
+    assert not {node.target for node in module.graph.nodes if "arange" in str(node.target)}

@@ -1,4 +1,4 @@
-"""What is between the linears of a model, in one launch each: norms, gates, rotary positions, the cache.
+"""What is between the linears of a model, in one launch each: embeddings, norms, gates, positions, the cache.
 
 Beside each function is its twin: what models of transformers compute in torch, a kernel for each operation.
 """
@@ -14,12 +14,37 @@ from quantkit.kernels.problem import COLUMN_ORDERS
 
 #: The most numbers of a row that a norm is taken of: a program has them in registers.
 MOST_COLUMNS = 32768
+#: Numbers of a program that copies rows: 16 bytes of a thread in 16 bits.
+EMBEDDED = 1024
 #: Numbers of a program of a gate.
 GATED = 1024
 #: Pairs of numbers of a program that rotates heads, of which a thread has eight.
 ROTATED = 512
 #: Products are rounded before they are added, as torch does it.
 _ROUNDED = {"enable_fp_fusion": False}
+
+
+def slow_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The twin of `embed`."""
+    return F.embedding(ids, weight)
+
+
+def slow_padded_embed(ids: torch.Tensor, weight: torch.Tensor, padding: int) -> torch.Tensor:
+    """The twin of `embed` of a model with an id for padding, whose row has no gradient."""
+    return F.embedding(ids, weight, padding)
+
+
+def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The rows of `weight` [V, N] that `ids` [...] of int64 name: [..., N].
+
+    An id that is none of a row gets a row of NaN, where torch ends the process on a GPU.
+    """
+    columns = weight.shape[-1]
+    y = torch.empty((*ids.shape, columns), dtype=weight.dtype, device=weight.device)
+    launch = _embed_launch(ids.numel(), -(-columns // EMBEDDED), launch_features(weight.device))
+    with launching_on(weight.device):
+        launch(ids.contiguous(), weight, y, len(weight), columns, *weight.stride())
+    return y
 
 
 def slow_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -261,6 +286,13 @@ def _angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.T
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2)
+
+
+@lru_cache(maxsize=256)
+def _embed_launch(rows: int, parts: int, features: frozenset[str]) -> Launch:
+    from quantkit.kernels.fused.glue import embed
+
+    return Launch(embed, (rows, parts), B=EMBEDDED, **overlap(features), num_warps=4)
 
 
 @lru_cache(maxsize=256)

@@ -51,6 +51,10 @@ class Fusion:
     made: Callable[[Shapes], torch.Tensor] | None = None
 
 
+def _takes_rows(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    return given["ids"].numel() > 0
+
+
 def _takes_norm(given: Shapes, numbers: Mapping[str, float]) -> bool:
     x, weight = given["x"], given["weight"]
     other = given.get("other", x)
@@ -108,6 +112,10 @@ def _takes_rotated_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
     )
 
 
+def _slow_padded_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return glue.slow_padded_embed(ids, weight, 47)
+
+
 def _slow_add_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     def add_norm(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> Any:
         total = x + other
@@ -145,6 +153,9 @@ def _fusions() -> Iterator[Fusion]:
         _takes_rotation,
         made=lambda given: glue.empty_heads(given["x"]),
     )
+    table: _Sizes = {"ids": (2, 3), "weight": (53, 20)}
+    for embedding in (glue.slow_embed, _slow_padded_embed):
+        yield Fusion(embedding, glue.embed, table, _takes_rows, dtypes={"ids": torch.int64})
     norms = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
     x: _Sizes = {"x": (2, 3, 20)}
     weight: _Sizes = {"weight": (20,)}

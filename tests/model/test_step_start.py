@@ -1,6 +1,7 @@
 """What a step computes before its first norm: constants once, ids, positions and masks in few launches."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from quantkit.model.fusion import fused
 from .graphed import DEVICE, close, count_recordings, decode, decode_whole, ids, made, numbers, step_of
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 #: A function of tensors that makes others of numbers alone.
 Step = Callable[..., Any]
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> list[Any]:
+def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What steps became."""
     found: list[Any] = []
 
@@ -191,3 +193,31 @@ def test_graphs_hold_the_constants_that_they_read(modules: list[Any]) -> None:
     (graph,) = forward_of(model)._graphs.values()
     assert graph.held and {id(one) for one in graph.held} == {id(one) for one in held_by(module)}
     assert not {node.target for node in module.graph.nodes if "arange" in str(node.target)}
+
+
+@torch.no_grad()
+def test_rows_of_ids_are_one_launch() -> None:
+    ids = torch.tensor([[1, 4, 0], [2, 2, 3]], device=DEVICE)
+    more = {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": False, "sparse": False}, {}
+
+    def step(weight: torch.Tensor, of: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.nn.functional.embedding(of, weight, **options) * 2
+
+    for options in more:
+        found = step_of(numbers(5, 6), ids)(partial(step, **options))
+        assert found == {"embed": 1, "mul.Tensor": 1}, options
+    # Ids of another dtype, and rows of what is no activation, stay torch's.
+    for weight, of in ((numbers(5, 6), ids.int()), (numbers(5, 6).double(), ids)):
+        assert step_of(weight, of)(step)["embedding.default"] == 1
+
+
+@torch.no_grad()
+def test_rows_are_read_after_they_are_written() -> None:
+    ids = torch.tensor([1, 4, 0], device=DEVICE)
+
+    def step(weight: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        before = torch.nn.functional.embedding(of, weight)
+        weight.mul_(2)
+        return before + torch.nn.functional.embedding(of, weight)
+
+    assert step_of(numbers(5, 6), ids)(step)["embed"] == 2

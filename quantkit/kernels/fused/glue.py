@@ -1,4 +1,4 @@
-"""What is between the linears of a model: sums and norms, gates, rotary positions, writes to the cache.
+"""What is between the linears of a model: rows of ids, sums and norms, gates, rotary positions, the cache.
 
 A program has one row, or heads of one token. Numbers are rounded where torch would round them, which has a
 kernel for each operation.
@@ -8,6 +8,20 @@ import triton
 import triton.language as tl
 
 from quantkit.kernels.fused.blocks import in_order
+
+
+@triton.jit
+def embed(ids, weight, y, V, N, w_v, w_n, B: tl.constexpr, PDL: tl.constexpr):
+    """`y` = the rows of N numbers of `weight` [V, N] that `ids` name, no numbers where there are none."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * B + tl.arange(0, B)
+    token = tl.load(ids + row).to(tl.int64)
+    known = (token >= 0) & (token < V)
+    numbers = tl.load(weight + token * w_v + n * w_n, mask=(n < N) & known, other=float("nan"))
+    tl.store(y + row * N + n, numbers, mask=n < N)
 
 
 @triton.jit

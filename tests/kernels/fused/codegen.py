@@ -133,6 +133,7 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """What is between the linears of a model with hidden states, or heads, of `m` numbers, in bfloat16."""
     features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
     launch = {
+        "embed": lambda: glue._embed_launch(1, 1, features),
         "norm": lambda: glue._norm_launch(1, 1, case.m, 1e-5, True, "llama", False, "", features),
         "norm in order": lambda: glue._norm_launch(
             1, 1, case.m, 1e-5, True, "llama", False, "fragments", features
@@ -151,15 +152,14 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     }[case.name]()
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
-    if "w_i" in names:
-        # Weights lie together.
-        known["w_i"] = 1
+    # Weights lie together.
+    known |= {name: 1 for name in ("w_i", "w_n") if name in names}
     # Strides and sizes have an underscore, or are in capitals.
     tensors = [name for name in names if name not in known and "_" not in name and name.islower()]
     types = {
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(tensors, "*bf16"),
-        **{name: "*i64" for name in ("held", "table", "found", "tokens") if name in names},
+        **{name: "*i64" for name in ("held", "table", "ids", "found", "tokens") if name in names},
         **dict.fromkeys(known, "constexpr"),
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in known}

@@ -287,11 +287,12 @@ def test_two_programs_of_few_rows_of_x_fit_a_multiprocessor(compiled: Compiled, 
 
 
 def test_glue_compiles_for_every_target(compiled: Compiled) -> None:
-    sizes = {"norm": 4096, "norm in order": 4096, "gate": 1, "gate in order": 1}
+    sizes = {"embed": 1, "norm": 4096, "norm in order": 4096, "gate": 1, "gate in order": 1}
     sizes |= {"rotate": 128, "rotate_append": 128, "append": 128, "fill": 128, "order_columns": 4096}
     sizes |= {"largest of parts": 1, "largest of rows": 1}
-    # Loads of 16 bytes: of x, other and weight; of x and up; of both halves of numbers, cosines and sines.
-    wide = {"norm": 3, "norm in order": 3, "gate": 2, "gate in order": 2, "rotate": 6, "order_columns": 1}
+    # Loads of 16 bytes: of rows; of x, other and weight; of x and up; of both halves of numbers and angles.
+    wide = {"embed": 1, "norm": 3, "norm in order": 3, "gate": 2, "gate in order": 2}
+    wide |= {"rotate": 6, "order_columns": 1}
     # Of 16 numbers of a thread.
     wide["largest of parts"] = 2
     targets = (80, 89, 90, 100, AMD)

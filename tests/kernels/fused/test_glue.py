@@ -41,6 +41,32 @@ def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
     return x.expand(x.shape) if how == "whole" else x[:1].expand(x.shape)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(5, 1), (90, 20), (7, 1024), (3, 2500)])
+def test_rows_of_ids(poisoned: None, rows: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(rows, (3, 8), generator=generator).to(DEVICE)
+    for dtype in DTYPES:
+        weight = numbers(rows, columns, dtype=dtype)
+        wide = torch.full((rows, 2 * columns), math.nan, dtype=dtype, device=DEVICE)
+        wide[:, ::2] = weight
+        for of in (ids, ids[0, :1], ids[0, 0], ids[:, ::3], ids.t(), ids[:1].expand(4, 8), ids.view(2, 2, 6)):
+            for table in (weight, weight.t().contiguous().t(), wide[:, ::2]):
+                found = glue.embed(of, table)
+                assert found.dtype == dtype and found.is_contiguous()
+                assert torch.equal(found, glue.slow_embed(of, weight))
+        assert torch.equal(glue.embed(ids, weight), glue.slow_padded_embed(ids, weight, rows - 1))
+
+
+def test_ids_of_no_row_read_nothing(poisoned: None) -> None:
+    ids = torch.tensor([-1, 0, 5, 2**40, -(2**62), 6], device=DEVICE)
+    for dtype in DTYPES:
+        # The front of more memory.
+        weight = numbers(10, 9, dtype=dtype)[:6]
+        found = glue.embed(ids, weight)
+        assert torch.equal(found[1:3], weight[[0, 5]])
+        assert found[[0, 3, 4, 5]].isnan().all()
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 64), (3, 2, 100), (1, 2, 4096), (1, 5, 257)], ids=str)
 @pytest.mark.parametrize("kind", NORMS)
 def test_norms(poisoned: None, kind: str, shape: tuple[int, ...]) -> None:

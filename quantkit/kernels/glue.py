@@ -155,6 +155,48 @@ def gate(x: torch.Tensor, up: torch.Tensor, kind: str, order: str = "") -> torch
     return y
 
 
+def slow_cos_sin(
+    frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of `cos_sin`."""
+    return _slow_cos_sin(positions[..., None].float() * frequencies, scaling, dtype)
+
+
+def slow_cos_sin_of_product(
+    frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of `cos_sin` in transformers 5.12 and 5.17, where angles are a matrix product."""
+    columns = frequencies[None, :, None].expand(positions.shape[0], -1, 1)
+    angles = (columns @ positions[:, None, :].float()).transpose(1, 2)
+    return _slow_cos_sin(angles, scaling, dtype)
+
+
+def _slow_cos_sin(
+    angles: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    return cos.to(dtype), sin.to(dtype)
+
+
+def cos_sin(
+    frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [B, T, 2 H] of angles, times `scaling`, in `dtype`: what `rotate` takes.
+
+    Angles are `positions` int64 [B, T] times `frequencies` float32 [H], once for each half of a head. All is
+    float32 until it is rounded at the end.
+    """
+    (batch, tokens), half = positions.shape, len(frequencies)
+    shape = batch, tokens, 2 * half
+    cos = torch.empty(shape, dtype=dtype, device=positions.device)
+    sin = torch.empty(shape, dtype=dtype, device=positions.device)
+    launch = _cos_sin_launch(batch * tokens, half, scaling, launch_features(positions.device))
+    with launching_on(positions.device):
+        launch(frequencies, positions, cos, sin, tokens, frequencies.stride(0), *positions.stride())
+    return cos, sin
+
+
 def slow_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The twin of `rotate`."""
     half = x.shape[-1] // 2
@@ -343,6 +385,14 @@ def _ordering(order: str) -> dict[str, Any]:
     from quantkit.kernels.fused.launch.columns import ordering
 
     return ordering(order)
+
+
+@lru_cache(maxsize=256)
+def _cos_sin_launch(tokens: int, half: int, scaling: float, features: frozenset[str]) -> Launch:
+    from quantkit.kernels.fused.glue import cos_sin
+
+    sizes = {"H": half, "HP": power_of_two(half)}
+    return Launch(cos_sin, (tokens,), SCALING=scaling, **sizes, **overlap(features), num_warps=1)
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Fusion:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     #: Those that `fast` reads while the kernels before it may still run.
     constants: tuple[str, ...] = ()
+    #: Whether the twin and `fast` are told the dtype of activations.
+    told_dtype: bool = False
     #: Memory that lies as results do; without, they are contiguous.
     made: Callable[[Shapes], torch.Tensor] | None = None
 
@@ -80,6 +82,16 @@ def _takes_angles(x: torch.Tensor, given: Shapes, numbers: Mapping[str, float]) 
         and cos.shape == sin.shape
         and cos.shape[1:] == (1, *x.shape[2:])
         and cos.shape[0] in (1, x.shape[0])
+    )
+
+
+def _takes_positions(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    frequencies, positions = given["frequencies"], given["positions"]
+    return (
+        frequencies.dim() == 1
+        and positions.dim() == 2
+        and positions.numel() > 0
+        and numbers.get("batch", len(positions)) == len(positions)
     )
 
 
@@ -124,6 +136,10 @@ def _slow_add_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return add_norm
 
 
+def _slow_cos_sin(twin: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda frequencies, positions, dtype: twin(frequencies, positions, 0.0456, dtype)
+
+
 def _slow_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return lambda x, weight: twin(x, weight, 0.0123)
 
@@ -153,6 +169,17 @@ def _fusions() -> Iterator[Fusion]:
         _takes_rotation,
         made=lambda given: glue.empty_heads(given["x"]),
     )
+    turns: _Sizes = {"frequencies": (37,), "positions": (43, 41)}
+    for turn in (glue.slow_cos_sin, glue.slow_cos_sin_of_product):
+        yield Fusion(
+            _slow_cos_sin(turn),
+            glue.cos_sin,
+            turns,
+            _takes_positions,
+            ("scaling",),
+            dtypes={"frequencies": torch.float32, "positions": torch.int64},
+            told_dtype=True,
+        )
     table: _Sizes = {"ids": (2, 3), "weight": (53, 20)}
     for embedding in (glue.slow_embed, _slow_padded_embed):
         yield Fusion(embedding, glue.embed, table, _takes_rows, dtypes={"ids": torch.int64})
@@ -178,7 +205,8 @@ def _pattern(fusion: Fusion, dtype: torch.dtype, device: torch.device) -> Patter
         torch.zeros(shape, dtype=fusion.dtypes.get(name, dtype), device=device)
         for name, shape in fusion.shapes.items()
     ]
-    return pattern_of(fusion.twin, given)
+    twin = partial(fusion.twin, dtype=dtype) if fusion.told_dtype else fusion.twin
+    return pattern_of(twin, given)
 
 
 def is_possible(device: torch.device) -> bool:
@@ -198,7 +226,8 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
     _count_at_the_end(graph, memory)
     dtypes = {node.meta[META].dtype for node in graph.nodes if META in node.meta}
     for fusion in FUSIONS:
-        for dtype in (one for one in ACTIVATION_DTYPES if one in dtypes):
+        # float32 last: of what is rounded at the end it would take all but that.
+        for dtype in (one for one in ACTIVATION_DTYPES[::-1] if one in dtypes):
             pattern = _pattern(fusion, dtype, inputs[0].device)
             for anchor in graph.find_nodes(op="call_function", target=pattern.outputs[-1].target):
                 # It may have been replaced together with one before.
@@ -384,6 +413,7 @@ def _replace(
     if not _is_free(memory, list(given.values()), outputs, operations):
         return
     options = {name: match.numbers[name] for name in fusion.numbers} | dict(fusion.options)
+    options |= {"dtype": dtype} if fusion.told_dtype else {}
     with graph.inserting_after(operations[-1]):
         call = graph.call_function(fusion.fast, tuple(given.values()), options)
     memory.enter(call, written=frozenset().union(*map(memory.written, operations)))

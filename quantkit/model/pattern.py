@@ -14,7 +14,14 @@ from torch.fx import Graph, Node
 from quantkit.model.trace import trace
 
 #: Numbers in twins that stand for any, which the match then has by name.
-_NUMBERS: Mapping[float, str] = {0.0123: "eps", 37: "half", 41: "tokens", 47: "padding"}
+_NUMBERS: Mapping[float, str] = {
+    0.0123: "eps",
+    0.0456: "scaling",
+    37: "half",
+    41: "tokens",
+    43: "batch",
+    47: "padding",
+}
 _COMMUTATIVE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
 
 

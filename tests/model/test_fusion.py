@@ -46,30 +46,34 @@ pytest.importorskip("triton")
 
 #: Config and model of a family, what sets its config apart, and launches of a layer, and of all else.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, int]]] = {
-    "Llama": ({}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"embed": 1, "norm": 1}),
-    "Qwen2": ({}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"embed": 1, "norm": 1}),
+    "Llama": ({}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"embed": 1, "cos_sin": 1, "norm": 1}),
+    "Qwen2": ({}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"embed": 1, "cos_sin": 1, "norm": 1}),
     "Mistral": (
         {"sliding_window": 5},
         {"add_norm": 2, "rotate_append": 1, "gate": 1},
-        {"embed": 1, "norm": 1},
+        {"embed": 1, "cos_sin": 1, "norm": 1},
     ),
     "Qwen3": (
         {"head_dim": 16},
         {"norm": 2, "add_norm": 2, "rotate_append": 1, "gate": 1},
-        {"embed": 1, "norm": 1},
+        {"embed": 1, "cos_sin": 1, "norm": 1},
     ),
-    "Gemma": ({"head_dim": 16}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"embed": 1, "norm": 1}),
+    "Gemma": (
+        {"head_dim": 16},
+        {"add_norm": 2, "rotate_append": 1, "gate": 1},
+        {"embed": 1, "cos_sin": 1, "norm": 1},
+    ),
     "Gemma2": (
         {"head_dim": 16, "sliding_window": 5},
         {"norm": 2, "add_norm": 2, "rotate_append": 1, "gate": 1},
-        {"embed": 1, "norm": 1},
+        {"embed": 1, "cos_sin": 1, "norm": 1},
     ),
-    "Olmo2": ({}, {"norm": 4, "rotate_append": 1, "gate": 1}, {"embed": 1, "add_norm": 1}),
+    "Olmo2": ({}, {"norm": 4, "rotate_append": 1, "gate": 1}, {"embed": 1, "cos_sin": 1, "add_norm": 1}),
     # Of its heads only a part is rotated.
     "Phi3": (
         {"pad_token_id": 0},
         {"add_norm": 2, "rotate": 2, "append": 1, "gate": 1},
-        {"embed": 1, "norm": 1},
+        {"embed": 1, "cos_sin": 1, "norm": 1},
     ),
 }
 

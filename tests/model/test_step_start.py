@@ -1,11 +1,13 @@
 """What a step computes before its first norm: constants once, ids, positions and masks in few launches."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import is_tensor
 
 from quantkit.kernels import glue
 from quantkit.model import constants, fused_forward
@@ -13,6 +15,7 @@ from quantkit.model.constants import held_by
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.fusion import fused
 
+from .conftest import VERSION
 from .graphed import DEVICE, close, count_recordings, decode, decode_whole, ids, made, numbers, step_of
 
 pytest.importorskip("triton")
@@ -221,3 +224,100 @@ def test_rows_are_read_after_they_are_written() -> None:
         return before + torch.nn.functional.embedding(of, weight)
 
     assert step_of(numbers(5, 6), ids)(step)["embed"] == 2
+
+
+def of_product(inv_freq: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """As in transformers 5.12 and 5.17."""
+    columns = inv_freq[None, :, None].float().expand(positions.shape[0], -1, 1).to(positions.device)
+    return (columns.float() @ positions[:, None, :].float().float()).transpose(1, 2)
+
+
+def of_numbers(inv_freq: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """As in transformers 5.23."""
+    return positions[..., None].float() * inv_freq
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scaling", [1.0, 1.25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("angles", [of_product, of_numbers])
+def test_cosines_and_sines_are_one_launch(angles: Step, dtype: torch.dtype, scaling: float) -> None:
+    def step(x: torch.Tensor, inv_freq: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        turns = angles(inv_freq, positions)
+        turns = torch.cat((turns, turns), dim=-1)
+        cos, sin = turns.cos() * scaling, turns.sin() * scaling
+        cos, sin = cos.to(dtype), sin.to(dtype)
+        return glue.slow_rotate(x, cos.unsqueeze(1), sin.unsqueeze(1))
+
+    for batch, tokens in ((1, 1), (1, 3), (2, 1), (2, 3)):
+        x, inv_freq = numbers(2, 3, tokens, 10).to(dtype), numbers(5).abs()
+        positions = torch.arange(batch * tokens, device=DEVICE).view(batch, tokens) * 7
+        assert step_of(x, inv_freq, positions)(step) == {
+            "cos_sin": 1,
+            "part": 2,
+            "unsqueeze.default": 2,
+            "rotate": 1,
+        }
+
+
+@torch.no_grad()
+def test_angles_of_other_shapes_and_dtypes_are_torchs() -> None:
+    def step(inv_freq: torch.Tensor, positions: torch.Tensor) -> Any:
+        columns = inv_freq[None, :, None].expand(2, -1, 1)
+        turns = (columns @ positions[:, None].float()).transpose(1, 2)
+        turns = torch.cat((turns, turns), dim=-1)
+        return turns.cos() * 1.0, turns.sin() * 1.0
+
+    def flat(inv_freq: torch.Tensor, positions: torch.Tensor) -> Any:
+        turns = positions[..., None].float() * inv_freq
+        turns = torch.cat((turns, turns), dim=-1)
+        return turns.cos() * 1.0, turns.sin() * 1.0
+
+    one = torch.arange(3, device=DEVICE)[None]
+    assert step_of(numbers(5), one)(step)["cos.default"] == 1
+    for inv_freq, positions in ((numbers(5), one[0]), (numbers(3, 5), one), (numbers(5), one.int())):
+        assert step_of(inv_freq, positions)(flat)["cos.default"] == 1
+    assert step_of(numbers(5), one)(flat)["cos_sin"] == 1
+
+
+#: What is launched before the first norm of a Llama, beside what a mask of tokens takes.
+START = {"embed": 1, "cos_sin": 1, "add.Tensor": 2, "le.Tensor": 1}
+VIEWS = ("unsqueeze.default", "expand.default", "part")
+#: A mask that is cast, padded and read at the places of keys; and both masks joined.
+MASKED = {
+    "_to_copy.default": 1,
+    "constant_pad_nd.default": 1,
+    "index.Tensor": 1,
+    "new_ones.default": 1,
+    "bitwise_and.Tensor": 2,
+}
+
+
+@torch.no_grad()
+@pytest.mark.skipif(VERSION < (5, 23), reason="transformers makes masks in another way")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_step_starts_with_few_launches(modules: list[Any], masked: bool) -> None:
+    model = made("Llama")
+    cache, prompt = static_cache(model, 40), ids()
+    shown = torch.ones(2, 10, dtype=torch.int64, device=DEVICE)
+    shown[0, :2] = 0
+    more = {"attention_mask": shown} if masked else {}
+    token = ids(tokens=1)
+    model(input_ids=prompt, past_key_values=cache, use_cache=True)
+    before = [
+        tensor.clone() for layer in cache.layers for tensor in vars(layer).values() if is_tensor(tensor)
+    ]
+    expected = model(input_ids=token, past_key_values=cache, use_cache=True, **more).logits
+    after = [tensor for layer in cache.layers for tensor in vars(layer).values() if is_tensor(tensor)]
+    for tensor, old in zip(after, before, strict=True):
+        tensor.copy_(old)
+    graph_decoding(model)
+    close(forward_of(model)(input_ids=token, past_key_values=cache, use_cache=True, **more).logits, expected)
+    (module,) = modules
+    nodes = list(module.graph.nodes)
+    (first,) = module.graph.find_nodes(op="call_function", target=glue.norm)
+    before_it = [node for node in nodes[: nodes.index(first)] if node.op == "call_function"]
+    names = Counter(node.target.__name__ for node in before_it)
+    for view in VIEWS:
+        del names[view]
+    assert names == (START | MASKED if masked else START)

@@ -92,6 +92,30 @@ def gate(
 
 
 @triton.jit
+def cos_sin(
+    frequencies, positions, cos, sin, T, f_n, p_b, p_t,
+    SCALING: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`cos`, `sin` [B, T, 2 H] of positions times H frequencies, twice, times SCALING: a token each."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token // T * p_b + token % T * p_t).to(tl.float32)
+    n = tl.arange(0, HP)
+    inside = n < H
+    # Positions may be in the hundred thousands: these are not the approximations of the hardware.
+    angle = position * tl.load(frequencies + n * f_n, mask=inside, other=0.0)
+    found_cos = (tl.cos(angle) * SCALING).to(cos.dtype.element_ty)
+    found_sin = (tl.sin(angle) * SCALING).to(sin.dtype.element_ty)
+    at = token * (2 * H) + n
+    tl.store(cos + at, found_cos, mask=inside)
+    tl.store(cos + at + H, found_cos, mask=inside)
+    tl.store(sin + at, found_sin, mask=inside)
+    tl.store(sin + at + H, found_sin, mask=inside)
+
+
+@triton.jit
 def _rotated(low, high, cos, sin, at, d, inside, H: tl.constexpr):
     """The halves of heads of a token, rotated by its angles."""
     dtype = low.dtype

@@ -140,6 +140,7 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         ),
         "gate": lambda: glue._gate_launch(1, 1, "silu", "", features),
         "gate in order": lambda: glue._gate_launch(1, 1, "silu", "fragments of 16", features),
+        "cos_sin": lambda: glue._cos_sin_launch(1, case.m // 2, 1.0, features),
         "rotate": lambda: glue._rotate_launch(1, 8, case.m // 2, features),
         "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, features),
         "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),
@@ -159,7 +160,10 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     types = {
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(tensors, "*bf16"),
-        **{name: "*i64" for name in ("held", "table", "ids", "found", "tokens") if name in names},
+        **{
+            name: "*i64" for name in ("held", "table", "ids", "positions", "found", "tokens") if name in names
+        },
+        **({"frequencies": "*fp32"} if "frequencies" in names else {}),
         **dict.fromkeys(known, "constexpr"),
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in known}
@@ -321,6 +325,7 @@ def facts(case: Case) -> dict[str, Any]:
         ],
         "shuffles": count(r"shfl\.sync"),
         "stores": count(r"st\.shared"),
+        "approximations": count(r"(?:cos|sin)\.approx|v_(?:cos|sin)_f32"),
         "sums": sorted(set(re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.(\w+)\.f16\.f16", assembly))),
         "halves": count(r"wgmma.mma_async\S*\.f16\.f16\.f16"),
         # Whether the table of values is more than a parameter.

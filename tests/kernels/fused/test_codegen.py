@@ -288,8 +288,8 @@ def test_two_programs_of_few_rows_of_x_fit_a_multiprocessor(compiled: Compiled, 
 
 def test_glue_compiles_for_every_target(compiled: Compiled) -> None:
     sizes = {"embed": 1, "norm": 4096, "norm in order": 4096, "gate": 1, "gate in order": 1}
-    sizes |= {"rotate": 128, "rotate_append": 128, "append": 128, "fill": 128, "order_columns": 4096}
-    sizes |= {"largest of parts": 1, "largest of rows": 1}
+    sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
+    sizes |= {"order_columns": 4096, "largest of parts": 1, "largest of rows": 1}
     # Loads of 16 bytes: of rows; of x, other and weight; of x and up; of both halves of numbers and angles.
     wide = {"embed": 1, "norm": 3, "norm in order": 3, "gate": 2, "gate in order": 2}
     wide |= {"rotate": 6, "order_columns": 1}
@@ -298,7 +298,9 @@ def test_glue_compiles_for_every_target(compiled: Compiled) -> None:
     targets = (80, 89, 90, 100, AMD)
     cases: list[Case] = [("glue", name, capability, m) for name, m in sizes.items() for capability in targets]
     for (_, name, capability, _), found in compiled(cases).items():
-        assert found["shared"] <= found["limit"] and found["spills"] == 0, (name, capability)
+        # The rest of large angles is computed in an array of its own.
+        assert found["spills"] == 0 or name == "cos_sin", (name, capability)
+        assert found["shared"] <= found["limit"] and not found["approximations"], (name, capability)
         if name in wide and capability != AMD:
             assert found["wide_loads"] == wide[name], (name, capability, found)
             # Angles do not move between threads.

@@ -1,6 +1,8 @@
 """What is between linears against its twins in torch: in Triton's interpreter on a CPU, for real on a GPU."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +144,27 @@ def test_columns_in_an_order(poisoned: None, columns: int, order: str) -> None:
 def angles(batch: int, tokens: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     turn = 9 * numbers(batch, 1, tokens, size, seed=7)
     return turn.cos().to(dtype), turn.sin().to(dtype)
+
+
+@pytest.mark.parametrize("twin", [glue.slow_cos_sin, glue.slow_cos_sin_of_product])
+@pytest.mark.parametrize("half", [1, 5, 64, 96])
+def test_angles_of_positions(poisoned: None, twin: Callable[..., Any], half: int) -> None:
+    frequencies = 10000.0 ** -(torch.arange(half, device=DEVICE) / half)
+    far = torch.tensor([[0, 1, 40], [100_000, 131_071, 7], [105_615, 2**24 + 1, 99_999]], device=DEVICE)
+    wide = frequencies[:, None].expand(half, 2).contiguous()[:, 0]
+    for positions in (far, far[:1], far[:, 1:2], far.t(), far[:1].expand(2, 3)):
+        # Angles in float32, and their cosines in float64.
+        angle = (positions[..., None].float() * frequencies).double().repeat(1, 1, 2)
+        for dtype, scaling in ((dtype, scaling) for dtype in DTYPES for scaling in (1.0, 1.1861)):
+            # Cosines and their products are both rounded in float32.
+            step = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 1)
+            expected = twin(frequencies, positions, scaling, dtype)
+            for of in (frequencies, wide):
+                found = glue.cos_sin(of, positions, scaling, dtype)
+                for one, other, exact in zip(found, expected, (angle.cos(), angle.sin()), strict=True):
+                    assert one.dtype == dtype and one.shape == other.shape and one.is_contiguous()
+                    torch.testing.assert_close(one, other, rtol=step, atol=step / 8)
+                    torch.testing.assert_close(one.double(), exact * scaling, rtol=step, atol=step / 8)
 
 
 @pytest.mark.parametrize(("batch", "of"), [(1, 1), (3, 3), (3, 1)])

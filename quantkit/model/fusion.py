@@ -200,7 +200,8 @@ FUSIONS = tuple(_fusions())
 
 
 @lru_cache(maxsize=256)
-def _pattern(fusion: Fusion, dtype: torch.dtype, device: torch.device) -> Pattern:
+def _pattern(fusion: Fusion, dtype: torch.dtype, device: torch.device, inference: bool) -> Pattern:
+    """The twin as it is traced now; with `inference`, in that mode, where torch runs other views."""
     given = [
         torch.zeros(shape, dtype=fusion.dtypes.get(name, dtype), device=device)
         for name, shape in fusion.shapes.items()
@@ -228,7 +229,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
     for fusion in FUSIONS:
         # float32 last: of what is rounded at the end it would take all but that.
         for dtype in (one for one in ACTIVATION_DTYPES[::-1] if one in dtypes):
-            pattern = _pattern(fusion, dtype, inputs[0].device)
+            pattern = _pattern(fusion, dtype, inputs[0].device, torch.is_inference_mode_enabled())
             for anchor in graph.find_nodes(op="call_function", target=pattern.outputs[-1].target):
                 # It may have been replaced together with one before.
                 if not anchor._erased:

@@ -15,7 +15,6 @@ from quantkit.model.constants import held_by
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.fusion import fused
 
-from .conftest import VERSION
 from .graphed import DEVICE, close, count_recordings, decode, decode_whole, ids, made, numbers, step_of
 
 pytest.importorskip("triton")
@@ -238,10 +237,13 @@ def of_numbers(inv_freq: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("scaling", [1.0, 1.25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("angles", [of_product, of_numbers])
-def test_cosines_and_sines_are_one_launch(angles: Step, dtype: torch.dtype, scaling: float) -> None:
+def test_cosines_and_sines_are_one_launch(
+    angles: Step, dtype: torch.dtype, scaling: float, inference: bool
+) -> None:
     def step(x: torch.Tensor, inv_freq: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         turns = angles(inv_freq, positions)
         turns = torch.cat((turns, turns), dim=-1)
@@ -249,15 +251,16 @@ def test_cosines_and_sines_are_one_launch(angles: Step, dtype: torch.dtype, scal
         cos, sin = cos.to(dtype), sin.to(dtype)
         return glue.slow_rotate(x, cos.unsqueeze(1), sin.unsqueeze(1))
 
-    for batch, tokens in ((1, 1), (1, 3), (2, 1), (2, 3)):
-        x, inv_freq = numbers(2, 3, tokens, 10).to(dtype), numbers(5).abs()
-        positions = torch.arange(batch * tokens, device=DEVICE).view(batch, tokens) * 7
-        assert step_of(x, inv_freq, positions)(step) == {
-            "cos_sin": 1,
-            "part": 2,
-            "unsqueeze.default": 2,
-            "rotate": 1,
-        }
+    with torch.inference_mode(inference):
+        for batch, tokens in ((1, 1), (1, 3), (2, 1), (2, 3)):
+            x, inv_freq = numbers(2, 3, tokens, 10).to(dtype), numbers(5).abs()
+            positions = torch.arange(batch * tokens, device=DEVICE).view(batch, tokens) * 7
+            assert step_of(x, inv_freq, positions)(step) == {
+                "cos_sin": 1,
+                "part": 2,
+                "unsqueeze.default": 2,
+                "rotate": 1,
+            }
 
 
 @torch.no_grad()
@@ -294,7 +297,6 @@ MASKED = {
 
 
 @torch.no_grad()
-@pytest.mark.skipif(VERSION < (5, 23), reason="transformers makes masks in another way")
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_step_starts_with_few_launches(modules: list[Any], masked: bool) -> None:
     model = made("Llama")

@@ -111,8 +111,12 @@ def _narrow_supports(problem: Problem) -> str | None:
 
 def _narrow_pays(problem: Problem) -> str | None:
     if problem.m <= 8:
-        return "x takes no longer to read than codes up to M=8"
-    return None if problem.m <= 16 else "tensor cores are busier in tiles from M=17 on"
+        return (
+            "up to M=8 it is mostly no faster than `fused-skinny`, but for large weights that were measured"
+        )
+    if shape_of(problem).span > 128:
+        return "256 columns at a time leave it too few registers"
+    return None if problem.m <= 16 else "each warp would read all of x from shared memory from M=17 on"
 
 
 def _hopper_supports(problem: Problem) -> str | None:

@@ -59,8 +59,8 @@ class Case(NamedTuple):
     It is skinny, present (skinny that loads only rows of x that are there), tiled, halves (tiles with sums in
     float16), dense or order; skinny and tiled with "experts" for several weights at once, skinny with "long"
     for a weight with long rows; or one of those that work on pairs of tokens and experts, count, sort and
-    weigh. Or it is attend and what `build_attention` says, with a dtype in place of a preset, and the
-    features of a head in place of M.
+    weigh. Or it is narrow and the numbers of a tile. Or it is attend and what `build_attention` says, with a
+    dtype in place of a preset, and the features of a head in place of M.
     """
 
     kernel: str

@@ -286,6 +286,21 @@ def test_two_programs_of_few_rows_of_x_fit_a_multiprocessor(compiled: Compiled, 
     assert found["wgmma"] == found["wgmma_registers"] == 2 * 2 * 8, found
 
 
+def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> None:
+    names = ("int8", "int4", "nvfp4", "mxfp4", "nf4", "fp6")
+    cases: list[Case] = [("narrow 8 8 2", name, 90, 16) for name in names]
+    cases += [("narrow 16 1 2", "int4", capability, 16) for capability in (80, 89, 90, 100)]
+    cases += [("narrow 16 1 4", "int4", 90, 8), ("narrow 16 1 2", "mxfp6", 90, 16)]
+    for case, found in compiled(cases).items():
+        name = case[1]
+        assert found["products"] > 0 and found["spills"] == 0, (case, found)
+        # Operand A is decoded, and operand B loaded, where products want them.
+        assert found["stores"] == 0 and (found["shuffles"] == 0 or name in TABLES), (case, found)
+        assert found["registers"] <= 128 and found["shared"] == found["bound"], (case, found)
+        # x is copied 16 bytes at a time; in groups of 16 a lane has twice 8 bytes of a run.
+        assert found["wide_copies"] == (0.0 if name == "nvfp4" else 1.0), (case, found)
+
+
 def test_glue_compiles_for_every_target(compiled: Compiled) -> None:
     sizes = {"embed": 1, "norm": 4096, "norm in order": 4096, "gate": 1, "gate in order": 1}
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}

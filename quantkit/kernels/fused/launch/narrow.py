@@ -26,8 +26,8 @@ MOST_ROWS = 32
 RESIDENT_WARPS = 16
 #: Up to so many columns of a part there is code for all; more would not fit the instruction cache.
 UNROLLED = 2048
-#: What a launch that adds parts up takes of a multiprocessor's time, in units of a warp.
-SUMS_UNITS = 3
+#: What it takes a program to begin, and a launch to add parts up, in units of a warp.
+BEGIN_UNITS, SUMS_UNITS = 4, 3
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {"warps": (8, 16), "parts": (1, 2, 4, 7, 8), "ahead": (2, 4)}
 
@@ -72,7 +72,7 @@ def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> tuple[floa
     mine = row_tiles(tile, shape, multiprocessors)
     programs = -(-shape.row_tiles // mine) * tile.parts
     rounds = -(-programs * tile.warps // (multiprocessors * RESIDENT_WARPS))
-    length = rounds * units(tile, shape)[0] + (SUMS_UNITS if tile.parts > 1 else 0)
+    length = rounds * (units(tile, shape)[0] + BEGIN_UNITS) + (SUMS_UNITS if tile.parts > 1 else 0)
     return length, tile.warps - mine
 
 

@@ -1,0 +1,144 @@
+"""`fused-narrow`: what it waits for is needed, its tiles, and what it refuses."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.kernels.fused.launch import narrow
+from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
+from quantkit.kernels.fused.launch.narrow import NarrowTile
+from quantkit.kernels.fused.layout import geometry
+from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
+from quantkit.kernels.table import explain, row_named
+from quantkit.packing.schemes import scheme
+from quantkit.packing.tensor import PackedTensor
+
+from ..conftest import GLUON
+from ..gluon import interpreted
+from .test_fused import DEVICE, LIMIT, RUNS, error, operands
+
+InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
+RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
+pytestmark = pytest.mark.skipif(RUN is None, reason="no Gluon here")
+KERNEL = "quantkit.kernels.fused.narrow"
+H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
+#: What is said in the kernel, and what instead.
+CHANGES = {
+    "products wait for no copy": [("async_copy.wait_group(CHUNKS - 1 - chunk)", "pass")],
+    "products wait for the chunk before": [("wait_group(CHUNKS - 1 - chunk)", "wait_group(CHUNKS - chunk)")],
+    "columns are not those of groups of 16": [("GROUP == 16, CHUNK", "False, CHUNK")],
+    "warps without rows write": [
+        ("gl.expand_dims(local < 16 * ROW_TILES, 1) & (rows < N)", "rows < N + 999")
+    ],
+    "codes are those of the unit before": [("number + unit + AHEAD, end", "number + unit + AHEAD - 1, end")],
+    "scales are those of this chunk": [("gl.minimum(number + CHUNK, UNITS - CHUNK)", "number")],
+    "x ends after its last column": [("chunk * (BLOCKS * 128) < K", "chunk * (BLOCKS * 128) < K + 64")],
+}
+
+
+def problem(m: int = 16, n: int = 4096, k: int = 4096, name: str = "int4") -> Problem:
+    return Problem(m, n, k, scheme(name).for_columns(k), torch.bfloat16, "cuda", GPU_FEATURES, None, H200)
+
+
+def multiply(
+    make_packed: Callable[..., PackedTensor], name: str, tile: NarrowTile, k: int = 1400, m: int = 13
+) -> float:
+    assert RUN is not None
+    dtype, features = RUN
+    op, packed = operands(make_packed, name, 100, k, m, dtype)
+    return error(narrow.run(op, tile, features), op.x, packed, op.bias)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is copied may be there by chance")
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_kernel_says_is_needed(
+    make_packed: Callable[..., PackedTensor], poisoned: None, tmp_path: Path, change: str
+) -> None:
+    assert RUN is not None
+    text = GLUON[KERNEL].read_text()
+    for old, new in CHANGES[change]:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "narrow.py"
+    path.write_text(text)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, KERNEL, interpreted(GLUON | {KERNEL: path})[KERNEL])
+        narrow._launches.cache_clear()
+        try:
+            errors = [
+                multiply(make_packed, name, NarrowTile(8, parts), k)
+                for name, parts, k in (("int4", 1, 1400), ("nvfp4", 2, 1408))
+            ]
+        except InterpreterError:
+            # Memory of others is written.
+            return
+        finally:
+            narrow._launches.cache_clear()
+    assert not all(one < LIMIT[RUN[0]] for one in errors)
+
+
+@pytest.mark.parametrize("tile", [NarrowTile(8), NarrowTile(16, 2, 4), NarrowTile(8, 7, 4)], ids=str)
+@pytest.mark.parametrize(("k", "m"), [(2560, 9), (2184, 8)])
+def test_chunks_of_a_loop_are_those_of_a_line(
+    make_packed: Callable[..., PackedTensor], poisoned: None, tile: NarrowTile, k: int, m: int
+) -> None:
+    assert RUN is not None
+    for name in ("int4", "int3", "nvfp4"):
+        assert multiply(make_packed, name, tile, k, m) < LIMIT[RUN[0]], name
+
+
+@pytest.mark.parametrize("first", [1, 8])
+def test_x_may_begin_anywhere(make_packed: Callable[..., PackedTensor], first: int) -> None:
+    assert RUN is not None
+    dtype, features = RUN
+    op, packed = operands(make_packed, "int4", 40, 256, 12, dtype)
+    memory = torch.zeros(12 * 256 + 8, dtype=dtype, device=DEVICE)
+    x = memory[first : first + 12 * 256].view(12, 256).copy_(op.x)
+    y = narrow.run(replace(op, x=x), NarrowTile(8), features)
+    assert error(y, x, packed, op.bias) < LIMIT[dtype]
+
+
+def test_programs_run_at_once_where_each_warp_has_rows_at_most() -> None:
+    sizes = {"int4": (28672, 1), "int8": (4096, 8), "mxfp4": (6144, 4)}
+    for name, (n, parts) in sizes.items():
+        shape = geometry(n, 4096, scheme(name), torch.bfloat16)
+        for warps in narrow.VALUES["warps"]:
+            tile = NarrowTile(warps, parts)
+            mine = narrow.row_tiles(tile, shape, H200_PROCESSORS)
+            programs = -(-shape.row_tiles // mine) * parts
+            assert mine == warps or programs * warps <= H200_PROCESSORS * narrow.RESIDENT_WARPS
+            count, chunk = narrow.units(tile, shape)
+            assert count % chunk == 0 and count * parts >= shape.steps
+
+
+def test_rules_divide_the_columns_of_weights_with_few_rows() -> None:
+    found = {n: narrow.TILING.rule(problem(n=n)) for n in (1024, 4096, 28672, 128256)}
+    assert [tile.parts for tile in found.values()] == [8, 8, 1, 1]
+    assert narrow.TILING.rule(problem(n=4096, k=14336)).parts == 8
+    small = replace(H200, name="small", shared_memory=99 << 10)
+    tile = narrow.TILING.rule(replace(problem(n=28672), gpu=small))
+    assert narrow.TILING.why_not(replace(problem(n=28672), gpu=small), tile) is None
+    assert tile.parts > 1
+
+
+def test_refusals_say_what_is_in_the_way() -> None:
+    row = row_named("fused-narrow")
+    said = {
+        "up to 32 rows of x, not 33": problem(m=33),
+        "some begin between them": problem(k=4100),
+        "Gluon of Triton 3.6": replace(problem(), features=GPU_FEATURES - {"gluon"}),
+        "bfloat16 or float16": replace(problem(), dtype=torch.float32),
+        "x takes 458752 bytes of shared memory in 8 parts": problem(m=32, k=8 * 7168),
+    }
+    for text, one in said.items():
+        reason = row.supports(one)
+        assert reason is not None and text in reason, reason
+    assert row.supports(problem()) is None
+    assert "one of 8, 16, not 4" in str(narrow.TILING.why_not(problem(), NarrowTile(4)))
+    assert "there are no 8 parts of 5 units" in str(narrow.TILING.why_not(problem(k=640), NarrowTile(8, 8)))
+    reasons = dict(explain(problem(m=24, n=5000, k=5120)))
+    assert "M=17" in str(reasons["fused-narrow"])

@@ -72,7 +72,7 @@ def test_rows_before_the_fastest_say_how_much_slower_they_are(ask: Ask, store_ta
     choice = choice_of(ask(m=2))
     assert (choice.row, choice.us) == ("fused-tiled", 9.0)
     assert choice.tile == "row_tiles=4 m=16 split=1 warps=4 stages=3 half_sums=False chains=1 at_once=0"
-    assert [name for name, _ in choice.refusals] == ["fused-skinny", "fused-hopper"]
+    assert [name for name, _ in choice.refusals] == ["fused-skinny", "fused-narrow", "fused-hopper"]
 
 
 def test_a_row_that_rules_say_loses_runs_where_it_was_measured_fastest(ask: Ask, store_table: Store) -> None:

@@ -161,7 +161,7 @@ def test_another_row_wins_with_the_times_of_those_before_it(gpu: Gpu) -> None:
     *_, (one,) = run(gpu, FakeBench(best_is(goal, 7.0)), ms=(16,))
     entry = one.entry()
     assert (entry.row, entry.tile, entry.us) == ("fused-tiled", goal.tile, 7.0)
-    others = {"fused-skinny": 14.0, "fused-hopper": 14.0}
+    others = {"fused-skinny": 14.0, "fused-narrow": 14.0, "fused-hopper": 14.0}
     assert entry.others == others, "no later row, and none of other devices"
 
 
@@ -221,7 +221,8 @@ def test_what_does_not_fit_or_compile_is_skipped(gpu: Gpu) -> None:
     reasons = set(one.rejected.values())
     assert reasons == {"out of resource: registers", "the compiler crashed"}
     assert not one.wrong
-    assert {candidate.row for candidate in one.coarse} == {"fused-skinny", "fused-hopper", "dequantize"}
+    rows = {"fused-skinny", "fused-narrow", "fused-hopper", "dequantize"}
+    assert {candidate.row for candidate in one.coarse} == rows
 
 
 def test_where_nothing_runs_there_is_no_entry(gpu: Gpu) -> None:

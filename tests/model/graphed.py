@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from quantkit.model import graphs
+from quantkit.model import fused_forward, graphs
 from quantkit.model.fusion import fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,6 +140,18 @@ def made(family: str, **more: Any) -> Any:
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return model
+
+
+def keep_modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What steps and prompts become from now on."""
+    found: list[Any] = []
+
+    def kept(*arguments: Any) -> Any:
+        found.append(fused(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(fused_forward, "fused", kept)
+    return found
 
 
 def calls(module: Any) -> collections.Counter[str]:

@@ -37,6 +37,7 @@ from .graphed import (
     decode,
     decode_whole,
     ids,
+    keep_modules,
     made,
     numbers,
     step_of,
@@ -103,14 +104,7 @@ def prompts(recordings: tuple[list[int], list[int]]) -> list[int]:
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What steps became."""
-    made: list[Any] = []
-
-    def kept(*arguments: Any) -> Any:
-        made.append(fused(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(fused_forward, "fused", kept)
-    return made
+    return keep_modules(monkeypatch)
 
 
 def beside_torch(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,18 @@ from quantkit.model.constants import held_by
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.fusion import fused
 
-from .graphed import DEVICE, close, count_recordings, decode, decode_whole, ids, made, numbers, step_of
+from .graphed import (
+    DEVICE,
+    close,
+    count_recordings,
+    decode,
+    decode_whole,
+    ids,
+    keep_modules,
+    made,
+    numbers,
+    step_of,
+)
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -27,16 +38,9 @@ Step = Callable[..., Any]
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What steps became."""
-    found: list[Any] = []
-
-    def kept(*arguments: Any) -> Any:
-        found.append(fused(*arguments))
-        return found[-1]
-
     monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
-    monkeypatch.setattr(fused_forward, "fused", kept)
     count_recordings(monkeypatch)
-    return found
+    return keep_modules(monkeypatch)
 
 
 def held(step: Step, *given: torch.Tensor) -> list[torch.Tensor]:

@@ -26,8 +26,13 @@ from .bfloat16 import wide
 
 #: How likely it is that a warp that had its turn gets another rank among those that can go on.
 CHANGE = 0.125
-#: NaN, which is where nobody has written.
-UNWRITTEN = {"fp16": np.float16(np.nan), "bf16": np.uint16(0x7FFF)}
+#: NaN, which is where nobody has written; in words twice, as either of the 16-bit floats.
+UNWRITTEN = {
+    "fp16": np.float16(np.nan),
+    "bf16": np.uint16(0x7FFF),
+    "fp32": np.float32(np.nan),
+    "int32": np.int32(0x7FFF7FFF),
+}
 
 
 class DeadlockError(AssertionError):
@@ -130,8 +135,15 @@ class Barrier:
 class Shared:
     """Shared memory, or a part of it."""
 
+    type = SimpleNamespace(layout=None)
+
     def __init__(self, data: np.ndarray) -> None:
         self.data = data
+
+    @property
+    def kind(self) -> str:
+        """What Triton calls its dtype."""
+        return next(kind for kind, nothing in UNWRITTEN.items() if nothing.dtype == self.data.dtype)
 
     def index(self, at: Any) -> "Shared":
         return Shared(self.data[number(at)])
@@ -145,7 +157,12 @@ class Shared:
     def load(self, layout: Any) -> Any:
         from triton import language as tl
 
-        return tensor(self.data.copy(), tl.float16 if self.data.dtype == np.float16 else tl.bfloat16)
+        names = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32, "int32": tl.int32}
+        return tensor(self.data.copy(), names[self.kind])
+
+    def store(self, value: Any) -> None:
+        assert self.data.shape == value.handle.data.shape
+        self.data[...] = value.handle.data
 
 
 class Barriers:
@@ -313,8 +330,7 @@ class Gluon:
         """What is out of bounds is 0."""
         begins = [number(begin) for begin in at]
         assert list(to.data.shape) == descriptor.block_shape
-        nothing = UNWRITTEN["fp16" if to.data.dtype == np.float16 else "bf16"]
-        to.data[...] = nothing
+        to.data[...] = UNWRITTEN[to.kind]
 
         def arrives() -> None:
             to.data[...] = 0
@@ -331,10 +347,10 @@ class Gluon:
         """What is masked is 0, and all of it NaN until it is waited for."""
         from triton import language as tl
 
-        to.data[...] = UNWRITTEN["fp16" if to.data.dtype == np.float16 else "bf16"]
+        to.data[...] = UNWRITTEN[to.kind]
 
         def arrives() -> None:
-            to.data[...] = tl.load(at, mask=mask, other=0.0).handle.data.view(to.data.dtype)
+            to.data[...] = tl.load(at, mask=mask, other=0).handle.data.view(to.data.dtype)
 
         self._asked.append(arrives)
 
@@ -366,21 +382,33 @@ def inline_asm(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool,
     """`tl.inline_asm_elementwise`: the PTX of expressions and their tables, and what else kernels have."""
     from triton import language as tl
 
+    asm = getattr(asm, "value", asm)
     if (known := INSTRUCTIONS.get(" ".join(asm.split()))) is not None:
         return known(*args)
+    if asm.startswith("mma."):
+        assert pack == 4
+        return tensor(ptx.multiply(asm, *(one.handle.data for one in args)), dtype)
     kind = "bf16x2" if "bf16x2" in asm else "f16x2"
     if "%laneid" in asm:
         values = tl.load(args[0] + tl.arange(0, ptx.table_size(asm))).handle.data.astype(np.float64)
         return tensor(ptx.held(asm, values, kind).astype(np.uint32), dtype)
-    words = [np.ascontiguousarray(one.handle.data).ravel() for one in args]
-    registers = [one.view(np.uint32).astype(np.uint64) for one in words if one.dtype == np.int16]
-    (table,) = [one.astype(np.uint64) for one in words if one.dtype != np.int16] or [None]
-    outputs = ptx.run(asm, registers, len(dtype), kind, table)
-    shape = args[0].handle.data.shape
-    return tuple(
-        tensor(output.astype(np.uint32).view(np.int16).reshape(shape), to)
-        for output, to in zip(outputs, dtype, strict=True)
+    # A table is what the 32 lanes of a warp hold; all else registers, of one number or of two.
+    data = [one.handle.data for one in args]
+    tables = [one.astype(np.uint64) for one in data if one.shape == (32,)]
+    registers = [
+        np.ascontiguousarray(one).ravel().view(np.uint32).astype(np.uint64)
+        for one in data
+        if one.shape != (32,)
+    ]
+    to = dtype if isinstance(dtype, tuple) else (dtype,)
+    outputs = ptx.run(asm, registers, len(to), kind, *tables)
+    # Scalars are the same in all of a tensor.
+    shape, numbers = max((one.shape for one in data), key=len), data[0].dtype
+    made = tuple(
+        tensor(output.astype(np.uint32).view(numbers).reshape(shape), one)
+        for output, one in zip(outputs, to, strict=True)
     )
+    return made if isinstance(dtype, tuple) else made[0]
 
 
 def _nothing(*args: Any) -> Any:

@@ -5,6 +5,8 @@ import re
 import numpy as np
 import torch
 
+from .bfloat16 import wide
+
 WORD = np.uint64(0xFFFFFFFF)
 
 
@@ -54,6 +56,10 @@ def run(
             known[to] = a << b & WORD
         elif op == "and.b32":
             known[to] = a & b
+        elif op == "xor.b32":
+            known[to] = a ^ b
+        elif op == "sub.u32":
+            known[to] = a - b & WORD
         elif op == "lop3.b32":
             truth = int(operands[3], 0)
             bits = [(truth >> i & 1, i) for i in range(8)]
@@ -74,6 +80,35 @@ def run(
             x, y, z = (floats(v, ptx) for v in (a, b, c))
             known[to] = as_register([p * q + r for p, q, r in zip(x, y, z, strict=True)], ptx)
     return [known[f"${i}"] for i in range(outputs)]
+
+
+def multiply(asm: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """`mma.sync` with the registers [W warps, 32 lanes, 4] of its operands, of which B has two of the four.
+
+    Lane 4 g + t has rows g and g + 8 of A and C, column g of B, and columns 2 t and 2 t + 1 of C.
+    """
+    shape, kinds, regs = re.fullmatch(
+        r"mma\.sync\.aligned\.(\w+)\.row\.col\.([\w.]+) \{(.*)\};", " ".join(asm.split())
+    ).groups()  # type: ignore[union-attr]
+    to, left, right, added = (group.split(", ") for group in regs.split("}, {"))
+    assert (to, left, added) == tuple([f"${first + i}" for i in range(4)] for first in (0, 4, 12))
+    first = int(right[0][1:]) - 8
+    assert right == [f"${8 + first}", f"${9 + first}"] and first in (0, 2)
+    warps = len(a)
+    if kinds == "s32.s8.s8.s32":
+        assert shape == "m16n8k32"
+        a, b = (np.ascontiguousarray(one).view(np.int8).astype(np.int32) for one in (a, b))
+    else:
+        assert shape == "m16n8k16" and kinds in ("f32.bf16.bf16.f32", "f32.f16.f16.f32")
+        a, b = (np.ascontiguousarray(one).view(np.uint16) for one in (a, b))
+        a, b = (wide(one) if "bf16" in kinds else one.view(np.float16).astype(np.float32) for one in (a, b))
+    a = a.reshape(warps, 8, 4, 2, 2, -1).transpose(0, 4, 1, 3, 2, 5).reshape(warps, 16, -1)
+    b = b.reshape(warps, 8, 4, 4, -1)[:, :, :, first : first + 2]
+    b = b.transpose(0, 3, 2, 4, 1).reshape(warps, -1, 8)
+    with np.errstate(invalid="ignore"):
+        products = a @ b
+    sums = products.reshape(warps, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(warps, 32, 4)
+    return c + sums
 
 
 def table_size(table: str) -> int:

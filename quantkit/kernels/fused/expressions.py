@@ -163,7 +163,7 @@ def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[Plane,
 
 def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
     """What brings the bits of a code to the lowest ones, for each plane."""
-    return tuple(_moves(fields, int) for fields in placement(number_format))
+    return tuple(bit_moves(fields, int) for fields in placement(number_format))
 
 
 def bias_factor(number_format: FloatFormat, lane: Lane) -> float:
@@ -198,7 +198,7 @@ def _even(number_format: NumberFormat, spacing: float, lane: Lane) -> tuple[Plan
     shifted = {(register, 0) for register in range(registers(number_format.bits))}
     found = []
     for fields in placement(number_format):
-        moves = {q: _moves(fields, q.__add__) for q in places}
+        moves = {q: bit_moves(fields, q.__add__) for q in places}
         # The place that takes the fewest shifts that are not made anyway.
         q = min(places, key=lambda q: sum((m.register, m.right) not in shifted for m in moves[q]))
         shifted.update((move.register, move.right) for move in moves[q])
@@ -214,14 +214,14 @@ def _float(number_format: FloatFormat, lane: Lane, bare: bool) -> tuple[Plane, .
         return None
     return tuple(
         Plane(
-            _moves(fields, lambda bit: lane.width - 1 if bit == sign else bit + lift),
+            bit_moves(fields, lambda bit: lane.width - 1 if bit == sign else bit + lift),
             factor=1.0 if bare else factor,
         )
         for fields in placement(number_format)
     )
 
 
-def _moves(fields: Sequence[Field], to: Callable[[int], int]) -> tuple[Move, ...]:
+def bit_moves(fields: Sequence[Field], to: Callable[[int], int]) -> tuple[Move, ...]:
     """What brings each bit of a code to `to(bit)`; those of a register that go equally far go together."""
     masks: dict[tuple[int, int], int] = {}
     for field in fields:

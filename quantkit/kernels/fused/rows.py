@@ -12,7 +12,7 @@ import torch
 
 from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused.expressions import portable
-from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, tiled
+from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch.columns import column_order
 from quantkit.kernels.fused.launch.gpu import has_few_rows, processors
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, shape_of
@@ -93,6 +93,20 @@ def _skinny_pays(problem: Problem) -> str | None:
         return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
     limit = 16 if has_few_rows(problem.n, processors(problem)) and problem.k <= skinny.LONG_ROWS else 8
     return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
+
+
+def _stream_supports(problem: Problem) -> str | None:
+    if problem.m > stream.MOST_ROWS:
+        return f"it takes up to {stream.MOST_ROWS} rows of x, not {problem.m}"
+    if (reason := _unmultipliable(problem)) is not None:
+        return reason
+    if not {"ptx", "gluon"} <= problem.features:
+        return "it is for NVIDIA GPUs from compute capability 8.0 on, and the Gluon of Triton 3.6"
+    if problem.k % 8:
+        return f"it loads 16 bytes of x at a time, of whose {problem.k} columns some begin between them"
+    if _looked_up(problem):
+        return f"it would look up every value of {problem.scheme.format.name} in memory"
+    return stream.why_no_tile(problem)
 
 
 def _narrow_supports(problem: Problem) -> str | None:
@@ -217,6 +231,7 @@ def _tiled_order(problem: Problem) -> str:
 
 
 _RUNS: dict[str, _Run] = {
+    "fused-stream": stream.run,
     "fused-skinny": skinny.run,
     "fused-narrow": narrow.run,
     "fused-tiled": tiled.run,
@@ -300,6 +315,17 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
 
 
 FUSED_ROWS = (
+    KernelRow(
+        name="fused-stream",
+        summary="Gluon: codes stream through registers past an x in shared memory, for up to 8 rows of x; "
+        "integers of up to 8 bits are multiplied as such, with digits of x",
+        devices=("cuda",),
+        supports=_stream_supports,
+        pays=always,
+        layout=FRAGMENTS,
+        launch=_launch(stream.run),
+        tiling=stream.TILING,
+    ),
     KernelRow(
         name="fused-skinny",
         summary="Triton: reads every packed byte once and multiplies in registers, for a few rows of x",

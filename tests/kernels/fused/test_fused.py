@@ -13,11 +13,12 @@ from quantkit.errors import FormatError
 from quantkit.kernels import glue
 from quantkit.kernels.building import building
 from quantkit.kernels.fused import layout
-from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, tiled
+from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch.hopper import HopperTile
 from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.launch.operands import Operands
 from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
+from quantkit.kernels.fused.launch.stream import StreamTile
 from quantkit.kernels.fused.launch.tiled import TiledTile, shared_memory, tiled_tile
 from quantkit.kernels.fused.layout import (
     build,
@@ -82,6 +83,12 @@ NARROW_TILES = (
     NarrowTile(8, parts=7, ahead=4),
     NarrowTile(16, parts=4),
 )
+STREAM_TILES = (
+    StreamTile(8, ahead=2, integers=True),
+    StreamTile(8, ahead=2),
+    StreamTile(4, programs=4, unroll=2, ahead=4, integers=True),
+    StreamTile(16, programs=1, unroll=2, ahead=8),
+)
 each_case = pytest.mark.parametrize("case", CASES)
 #: Cases that run in every tile, of which the interpreter takes long: each kind of codes, scales and zeros.
 WIDELY = {
@@ -123,6 +130,10 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
         for tile in HOPPER_TILES if DEVICE == "cuda" or m > 16 else HOPPER_TILES[:1]:
             if hopper.TILING.why_not(problem, tile) is None:
                 found[f"hopper {tile}"] = partial(hopper.run, op, tile, features)
+        if m <= stream.MOST_ROWS and op.x.shape[1] % 8 == 0:
+            for streamed in STREAM_TILES:
+                if stream.TILING.why_not(problem, streamed) is None:
+                    found[f"stream {streamed}"] = partial(stream.run, op, streamed, features)
         if m <= narrow.MOST_ROWS and op.x.shape[1] % 8 == 0:
             # Those of 16 warps take the interpreter twice as long; `test_narrow.py` has them too.
             for one in NARROW_TILES if DEVICE == "cuda" else NARROW_TILES[::2]:
@@ -152,6 +163,7 @@ def tried(case: str, found: dict[str, Callable[[], torch.Tensor]]) -> dict[str, 
         name: run
         for name, run in found.items()
         if name in ("tiled", "skinny", f"hopper {HOPPER_TILES[0]}", f"narrow {NARROW_TILES[0]}")
+        or name in [f"stream {tile}" for tile in STREAM_TILES[:2]]
     }
 
 

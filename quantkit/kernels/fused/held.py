@@ -1,0 +1,244 @@
+"""x in shared memory as `mma` wants operand B, for kernels in which each warp has columns of its own.
+
+A quad is 16 bytes of a lane: operand B of two products. Lane 4 n + t has column n of eight, which is a row of
+x or one of its digits. A piece is as many columns as lanes 4 n to 4 n + 3 have in a quad:
+
+    floats     32 columns of x, as they lie in memory
+    integers   64 columns, a byte for each: x is three digits of 8 bits,
+
+                   x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
+
+               rounded to 2**-23 of the largest in its row among the columns of a warp. Columns n are
+               (digit, row of x), so that one product of up to two rows has all their digits.
+
+`S` is the `Streamed` of `quantkit.kernels.fused.launch.stream`. Written in Gluon.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+#: 1.5 * 2**23: what a float32 is added to for its last place to be 1, and its bits, less 0x808080.
+ROUNDING = gl.constexpr(12582912.0)
+ROUNDED = gl.constexpr(0x4B400000 - 0x808080)
+#: PTX that makes a digit of each of four numbers, highest digits first, of their 24 bits: numbers plus
+#: 0x808080 have digits plus 0x80 in their bytes.
+_SPLIT = gl.constexpr("""{
+.reg .b32 t<4>;
+prmt.b32 t0, $3, $4, 0x5140;
+prmt.b32 t1, $5, $6, 0x5140;
+prmt.b32 t2, $3, $4, 0x0062;
+prmt.b32 t3, $5, $6, 0x0062;
+prmt.b32 $0, t2, t3, 0x5410;
+prmt.b32 $1, t0, t1, 0x7632;
+prmt.b32 $2, t0, t1, 0x5410;
+xor.b32 $0, $0, 0x80808080;
+xor.b32 $1, $1, 0x80808080;
+xor.b32 $2, $2, 0x80808080;}""")
+
+
+@gluon.constexpr_function
+def quads_of(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
+    """[W warps, 32 lanes, WORDS]: a thread has its words in registers."""
+    words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
+    lanes = [[0, 1 << bit, 0] for bit in range(5)]
+    warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
+    return gl.DistributedLinearLayout(words, lanes, warps, [], [W, 32, WORDS])
+
+
+@gluon.jit
+def hold(x, M, S: gl.constexpr):
+    """The quads of all pieces in shared memory, [number, words of all warps], and the unit of each row of x,
+    [W, rows]; 1 of floats.
+
+    A piece has a quad for each of `S.column_groups`, whose numbers follow each other. Beyond K are zeros.
+    """
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    held = gl.allocate_shared_memory(
+        gl.int32, [S.room * S.column_groups, S.warps * S.stored_quads * 16], FLAT
+    )
+    if S.integers:
+        unit = _hold_digits(x, M, held, S)
+    else:
+        _copy(x, M, held, S)
+        UNITS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _tasks_of(S)))
+        unit = gl.full([S.warps, S.rows], 1.0, gl.float32, UNITS)
+    return held, unit
+
+
+@gluon.jit
+def columns(held, number, S: gl.constexpr):
+    """Quads [W, 32, 4] by their number; lanes have the same ones where there are fewer than eight columns."""
+    PARTS: gl.constexpr = 8 // S.bm
+    WIDE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, 1, 4], [1, PARTS, S.bm, 4, 1], [S.warps, 1, 1, 1, 1], [4, 3, 2, 1, 0]
+    )
+    stored = held.index(number)._reinterpret(
+        gl.int32, [S.warps, S.stored_quads // S.rows, S.rows, 4, 4], WIDE
+    )
+    quads, _ = gl.broadcast(stored.load(LANES), gl.full([S.warps, PARTS, S.bm, 4, 4], 0, gl.int32, LANES))
+    return gl.convert_layout(gl.reshape(quads, (S.warps, 32, 4)), quads_of(S.warps), assert_trivial=True)
+
+
+@gluon.jit
+def pair_of(words, DTYPE: gl.constexpr):
+    """The two numbers of 16 bits of each word, as float32."""
+    if DTYPE == gl.bfloat16:
+        low = (words << 16).to(gl.float32, bitcast=True)
+        high = (words & -65536).to(gl.float32, bitcast=True)
+    else:
+        low = words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+        high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+    return low, high
+
+
+@gluon.jit
+def _copy(x, M, held, S: gl.constexpr):
+    """Have x copied, 16 bytes at a time, or 8 for groups of 16, to [piece, warp, row, t, word]."""
+    SIZE: gl.constexpr = S.room * S.warps * S.stored_quads * 16
+    i = gl.arange(0, SIZE, gl.BlockedLayout([4], [32], [S.warps], [0]))
+    piece, warp = i // (16 * S.rows * S.warps), i // (16 * S.rows) % S.warps
+    # Two columns to a word.
+    column = (warp * S.pieces + piece) * 16 + _of_run(i // 4 % 4, i % 4, S)
+    row = gl.minimum(i // 16 % S.rows, M - 1).to(gl.int64)
+    at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
+    async_copy.async_copy_global_to_shared(
+        held._reinterpret(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        at,
+        mask=(piece < S.pieces) & (column < S.k // 2),
+    )
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _of_run(t, word, S: gl.constexpr):
+    """Which two columns of a run a word of lane t has, of eight in a row or, of groups of 16, twice four."""
+    return word // 2 * 8 + t * 2 + word % 2 if S.group == 16 else t * 4 + word
+
+
+@gluon.constexpr_function
+def _tasks_of(S):  # type: ignore[no-untyped-def]
+    """Lanes [W, pieces at a time, rows of x, t]."""
+    return gl.BlockedLayout([1, 1, 1, 1], [1, S.at_once, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0])
+
+
+@gluon.jit
+def _hold_digits(x, M, held, S: gl.constexpr):
+    """Digits of x to shared memory; the units of x."""
+    QUADS: gl.constexpr = quads_of(S.warps)
+    warp = gl.arange(0, S.warps, gl.SliceLayout(1, gl.SliceLayout(2, QUADS)))
+    warp = gl.expand_dims(gl.expand_dims(warp, 1), 2)
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, QUADS)))
+    lane = gl.expand_dims(gl.expand_dims(lane, 0), 2)
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, QUADS)))
+    word = gl.expand_dims(gl.expand_dims(word, 0), 1)
+    row = gl.minimum(lane // 4 % S.rows, M - 1).to(gl.int64)
+    column = warp * (S.pieces * 32) + _of_run(lane % 4, word, S)
+    at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
+    GROUPS: gl.constexpr = S.column_groups
+    TURNS: gl.constexpr = S.room // S.at_once
+    words = ()
+    for turn in gl.static_range(TURNS):
+        piece = lane // (4 * S.rows) + turn * S.at_once
+        for half in gl.static_range(2):
+            run = _run(piece, half, S.apart)
+            inside = (column + run * 16 < S.k // 2) & (piece < S.pieces)
+            words = words + (gl.load(at + run * 16, mask=inside, other=0),)
+    unit, inverse = _units(words, S)
+    for turn in gl.static_range(TURNS):
+        digits = _digits(words[2 * turn], words[2 * turn + 1], inverse, S)
+        high = gl.join(digits[0], digits[2])
+        low = gl.join(digits[1], gl.zeros_like(digits[1]))
+        # Digits in the order of columns: groups, and those of a group.
+        value = gl.reshape(gl.join(high, low), (S.warps, S.at_once, S.rows * 16, GROUPS, 2 // GROUPS, 2))
+        value = gl.reshape(gl.permute(value, (1, 3, 0, 4, 5, 2)), (S.at_once * S.warps * S.rows * 64,))
+        turns = held._reinterpret(gl.int32, [TURNS, S.at_once * S.warps * S.rows * 64], held.type.layout)
+        turns.index(turn).store(value)
+    return unit
+
+
+@gluon.jit
+def _run(piece, HALF: gl.constexpr, APART: gl.constexpr):
+    """The run of 32 columns that is a half of a piece: that of every other byte, or of a product."""
+    if APART == 1:
+        run = 2 * piece + HALF
+    else:
+        run = piece // (APART // 2) * APART + piece % (APART // 2) + HALF * (APART // 2)
+    return run
+
+
+@gluon.jit
+def _units(words, S: gl.constexpr):
+    """The unit of each row of x [W, rows], NaN where not all of it is finite, and 1 / unit [W, 32, 1]."""
+    QUADS: gl.constexpr = quads_of(S.warps)
+    TASKS: gl.constexpr = _tasks_of(S)
+    largest = gl.full([S.warps, 32, 4], 0, gl.int32, QUADS)
+    for number in gl.static_range(len(words)):
+        low, high = pair_of(words[number], S.dtype)
+        low, high = low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True)
+        # Magnitudes in the order of their bits.
+        largest = gl.maximum(largest, gl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF))
+    most = gl.reshape(gl.max(largest, axis=2), (S.warps, S.at_once, S.rows, 4))
+    most = gl.convert_layout(most, TASKS, assert_trivial=True)
+    most = gl.max(gl.max(most, axis=3), axis=1)
+    # Smaller or larger ones would be no floats any more.
+    exponent = gl.minimum(gl.maximum(most >> 23, 30), 254)
+    unit = ((exponent - 21) << 23).to(gl.float32, bitcast=True)
+    unit = gl.where(most < 0x7F800000, unit, float("nan"))
+    inverse = ((275 - exponent) << 23).to(gl.float32, bitcast=True)
+    inverse = gl.expand_dims(gl.expand_dims(inverse, 1), 3)
+    inverse, _ = gl.broadcast(inverse, gl.full([S.warps, S.at_once, S.rows, 4], 0, gl.float32, TASKS))
+    inverse = gl.convert_layout(
+        gl.reshape(inverse, (S.warps, 32)), gl.SliceLayout(2, QUADS), assert_trivial=True
+    )
+    return unit, gl.expand_dims(inverse, 2)
+
+
+@gluon.jit
+def _digits(first, second, inverse, S: gl.constexpr):
+    """Quads (product, e1) of the three digits of two runs, each with words (p0, e1) and numbers e0.
+
+    Bytes are (e0, run) where planes of different runs share registers, and (e0, p0) where those of a run do.
+    """
+    first_low, first_high = _fixed(first, inverse, S.dtype)
+    second_low, second_high = _fixed(second, inverse, S.dtype)
+    if S.apart == 1:
+        a, b = _split_words(first_low, S.warps)
+        c, d = _split_words(first_high, S.warps)
+        of_first = _split_digits(a, b, c, d)
+        a, b = _split_words(second_low, S.warps)
+        c, d = _split_words(second_high, S.warps)
+        of_second = _split_digits(a, b, c, d)
+        digits = ()
+        for digit in gl.static_range(3):
+            quad = gl.permute(gl.join(of_first[digit], of_second[digit]), (0, 1, 3, 2))
+            quad = gl.reshape(quad, (S.warps, 32, 4))
+            digits = digits + (gl.convert_layout(quad, quads_of(S.warps), assert_trivial=True),)
+    else:
+        digits = _split_digits(first_low, second_low, first_high, second_high)
+    return digits
+
+
+@gluon.jit
+def _fixed(words, inverse, DTYPE: gl.constexpr):
+    """The two numbers of each word in units, plus 0x808080."""
+    low, high = pair_of(words, DTYPE)
+    low = (low * inverse + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
+    high = (high * inverse + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
+    return low, high
+
+
+@gluon.jit
+def _split_words(quads, W: gl.constexpr):
+    """Quads (p0, e1) as the two [W, 32, e1] of p0."""
+    return gl.split(gl.permute(gl.reshape(quads, (W, 32, 2, 2)), (0, 1, 3, 2)))
+
+
+@gluon.jit
+def _split_digits(a, b, c, d):
+    """The highest, middle and lowest digits of four numbers, four of a digit to a word."""
+    return gl.inline_asm_elementwise(
+        _SPLIT, "=&r,=&r,=&r,r,r,r,r", [a, b, c, d], (gl.int32, gl.int32, gl.int32), True, 1
+    )

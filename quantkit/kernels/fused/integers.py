@@ -1,0 +1,111 @@
+"""Codes as signed bytes, for products of 8-bit integers on tensor cores.
+
+Four codes of a register become the bytes of another: in each lane of 16 bits, one of a plane in the low byte
+and one of a later plane in the high byte (`quantkit.kernels.fused.expressions` has lanes and planes). Integer
+formats are offset-binary, so that a code at the upper end of a byte is its signed value but for the highest
+bit, which is flipped:
+
+    lane, int4     d d d d c c c c b b b b a a a a        planes 0 to 3
+    planes 0, 2    C c c c 0 0 0 0 A a a a 0 0 0 0        16 times the values, A and C flipped: one shift and
+    planes 1, 3    D d d d 0 0 0 0 B b b b 0 0 0 0        one lop3 for four codes, or a lop3 alone
+
+Binary codes are -1 and 1 if two bits are flipped. From ternary ones 1 has to be taken in each byte, with its
+highest bit set meanwhile, so that no byte borrows from the next.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from quantkit.kernels.fused.expressions import bit_moves, placement, planes, registers
+from quantkit.kernels.fused.ptx import Expression
+from quantkit.packing.formats import NumberFormat
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """How codes become signed bytes: shifted to bits `lift` and on, then what is `less` taken from each, then
+    bits that are to `flip`. A byte counts `worth`.
+    """
+
+    lift: int
+    flip: int
+    less: int
+    worth: float
+
+    def of(self, code: int) -> int:
+        """The byte of a code."""
+        byte = code << self.lift
+        byte = ((byte | 0x80) - self.less if self.less else byte) ^ self.flip
+        return byte - 256 if byte >= 128 else byte
+
+
+@lru_cache(maxsize=256)
+def as_bytes(number_format: NumberFormat) -> Bytes | None:
+    """How the codes of a format become bytes in proportion to their values; None if they do not."""
+    values = number_format.numbers
+    if not values or number_format.values[: len(values)] != values:
+        return None
+    return next(
+        (
+            way
+            for way in _ways(number_format)
+            if all(way.of(code) * way.worth == value for code, value in enumerate(values))
+        ),
+        None,
+    )
+
+
+def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
+    """Ways to make bytes of codes, those of fewer instructions first, each with the worth that code 0 has."""
+    bits, lowest = number_format.bits, number_format.values[0]
+    top = 8 - bits
+    ways = [(top, 0x80, 0), (top, 0xC0, 0)]
+    # Below the highest bit, which is set meanwhile.
+    ways += [(top - 1, 0x80, 1 << (top - 1))] if top else []
+    for lift, flip, less in ways:
+        first = Bytes(lift, flip, less, 1.0).of(0)
+        if first:
+            yield Bytes(lift, flip, less, lowest / first)
+
+
+def low_planes(count: int, apart: int) -> tuple[int, ...]:
+    """The planes of so many that go to low bytes; those so far after them go to the high ones."""
+    return tuple(plane for plane in range(count) if plane // apart % 2 == 0)
+
+
+@lru_cache(maxsize=256)
+def byte_expression(number_format: NumberFormat, apart: int) -> Expression:
+    """PTX that makes a register of four bytes for each of `low_planes`, of a register of each part."""
+    way, bits, fields = as_bytes(number_format), number_format.bits, placement(number_format)
+    assert way is not None
+    lows = low_planes(planes(bits), apart)
+    lines: list[str] = []
+    shifted: dict[tuple[int, int], str] = {}
+
+    def source(register: int, right: int) -> str:
+        operand = f"${len(lows) + register}"
+        if right == 0:
+            return operand
+        if (register, right) not in shifted:
+            shifted[register, right] = f"s{len(shifted)}"
+            op = "shr.u32" if right > 0 else "shl.b32"
+            lines.append(f"{op} {shifted[register, right]}, {operand}, {abs(right)};")
+        return shifted[register, right]
+
+    for i, low in enumerate(lows):
+        masks: dict[tuple[int, int], int] = {}
+        for plane, lift in ((low, way.lift), (low + apart, way.lift + 8)):
+            for move in bit_moves(fields[plane], lift.__add__):
+                key = move.register, move.right
+                masks[key] = masks.get(key, 0) | move.mask
+        # Moved bits are those of nobody else, so that what flips them sets them, too.
+        rest = f"0x{(0x80 if way.less else way.flip) * 0x01010101:08X}"
+        for (register, right), mask in masks.items():
+            lines.append(f"lop3.b32 ${i}, {source(register, right)}, 0x{mask * 0x10001:08X}, {rest}, 0x6A;")
+            rest = f"${i}"
+        if way.less:
+            lines.append(f"sub.u32 ${i}, ${i}, 0x{way.less * 0x01010101:08X};")
+            lines.append(f"xor.b32 ${i}, ${i}, 0x{way.flip * 0x01010101:08X};")
+    body = "\n".join([f".reg .b32 s<{len(shifted) + 1}>;", *lines])
+    return Expression(f"{{{body}}}", ",".join(["=&r"] * len(lows) + ["r"] * registers(bits)))

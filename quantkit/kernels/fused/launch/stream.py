@@ -1,0 +1,426 @@
+"""`fused-stream`: its tiles, the rules for them, those worth measuring, and its launch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes
+from quantkit.kernels.fused.launch.gpu import (
+    CODE_REGISTERS,
+    multiprocessors_of,
+    processors,
+    program_memory,
+)
+from quantkit.kernels.fused.launch.operands import SCALE_KINDS, Operands, outputs, shape_of, unknown_value
+from quantkit.kernels.fused.layout import Geometry, geometry
+from quantkit.kernels.fused.ptx import expression
+from quantkit.kernels.launcher import Launch, overlap, power_of_two
+from quantkit.kernels.problem import Problem, Tiling
+from quantkit.packing.schemes import Scheme
+
+#: The most rows of x, and the most of which there are digits.
+MOST_ROWS, MOST_DIGITS = 8, 4
+#: Warps that a multiprocessor has at once: each of their threads may have 128 registers.
+RESIDENT_WARPS = 16
+#: Rows with more columns than this are divided among more warps.
+LONG_ROWS = 8192
+#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+VALUES: Mapping[str, tuple[int, ...]] = {
+    "warps": (4, 8, 16),
+    "programs": (1, 2, 4),
+    "unroll": (1, 2),
+    "ahead": (1, 2, 4, 7, 8),
+    "integers": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class StreamTile:
+    """Warps of a program, programs of a multiprocessor at once, row tiles that are unrolled, and how many
+    units of columns codes are loaded ahead at most; and whether products are those of integers.
+    """
+
+    warps: int = 8
+    programs: int = 2
+    unroll: int = 1
+    ahead: int = 4
+    integers: bool = False
+
+
+def unit(shape: Geometry) -> int:
+    """Columns that are decoded at a time."""
+    return max(128, shape.span)
+
+
+def units(tile: StreamTile, shape: Geometry) -> int:
+    """Units of each warp."""
+    return -(-shape.steps // tile.warps)
+
+
+def row_tiles(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
+    """Row tiles of a program: as few as it takes for all programs to run at once."""
+    return -(-shape.row_tiles // (multiprocessors * tile.programs))
+
+
+def unrolled(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
+    """Row tiles that are unrolled: no more than there are."""
+    return min(tile.unroll, row_tiles(tile, shape, multiprocessors))
+
+
+def ahead(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
+    """Units that codes are loaded ahead: as many as divide those that are unrolled, so that each has
+    registers of its own.
+    """
+    count = unrolled(tile, shape, multiprocessors) * units(tile, shape)
+    return next(number for number in range(min(tile.ahead, count), 0, -1) if count % number == 0)
+
+
+def unit_registers(problem: Problem) -> int:
+    """Registers that a thread has a unit of codes in, with its scales and zero-points."""
+    shape, scheme = shape_of(problem), problem.scheme
+    codes = unit(shape) // shape.span * shape.tiles * 4
+    stored = 2 if shape.on_weights else scheme.scale_dtype.itemsize
+    scales = 0 if shape.groups == 1 else stored
+    zeros = {"none": 0, "float": 4}.get(scheme.zero_point, 2)
+    words = sum(-(-2 * shape.in_block * size // 4) for size in (scales, zeros))
+    return codes + unit(shape) // 128 * words
+
+
+def shared_memory(tile: StreamTile, problem: Problem) -> int:
+    """Bytes of shared memory of a program."""
+    count = processors(problem)
+    return streamed(
+        problem.m, problem.n, problem.k, problem.scheme, problem.dtype, False, tile, False, count
+    ).shared_memory
+
+
+def why_no_integers(problem: Problem) -> str | None:
+    """Why products cannot be those of integers."""
+    if as_bytes(problem.scheme.format) is None:
+        return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
+    if problem.scheme.zero_point != "none":
+        return "zero-points are taken from 16-bit floats"
+    if problem.m > MOST_DIGITS:
+        return f"there are digits of up to {MOST_DIGITS} rows of x, not of {problem.m}"
+    return None
+
+
+def _rule(problem: Problem) -> StreamTile:
+    long = problem.k > LONG_ROWS
+    integers = problem.m <= (1 if long else 2) and why_no_integers(problem) is None
+    if long:
+        tile = StreamTile(RESIDENT_WARPS, 1, 2, 2, integers)
+    elif problem.m > 2:
+        tile = StreamTile(RESIDENT_WARPS, 1, 1, 2, integers)
+    else:
+        tile = StreamTile(ahead=4 if integers else 2, integers=integers)
+    most = max(1, CODE_REGISTERS // unit_registers(problem))
+    tile = replace(tile, ahead=max(number for number in VALUES["ahead"] if number <= min(most, tile.ahead)))
+    # With less shared memory floats, which take less, and fewer programs.
+    smaller = replace(tile, integers=False), replace(tile, programs=1, integers=False)
+    return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
+
+
+def why_no_tile(problem: Problem) -> str | None:
+    """Why no tile fits the GPU."""
+    return _why_not(problem, _rule(problem))
+
+
+def _why_not(problem: Problem, tile: StreamTile) -> str | None:
+    if (reason := unknown_value(tile, VALUES)) is not None:
+        return reason
+    if tile.integers and (reason := why_no_integers(problem)) is not None:
+        return reason
+    if tile.warps * tile.programs > RESIDENT_WARPS:
+        return f"a multiprocessor has {RESIDENT_WARPS} such warps at once"
+    needed, most = shared_memory(tile, problem), program_memory(problem) // tile.programs
+    if needed > most:
+        return f"x and sums take {needed} bytes of shared memory, of {most} that there are"
+    return None
+
+
+def _loses(problem: Problem, tile: StreamTile) -> str | None:
+    shape, count = shape_of(problem), processors(problem)
+    found = ahead(tile, shape, count)
+    smaller = [number for number in VALUES["ahead"] if found <= number < tile.ahead]
+    reasons = (
+        (2 * tile.warps * tile.programs <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
+        (tile.unroll > unrolled(tile, shape, count), "there are no more row tiles to unroll"),
+        (found * unit_registers(problem) > CODE_REGISTERS and found > 1, "codes take too many registers"),
+        (bool(smaller), "it is the same as with fewer units ahead"),
+        (tile.warps > shape.steps, "there are fewer units of columns than warps"),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
+
+
+TILING = Tiling(StreamTile, VALUES, _rule, _why_not, _loses)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What the kernel knows at compile time: the weight, how codes become operands, and how work is shared.
+
+    Products are those of `product` columns; two of them have a quad of x, a `piece` of columns.
+    """
+
+    k: int
+    spans: int
+    tiles: int
+    planes: int
+    dot: int
+    group: int
+    groups: int
+    per_block: int
+    in_block: int
+    blocks: int
+    on_weights: bool
+    scale_kind: str
+    has_zero: bool
+    has_factor: bool
+    has_bias: bool
+    dtype_name: str
+    integers: bool
+    #: What a byte counts, of integers.
+    worth: float
+    asm: str
+    constraints: str
+    table: str | None
+    warps: int
+    #: Rows of x, a power of two.
+    rows: int
+    #: Row tiles that there is shared memory for, a power of two.
+    row_tile_room: int
+    units: int
+    unroll: int
+    ahead: int
+    overlap: bool
+
+    def __hash__(self) -> int:
+        # Part of what Triton looks a kernel up by.
+        return hash((self.k, self.asm, self.rows, self.row_tile_room))
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of x."""
+        import triton.language as tl
+
+        return getattr(tl, self.dtype_name)
+
+    @property
+    def unit(self) -> int:
+        """Columns of a unit."""
+        return max(128, 16 * self.planes)
+
+    @property
+    def unit_quads(self) -> int:
+        """Quads that a lane has of the codes of a unit."""
+        return self.unit // (16 * self.planes) * self.tiles
+
+    @property
+    def all_units(self) -> int:
+        """Units of all warps together."""
+        return self.spans * 16 * self.planes // self.unit
+
+    @property
+    def on_sums(self) -> bool:
+        """Whether each dot has a scale that multiplies its sums."""
+        return self.groups > 1 and not self.on_weights
+
+    @property
+    def whole(self) -> bool:
+        """Whether sums are integers to the end."""
+        return self.integers and not self.on_sums
+
+    @property
+    def product(self) -> int:
+        """Columns of a product."""
+        return 32 if self.integers else 16
+
+    @property
+    def unit_pieces(self) -> int:
+        """Pieces of a unit."""
+        return self.unit // (2 * self.product)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of each warp."""
+        return self.units * self.unit_pieces
+
+    @property
+    def at_once(self) -> int:
+        """Pieces that the lanes of a warp have at a time, each four of every row of x."""
+        return 8 // self.rows
+
+    @property
+    def room(self) -> int:
+        """Pieces of each warp that there is shared memory for: whole turns of a warp, or a power of two."""
+        turns = -(-self.pieces // self.at_once) * self.at_once
+        return turns if self.integers else power_of_two(turns)
+
+    @property
+    def bm(self) -> int:
+        """Columns of operand B for one digit, or for all of x."""
+        return max(2, self.rows)
+
+    @property
+    def column_groups(self) -> int:
+        """Groups of eight columns of operand B."""
+        return self.bm // 2 if self.integers else 1
+
+    @property
+    def stored_quads(self) -> int:
+        """Quads of a lane t in shared memory, for a group of columns of a piece."""
+        return (8 // self.bm if self.integers else 1) * self.rows
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory: x, and what warps have of each row tile."""
+        x = self.room * self.column_groups * self.stored_quads * 64
+        return self.warps * (x + self.row_tile_room * self.rows * 64)
+
+    @property
+    def apart(self) -> int:
+        """How far apart planes are whose codes become bytes of one register: both are of one dot."""
+        return min(self.planes, self.dot // 16) // 2
+
+    @property
+    def made(self) -> int:
+        """Registers that are made of one of each part."""
+        return self.planes // 2 if self.integers else self.planes
+
+    @property
+    def made_types(self) -> tuple[Any, ...]:
+        """Their types."""
+        import triton.language as tl
+
+        return (tl.int32,) * self.made
+
+    @property
+    def products(self) -> tuple["Product", ...]:
+        """The products of a unit."""
+        return tuple(map(self._product, range(self.unit // self.product)))
+
+    def _product(self, number: int) -> "Product":
+        # Of floats two products are a run of 32 columns, of integers a piece of two runs.
+        runs = self.planes // 2
+        if not self.integers or self.apart == 1:
+            run = number if self.integers else number // 2
+            plane = 2 * (run % runs) + (0 if self.integers else number % 2)
+        else:
+            # Runs so far apart have planes that share registers.
+            distance, piece = self.apart // 2, number // 2
+            run = piece // distance * self.apart + piece % distance
+            plane = 2 * (run % runs) + number % 2
+        register = low_planes(self.planes, self.apart).index(plane) if self.integers else plane
+        column = number * self.product
+        value = column % 128 // min(128, self.per_block // self.in_block)
+        return Product(run // runs, register, column // 128, value)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Where a product of a unit has its operand A, and the scale of that: the span, which of the registers
+    made of its codes, which 128 columns, and which value of their block.
+    """
+
+    span: int
+    register: int
+    part: int
+    value: int
+
+
+@lru_cache(maxsize=4096)
+def streamed(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: StreamTile,
+    overlaps: bool,
+    multiprocessors: int,
+) -> Streamed:
+    """What the kernel knows of a product and its tile."""
+    shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
+    carried, worth = shape.carried != 1.0, 1.0
+    found = expression(scheme.format, name, bare=carried)
+    if tile.integers:
+        way = as_bytes(scheme.format)
+        assert way is not None
+        worth, found = way.worth, byte_expression(scheme.format, min(shape.planes, shape.dot // 16) // 2)
+    assert found is not None
+    constraints = found.constraints
+    if found.table is not None:
+        # Two lanes of 16 bits have two of what the lane of the warp holds, a register has one.
+        constraints = constraints.removesuffix(",r")
+    return Streamed(
+        k=k,
+        spans=shape.spans,
+        tiles=shape.tiles,
+        planes=shape.planes,
+        dot=shape.dot,
+        group=shape.group,
+        groups=shape.groups,
+        per_block=shape.per_block,
+        in_block=shape.in_block,
+        blocks=shape.blocks,
+        on_weights=shape.on_weights,
+        scale_kind="" if shape.on_weights else SCALE_KINDS.get(scheme.scale_dtype, ""),
+        has_zero=scheme.zero_point != "none",
+        has_factor=scheme.global_scale or carried,
+        has_bias=bias,
+        dtype_name=name,
+        integers=tile.integers,
+        worth=worth,
+        asm=found.asm,
+        constraints=constraints,
+        table=found.table,
+        warps=tile.warps,
+        rows=power_of_two(m),
+        row_tile_room=power_of_two(row_tiles(tile, shape, multiprocessors)),
+        units=units(tile, shape),
+        unroll=unrolled(tile, shape, multiprocessors),
+        ahead=ahead(tile, shape, multiprocessors),
+        overlap=overlaps,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: StreamTile,
+    features: frozenset[str],
+    multiprocessors: int,
+) -> tuple[Launch, int]:
+    """The launch, and the row tiles of a program."""
+    from quantkit.kernels.fused.stream import stream as kernel
+
+    options = overlap(features)
+    overlaps = options.pop("PDL")
+    known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors)
+    shape = geometry(n, k, scheme, dtype)
+    mine = row_tiles(tile, shape, multiprocessors)
+    programs = -(-shape.row_tiles // mine)
+    return Launch(kernel, (programs,), S=known, num_warps=tile.warps, maxnreg=128, **options), mine
+
+
+def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """y [m, n] for m up to 8, on NVIDIA GPUs that copy to shared memory asynchronously."""
+    # 16 bytes of x are loaded at a time.
+    x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
+    m, k = x.shape
+    launch, mine = _launch(
+        m, op.n, k, op.scheme, x.dtype, op.bias is not None, tile, features, multiprocessors_of(x.device)
+    )
+    y = outputs(op)
+    launch(x, *op.layout, y if op.bias is None else op.bias, y, m, op.n, mine)
+    return y

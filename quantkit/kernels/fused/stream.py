@@ -1,0 +1,395 @@
+"""y = x W^T for up to eight rows of x: codes stream through registers past an x that stays in shared memory.
+
+The warps of a program share its row tiles and divide the columns among themselves: each has the x of its own
+columns in shared memory, and loads codes some units of columns ahead, of one row tile after the other. What
+warps have of a row tile goes to shared memory, too, and is added up once all have read their last code.
+
+Products are those of 16-bit floats, or of 8-bit integers and the digits of x (`quantkit.kernels.fused.held`),
+which are exact, and for which codes take a third of the instructions. Written in Gluon, which says what each
+lane has: the tensors of the loop are quads [W warps, 32 lanes, 4 registers], or words [W, 32].
+
+`S` is the `Streamed` of `quantkit.kernels.fused.launch.stream`: all that is known at compile time.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quantkit.kernels.fused.blocks import finish, scale_value
+from quantkit.kernels.fused.held import columns, hold, pair_of, quads_of
+from quantkit.kernels.fused.units import let_next_start, wait_for_kernel_before
+
+#: Products: operand A is a quad, B a half of one.
+_INTEGERS = gl.constexpr("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ")
+_BFLOATS = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 ")
+_HALVES = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 ")
+_OPERANDS = gl.constexpr(
+    (
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$12, $13, $14, $15};",
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$10, $11}, {$12, $13, $14, $15};",
+    )
+)
+#: -0 twice as 16-bit floats: adding it keeps the sign of a zero, xor flips signs.
+_MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
+
+
+@gluon.jit(do_not_specialize=["M", "ROW_TILES"])
+def stream(x, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, S: gl.constexpr):
+    """A program has ROW_TILES row tiles, each of its warps `S.units` units of their columns.
+
+    Row tiles are unrolled some at a time. Codes are loaded `S.ahead` units before they are multiplied, of
+    which those that are unrolled are a multiple: a unit has the same registers in each turn.
+    """
+    QUADS: gl.constexpr = quads_of(S.warps)
+    AHEAD: gl.constexpr = S.ahead
+    UNROLL: gl.constexpr = S.unroll
+    UNITS: gl.constexpr = S.units
+    GROUPS: gl.constexpr = S.column_groups
+    if S.overlap:
+        let_next_start()
+    first = gl.program_id(0) * ROW_TILES
+    count = gl.minimum((N + 15) // 16 - first, ROW_TILES)
+    given = _addresses(codes, scale, zero, first, count, S)
+    ring = ()
+    for number in gl.static_range(AHEAD):
+        ring = ring + (_load(given, first * 0, number, S),)
+    table = lut
+    if S.table is not None:
+        # No tensor in truth: each lane of a warp has a value of its own.
+        table = gl.inline_asm_elementwise(S.table, "=r,l", [lut], gl.int32, True, 1)
+    if S.overlap:
+        # Only x is written by the kernel before this one.
+        wait_for_kernel_before()
+    held, unit_of_x = hold(x, M, S)
+    weights = _weights(unit_of_x, S)
+    parts = gl.allocate_shared_memory(
+        gl.float32, [S.row_tile_room, S.warps * S.rows * 16], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    for turn in range((count + S.unroll - 1) // S.unroll):
+        for row_tile in gl.static_range(UNROLL):
+            total = ()
+            for _ in gl.static_range(GROUPS):
+                total = total + (gl.full([S.warps, 32, 4], 0, gl.int32 if S.whole else gl.float32, QUADS),)
+            for unit in gl.static_range(UNITS):
+                loaded = ring[0]
+                following = _load(given, turn * S.unroll, row_tile * S.units + unit + S.ahead, S)
+                ring = _after(ring, following)
+                total = _multiply(total, loaded, table, held, unit, scale, zero, S)
+            # Beyond the last row tile nobody reads what is written.
+            parts.index(gl.minimum(turn * S.unroll + row_tile, S.row_tile_room - 1)).store(
+                _sums(total, weights, S)
+            )
+    _write(parts, first, count, scale, factor, bias, y, M, N, S)
+
+
+@gluon.jit
+def _after(ring, following):
+    """The units of a ring after its first."""
+    units = ()
+    for number in gl.static_range(1, len(ring)):
+        units = units + (ring[number],)
+    return units + (following,)
+
+
+@gluon.jit
+def _addresses(codes, scale, zero, first, count, S: gl.constexpr):
+    """Where the quads [W, 32, 4] of warps begin; scales, zero-points, and the place of their words [W, 32];
+    the first unit of each warp, and how many row tiles the program has.
+    """
+    QUADS: gl.constexpr = quads_of(S.warps)
+    LANES: gl.constexpr = gl.SliceLayout(2, QUADS)
+    warp = gl.expand_dims(gl.arange(0, S.warps, gl.SliceLayout(1, LANES)), 1)
+    lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LANES)), 0)
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, QUADS)))
+    quads_at = codes.to(gl.pointer_type(gl.int32), bitcast=True)
+    quads_at += first.to(gl.int64) * (S.spans * S.tiles * 128)
+    quads_at += gl.expand_dims(warp * (S.units * S.unit_quads * 128) + lane * 4, 2)
+    quads_at += gl.expand_dims(gl.expand_dims(word, 0), 1)
+    return quads_at, scale, zero, first * (S.blocks * 8) + lane // 4, warp * S.units, count
+
+
+@gluon.jit
+def _load(given, row_tile, number: gl.constexpr, S: gl.constexpr):
+    """Quads of a unit of each warp, and for each 128 columns the words of scales and of zero-points.
+
+    It is unit `number` from the first of `row_tile` on, of which each has `S.units`. What is beyond the last
+    row tile of the program or the last column is not read.
+    """
+    QUADS: gl.constexpr = S.unit_quads
+    PARTS: gl.constexpr = S.unit // 128
+    quads_at, scale, zero, words_at, unit, count = given
+    row_tile += number // S.units
+    unit += number % S.units
+    there = (unit < S.all_units) & (row_tile < count)
+    quads_at += row_tile.to(gl.int64) * (S.spans * S.tiles * 128) + number % S.units * (S.unit_quads * 128)
+    quads = ()
+    for quad in gl.static_range(QUADS):
+        quads = quads + (gl.load(quads_at + quad * 128, mask=gl.expand_dims(there, 2)),)
+    s = ()
+    z = ()
+    for part in gl.static_range(PARTS):
+        block = gl.minimum((unit * S.unit + part * 128) // S.per_block, S.blocks - 1)
+        at = words_at + (row_tile * S.blocks + block) * 8
+        s = s + (_words(scale, at, there, S) if S.groups > 1 else 0,)
+        z = z + (_words(zero, at, there, S) if S.has_zero else 0,)
+    return quads, s, z
+
+
+@gluon.constexpr_function
+def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
+    """Words of the values that rows r and r + 8 have in a block."""
+    return max(1, 2 * S.in_block * DTYPE.primitive_bitwidth // 32)
+
+
+@gluon.jit
+def _words(values, at, there, S: gl.constexpr):
+    """Values of a block of rows r and r + 8, in words: narrower ones would be copied before they are used."""
+    WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
+    if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
+        words = gl.load(values.to(gl.pointer_type(gl.int16), bitcast=True) + at, mask=there).to(gl.int32)
+    elif WORDS == 1:
+        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at, mask=there)
+    else:
+        LAYOUT: gl.constexpr = quads_of(S.warps, WORDS)
+        at = gl.convert_layout(at, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+        there = gl.convert_layout(there, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+        word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+        at = gl.expand_dims(at * WORDS, 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
+        values = values.to(gl.pointer_type(gl.int32), bitcast=True)
+        words = gl.load(values + at, mask=gl.expand_dims(there, 2))
+    return words
+
+
+@gluon.jit
+def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
+    """Word NUMBER [W, 32] of COUNT."""
+    if COUNT == 1:
+        word = words
+    elif COUNT == 2:
+        word = gl.split(words)[NUMBER]
+    elif COUNT == 4:
+        word = gl.split(gl.split(gl.reshape(words, (W, 32, 2, 2)))[NUMBER % 2])[NUMBER // 2]
+    else:
+        halves = gl.split(gl.reshape(words, (W, 32, 2, 2, 2)))
+        word = gl.split(gl.split(halves[NUMBER % 2])[NUMBER // 2 % 2])[NUMBER // 4]
+    return word
+
+
+@gluon.jit
+def _of_rows(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Value v of a block of rows r and of r + 8, as float32 [W, 32]."""
+    BITS: gl.constexpr = DTYPE.primitive_bitwidth
+    KIND: gl.constexpr = S.scale_kind
+    COUNT: gl.constexpr = _word_count(DTYPE, S)
+    word = _word(words, v * 2 * BITS // 32, COUNT, S.warps)
+    if BITS == 32:
+        low = word.to(DTYPE, bitcast=True)
+        high = _word(words, v * 2 + 1, COUNT, S.warps).to(DTYPE, bitcast=True)
+    elif BITS == 16:
+        low, high = pair_of(word, DTYPE)
+    else:
+        low = scale_value((word >> (v * 16 % 32)).to(gl.int8), KIND)
+        high = scale_value((word >> (v * 16 % 32 + 8)).to(gl.int8), KIND)
+    return low, high
+
+
+@gluon.jit
+def _for_sums(low, high, W: gl.constexpr):
+    """What rows r and r + 8 have, where sums are (row // 8, column)."""
+    quads = gl.reshape(gl.join(gl.join(low, high), gl.join(low, high)), (W, 32, 4))
+    return gl.convert_layout(quads, quads_of(W), assert_trivial=True)
+
+
+@gluon.jit
+def _for_operand(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
+    """Value v of rows r and r + 8 as both 16-bit numbers of a word, where operand A is (e1, row // 8)."""
+    if STORED == S.dtype:
+        word = _word(words, v, _word_count(STORED, S), S.warps)
+        low = gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [word], gl.int32, True, 1)
+        high = gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [word], gl.int32, True, 1)
+    else:
+        low, high = _of_rows(words, v, STORED, S)
+        low, high = _twice(low, S.dtype), _twice(high, S.dtype)
+    quads = gl.reshape(gl.join(gl.join(low, low), gl.join(high, high)), (S.warps, 32, 4))
+    return gl.convert_layout(quads, quads_of(S.warps), assert_trivial=True)
+
+
+@gluon.jit
+def _twice(value, DTYPE: gl.constexpr):
+    """A float32 as both 16-bit numbers of a word."""
+    bits = value.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | bits << 16
+
+
+@gluon.jit
+def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
+    """Operand A less zero-points v, times scales v where those are on weights."""
+    FMA: gl.constexpr = (
+        "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
+    )
+    if S.has_zero:
+        less = _for_operand(zeros, v, zero.dtype.element_ty, S) ^ _MINUS_ZEROS
+        one = _twice(gl.full([S.warps, 32, 4], 1.0, gl.float32, quads_of(S.warps)), S.dtype)
+        a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, one, less], gl.int32, True, 1)
+    if S.on_weights:
+        times = _for_operand(scales, v, scale.dtype.element_ty, S)
+        nothing = gl.full([S.warps, 32, 4], _MINUS_ZEROS, gl.int32, quads_of(S.warps))
+        a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, times, nothing], gl.int32, True, 1)
+    return a
+
+
+@gluon.jit
+def _registers(words, S: gl.constexpr):
+    """The registers that the expression makes of a register of each part."""
+    if S.made == 1:
+        made = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
+    else:
+        made = gl.inline_asm_elementwise(S.asm, S.constraints, words, S.made_types, True, 1)
+    return made
+
+
+@gluon.jit
+def _multiply(total, loaded, table, held, unit: gl.constexpr, scale, zero, S: gl.constexpr):
+    """Add the products of a unit."""
+    SPANS: gl.constexpr = S.unit_quads // S.tiles
+    TILES: gl.constexpr = S.tiles
+    PRODUCTS: gl.constexpr = S.unit // S.product
+    GROUPS: gl.constexpr = S.column_groups
+    SUMS: gl.constexpr = gl.int32 if S.integers else gl.float32
+    quads, s, z = loaded
+    made = ()
+    for span in gl.static_range(SPANS):
+        words = ()
+        for tile in gl.static_range(TILES):
+            words = words + (quads[span * TILES + tile],)
+        if S.table is not None:
+            words = words + (table,)
+        made = made + (_registers(words, S),)
+    sums = total
+    for number in gl.static_range(PRODUCTS):
+        if S.on_sums and number * S.product % S.dot == 0:
+            sums = ()
+            for _ in gl.static_range(GROUPS):
+                sums = sums + (gl.full([S.warps, 32, 4], 0, SUMS, quads_of(S.warps)),)
+        a = made[S.products[number].span][S.products[number].register]
+        if not S.integers:
+            a = _scaled(
+                a,
+                s[S.products[number].part],
+                z[S.products[number].part],
+                S.products[number].value,
+                scale,
+                zero,
+                S,
+            )
+        after = ()
+        for group in gl.static_range(GROUPS):
+            b = columns(held, (unit * S.unit_pieces + number // 2) * S.column_groups + group, S)
+            after = after + (_mma(a, b, sums[group], number % 2, S),)
+        sums = after
+        if S.on_sums and (number + 1) * S.product % S.dot == 0:
+            low, high = _of_rows(
+                s[S.products[number].part], S.products[number].value, scale.dtype.element_ty, S
+            )
+            of_rows = _for_sums(low, high, S.warps)
+            after = ()
+            for group in gl.static_range(GROUPS):
+                after = after + (total[group] + sums[group].to(gl.float32) * of_rows,)
+            total = after
+    return total if S.on_sums else sums
+
+
+@gluon.jit
+def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
+    """`sums` plus the product of operand A with a half of the quads of x."""
+    if S.integers:
+        made = gl.inline_asm_elementwise(
+            _INTEGERS + _OPERANDS[HALF], "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, sums], gl.int32,
+            True, 4,
+        )  # fmt: skip
+    else:
+        made = gl.inline_asm_elementwise(
+            (_BFLOATS if S.dtype == gl.bfloat16 else _HALVES) + _OPERANDS[HALF],
+            "=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f", [a, b, sums], gl.float32, True, 4,
+        )  # fmt: skip
+    return made
+
+
+@gluon.jit
+def _weights(unit, S: gl.constexpr):
+    """What sums [W, 32, (row // 8, column)] of each group of columns count in y: digits, and nothing but the
+    first of what is there several times.
+    """
+    QUADS: gl.constexpr = quads_of(S.warps)
+    GROUPS: gl.constexpr = S.column_groups
+    # Of sums: r, column // bm, column % bm // 2, row // 8, column % 2.
+    SUMS: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, 1, 2, 2], [1, 8, 8 // S.bm, S.bm // 2, 1, 1], [S.warps, 1, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
+    )
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, QUADS)))
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, QUADS)))
+    column = gl.expand_dims(gl.expand_dims(lane % 4 * 2, 0), 2)
+    column += gl.expand_dims(gl.expand_dims(word % 2, 0), 1)
+    unit = gl.reshape(unit, (S.warps, 1, 1, 1, 1, 1) if S.rows == 1 else (S.warps, 1, 1, S.bm // 2, 1, 2))
+    unit = gl.convert_layout(unit, SUMS)
+    unit, _ = gl.broadcast(unit, gl.full([S.warps, 8, 8 // S.bm, S.bm // 2, 2, 2], 0, gl.float32, SUMS))
+    unit = gl.convert_layout(gl.reshape(unit, (S.warps, 32, 4)), QUADS, assert_trivial=True)
+    weights = ()
+    for group in gl.static_range(GROUPS):
+        part = (group * 8 + column) // S.bm
+        if S.integers:
+            counts = gl.where(part == 1, 256.0 * S.worth, gl.where(part == 2, 1.0 * S.worth, 0.0))
+            counts = gl.where(part == 0, 65536.0 * S.worth, counts)
+        else:
+            counts = gl.where(part == 0, 1.0, 0.0)
+        weights = weights + (unit * counts,)
+    return weights
+
+
+@gluon.jit
+def _sums(total, weights, S: gl.constexpr):
+    """Sums of each warp, row of x and row of a tile, [W * rows * 16]."""
+    GROUPS: gl.constexpr = S.column_groups
+    whole = total[0].to(gl.float32) * weights[0]
+    for group in gl.static_range(1, GROUPS):
+        whole += total[group].to(gl.float32) * weights[group]
+    # r, column // bm, column % bm // 2, row // 8, column % 2
+    whole = gl.reshape(whole, (S.warps, 8, 8 // S.bm, S.bm // 2, 2, 2))
+    if S.rows == 1:
+        whole, _ = gl.split(whole)
+        whole = gl.permute(gl.sum(whole, axis=2), (0, 2, 3, 1))
+    else:
+        whole = gl.permute(gl.sum(whole, axis=2), (0, 2, 4, 3, 1))
+    return gl.reshape(whole, (S.warps * S.rows * 16,))
+
+
+@gluon.constexpr_function
+def _outputs_of(S):  # type: ignore[no-untyped-def]
+    """Sums [row tiles, W, rows of x * 16]: a thread has those of all warps."""
+    bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
+    bits += [[1 << bit, 0, 0] for bit in range(S.row_tile_room.bit_length() - 1)]
+    of_warps = [[0, 1 << bit, 0] for bit in range(S.warps.bit_length() - 1)]
+    threads = 5 + len(of_warps)
+    among = bits[:threads] + [[0, 0, 0]] * (threads - len(bits))
+    sizes = [S.row_tile_room, S.warps, S.rows * 16]
+    return gl.DistributedLinearLayout(of_warps + bits[threads:], among[:5], among[5:], [], sizes)
+
+
+@gluon.jit
+def _write(parts, first, count, scale, factor, bias, y, M, N, S: gl.constexpr):
+    """Add up what the warps have, in their order, and write y."""
+    LAYOUT: gl.constexpr = _outputs_of(S)
+    OUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    WIDE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    parts = parts._reinterpret(gl.float32, [S.row_tile_room, S.warps, S.rows * 16], WIDE)
+    sums = gl.sum(parts.load(LAYOUT), axis=1)
+    tile = gl.expand_dims(gl.arange(0, S.row_tile_room, gl.SliceLayout(1, OUT)), 1)
+    place = gl.expand_dims(gl.arange(0, S.rows * 16, gl.SliceLayout(0, OUT)), 0)
+    m = place // 16
+    # Those of no row tile of this program are nobody's.
+    rows = gl.where(tile < count, (first + tile) * 16 + place % 16, N)
+    SCALES: gl.constexpr = S.groups
+    KIND: gl.constexpr = S.scale_kind
+    HAS_FACTOR: gl.constexpr = S.has_factor
+    HAS_BIAS: gl.constexpr = S.has_bias
+    out = finish(sums, rows, scale, factor, bias, N, SCALES, KIND, HAS_FACTOR, HAS_BIAS)
+    gl.store(y + m.to(gl.int64) * N + rows, out.to(y.dtype.element_ty), mask=(m < M) & (rows < N))

@@ -1,0 +1,308 @@
+"""`fused-stream`: integers and digits, what it waits for and says, its tiles, and what it refuses."""
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.kernels.fused.expressions import placement, planes
+from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes
+from quantkit.kernels.fused.launch import stream
+from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
+from quantkit.kernels.fused.launch.operands import Operands
+from quantkit.kernels.fused.launch.stream import StreamTile
+from quantkit.kernels.fused.layout import build
+from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
+from quantkit.kernels.table import row_named
+from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.tensor import PackedTensor
+
+from .. import ptx
+from ..conftest import GLUON
+from .test_fused import CASES, DEVICE, LIMIT, RUNS, error, operands
+
+np = pytest.importorskip("numpy")
+InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
+RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
+needs_gluon = pytest.mark.skipif(RUN is None, reason="no Gluon here")
+KERNEL = "quantkit.kernels.fused.stream"
+HELD = "quantkit.kernels.fused.held"
+H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
+FORMATS = {name: scheme(name).format for name in CASES if name in PRESETS}
+INTEGERS = [name for name, number_format in FORMATS.items() if as_bytes(number_format) is not None]
+#: What is said in the kernel, and what instead.
+CHANGES: dict[str, tuple[str, str, str]] = {
+    "x is not waited for": (HELD, "async_copy.wait_group(0)", "pass"),
+    "columns are not those of groups of 16": (HELD, "if S.group == 16 else", "if S.group == 999 else"),
+    "x ends after its last column": (HELD, "(column < S.k // 2),", "(column < S.k // 2 + 8),"),
+    "x of digits ends after it": (HELD, "(column + run * 16 < S.k // 2)", "(column + run * 16 < S.k)"),
+    "bytes are those of runs next to each other": (HELD, "+ HALF * (APART // 2)", "+ HALF"),
+    "digits have other signs": (HELD, "xor.b32 $1, $1, 0x80808080;", ""),
+    "units are too small": (HELD, "gl.maximum(most >> 23, 30)", "gl.maximum((most >> 23) - 4, 30)"),
+    "codes are those of the unit before": (KERNEL, "* S.units + unit + S.ahead, S)", "* S.units + unit, S)"),
+    "codes of no unit are read": (KERNEL, "(unit < S.all_units) & (row_tile < count)", "row_tile >= 0"),
+    "scales are those of the first block": (
+        KERNEL,
+        "(row_tile * S.blocks + block) * 8",
+        "row_tile * S.blocks",
+    ),
+    "rows have each other's scales": (KERNEL, "gl.join(gl.join(low, high)", "gl.join(gl.join(high, low)"),
+    "weights have them": (KERNEL, "gl.join(gl.join(low, low)", "gl.join(gl.join(high, low)"),
+    "the last row tile is nobody's": (KERNEL, "gl.where(tile < count,", "gl.where(tile < count - 1,"),
+    "copies of sums count": (KERNEL, "counts = gl.where(part == 0, 1.0, 0.0)", "counts = 1.0 + 0.0 * part"),
+}
+
+
+def problem(m: int = 1, n: int = 4096, k: int = 4096, name: str = "int4") -> Problem:
+    return Problem(m, n, k, scheme(name).for_columns(k), torch.bfloat16, "cuda", GPU_FEATURES, None, H200)
+
+
+def tiles(op: Operands, features: frozenset[str]) -> list[StreamTile]:
+    """Tiles of each kind, and those that fit."""
+    m, k = op.x.shape
+    asked = Problem(m, op.n, k, op.scheme, op.x.dtype, "cuda", features)
+    all_of_them = [
+        StreamTile(8, 2, 1, 4),
+        StreamTile(4, 4, 2, 2),
+        *([StreamTile(16, 1, 2, 7), StreamTile(8, 1, 1, 1)] if DEVICE == "cuda" else []),
+    ]
+    kinds = [replace(tile, integers=kind) for kind in (True, False) for tile in all_of_them]
+    return [tile for tile in kinds if stream.TILING.why_not(asked, tile) is None]
+
+
+@needs_gluon
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("n", "k", "m"), [(40, 1400, 1), (17, 2312, 2), (200, 640, 4), (16, 264, 7)])
+def test_products_are_those_of_the_dequantized_weight(
+    make_packed: Callable[..., PackedTensor], poisoned: None, case: str, n: int, k: int, m: int
+) -> None:
+    assert RUN is not None
+    for dtype, features in [run for run in RUNS if {"gluon", "ptx"} <= run[1]]:
+        op, packed = operands(make_packed, case, n, k, m, dtype)
+        found = tiles(op, features)
+        for tile in found if DEVICE == "cuda" else {tile.integers: tile for tile in found}.values():
+            y = stream.run(op, tile, features)
+            assert error(y, op.x, packed, op.bias) < LIMIT[dtype], tile
+            assert DEVICE == "cpu" or torch.equal(y, stream.run(op, tile, features)), tile
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "case", ["int8", "int5", "int4", "int3", "int2", "ternary", "binary", "int4 integer"]
+)
+@pytest.mark.parametrize("m", [1, 2, 3, 8])
+def test_sums_of_powers_of_two_are_exact(
+    make_packed: Callable[..., PackedTensor], poisoned: None, case: str, m: int
+) -> None:
+    assert RUN is not None
+    n, k = 24, 1024
+    options = {key: value for key, value in CASES[case].items() if key != "scale_dtype"}
+    packed = make_packed(case.split(maxsplit=1)[0], (n, k), **options, exact=True).to(DEVICE)
+    integers = torch.randint(-4, 5, (m, k), generator=torch.Generator().manual_seed(2))
+    for dtype in (RUN[0], torch.float16):
+        x = integers.to(DEVICE, dtype)
+        op = Operands(x, build(packed, dtype), None, packed.scheme, n)
+        expected = (x.double() @ packed.dequantize().double().T).to(dtype)
+        for tile in tiles(op, RUN[1]):
+            assert torch.equal(stream.run(op, tile, RUN[1]), expected), tile
+
+
+@needs_gluon
+@pytest.mark.parametrize("spread", [0, 8, 30, 100])
+def test_digits_are_x_to_a_part_of_the_largest(
+    make_packed: Callable[..., PackedTensor], poisoned: None, spread: int
+) -> None:
+    """Exactly where magnitudes differ by up to 2^14, which leaves all eight digits of a bfloat16."""
+    assert RUN is not None
+    packed = make_packed("int8", (16, 512), exact=True).to(DEVICE)
+    generator = torch.Generator().manual_seed(spread)
+    x = torch.randn(2, 512, generator=generator) * torch.exp2(torch.randint(-spread, 1, (2, 512)).float())
+    op = Operands(x.to(DEVICE, RUN[0]), build(packed, RUN[0]), None, packed.scheme, 16)
+    weight = packed.dequantize().double()
+    expected = op.x.double() @ weight.T
+    y = stream.run(op, StreamTile(8, integers=True), RUN[1]).double()
+    unit = op.x.double().abs().amax(1, keepdim=True) * 2.0**-23
+    rounding = expected.abs() * 2.0**-8 + (unit if spread > 14 else 0) * weight.abs().sum(1)
+    assert ((y - expected).abs() <= rounding + 1e-30).all()
+
+
+@needs_gluon
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("integers", [False, True])
+def test_what_is_no_number_stays_in_its_row(
+    make_packed: Callable[..., PackedTensor], integers: bool, value: float
+) -> None:
+    assert RUN is not None
+    op, _ = operands(make_packed, "int4", 32, 256, 3, RUN[0])
+    tile = StreamTile(8, integers=integers)
+    clean = stream.run(op, tile, RUN[1])
+    op.x[2, 77] = value
+    y = stream.run(op, tile, RUN[1])
+    assert not y[2].isfinite().any()
+    assert torch.equal(y[:2], clean[:2])
+
+
+@needs_gluon
+@pytest.mark.parametrize("value", [0.0, 2.0**-126, 2.0**-133, 1e36])
+def test_digits_have_units_for_every_float(make_packed: Callable[..., PackedTensor], value: float) -> None:
+    """Rows of zeros, of floats without a leading bit, and of those that nearly overflow."""
+    assert RUN is not None
+    packed = make_packed("int4", (16, 256), exact=True).to(DEVICE)
+    x = torch.zeros(1, 256, device=DEVICE, dtype=torch.bfloat16)
+    x[0, 3] = value
+    op = Operands(x, build(packed, torch.bfloat16), None, packed.scheme, 16)
+    y = stream.run(op, StreamTile(8, integers=True), RUN[1])
+    expected = (x.double() @ packed.dequantize().double().T).to(torch.bfloat16)
+    # Below 2^-118 x is rounded to multiples of that.
+    assert ((y.double() - expected.double()).abs() <= (2.0**-115 if value < 1e-30 else 0.0)).all()
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_bytes_are_codes_in_proportion_to_their_values(name: str) -> None:
+    number_format = FORMATS[name]
+    way = as_bytes(number_format)
+    assert way is not None
+    for code, value in enumerate(number_format.numbers):
+        assert -128 <= way.of(code) <= 127
+        assert way.of(code) * way.worth == value
+
+
+@pytest.mark.parametrize("apart", [1, 2, 4])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_expressions_make_bytes_of_every_code_in_every_place(name: str, apart: int) -> None:
+    number_format = FORMATS[name]
+    count, fields = planes(number_format.bits), placement(number_format)
+    if 2 * apart > count:
+        return
+    way, made = as_bytes(number_format), byte_expression(number_format, apart)
+    assert way is not None
+    parts = 1 + max(field.register for in_plane in fields for field in in_plane)
+    lows = low_planes(count, apart)
+    generator = np.random.default_rng(0)
+    codes = generator.integers(0, len(number_format.numbers), (count, 2, 4096))
+    lanes = np.zeros((parts, 2, 4096), np.uint64)
+    for plane, in_plane in enumerate(fields):
+        for field in in_plane:
+            bits = codes[plane].astype(np.uint64) >> np.uint64(field.first) & np.uint64(field.mask)
+            lanes[field.register] |= bits << np.uint64(field.at)
+    words = [lane[0] | lane[1] << np.uint64(16) for lane in lanes]
+    found = ptx.run(made.asm, words, len(lows), "")
+    table = np.array([way.of(code) for code in range(len(number_format.numbers))])
+    for low, register in zip(lows, found, strict=True):
+        for half, (plane, byte) in itertools.product((0, 1), ((low, 0), (low + apart, 1))):
+            bits = register >> np.uint64(16 * half + 8 * byte) & np.uint64(255)
+            assert np.array_equal(bits.astype(np.uint8).view(np.int8), table[codes[plane][half]])
+    assert set(lows) | {low + apart for low in lows} == set(range(count))
+
+
+def test_formats_without_bytes_are_multiplied_as_floats() -> None:
+    assert set(INTEGERS) == {f"int{bits}" for bits in range(2, 9)} | {"ternary", "binary"}
+    for name in ("fp8", "nf4", "mxfp4"):
+        assert not stream.TILING.rule(problem(name=name)).integers
+        reason = stream.TILING.why_not(problem(name=name), StreamTile(integers=True))
+        assert reason is not None and "no bytes in proportion" in reason
+    for m, name in ((5, "up to 4 rows"), (1, "zero-points")):
+        asked = problem(m)
+        if m == 1:
+            asked = replace(asked, scheme=scheme("int4", zero_point="integer").for_columns(4096))
+        reason = stream.TILING.why_not(asked, StreamTile(integers=True))
+        assert reason is not None and name in reason
+
+
+@needs_gluon
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is copied may be there by chance")
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_kernel_says_is_needed(
+    make_packed: Callable[..., PackedTensor], poisoned: None, tmp_path: Path, change: str
+) -> None:
+    from ..gluon import interpreted
+
+    assert RUN is not None
+    module, old, new = CHANGES[change]
+    text = GLUON[module].read_text()
+    assert old in text
+    path = tmp_path / f"{module.rpartition('.')[2]}.py"
+    path.write_text(text.replace(old, new))
+    modules = interpreted(GLUON | {module: path})
+    tile = StreamTile(4, 1, 2, 2)
+    with pytest.MonkeyPatch.context() as patched:
+        for name in (HELD, KERNEL):
+            patched.setitem(sys.modules, name, modules[name])
+        stream._launch.cache_clear()
+        try:
+            errors = []
+            for name, kind in (("int4", True), ("int3", True), ("int4", False), ("nvfp4", False)):
+                op, packed = operands(make_packed, name, 100, 1400 if name != "nvfp4" else 1408, 2, RUN[0])
+                y = stream.run(op, replace(tile, integers=kind), RUN[1])
+                errors.append(error(y, op.x, packed, op.bias))
+        except InterpreterError:
+            # Memory of others is read or written.
+            return
+        finally:
+            stream._launch.cache_clear()
+    assert not all(one < LIMIT[RUN[0]] for one in errors)
+
+
+@needs_gluon
+@pytest.mark.parametrize("first", [1, 8])
+def test_x_may_begin_anywhere(make_packed: Callable[..., PackedTensor], first: int) -> None:
+    assert RUN is not None
+    dtype, features = RUN
+    op, packed = operands(make_packed, "int4", 40, 256, 2, dtype)
+    memory = torch.zeros(2 * 256 + 8, dtype=dtype, device=DEVICE)
+    x = memory[first : first + 2 * 256].view(2, 256).copy_(op.x)
+    for integers in (True, False):
+        y = stream.run(replace(op, x=x), StreamTile(integers=integers), features)
+        assert error(y, x, packed, op.bias) < LIMIT[dtype]
+
+
+def test_a_turn_has_whole_rings() -> None:
+    """Units that are loaded ahead have registers of their own, and row tiles memory."""
+    shapes = [(28672, 4096), (4096, 14336), (1024, 4096), (3584, 18944), (57344, 8192), (300, 136)]
+    for (n, k), name, m in itertools.product(shapes, ("int8", "int4", "int3", "nvfp4"), (1, 3)):
+        asked = problem(m, n, k, name)
+        shape = stream.shape_of(asked)
+        for values in itertools.product(*stream.VALUES.values()):
+            tile = StreamTile(*values)
+            if stream.TILING.why_not(asked, tile) is not None:
+                continue
+            found = stream.streamed(m, n, k, asked.scheme, asked.dtype, False, tile, True, H200_PROCESSORS)
+            assert found.unroll * found.units % found.ahead == 0 and found.ahead <= tile.ahead
+            assert found.units * tile.warps >= shape.steps == found.all_units
+            mine = stream.row_tiles(tile, shape, H200_PROCESSORS)
+            assert mine <= found.row_tile_room < 2 * mine
+            assert -(-shape.row_tiles // mine) <= H200_PROCESSORS * tile.programs
+            assert found.shared_memory * tile.programs <= HOPPER_SHARED
+
+
+def test_rules_take_integers_for_few_rows_of_x() -> None:
+    rule = stream.TILING.rule
+    assert [rule(problem(m)).integers for m in (1, 2, 3, 8)] == [True, True, False, False]
+    assert [rule(problem(m, k=14336)).integers for m in (1, 2)] == [True, False]
+    assert rule(problem(k=14336)) == StreamTile(16, 1, 2, 2, True)
+    small = replace(H200, name="small", shared_memory=60 << 10)
+    for m in (1, 4):
+        asked = replace(problem(m, k=14336), gpu=small)
+        reason = stream.why_no_tile(asked)
+        assert (reason is None) == (m == 1), reason
+    tile = rule(replace(problem(1, k=14336), gpu=small))
+    assert not tile.integers
+
+
+def test_refusals_say_what_is_in_the_way() -> None:
+    row = row_named("fused-stream")
+    said = {
+        "up to 8 rows of x, not 9": problem(9),
+        "some begin between them": problem(k=4100),
+        "Gluon of Triton 3.6": replace(problem(), features=GPU_FEATURES - {"gluon"}),
+        "bfloat16 or float16": replace(problem(), dtype=torch.float32),
+        "x and sums take 278528 bytes of shared memory, of 232448": problem(8, k=14336),
+    }
+    for text, one in said.items():
+        reason = row.supports(one)
+        assert reason is not None and text in reason, reason
+    assert row.supports(problem()) is None

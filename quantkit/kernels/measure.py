@@ -31,6 +31,8 @@ def copies(nbytes: int) -> int:
 def graph_time(calls: Sequence[Callable[[], object]], replays: int = 10) -> float:
     """Median microseconds of one of `calls`, captured together in one CUDA graph."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    # Memory of `calls` may have been somebody else's before, who is not done with it on the other stream.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in (*calls, *calls):
             call()

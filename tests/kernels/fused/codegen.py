@@ -3,6 +3,7 @@
 A script, because Triton has to be imported without the interpreter in which the other tests run.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.runtime.cache import get_cache_manager
 
 from quantkit.kernels import attention, cache, choice, glue
 from quantkit.kernels.fused.dense import dequantize
@@ -360,14 +362,23 @@ def amd_code(assembly: str, found: Source) -> dict[str, Any]:
     }
 
 
-def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
-    """What ptxas made of it."""
+def disassembled(cubin: bytes) -> str:
+    """Its instructions, kept where Triton keeps kernels: many are compiled in the time that this takes."""
+    kept = get_cache_manager(hashlib.sha256(cubin).hexdigest())
+    if (path := kept.get_file("sass")) is not None:
+        return Path(path).read_text()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [TOOLS / "cuobjdump", "-sass", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [TOOLS / "cuobjdump", "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kept.put(text, "sass", binary=False)
+    return text
+
+
+def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
+    """What ptxas made of it."""
+    text = disassembled(cubin)
     # "/*0a10*/  @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
     lines = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text, re.MULTILINE)
     lines = [line for line in lines if not line.startswith("NOP")]

@@ -49,6 +49,8 @@ INSTRUCTIONS = {
     "mxfp4": 2.78,
     "nvfp4": 2.87,
 }
+#: Of presets that are decoded alike one each.
+KINDS = {"int8", "int7", "int4", "int3", "binary", "fp6", "book4", "mxfp4", "nvfp4"}
 #: Presets whose values are fetched from lanes of the warp, and without PTX from memory.
 TABLES = {"book4", "nf4"}
 #: The compute capability by which the scripts call AMD's MI300.
@@ -57,6 +59,11 @@ AMD = 942
 SPILLS = {"int3": 2}
 #: The same of the kernel for many rows, at the begin and the end of a tile.
 HOPPER_SPILLS = 20
+
+
+def slow_unless(kept: bool) -> list[pytest.MarkDecorator]:
+    """Marks of what only `make codegen` compiles, as others stand for it."""
+    return [] if kept else [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -234,32 +241,58 @@ def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> N
                 assert_few_rows_stay_in_registers(case, found)
 
 
-def test_long_rows_of_wide_codes_leave_registers_to_load_ahead(compiled: Compiled) -> None:
-    for case, found in compiled([("skinny long", "int7", 90, 8), ("skinny long", "int5", 89, 1)]).items():
+@pytest.mark.parametrize(
+    ("name", "capability", "m"), [("int7", 90, 8), pytest.param("int5", 89, 1, marks=pytest.mark.slow)]
+)
+def test_long_rows_of_wide_codes_leave_registers_to_load_ahead(
+    compiled: Compiled, name: str, capability: int, m: int
+) -> None:
+    for case, found in compiled([("skinny long", name, capability, m)]).items():
         assert found["spills"] == 0, (case, found)
         assert_few_rows_stay_in_registers(case, found)
 
 
+def attention(plan: int, capability: int, kind: int, heads: int) -> Case:
+    """Of a plan: a GPU, programs and mask, and eight heads that share keys or sixteen with their features."""
+    kernel = " ".join(["attend", str(plan), *[("1", "bool"), ("4", ""), ("4", "bool"), ("1", "float")][kind]])
+    name, features = [("bfloat16", 128), ("float16", 128), ("bfloat16", 256), ("float16", 256)][heads]
+    return kernel.strip(), name, (80, 89, 90, AMD)[capability], features
+
+
+def assert_attention_fits(found: dict[Case, dict[str, Any]]) -> None:
+    for case, about in found.items():
+        assert about["shared"] <= about["limit"], (case, about)
+        assert about["spills"] == 0, (case, about)
+
+
 @pytest.mark.parametrize("plan", range(len(PLANS)))
 def test_attention_fits_memory_and_registers(compiled: Compiled, plan: int) -> None:
-    # All pairs of: eight heads that share keys or sixteen, the GPU, features, programs and mask.
-    kinds = [("1", "bool"), ("4", ""), ("4", "bool"), ("1", "float")]
-    cases: list[Case] = [
-        (" ".join(["attend", str(plan), *kinds[(i + j) % 4]]).strip(), name, capability, features)
-        for i, (name, features) in enumerate(
-            [("bfloat16", 128), ("float16", 128), ("bfloat16", 256), ("float16", 256)]
-        )
-        for j, capability in enumerate((80, 89, 90, AMD))
-    ]
-    for case, found in compiled(cases).items():
-        assert found["shared"] <= found["limit"], (case, found)
-        assert found["spills"] == 0, (case, found)
+    """Among all plans are all pairs of what there is: a plane over the field of four, whose sums are `^`."""
+    twice = (0, 2, 3, 1)
+    assert_attention_fits(
+        compiled([attention(plan, gpu, (plan ^ gpu) % 4, (plan ^ twice[gpu]) % 4) for gpu in range(4)])
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", range(len(PLANS)))
+def test_attention_of_each_plan_fits_memory_and_registers(compiled: Compiled, plan: int) -> None:
+    """All pairs of the rest for each plan."""
+    assert_attention_fits(
+        compiled([attention(plan, gpu, (gpu + heads) % 4, heads) for gpu in range(4) for heads in range(4)])
+    )
 
 
 # Of 768 rows of x, tiles of 192 rows of the weight give each processor one.
 @pytest.mark.parametrize(
     ("name", "m"),
-    [*((name, 4096) for name in NAMES), *((name, 768) for name in ("int8", "int4", "fp6", "nf4"))],
+    [
+        *(pytest.param(name, 4096, marks=slow_unless(name in KINDS)) for name in NAMES),
+        *(
+            pytest.param(name, 768, marks=slow_unless(name == "int4"))
+            for name in ("int8", "int4", "fp6", "nf4")
+        ),
+    ],
 )
 def test_hopper_leaves_products_in_flight(compiled: Compiled, name: str, m: int) -> None:
     """Of 8 or 16 products of 16 columns and 64 rows each, from weights in registers."""
@@ -275,8 +308,14 @@ def test_hopper_leaves_products_in_flight(compiled: Compiled, name: str, m: int)
     assert found["waits"] == groups * 2 * (blocks + 1), found
 
 
-@pytest.mark.parametrize("m", [16, 32])
-@pytest.mark.parametrize("name", ["int8", "int4", "fp6", "mxfp4", "nf4"])
+@pytest.mark.parametrize(
+    ("name", "m"),
+    [
+        pytest.param(name, m, marks=slow_unless(i % 2 == at))
+        for i, name in enumerate(("int8", "int4", "fp6", "mxfp4", "nf4"))
+        for at, m in enumerate((16, 32))
+    ],
+)
 def test_two_programs_of_few_rows_of_x_fit_a_multiprocessor(compiled: Compiled, name: str, m: int) -> None:
     (found,) = compiled([(f"hopper {m} 128 1", name, 90, 0)]).values()
     assert 2 * (found["shared"] + RESERVED) <= found["limit"] + RESERVED, found

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -292,7 +292,7 @@ class Gluon:
         )
         ampere = SimpleNamespace(async_copy=copies, mma_v2=self._multiply_at_once)
         experimental = ModuleType("triton.experimental")
-        gluon = SimpleNamespace(jit=jit, constexpr_function=lambda function: function, language=language)
+        gluon = SimpleNamespace(jit=jit, constexpr_function=cache, language=language)
         experimental.gluon = gluon  # type: ignore[attr-defined]
         name = "triton.experimental.gluon"
         return {

@@ -1,6 +1,7 @@
 """The PTX of expressions, emulated: the few instructions there are, each by its definition."""
 
 import re
+from functools import cache, reduce
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from .bfloat16 import wide
 WORD = np.uint64(0xFFFFFFFF)
 
 
-def floats(registers_: np.ndarray, ptx: str) -> list[np.ndarray]:
+def floats(registers_: np.ndarray | np.uint64, ptx: str) -> list[np.ndarray]:
     """The two 16-bit floats of each register as float64, low half first."""
     halves = [(registers_ >> np.uint64(16 * i) & np.uint64(0xFFFF)).astype(np.uint16) for i in (0, 1)]
     if ptx == "f16x2":
@@ -24,6 +25,13 @@ def as_register(values: list[np.ndarray], ptx: str) -> np.ndarray:
     return low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(16)
 
 
+@cache
+def instructions(asm: str) -> list[list[str]]:
+    """Of each its name, the register that it writes, and its operands."""
+    found = [line.strip().partition(" ") for line in re.split(r"[;{}]", asm)]
+    return [[op, *map(str.strip, rest.split(","))] for op, _, rest in found if op and op != ".reg"]
+
+
 def run(
     asm: str, inputs: list[np.ndarray], outputs: int, ptx: str, table: np.ndarray | None = None
 ) -> list[np.ndarray]:
@@ -34,14 +42,10 @@ def run(
     known = {f"${outputs + i}": value for i, value in enumerate(inputs)}
     zero = np.zeros_like(inputs[0])
 
-    def value(token: str) -> np.ndarray:
-        return known[token] if token in known else zero + np.uint64(int(token, 0))
+    def value(token: str) -> np.ndarray | np.uint64:
+        return known[token] if token in known else np.uint64(int(token, 0))
 
-    for line in re.split(r"[;{}]", asm):
-        op, _, rest = line.strip().partition(" ")
-        if not op or op == ".reg":
-            continue
-        to, *operands = (token.strip() for token in rest.split(","))
+    for op, to, *operands in instructions(asm):
         if op == "shfl.sync.idx.b32":
             assert table is not None
             assert (operands[0], *operands[2:]) == (f"${outputs + len(inputs)}", "31", "0xFFFFFFFF")
@@ -49,7 +53,7 @@ def run(
             continue
         a, b, c, *_ = [*map(value, operands), zero, zero]
         if op == "mov.b32":
-            known[to] = a
+            known[to] = zero + a
         elif op == "shr.u32":
             known[to] = a >> b
         elif op == "shl.b32":
@@ -66,7 +70,7 @@ def run(
             terms = [
                 (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for on, i in bits if on
             ]
-            known[to] = np.bitwise_or.reduce(terms) & WORD
+            known[to] = reduce(np.bitwise_or, terms, zero) & WORD
         elif op == "prmt.b32":
             both = a | b << np.uint64(32)
             known[to] = zero
@@ -76,7 +80,7 @@ def run(
                 byte = both >> selector * np.uint64(8) & np.uint64(255)
                 known[to] = known[to] | byte << np.uint64(8 * i)
         else:
-            assert op == f"fma.rn.{ptx}", line
+            assert op == f"fma.rn.{ptx}", (op, to, operands)
             x, y, z = (floats(v, ptx) for v in (a, b, c))
             known[to] = as_register([p * q + r for p, q, r in zip(x, y, z, strict=True)], ptx)
     return [known[f"${i}"] for i in range(outputs)]

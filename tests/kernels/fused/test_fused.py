@@ -313,6 +313,9 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
     """
     assert HOPPER is not None
     dtype, features = HOPPER
+    if DEVICE == "cpu":
+        # Of small tiles as many as of those of 64 rows of x, the last of which is not whole.
+        m = min(m, 4 * tile.m - 6)
     op, packed = operands(make_packed, "int4", n, k, m, dtype)
     xs = op.x.clone(), op.x.flip(0)
     empty, sums = hopper.empty, []

@@ -26,7 +26,7 @@ from triton.runtime.cache import get_cache_manager
 from quantkit.kernels import attention, cache, choice, glue
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.hopper import hopper
-from quantkit.kernels.fused.launch import columns, dense, narrow
+from quantkit.kernels.fused.launch import columns, dense, narrow, stream
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.hopper import (
     COLUMNS,
@@ -61,8 +61,8 @@ class Case(NamedTuple):
     It is skinny, present (skinny that loads only rows of x that are there), tiled, halves (tiles with sums in
     float16), dense or order; skinny and tiled with "experts" for several weights at once, skinny with "long"
     for a weight with long rows; or one of those that work on pairs of tokens and experts, count, sort and
-    weigh. Or it is narrow and the numbers of a tile. Or it is attend and what `build_attention` says, with a
-    dtype in place of a preset, and the features of a head in place of M.
+    weigh. Or it is narrow or stream, and the numbers of a tile. Or it is attend and what `build_attention`
+    says, with a dtype in place of a preset, and the features of a head in place of M.
     """
 
     kernel: str
@@ -271,6 +271,35 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     return triton.compile(code, target=target, options=others), found
 
 
+def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+    """The kernel for a few rows of x, in the tile that its name has the numbers of, with a bias.
+
+    With "long", it is for a weight with long rows.
+    """
+    row, dtype = scheme(case.name), torch.bfloat16
+    _, *numbers = case.kernel.split()
+    k = LONG if "long" in numbers else K
+    *sizes, integers = map(int, [one for one in numbers if one != "long"])
+    tile = stream.StreamTile(*sizes, bool(integers))
+    features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
+    launch, _ = stream._launch(case.m, N, k, row, dtype, True, tile, features, H200_PROCESSORS)
+    names, options = launch._kernel.arg_names, dict(launch._options)
+    known = options.pop("S")
+    types = {
+        **dict.fromkeys(names, "*bf16"),
+        "codes": "*i16",
+        "scale": "*i8" if row.scale_dtype.itemsize == 1 and not known.on_weights else "*bf16",
+        **dict.fromkeys(("factor", "lut"), "*fp32"),
+        **dict.fromkeys(("M", "N", "ROW_TILES"), "i32"),
+        "S": "constexpr",
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
+    code = GluonASTSource(launch._kernel, types, {(names.index("S"),): known}, aligned)
+    # What is around sums for other threads, of four bytes each.
+    found = Source(launch._kernel, {}, tile.warps, 1, known.shared_memory)
+    return triton.compile(code, target=target, options=options), found
+
+
 def build(case: Case) -> tuple[Any, Source]:
     amd = case.capability == 942
     target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", case.capability, 32)
@@ -282,6 +311,8 @@ def build(case: Case) -> tuple[Any, Source]:
         return build_hopper(case, target)
     if case.kernel.startswith("narrow"):
         return build_narrow(case, target)
+    if case.kernel.startswith("stream"):
+        return build_stream(case, target)
     dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
     row = scheme(case.name)
     found = source(case, row, dtype)
@@ -405,7 +436,9 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
 
 
 def loops_of_products(text: str) -> dict[str, int]:
-    """How many loops have products and no other such loop in them, and the registers spilled there."""
+    """How many loops have products and no other such loop in them, the instructions of the longest, and the
+    registers spilled there.
+    """
     lines = [
         (int(address, 16), line)
         for address, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text)
@@ -413,12 +446,13 @@ def loops_of_products(text: str) -> dict[str, int]:
     # "BRA 0x2170"
     jumps = [(int(line.split("0x")[1], 16), at) for at, line in lines if re.match("BRA.* 0x", line)]
     loops: set[tuple[int, int]] = set()
-    for product in (at for at, line in lines if line.startswith("HGMMA")):
+    for product in (at for at, line in lines if line.startswith(("HGMMA", "HMMA", "IMMA"))):
         around = [(first, last) for first, last in jumps if first <= product <= last]
         loops |= {min(around, key=lambda loop: loop[1] - loop[0])} if around else set()
     spills = [at for at, line in lines if line.startswith(("STL", "LDL"))]
     return {
         "loops": len(loops),
+        "looped": max((sum(first <= at <= last for at, _ in lines) for first, last in loops), default=0),
         "spills_in_loops": sum(first <= at <= last for at in spills for first, last in loops),
     }
 

@@ -49,6 +49,29 @@ INSTRUCTIONS = {
     "mxfp4": 2.78,
     "nvfp4": 2.87,
 }
+#: The same in the loop over row tiles of `fused-stream`, with products of integers, and of floats.
+STREAMED = {
+    "int8": 0.7,
+    "int7": 1.9,
+    "int6": 1.45,
+    "int5": 1.95,
+    "int4": 1.05,
+    "int3": 1.7,
+    "int2": 1.0,
+    "ternary": 1.55,
+    "binary": 1.5,
+}
+STREAMED_FLOATS = {
+    "int8": 2.25,
+    "int4": 2.1,
+    "fp8": 2.9,
+    "fp6": 3.3,
+    "nf4": 3.15,
+    "book4": 3.7,
+    "mxfp6": 3.3,
+    "mxfp4": 2.6,
+    "nvfp4": 2.85,
+}
 #: Of presets that are decoded alike one each.
 KINDS = {"int8", "int7", "int4", "int3", "binary", "fp6", "book4", "mxfp4", "nvfp4"}
 #: Presets whose values are fetched from lanes of the warp, and without PTX from memory.
@@ -338,6 +361,40 @@ def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> No
         assert found["registers"] <= 128 and found["shared"] == found["bound"], (case, found)
         # x is copied 16 bytes at a time; in groups of 16 a lane has twice 8 bytes of a run.
         assert found["wide_copies"] == (0.0 if name == "nvfp4" else 1.0), (case, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "integers"),
+    [
+        *((name, 1) for name in STREAMED),
+        *(
+            pytest.param(name, 0, marks=slow_unless(name in ("int4", "nf4", "nvfp4")))
+            for name in STREAMED_FLOATS
+        ),
+    ],
+)
+def test_streamed_codes_stay_in_registers(compiled: Compiled, name: str, integers: int) -> None:
+    ahead = {"int8": 2, "int7": 1, "int6": 2}.get(name, 4)
+    (found,) = compiled([(f"stream 8 2 1 {ahead} {integers}", name, 90, 1)]).values()
+    assert found["products"] > 0 and found["loops"] == 1, found
+    assert found["spills"] == 0 and found["registers"] <= 128, found
+    assert found["shared"] == found["bound"], found
+    # Floats of x are copied 16 bytes at a time; in groups of 16 a lane has twice 8 bytes of a run.
+    assert found["wide_copies"] == (None if integers else 0.0 if name == "nvfp4" else 1.0), found
+    # A warp has 16 rows of 512 columns in each turn.
+    most = (STREAMED if integers else STREAMED_FLOATS)[name]
+    assert found["looped"] <= most * 16 * 512 / 32, (found["looped"] * 32 / (16 * 512), most)
+
+
+@pytest.mark.parametrize("capability", [80, 89, 100])
+def test_streams_compile_for_every_nvidia_gpu(compiled: Compiled, capability: int) -> None:
+    cases: list[Case] = [
+        ("stream 8 2 1 4 1", "int4", capability, 2),
+        ("stream 16 1 1 2 0", "fp6", capability, 7),
+    ]
+    for case, found in compiled(cases).items():
+        assert found["products"] > 0 and found["spills"] == 0, (case, found)
+        assert found["shared"] == found["bound"] and found["registers"] <= 128, (case, found)
 
 
 def test_glue_compiles_for_every_target(compiled: Compiled) -> None:

@@ -695,7 +695,7 @@ def test_a_gpu_that_falls_back_says_so_once(
         warn_unfused(problem, choose(problem).row)
     (record,) = caplog.records
     assert (
-        "unpack; not fused-skinny: it takes groups of 16 or of multiples of 32 columns, not of 48"
+        "unpack; not fused-stream: it takes groups of 16 or of multiples of 32 columns, not of 48"
         in record.message
     )
     warn_unfused(replace(problem, device="cpu"), row_named("unpack"))

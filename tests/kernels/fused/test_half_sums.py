@@ -153,7 +153,7 @@ def test_the_switch_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
         (asked(gpu=HOPPER), "at_once=0, sums in float32 (float16 is allowed, but brings nothing here)"),
         (
             asked(m=1),
-            "present=False together=False, sums in float32 (float16 is allowed, but brings nothing here)",
+            "integers=True, sums in float32 (float16 is allowed, but brings nothing here)",
         ),
         (asked(half_sums=False), "half_sums=False"),
     ],

@@ -13,7 +13,7 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels import table as kernel_table
-from quantkit.kernels.fused.launch import hopper, skinny, tiled
+from quantkit.kernels.fused.launch import hopper, skinny, stream, tiled
 from quantkit.kernels.fused.launch.hopper import HopperTile
 from quantkit.kernels.fused.launch.operands import Operands
 from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
@@ -35,8 +35,8 @@ RUNS = {"fused-skinny": skinny.run, "fused-tiled": tiled.run}
 
 def test_without_a_table_rules_choose(ask: Ask) -> None:
     chosen = choose(ask())
-    assert (chosen.row.name, chosen.us) == ("fused-skinny", None)
-    assert chosen.tile == skinny.TILING.rule(ask())
+    assert (chosen.row.name, chosen.us) == ("fused-stream", None)
+    assert chosen.tile == stream.TILING.rule(ask())
 
 
 def test_an_entry_chooses_row_and_tile_for_its_bucket(ask: Ask, store_table: Store) -> None:
@@ -72,7 +72,9 @@ def test_rows_before_the_fastest_say_how_much_slower_they_are(ask: Ask, store_ta
     choice = choice_of(ask(m=2))
     assert (choice.row, choice.us) == ("fused-tiled", 9.0)
     assert choice.tile == "row_tiles=4 m=16 split=1 warps=4 stages=3 half_sums=False chains=1 at_once=0"
-    assert [name for name, _ in choice.refusals] == ["fused-skinny", "fused-narrow", "fused-hopper"]
+    assert [name for name, _ in choice.refusals] == [
+        *("fused-stream", "fused-skinny", "fused-narrow", "fused-hopper")
+    ]
 
 
 def test_a_row_that_rules_say_loses_runs_where_it_was_measured_fastest(ask: Ask, store_table: Store) -> None:
@@ -144,7 +146,7 @@ def test_between_what_was_measured_tiles_are_fitted(
     monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
     with caplog.at_level(logging.WARNING):
         log_choice(ask(m=384, n=28672), choose(ask(m=384, n=28672)))
-    assert f"share=True, {source}; not fused-skinny" in caplog.messages[0]
+    assert f"share=True, {source}; not fused-stream" in caplog.messages[0]
 
 
 def test_what_is_sooner_for_more_rows_is_so_for_fewer(ask: Ask, store_table: Store) -> None:
@@ -299,10 +301,10 @@ def test_the_log_shows_tile_and_time(
     monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
     with caplog.at_level(logging.WARNING):
         log_choice(ask(m=7), choose(ask(m=7)))
-    assert caplog.messages[0].endswith(
+    assert (
         ": fused-skinny warps=8 columns=256 row_tiles=1 ahead=False unroll=16 present=False "
-        "together=False, measured 5.0 us"
-    )
+        "together=False, measured 5.0 us; not fused-stream: not measured; on this GPU fused-skinny was"
+    ) in caplog.messages[0]
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,10 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
         ),
         (entry(SKINNY.us), "is 5.43; expected"),
         (entry([]), r"is \[\]; expected \[microseconds, row"),
-        (entry([1.0, "fused-wide"]), "names the row 'fused-wide'; known are fused-skinny, .*unpack"),
+        (
+            entry([1.0, "fused-wide"]),
+            "names the row 'fused-wide'; known are fused-stream, fused-skinny, .*unpack",
+        ),
         (entry([1.0, "torch-int4"]), "names the row 'torch-int4'"),
         (entry([1.0, ["fused-skinny"]]), "names the row"),
         (entry([1.0, "fused-skinny"]), "has the tile None; expected warps, columns, row_tiles, ahead"),
@@ -241,11 +244,11 @@ def test_no_change_of_one_value_gets_through_as_another_error(table: TileTable, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (damage(lambda data: data.update(version=1)), "it has version 1, these kernels have 6"),
+        (damage(lambda data: data.update(version=1)), "it has version 1, these kernels have 7"),
         # As they were before there was another row.
         (
             damage(lambda data: (data.update(version=3), data["tiles"].pop("fused-hopper"))),
-            "it has version 3, these kernels have 6",
+            "it has version 3, these kernels have 7",
         ),
         (
             damage(lambda data: data["gpu"].update(name="Other")),

@@ -9,7 +9,6 @@ import torch
 
 from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes
 from quantkit.kernels.fused.launch.gpu import (
-    CODE_REGISTERS,
     multiprocessors_of,
     processors,
     program_memory,
@@ -27,6 +26,8 @@ MOST_ROWS, MOST_DIGITS = 8, 4
 RESIDENT_WARPS = 16
 #: Rows with more columns than this are divided among more warps.
 LONG_ROWS = 8192
+#: Registers of a thread for codes, of 128: with more, sums and addresses would be spilled.
+REGISTERS = 88
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
@@ -89,6 +90,12 @@ def unit_registers(problem: Problem) -> int:
     return codes + unit(shape) // 128 * words
 
 
+def ahead_in_registers(problem: Problem, integers: bool) -> int:
+    """How many units there are registers for, beside those that are made of the codes of a span."""
+    planes = shape_of(problem).planes
+    return (REGISTERS - 4 * (planes // 2 if integers else planes)) // unit_registers(problem)
+
+
 def shared_memory(tile: StreamTile, problem: Problem) -> int:
     """Bytes of shared memory of a program."""
     count = processors(problem)
@@ -117,7 +124,7 @@ def _rule(problem: Problem) -> StreamTile:
         tile = StreamTile(RESIDENT_WARPS, 1, 1, 2, integers)
     else:
         tile = StreamTile(ahead=4 if integers else 2, integers=integers)
-    most = max(1, CODE_REGISTERS // unit_registers(problem))
+    most = max(1, ahead_in_registers(problem, integers))
     tile = replace(tile, ahead=max(number for number in VALUES["ahead"] if number <= min(most, tile.ahead)))
     # With less shared memory floats, which take less, and fewer programs.
     smaller = replace(tile, integers=False), replace(tile, programs=1, integers=False)
@@ -149,7 +156,7 @@ def _loses(problem: Problem, tile: StreamTile) -> str | None:
     reasons = (
         (2 * tile.warps * tile.programs <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
         (tile.unroll > unrolled(tile, shape, count), "there are no more row tiles to unroll"),
-        (found * unit_registers(problem) > CODE_REGISTERS and found > 1, "codes take too many registers"),
+        (found > max(1, ahead_in_registers(problem, tile.integers)), "codes take too many registers"),
         (bool(smaller), "it is the same as with fewer units ahead"),
         (tile.warps > shape.steps, "there are fewer units of columns than warps"),
     )

@@ -214,7 +214,7 @@ class Streamed:
         """The dtype of x."""
         import triton.language as tl
 
-        return getattr(tl, self.dtype_name)
+        return {"bfloat16": tl.bfloat16, "float16": tl.float16}[self.dtype_name]
 
     @property
     def unit(self) -> int:

@@ -25,6 +25,7 @@ from quantkit.kernels.problem import (
     Outline,
     Problem,
     TileError,
+    Verdict,
     always,
     device_features,
     one_plane,
@@ -95,32 +96,23 @@ def _skinny_pays(problem: Problem) -> str | None:
     return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
 
 
-def _stream_supports(problem: Problem) -> str | None:
-    if problem.m > stream.MOST_ROWS:
-        return f"it takes up to {stream.MOST_ROWS} rows of x, not {problem.m}"
-    if (reason := _unmultipliable(problem)) is not None:
-        return reason
-    if not {"ptx", "gluon"} <= problem.features:
-        return "it is for NVIDIA GPUs from compute capability 8.0 on, and the Gluon of Triton 3.6"
-    if problem.k % 8:
-        return f"it loads 16 bytes of x at a time, of whose {problem.k} columns some begin between them"
-    if _looked_up(problem):
-        return f"it would look up every value of {problem.scheme.format.name} in memory"
-    return stream.why_no_tile(problem)
+def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
+    """What a row says whose programs have up to so many rows of x in shared memory."""
 
+    def supports(problem: Problem) -> str | None:
+        if problem.m > most:
+            return f"it takes up to {most} rows of x, not {problem.m}"
+        if (reason := _unmultipliable(problem)) is not None:
+            return reason
+        if not {"ptx", "gluon"} <= problem.features:
+            return "it is for NVIDIA GPUs from compute capability 8.0 on, and the Gluon of Triton 3.6"
+        if problem.k % 8:
+            return f"it loads 16 bytes of x at a time, of whose {problem.k} columns some begin between them"
+        if _looked_up(problem):
+            return f"it would look up every value of {problem.scheme.format.name} in memory"
+        return why_no_tile(problem)
 
-def _narrow_supports(problem: Problem) -> str | None:
-    if problem.m > narrow.MOST_ROWS:
-        return f"it takes up to {narrow.MOST_ROWS} rows of x, not {problem.m}"
-    if (reason := _unmultipliable(problem)) is not None:
-        return reason
-    if not {"ptx", "gluon"} <= problem.features:
-        return "it is for NVIDIA GPUs from compute capability 8.0 on, and the Gluon of Triton 3.6"
-    if problem.k % 8:
-        return f"it copies 16 bytes of x at a time, of whose {problem.k} columns some begin between them"
-    if _looked_up(problem):
-        return f"it would look up every value of {problem.scheme.format.name} in memory"
-    return narrow.why_no_tile(problem)
+    return supports
 
 
 def _narrow_pays(problem: Problem) -> str | None:
@@ -320,7 +312,7 @@ FUSED_ROWS = (
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 8 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
         devices=("cuda",),
-        supports=_stream_supports,
+        supports=_shares_x(stream.MOST_ROWS, stream.why_no_tile),
         pays=always,
         layout=FRAGMENTS,
         launch=_launch(stream.run),
@@ -341,7 +333,7 @@ FUSED_ROWS = (
         summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for 8 to 32 "
         "rows of x",
         devices=("cuda",),
-        supports=_narrow_supports,
+        supports=_shares_x(narrow.MOST_ROWS, narrow.why_no_tile),
         pays=_narrow_pays,
         layout=FRAGMENTS,
         launch=_launch(narrow.run),

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quantkit.kernels.fused.expressions import bit_moves, placement, planes, registers
-from quantkit.kernels.fused.ptx import Expression
+from quantkit.kernels.fused.expressions import bit_moves, placement, planes
+from quantkit.kernels.fused.ptx import Expression, Writer
 from quantkit.packing.formats import NumberFormat
 
 
@@ -69,6 +69,11 @@ def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
             yield Bytes(lift, flip, less, lowest / first)
 
 
+def planes_apart(count: int, dot: int) -> int:
+    """How far apart two of so many planes are whose codes share registers, so that both are of one dot."""
+    return min(count, dot // 16) // 2
+
+
 def low_planes(count: int, apart: int) -> tuple[int, ...]:
     """The planes of so many that go to low bytes; those so far after them go to the high ones."""
     return tuple(plane for plane in range(count) if plane // apart % 2 == 0)
@@ -77,22 +82,10 @@ def low_planes(count: int, apart: int) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def byte_expression(number_format: NumberFormat, apart: int) -> Expression:
     """PTX that makes a register of four bytes for each of `low_planes`, of a register of each part."""
-    way, bits, fields = as_bytes(number_format), number_format.bits, placement(number_format)
+    way, fields = as_bytes(number_format), placement(number_format)
     assert way is not None
-    lows = low_planes(planes(bits), apart)
-    lines: list[str] = []
-    shifted: dict[tuple[int, int], str] = {}
-
-    def source(register: int, right: int) -> str:
-        operand = f"${len(lows) + register}"
-        if right == 0:
-            return operand
-        if (register, right) not in shifted:
-            shifted[register, right] = f"s{len(shifted)}"
-            op = "shr.u32" if right > 0 else "shl.b32"
-            lines.append(f"{op} {shifted[register, right]}, {operand}, {abs(right)};")
-        return shifted[register, right]
-
+    lows = low_planes(planes(number_format.bits), apart)
+    writer = Writer(number_format.bits, len(lows))
     for i, low in enumerate(lows):
         masks: dict[tuple[int, int], int] = {}
         for plane, lift in ((low, way.lift), (low + apart, way.lift + 8)):
@@ -102,10 +95,10 @@ def byte_expression(number_format: NumberFormat, apart: int) -> Expression:
         # Moved bits are those of nobody else, so that what flips them sets them, too.
         rest = f"0x{(0x80 if way.less else way.flip) * 0x01010101:08X}"
         for (register, right), mask in masks.items():
-            lines.append(f"lop3.b32 ${i}, {source(register, right)}, 0x{mask * 0x10001:08X}, {rest}, 0x6A;")
+            source = writer.shift(register, right)
+            writer.lines.append(f"lop3.b32 ${i}, {source}, 0x{mask * 0x10001:08X}, {rest}, 0x6A;")
             rest = f"${i}"
         if way.less:
-            lines.append(f"sub.u32 ${i}, ${i}, 0x{way.less * 0x01010101:08X};")
-            lines.append(f"xor.b32 ${i}, ${i}, 0x{way.flip * 0x01010101:08X};")
-    body = "\n".join([f".reg .b32 s<{len(shifted) + 1}>;", *lines])
-    return Expression(f"{{{body}}}", ",".join(["=&r"] * len(lows) + ["r"] * registers(bits)))
+            writer.lines.append(f"sub.u32 ${i}, ${i}, 0x{way.less * 0x01010101:08X};")
+            writer.lines.append(f"xor.b32 ${i}, ${i}, 0x{way.flip * 0x01010101:08X};")
+    return writer.expression()

@@ -41,11 +41,11 @@ class Expression:
     table: str | None = None
 
 
-class _Writer:
+class Writer:
     """Collects instructions; a register shifted once is not shifted again."""
 
-    def __init__(self, bits: int) -> None:
-        self.outputs = planes(bits)
+    def __init__(self, bits: int, outputs: int) -> None:
+        self.bits, self.outputs = bits, outputs
         self.lines: list[str] = []
         self.shifted: dict[tuple[int, int], str] = {}
         self.constants: dict[int, str] = {}
@@ -70,13 +70,13 @@ class _Writer:
     def constant(self, bits: int) -> str:
         return self.constants.setdefault(bits, f"c{len(self.constants)}")
 
-    def expression(self, bits: int, table: str | None = None) -> Expression:
+    def expression(self, table: str | None = None) -> Expression:
         names = (("s", self.shifted), ("c", self.constants), ("t", range(self.temporaries)))
         head = f".reg .b32 {', '.join(f'{name}<{len(used) + 1}>' for name, used in names)};"
         moves = [f"mov.b32 {name}, 0x{value:08X};" for value, name in self.constants.items()]
         body = "\n".join([head, *moves, *self.lines])
         outputs = ["=&r"] * self.outputs
-        inputs = ["r"] * (registers(bits) + (0 if table is None else 2))
+        inputs = ["r"] * (registers(self.bits) + (0 if table is None else 2))
         return Expression(f"{{{body}}}", ",".join([*outputs, *inputs]), table)
 
 
@@ -104,7 +104,7 @@ def _twice(bits: int | None) -> int:
 
 
 def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Expression:
-    writer = _Writer(bits)
+    writer = Writer(bits, len(found))
     for i, plane in enumerate(found):
         rest = f"0x{_twice(plane.base):08X}" if plane.base else None
         for move in plane.moves:
@@ -117,7 +117,7 @@ def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Exp
         if (plane.factor, plane.addend) != (1.0, 0.0):
             numbers = (writer.constant(_twice(lane.bits(x))) for x in (plane.factor, plane.addend))
             writer.lines.append(f"fma.rn.{name} ${i}, ${i}, {', '.join(numbers)};")
-    return writer.expression(bits)
+    return writer.expression()
 
 
 def _wide_integers(number_format: NumberFormat, lane: Lane, name: str) -> Expression:
@@ -125,7 +125,7 @@ def _wide_integers(number_format: NumberFormat, lane: Lane, name: str) -> Expres
 
     With P = 2^mantissa: P + (code mod P) comes from the low bits, and -2 P or -P as the highest is 0 or 1.
     """
-    writer = _Writer(number_format.bits)
+    writer = Writer(number_format.bits, planes(number_format.bits))
     unit = 2.0**lane.mantissa_bits
     magic, negative, one = (_twice(lane.bits(x)) for x in (unit, -unit, 1.0))
     top, low = _twice(1 << lane.mantissa_bits), _twice((1 << lane.mantissa_bits) - 1)
@@ -136,7 +136,7 @@ def _wide_integers(number_format: NumberFormat, lane: Lane, name: str) -> Expres
         added = writer.temporary()
         writer.lines.append(f"lop3.b32 {added}, {source}, 0x{top:08X}, 0x{negative:08X}, 0xAE;")
         writer.lines.append(f"fma.rn.{name} ${plane}, ${plane}, {writer.constant(one)}, {added};")
-    return writer.expression(number_format.bits)
+    return writer.expression()
 
 
 def _table(number_format: NumberFormat, name: str) -> Expression:
@@ -145,7 +145,7 @@ def _table(number_format: NumberFormat, name: str) -> Expression:
     A shuffle looks at the low five bits of the lane's number only, so that what is above a code may stay.
     """
     bits = number_format.bits
-    writer = _Writer(bits)
+    writer = Writer(bits, planes(bits))
     mine = f"${writer.outputs + registers(bits)}"
     for plane, moves in enumerate(code_moves(number_format)):
         values = []
@@ -160,7 +160,6 @@ def _table(number_format: NumberFormat, name: str) -> Expression:
             writer.lines.append(f"shfl.sync.idx.b32 {values[-1]}, {mine}, {code}, 31, 0xFFFFFFFF;")
         writer.lines.append(f"prmt.b32 ${plane}, {values[0]}, {values[1]}, 0x5410;")
     return writer.expression(
-        bits,
         "{.reg .b32 lane;\n.reg .b64 at;\n.reg .f32 value;\nmov.u32 lane, %laneid;\n"
         f"and.b32 lane, lane, {2**bits - 1};\nmad.wide.u32 at, lane, 4, $1;\n"
         f"ld.global.f32 value, [at];\ncvt.rn.{name}.f32 $0, value, value;}}",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes
+from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes, planes_apart
 from quantkit.kernels.fused.launch.gpu import (
     multiprocessors_of,
     processors,
@@ -290,8 +290,8 @@ class Streamed:
 
     @property
     def apart(self) -> int:
-        """How far apart planes are whose codes become bytes of one register: both are of one dot."""
-        return min(self.planes, self.dot // 16) // 2
+        """How far apart planes are whose codes become bytes of one register."""
+        return planes_apart(self.planes, self.dot)
 
     @property
     def made(self) -> int:
@@ -358,7 +358,7 @@ def streamed(
     if tile.integers:
         way = as_bytes(scheme.format)
         assert way is not None
-        worth, found = way.worth, byte_expression(scheme.format, min(shape.planes, shape.dot // 16) // 2)
+        worth, found = way.worth, byte_expression(scheme.format, planes_apart(shape.planes, shape.dot))
     assert found is not None
     constraints = found.constraints
     if found.table is not None:

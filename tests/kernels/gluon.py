@@ -152,7 +152,8 @@ class Shared:
         return Shared(self.data.transpose(axes))
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
-        return Shared(self.data.reshape(shape))
+        # Or what it begins with.
+        return Shared(self.data.reshape(-1)[: np.prod(shape, dtype=int)].reshape(shape))
 
     def load(self, layout: Any) -> Any:
         from triton import language as tl
@@ -392,6 +393,9 @@ def inline_asm(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool,
     if "%laneid" in asm:
         values = tl.load(args[0] + tl.arange(0, ptx.table_size(asm))).handle.data.astype(np.float64)
         return tensor(ptx.held(asm, values, kind).astype(np.uint32), dtype)
+    if asm.startswith(".shared"):
+        values = tl.load(args[0] + tl.arange(0, 16)).handle.data.astype(np.float64)
+        return tensor(ptx.fill(asm, values).astype(np.uint32), dtype)
     # A table is what the 32 lanes of a warp hold; all else registers, of one number or of two.
     data = [one.handle.data for one in args]
     tables = [one.astype(np.uint64) for one in data if one.shape == (32,)]

@@ -9,6 +9,8 @@ import torch
 from .bfloat16 import wide
 
 WORD = np.uint64(0xFFFFFFFF)
+#: Words of the variables of shared memory that PTX has, by name.
+SHARED: dict[str, np.ndarray] = {}
 
 
 def floats(registers_: np.ndarray | np.uint64, ptx: str) -> list[np.ndarray]:
@@ -37,9 +39,12 @@ def run(
 ) -> list[np.ndarray]:
     """What the PTX of an expression computes: the few instructions there are, each by its definition.
 
-    `table` is what the lanes of a warp hold in the operand after `inputs`.
+    `table` is what the lanes of a warp hold in the operand after `inputs`, of which four are a lane's.
     """
     known = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+    if table is not None:
+        known[f"${outputs + len(inputs)}"] = np.resize(np.repeat(table, 4), len(inputs[0]))
+    known.update(dict.fromkeys(SHARED, np.uint64(0)))
     zero = np.zeros_like(inputs[0])
 
     def value(token: str) -> np.ndarray | np.uint64:
@@ -51,8 +56,12 @@ def run(
             assert (operands[0], *operands[2:]) == (f"${outputs + len(inputs)}", "31", "0xFFFFFFFF")
             known[to] = table[known[operands[1]] & np.uint64(31)]
             continue
+        if op == "ld.shared.b32":
+            (memory,) = SHARED.values()
+            known[to] = memory[known[operands[0].strip("[]")] // np.uint64(4)].astype(np.uint64)
+            continue
         a, b, c, *_ = [*map(value, operands), zero, zero]
-        if op == "mov.b32":
+        if op in ("mov.b32", "mov.u32"):
             known[to] = zero + a
         elif op == "shr.u32":
             known[to] = a >> b
@@ -64,6 +73,8 @@ def run(
             known[to] = a ^ b
         elif op == "sub.u32":
             known[to] = a - b & WORD
+        elif op == "add.u32":
+            known[to] = a + b & WORD
         elif op == "lop3.b32":
             truth = int(operands[3], 0)
             bits = [(truth >> i & 1, i) for i in range(8)]
@@ -126,3 +137,50 @@ def held(table: str, values: np.ndarray, ptx: str) -> np.ndarray:
     assert f"cvt.rn.{ptx}.f32 $0, value, value;" in table
     mine = values[np.arange(32) % table_size(table)]
     return as_register([mine, mine], ptx)
+
+
+def fill(table: str, values: np.ndarray) -> np.ndarray:
+    """What lanes hold after PTX that writes a table to shared memory; `values` are those of its address."""
+    declared = re.match(r"\.shared \.align 128 \.b8 (\w+)\[(\d+)\];\n", table)
+    assert declared is not None
+    name, size = declared.groups()
+    SHARED.clear()
+    memory = SHARED[name] = np.full(int(size) // 4, WORD, dtype=np.uint64)
+    body = table[declared.end() :]
+    turns = body.count("st.shared.v4.b32")
+    threads = len(memory) // 4 // turns
+    known: dict[str, np.ndarray] = {"%tid.x": np.arange(threads), name: np.zeros(threads, int)}
+    known["$1"] = known[name]
+
+    def value(token: str) -> np.ndarray:
+        return known[token] if token in known else np.full(threads, int(token, 0))
+
+    # Lists of registers have commas of their own.
+    for line in re.split(r";", re.sub(r"^\{|\}$", "", body)):
+        op, _, rest = line.strip().partition(" ")
+        if op in ("", ".reg", "bar.sync"):
+            continue
+        if op == "st.shared.v4.b32":
+            at, stored = re.fullmatch(r"\[(\w+)\], \{(.*)\}", rest).groups()  # type: ignore[union-attr]
+            for i, word in enumerate(stored.split(", ")):
+                memory[known[at] // 4 + i] = known[word]
+            continue
+        to, *operands = (part.strip(" []") for part in rest.split(","))
+        a, b, c, *_ = [*map(value, operands), known[name], known[name]]
+        if op == "ld.global.f32":
+            known[to] = values[a // 4]
+        elif op in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
+            known[to] = as_register([b, a], op.split(".")[2]).astype(np.int64)
+        else:
+            known[to] = {
+                "mov.u32": lambda: a,
+                "add.u32": lambda: a + b,
+                "and.b32": lambda: a & b,
+                "shl.b32": lambda: a << b,
+                "bfe.u32": lambda: a >> b & (1 << c) - 1,
+                "mad.wide.u32": lambda: a * b + c,
+                "mad.lo.u32": lambda: a * b + c,
+            }[op]()
+    lanes = known["$0"].reshape(-1, 32)
+    assert (lanes == lanes[0]).all()
+    return lanes[0]

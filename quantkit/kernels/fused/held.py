@@ -3,7 +3,8 @@
 A quad is 16 bytes of a lane: operand B of two products. Lane 4 n + t has column n of eight, which is a row of
 x or one of its digits. A piece is as many columns as lanes 4 n to 4 n + 3 have in a quad:
 
-    floats     32 columns of x, as they lie in memory
+    floats     32 columns of x, as they lie in memory; or, where registers are of two planes, two columns
+               that lie 2 apart in each word
     integers   64 columns, a byte for each: x is three digits of 8 bits,
 
                    x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
@@ -55,12 +56,15 @@ def hold(x, M, S: gl.constexpr):
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     held = gl.allocate_shared_memory(
-        gl.int32, [S.room * S.column_groups, S.warps * S.stored_quads * 16], FLAT
+        gl.int32, [S.held_rows, S.warps * S.stored_quads * 16], FLAT
     )
     if S.integers:
         unit = _hold_digits(x, M, held, S)
     else:
-        _copy(x, M, held, S)
+        if S.paired:
+            _hold_pairs(x, M, held, S)
+        else:
+            _copy(x, M, held, S)
         UNITS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _tasks_of(S)))
         unit = gl.full([S.warps, S.rows], 1.0, gl.float32, UNITS)
     return held, unit
@@ -97,19 +101,44 @@ def pair_of(words, DTYPE: gl.constexpr):
 def _copy(x, M, held, S: gl.constexpr):
     """Have x copied, 16 bytes at a time, or 8 for groups of 16, to [piece, warp, row, t, word]."""
     SIZE: gl.constexpr = S.room * S.warps * S.stored_quads * 16
+    at, inside = _places(x, M, S)
+    async_copy.async_copy_global_to_shared(
+        held._reinterpret(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])), at, mask=inside
+    )
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _hold_pairs(x, M, held, S: gl.constexpr):
+    """x to the same places, with words (e0, e1) of numbers p0 instead of (p0, e1) of e0."""
+    SIZE: gl.constexpr = S.room * S.warps * S.stored_quads * 16
+    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [S.warps], [0])
+    at, inside = _places(x, M, S)
+    words = gl.load(at, mask=inside, other=0)
+    first, second = gl.split(gl.permute(gl.reshape(words, (SIZE // 4, 2, 2)), (0, 2, 1)))
+    low = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second], gl.int32, True, 1
+    )
+    high = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, second], gl.int32, True, 1
+    )
+    words = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (SIZE,))
+    words = gl.convert_layout(words, FLAT, assert_trivial=True)
+    held._reinterpret(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(words)
+
+
+@gluon.jit
+def _places(x, M, S: gl.constexpr):
+    """Where the words [piece, warp, row, t, word] of x are, and which there are."""
+    SIZE: gl.constexpr = S.room * S.warps * S.stored_quads * 16
     i = gl.arange(0, SIZE, gl.BlockedLayout([4], [32], [S.warps], [0]))
     piece, warp = i // (16 * S.rows * S.warps), i // (16 * S.rows) % S.warps
     # Two columns to a word.
     column = (warp * S.pieces + piece) * 16 + _of_run(i // 4 % 4, i % 4, S)
     row = gl.minimum(i // 16 % S.rows, M - 1).to(gl.int64)
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
-    async_copy.async_copy_global_to_shared(
-        held._reinterpret(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        at,
-        mask=(piece < S.pieces) & (column < S.k // 2),
-    )
-    async_copy.commit_group()
-    async_copy.wait_group(0)
+    return at, (piece < S.pieces) & (column < S.k // 2)
 
 
 @gluon.jit

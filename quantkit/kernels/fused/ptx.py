@@ -3,6 +3,11 @@
 A 32-bit register holds two lanes of 16 bits, each of which becomes a 16-bit float. What is computed follows
 the description in `quantkit.kernels.fused.expressions`, but for 8-bit integers, which do not fit the mantissa
 of a bfloat16, and tables of up to 32 values: each lane of a warp holds one of them, and a shuffle fetches it.
+Or, where there is room, both values of two 4-bit codes come from shared memory, which has them for each byte
+that two codes can be, and each of these 32 times, so that no lane waits for another's bank:
+
+    word    7 6 5 4 3 2 1 0      address = 128 * byte + 4 * lane      values of codes 2 i and 2 i + 1
+            lane 1  lane 0       of byte i = codes 2 i + 1, 2 i       in the halves of what is loaded
 """
 
 from collections.abc import Sequence
@@ -26,6 +31,8 @@ from quantkit.packing.formats import NumberFormat
 LANES: dict[str, tuple[Lane, str]] = {"bfloat16": (BFLOAT16, "bf16x2"), "float16": (FLOAT16, "f16x2")}
 #: Bits of a code whose values the lanes of a warp can hold.
 TABLE_BITS = 5
+#: Of one two of which are a byte, and the bytes of shared memory that all pairs take.
+PAIR_BITS, PAIR_BYTES = 4, 256 * 32 * 4
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Expression:
     """Inline PTX: an output for each plane from the registers of all parts, with its operand constraints.
 
     Its last two operands are what `table` gives, where that is not None: PTX that fetches the value that a
-    lane of the warp holds, twice, from the address of float32 values.
+    lane of the warp holds, twice, from the address of float32 values. Of `pairs` the last one is.
     """
 
     asm: str
@@ -163,4 +170,53 @@ def _table(number_format: NumberFormat, name: str) -> Expression:
         "{.reg .b32 lane;\n.reg .b64 at;\n.reg .f32 value;\nmov.u32 lane, %laneid;\n"
         f"and.b32 lane, lane, {2**bits - 1};\nmad.wide.u32 at, lane, 4, $1;\n"
         f"ld.global.f32 value, [at];\ncvt.rn.{name}.f32 $0, value, value;}}",
+    )
+
+
+@lru_cache(maxsize=256)
+def pairs(number_format: NumberFormat, dtype: str, warps: int) -> Expression | None:
+    """The expression by pairs of values in shared memory, for programs of so many warps; None if there is none.
+
+    A register is of two planes of one lane, not of two lanes of one plane: the first is of planes 0 and 1 of
+    the lower lane, the second of those of the upper one, and so on. `table` writes all pairs, waits until all
+    warps have, and gives what the address of a lane begins with. It is run once.
+    """
+    found = expression(number_format, dtype)
+    if found is None or found.table is None or number_format.bits != PAIR_BITS:
+        return None
+    lines = ["mov.u32 first, values_of_pairs;"]
+    for plane, byte in enumerate((0, 2, 1, 3)):
+        # The byte times 128.
+        shift = f"shl.b32 at, $4, {7 - 8 * byte};" if byte == 0 else f"shr.u32 at, $4, {8 * byte - 7};"
+        lines += [shift, "lop3.b32 at, at, 0x7F80, $5, 0xEA;", "add.u32 at, at, first;"]
+        lines.append(f"ld.shared.b32 ${plane}, [at];")
+    body = "\n".join(lines)
+    asm = f"{{.reg .b32 at, first;\n{body}}}"
+    return Expression(asm, "=&r,=&r,=&r,=&r,r,r", _pair_table(LANES[dtype][1], warps))
+
+
+def _pair_table(name: str, warps: int) -> str:
+    """PTX that has each thread write its share of all pairs, 16 bytes at a time."""
+    threads = 32 * warps
+    lines = ["mov.u32 thread, %tid.x;", "mov.u32 first, values_of_pairs;"]
+    for turn in range(PAIR_BYTES // 16 // threads):
+        lines += [
+            f"add.u32 number, thread, {turn * threads};",
+            # Eight for each pair: the codes of number // 8.
+            "bfe.u32 code, number, 3, 4;",
+            "mad.wide.u32 at, code, 4, $1;",
+            "ld.global.f32 low, [at];",
+            "bfe.u32 code, number, 7, 4;",
+            "mad.wide.u32 at, code, 4, $1;",
+            "ld.global.f32 high, [at];",
+            f"cvt.rn.{name}.f32 both, high, low;",
+            "mad.lo.u32 to, number, 16, first;",
+            "st.shared.v4.b32 [to], {both, both, both, both};",
+        ]
+    lines += ["bar.sync 0;", "and.b32 $0, thread, 31;", "shl.b32 $0, $0, 2;"]
+    body = "\n".join(lines)
+    return (
+        f".shared .align 128 .b8 values_of_pairs[{PAIR_BYTES}];\n"
+        "{.reg .b32 thread, first, number, code, both, to;\n.reg .b64 at;\n.reg .f32 low, high;\n"
+        f"{body}}}"
     )

@@ -1,8 +1,9 @@
 """y = x W^T for up to eight rows of x: codes stream through registers past an x that stays in shared memory.
 
 The warps of a program share its row tiles and divide the columns among themselves: each has the x of its own
-columns in shared memory, and loads codes some units of columns ahead, of one row tile after the other. What
-warps have of a row tile goes to shared memory, too, and is added up once all have read their last code.
+columns in shared memory, and loads codes some units of columns ahead, of one row tile after the other, or of
+two that are multiplied with what is loaded of x once. What warps have of a row tile goes to shared memory, too,
+and is added up once all have read their last code.
 
 Products are those of 16-bit floats, or of 8-bit integers and the digits of x (`quantkit.kernels.fused.held`),
 which are exact, and for which codes take a third of the instructions. Written in Gluon, which says what each
@@ -36,14 +37,10 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 def stream(x, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, S: gl.constexpr):
     """A program has ROW_TILES row tiles, each of its warps `S.units` units of their columns.
 
-    Row tiles are unrolled some at a time. Codes are loaded `S.ahead` units before they are multiplied, of
-    which those that are unrolled are a multiple: a unit has the same registers in each turn.
+    A turn is that of `S.together` row tiles. Codes are loaded `S.ahead` units before they are multiplied; where
+    there are several turns, those of a turn are a multiple of that: a unit has the same registers in each.
     """
-    QUADS: gl.constexpr = quads_of(S.warps)
     AHEAD: gl.constexpr = S.ahead
-    UNROLL: gl.constexpr = S.unroll
-    UNITS: gl.constexpr = S.units
-    GROUPS: gl.constexpr = S.column_groups
     if S.overlap:
         let_next_start()
     first = gl.program_id(0) * ROW_TILES
@@ -54,8 +51,8 @@ def stream(x, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, S: gl.c
         ring = ring + (_load(given, first * 0, number, S),)
     table = lut
     if S.table is not None:
-        # No tensor in truth: each lane of a warp has a value of its own.
-        table = gl.inline_asm_elementwise(S.table, "=r,l", [lut], gl.int32, True, 1)
+        # No tensor in truth: each lane of a warp has its own.
+        table = gl.inline_asm_elementwise(S.table, "=r,l", [lut], gl.int32, not S.paired, 1)
     if S.overlap:
         # Only x is written by the kernel before this one.
         wait_for_kernel_before()
@@ -64,30 +61,55 @@ def stream(x, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, S: gl.c
     parts = gl.allocate_shared_memory(
         gl.float32, [S.row_tile_room, S.warps * S.rows * 16], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    for turn in range((count + S.unroll - 1) // S.unroll):
-        for row_tile in gl.static_range(UNROLL):
-            total = ()
-            for _ in gl.static_range(GROUPS):
-                total = total + (gl.full([S.warps, 32, 4], 0, gl.int32 if S.whole else gl.float32, QUADS),)
-            for unit in gl.static_range(UNITS):
-                loaded = ring[0]
-                following = _load(given, turn * S.unroll, row_tile * S.units + unit + S.ahead, S)
-                ring = _after(ring, following)
-                total = _multiply(total, loaded, table, held, unit, scale, zero, S)
-            # Beyond the last row tile nobody reads what is written.
-            parts.index(gl.minimum(turn * S.unroll + row_tile, S.row_tile_room - 1)).store(
-                _sums(total, weights, S)
+    if S.once:
+        _turn(given, ring, first * 0, table, held, weights, parts, scale, zero, S)
+    else:
+        for turn in range((count + S.together - 1) // S.together):
+            ring = _turn(
+                given, ring, turn * S.together, table, held, weights, parts, scale, zero, S
             )
     _write(parts, first, count, scale, factor, bias, y, M, N, S)
 
 
 @gluon.jit
-def _after(ring, following):
+def _turn(given, ring, row_tile, table, held, weights, parts, scale, zero, S: gl.constexpr):
+    """What warps have of the row tiles of a turn, to shared memory; the units that are loaded after those."""
+    TOGETHER: gl.constexpr = S.together
+    UNITS: gl.constexpr = S.units
+    totals = ()
+    for _ in gl.static_range(TOGETHER):
+        totals = totals + (_nothing(gl.int32 if S.whole else gl.float32, S),)
+    for unit in gl.static_range(UNITS):
+        loaded = ring[0]
+        ring = _rest(ring)
+        if unit + S.ahead < S.units or not S.once:
+            ring = ring + (_load(given, row_tile, unit + S.ahead, S),)
+        totals = _multiply(totals, loaded, table, held, unit, scale, zero, S)
+    for number in gl.static_range(TOGETHER):
+        # Beyond the last row tile nobody reads what is written.
+        parts.index(gl.minimum(row_tile + number, S.row_tile_room - 1)).store(
+            _sums(totals[number], weights, S)
+        )
+    return ring
+
+
+@gluon.jit
+def _nothing(DTYPE: gl.constexpr, S: gl.constexpr):
+    """Sums of each group of columns to begin with."""
+    GROUPS: gl.constexpr = S.column_groups
+    sums = ()
+    for _ in gl.static_range(GROUPS):
+        sums = sums + (gl.full([S.warps, 32, 4], 0, DTYPE, quads_of(S.warps)),)
+    return sums
+
+
+@gluon.jit
+def _rest(ring):
     """The units of a ring after its first."""
     units = ()
     for number in gl.static_range(1, len(ring)):
         units = units + (ring[number],)
-    return units + (following,)
+    return units
 
 
 @gluon.jit
@@ -109,18 +131,29 @@ def _addresses(codes, scale, zero, first, count, S: gl.constexpr):
 
 @gluon.jit
 def _load(given, row_tile, number: gl.constexpr, S: gl.constexpr):
+    """A unit of each warp, of all row tiles of a turn that begins with `row_tile`, or of a later one, where
+    `number` is as many as a turn has or more.
+    """
+    TOGETHER: gl.constexpr = S.together
+    first = row_tile + number // S.units * S.together
+    loaded = ()
+    for one in gl.static_range(TOGETHER):
+        loaded = loaded + (_load_of(given, first + one, number % S.units, S),)
+    return loaded
+
+
+@gluon.jit
+def _load_of(given, row_tile, number: gl.constexpr, S: gl.constexpr):
     """Quads of a unit of each warp, and for each 128 columns the words of scales and of zero-points.
 
-    It is unit `number` from the first of `row_tile` on, of which each has `S.units`. What is beyond the last
-    row tile of the program or the last column is not read.
+    What is beyond the last row tile of the program or the last column is not read.
     """
     QUADS: gl.constexpr = S.unit_quads
     PARTS: gl.constexpr = S.unit // 128
     quads_at, scale, zero, words_at, unit, count = given
-    row_tile += number // S.units
-    unit += number % S.units
+    unit += number
     there = (unit < S.all_units) & (row_tile < count)
-    quads_at += row_tile.to(gl.int64) * (S.spans * S.tiles * 128) + number % S.units * (S.unit_quads * 128)
+    quads_at += row_tile.to(gl.int64) * (S.spans * S.tiles * 128) + number * (S.unit_quads * 128)
     quads = ()
     for quad in gl.static_range(QUADS):
         quads = quads + (gl.load(quads_at + quad * 128, mask=gl.expand_dims(there, 2)),)
@@ -248,54 +281,84 @@ def _registers(words, S: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(total, loaded, table, held, unit: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Add the products of a unit."""
-    SPANS: gl.constexpr = S.unit_quads // S.tiles
+def _decoded(loaded, span: gl.constexpr, table, S: gl.constexpr):
+    """What the codes of a span become, of each row tile."""
+    TOGETHER: gl.constexpr = S.together
     TILES: gl.constexpr = S.tiles
-    PRODUCTS: gl.constexpr = S.unit // S.product
-    GROUPS: gl.constexpr = S.column_groups
-    SUMS: gl.constexpr = gl.int32 if S.integers else gl.float32
-    quads, s, z = loaded
     made = ()
-    for span in gl.static_range(SPANS):
+    for one in gl.static_range(TOGETHER):
         words = ()
         for tile in gl.static_range(TILES):
-            words = words + (quads[span * TILES + tile],)
+            words = words + (loaded[one][0][span * TILES + tile],)
         if S.table is not None:
             words = words + (table,)
         made = made + (_registers(words, S),)
-    sums = total
+    return made
+
+
+@gluon.jit
+def _multiply(totals, loaded, table, held, unit: gl.constexpr, scale, zero, S: gl.constexpr):
+    """Add the products of a unit, of each row tile of a turn."""
+    TOGETHER: gl.constexpr = S.together
+    PRODUCTS: gl.constexpr = S.unit // S.product
+    GROUPS: gl.constexpr = S.column_groups
+    sums = totals
+    made = ()
     for number in gl.static_range(PRODUCTS):
-        if S.on_sums and number * S.product % S.dot == 0:
-            sums = ()
-            for _ in gl.static_range(GROUPS):
-                sums = sums + (gl.full([S.warps, 32, 4], 0, SUMS, quads_of(S.warps)),)
-        a = made[S.products[number].span][S.products[number].register]
-        if not S.integers:
-            a = _scaled(
-                a,
-                s[S.products[number].part],
-                z[S.products[number].part],
-                S.products[number].value,
-                scale,
-                zero,
-                S,
-            )
-        after = ()
+        if number % (PRODUCTS * S.tiles // S.unit_quads) == 0:
+            made = _decoded(loaded, S.products[number].span, table, S)
+        x = ()
         for group in gl.static_range(GROUPS):
-            b = columns(held, (unit * S.unit_pieces + number // 2) * S.column_groups + group, S)
-            after = after + (_mma(a, b, sums[group], number % 2, S),)
+            x = x + (columns(held, (unit * S.unit_pieces + number // 2) * S.column_groups + group, S),)
+        after = ()
+        ended = ()
+        for one in gl.static_range(TOGETHER):
+            _, s, z = loaded[one]
+            so_far = sums[one]
+            if S.on_sums and number * S.product % S.dot == 0:
+                so_far = _nothing(gl.int32 if S.integers else gl.float32, S)
+            a = made[one][S.products[number].register]
+            if not S.integers:
+                a = _scaled(
+                    a,
+                    s[S.products[number].part],
+                    z[S.products[number].part],
+                    S.products[number].value,
+                    scale,
+                    zero,
+                    S,
+                )
+            so_far = _products(a, x, so_far, number % 2, S)
+            after = after + (so_far,)
+            if S.on_sums and (number + 1) * S.product % S.dot == 0:
+                low, high = _of_rows(
+                    s[S.products[number].part], S.products[number].value, scale.dtype.element_ty, S
+                )
+                ended = ended + (_with_scales(totals[one], so_far, _for_sums(low, high, S.warps), S),)
         sums = after
         if S.on_sums and (number + 1) * S.product % S.dot == 0:
-            low, high = _of_rows(
-                s[S.products[number].part], S.products[number].value, scale.dtype.element_ty, S
-            )
-            of_rows = _for_sums(low, high, S.warps)
-            after = ()
-            for group in gl.static_range(GROUPS):
-                after = after + (total[group] + sums[group].to(gl.float32) * of_rows,)
-            total = after
-    return total if S.on_sums else sums
+            totals = ended
+    return totals if S.on_sums else sums
+
+
+@gluon.jit
+def _products(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
+    """`sums` plus the products of operand A with a half of the quads of x, for each group of columns."""
+    GROUPS: gl.constexpr = S.column_groups
+    after = ()
+    for group in gl.static_range(GROUPS):
+        after = after + (_mma(a, x[group], sums[group], HALF, S),)
+    return after
+
+
+@gluon.jit
+def _with_scales(total, sums, of_rows, S: gl.constexpr):
+    """`total` plus the sums of a dot times the scales of rows, for each group of columns."""
+    GROUPS: gl.constexpr = S.column_groups
+    after = ()
+    for group in gl.static_range(GROUPS):
+        after = after + (total[group] + sums[group].to(gl.float32) * of_rows,)
+    return after
 
 
 @gluon.jit

@@ -86,8 +86,8 @@ NARROW_TILES = (
 STREAM_TILES = (
     StreamTile(8, ahead=2, integers=True),
     StreamTile(8, ahead=2),
-    StreamTile(4, programs=4, unroll=2, ahead=4, integers=True),
-    StreamTile(16, programs=1, unroll=2, ahead=8),
+    StreamTile(4, programs=4, together=2, ahead=4, integers=True),
+    StreamTile(16, programs=1, together=2, ahead=8),
 )
 each_case = pytest.mark.parametrize("case", CASES)
 #: Cases that run in every tile, of which the interpreter takes long: each kind of codes, scales and zeros.

@@ -15,7 +15,7 @@ from quantkit.kernels.fused.launch.gpu import (
 )
 from quantkit.kernels.fused.launch.operands import SCALE_KINDS, Operands, outputs, shape_of, unknown_value
 from quantkit.kernels.fused.layout import Geometry, geometry
-from quantkit.kernels.fused.ptx import expression
+from quantkit.kernels.fused.ptx import PAIR_BYTES, expression, pairs
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
@@ -26,27 +26,30 @@ MOST_ROWS, MOST_DIGITS = 8, 4
 RESIDENT_WARPS = 16
 #: Rows with more columns than this are divided among more warps.
 LONG_ROWS = 8192
+#: Bytes of shared memory that a program may have without asking for more.
+USUAL_MEMORY = 48 << 10
 #: Registers of a thread for codes, of 128: with more, sums and addresses would be spilled.
 REGISTERS = 88
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
     "programs": (1, 2, 4),
-    "unroll": (1, 2),
-    "ahead": (1, 2, 4, 7, 8),
+    "together": (1, 2),
+    "ahead": (1, 2, 3, 4, 7, 8),
     "integers": (False, True),
 }
 
 
 @dataclass(frozen=True)
 class StreamTile:
-    """Warps of a program, programs of a multiprocessor at once, row tiles that are unrolled, and how many
-    units of columns codes are loaded ahead at most; and whether products are those of integers.
+    """Warps of a program, programs of a multiprocessor at once, row tiles that are multiplied with what is
+    loaded of x, and how many units of columns codes are loaded ahead at most; and whether products are those
+    of integers.
     """
 
     warps: int = 8
     programs: int = 2
-    unroll: int = 1
+    together: int = 1
     ahead: int = 4
     integers: bool = False
 
@@ -66,17 +69,25 @@ def row_tiles(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
     return -(-shape.row_tiles // (multiprocessors * tile.programs))
 
 
-def unrolled(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
-    """Row tiles that are unrolled: no more than there are."""
-    return min(tile.unroll, row_tiles(tile, shape, multiprocessors))
+def together(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
+    """Row tiles of a turn: no more than there are."""
+    return min(tile.together, row_tiles(tile, shape, multiprocessors))
+
+
+def is_once(tile: StreamTile, shape: Geometry, multiprocessors: int) -> bool:
+    """Whether a program has the row tiles of one turn."""
+    return row_tiles(tile, shape, multiprocessors) <= tile.together
 
 
 def ahead(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
-    """Units that codes are loaded ahead: as many as divide those that are unrolled, so that each has
-    registers of its own.
+    """Units that codes are loaded ahead: of several turns as many as divide those of each, so that units have
+    registers of their own.
     """
-    count = unrolled(tile, shape, multiprocessors) * units(tile, shape)
-    return next(number for number in range(min(tile.ahead, count), 0, -1) if count % number == 0)
+    count = units(tile, shape)
+    most = min(tile.ahead, count)
+    if is_once(tile, shape, multiprocessors):
+        return most
+    return next(number for number in range(most, 0, -1) if count % number == 0)
 
 
 def unit_registers(problem: Problem) -> int:
@@ -119,12 +130,12 @@ def _rule(problem: Problem) -> StreamTile:
     long = problem.k > LONG_ROWS
     integers = problem.m <= (1 if long else 2) and why_no_integers(problem) is None
     if long:
-        tile = StreamTile(RESIDENT_WARPS, 1, 2, 2, integers)
+        tile = StreamTile(RESIDENT_WARPS, 1, 2, 1, integers)
     elif problem.m > 2:
         tile = StreamTile(RESIDENT_WARPS, 1, 1, 2, integers)
     else:
         tile = StreamTile(ahead=4 if integers else 2, integers=integers)
-    most = max(1, ahead_in_registers(problem, integers))
+    most = max(1, ahead_in_registers(problem, integers) // tile.together)
     tile = replace(tile, ahead=max(number for number in VALUES["ahead"] if number <= min(most, tile.ahead)))
     # With less shared memory floats, which take less, and fewer programs.
     smaller = replace(tile, integers=False), replace(tile, programs=1, integers=False)
@@ -151,12 +162,12 @@ def _why_not(problem: Problem, tile: StreamTile) -> str | None:
 
 def _loses(problem: Problem, tile: StreamTile) -> str | None:
     shape, count = shape_of(problem), processors(problem)
-    found = ahead(tile, shape, count)
+    found, both = ahead(tile, shape, count), together(tile, shape, count)
     smaller = [number for number in VALUES["ahead"] if found <= number < tile.ahead]
     reasons = (
         (2 * tile.warps * tile.programs <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
-        (tile.unroll > unrolled(tile, shape, count), "there are no more row tiles to unroll"),
-        (found > max(1, ahead_in_registers(problem, tile.integers)), "codes take too many registers"),
+        (tile.together > both, "a program has no more row tiles"),
+        (found * both > max(both, ahead_in_registers(problem, tile.integers)), "codes take too many registers"),
         (bool(smaller), "it is the same as with fewer units ahead"),
         (tile.warps > shape.steps, "there are fewer units of columns than warps"),
     )
@@ -195,13 +206,17 @@ class Streamed:
     asm: str
     constraints: str
     table: str | None
+    #: Whether the expression is that of `pairs`.
+    paired: bool
     warps: int
     #: Rows of x, a power of two.
     rows: int
     #: Row tiles that there is shared memory for, a power of two.
     row_tile_room: int
     units: int
-    unroll: int
+    together: int
+    #: Whether there is but one turn.
+    once: bool
     ahead: int
     overlap: bool
 
@@ -283,10 +298,27 @@ class Streamed:
         return (8 // self.bm if self.integers else 1) * self.rows
 
     @property
-    def shared_memory(self) -> int:
-        """Bytes of shared memory: x, and what warps have of each row tile."""
-        x = self.room * self.column_groups * self.stored_quads * 64
+    def held_rows(self) -> int:
+        """Rows that all warps have quads of x in, with those of `spare_rows`."""
+        return self.room * self.column_groups + self.spare_rows
+
+    @property
+    def spare_rows(self) -> int:
+        """Rows without x, for Triton to ask for more than the `USUAL_MEMORY` that CUDA gives unasked: it does
+        not count pairs.
+        """
+        if not self.paired or self._allocated(0) + PAIR_BYTES <= USUAL_MEMORY:
+            return 0
+        return max(0, -(-(USUAL_MEMORY + 1 - self._allocated(0)) // (self.warps * self.stored_quads * 64)))
+
+    def _allocated(self, spare: int) -> int:
+        x = (self.room * self.column_groups + spare) * self.stored_quads * 64
         return self.warps * (x + self.row_tile_room * self.rows * 64)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory: x, what warps have of each row tile, and pairs."""
+        return self._allocated(self.spare_rows) + self.paired * PAIR_BYTES
 
     @property
     def apart(self) -> int:
@@ -359,9 +391,11 @@ def streamed(
         way = as_bytes(scheme.format)
         assert way is not None
         worth, found = way.worth, byte_expression(scheme.format, planes_apart(shape.planes, shape.dot))
+    by_pairs = None if tile.integers else pairs(scheme.format, name, tile.warps)
+    found = found if by_pairs is None else by_pairs
     assert found is not None
     constraints = found.constraints
-    if found.table is not None:
+    if found.table is not None and by_pairs is None:
         # Two lanes of 16 bits have two of what the lane of the warp holds, a register has one.
         constraints = constraints.removesuffix(",r")
     return Streamed(
@@ -386,11 +420,13 @@ def streamed(
         asm=found.asm,
         constraints=constraints,
         table=found.table,
+        paired=by_pairs is not None,
         warps=tile.warps,
         rows=power_of_two(m),
         row_tile_room=power_of_two(row_tiles(tile, shape, multiprocessors)),
         units=units(tile, shape),
-        unroll=unrolled(tile, shape, multiprocessors),
+        together=together(tile, shape, multiprocessors),
+        once=is_once(tile, shape, multiprocessors),
         ahead=ahead(tile, shape, multiprocessors),
         overlap=overlaps,
     )

@@ -7,12 +7,13 @@ transforms make of it, are in `transforms` and registered here. Layouts of weigh
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.building import building, wait_for
-from quantkit.kernels.problem import ACTIVATION_DTYPES, Outline, Problem
+from quantkit.kernels.problem import ACTIVATION_DTYPES, Normed, Outline, Problem
 from quantkit.kernels.table import FORCE_VARIABLE, choose, forced_row, layout_named, log_choice, warn_unfused
 from quantkit.kernels.transforms import (
     WeightOperand,
@@ -268,6 +269,47 @@ def linear_in_order(
     return _linear(x, parts, layout, bias, scheme, out_features, layout_name, ordered=True)
 
 
+def takes_norm(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scheme: str,
+    out_features: int,
+    layout_name: str,
+) -> bool:
+    """Whether the kernel that the operator would run for x [rows, columns] takes the norm of x itself."""
+    parsed = parse_token(scheme)
+    if parsed.column_scale:
+        return False
+    problem = Problem.on(device, rows, out_features, columns, parsed, dtype, layout_name)
+    chosen = choose(problem)
+    return chosen.row.no_norm(problem, chosen.tile) is None
+
+
+def linear_of_norm(
+    x: torch.Tensor,
+    other: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    kind: str,
+    parts: list[torch.Tensor],
+    layout: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    scheme: str,
+    out_features: int,
+    layout_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + `other`, and what `OPERATOR` computes of the norm of that (`glue.add_norm`), in one launch.
+
+    For what `takes_norm` says; all are contiguous. Without `other` the first result is x.
+    """
+    total = x if other is None else torch.empty_like(x)
+    flat = None if other is None else other.view(-1, x.shape[-1])
+    normed = Normed(weight, eps, kind, flat, None if other is None else total)
+    return total, _linear(x, parts, layout, bias, scheme, out_features, layout_name, normed=normed)
+
+
 def _linear(
     x: torch.Tensor,
     parts: list[torch.Tensor],
@@ -278,6 +320,7 @@ def _linear(
     layout_name: str,
     *,
     ordered: bool = False,
+    normed: Normed | None = None,
 ) -> torch.Tensor:
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
@@ -305,11 +348,17 @@ def _linear(
             f"columns of x are in the order of another kernel than {chosen.row.name}, which runs {problem}. "
             f"Set {FORCE_VARIABLE} and what else chooses kernels before a model runs, not between two runs."
         )
+    if normed is not None and (reason := chosen.row.no_norm(problem, chosen.tile)) is not None:
+        raise KernelError(
+            f"{chosen.row.name}, which runs {problem}, does not take the norm of x: {reason}. "
+            f"Set {FORCE_VARIABLE} and what else chooses kernels before a model runs, not between two runs."
+        )
     shape = (out_features, columns)
     # The whole weight only where it is used: to check its parts takes longer than to launch most kernels.
     outlined = not parts or (chosen.row.layout is not None and chosen.row.layout.whole)
     weight = Outline(parsed, shape) if outlined else _whole(parts, layout, layout_name, parsed, shape)
-    options = {"ordered": True} if ordered else {}
+    options: dict[str, Any] = {"ordered": True} if ordered else {}
+    options |= {} if normed is None else {"normed": normed}
     given = tuple(layout) if chosen.row.layout is not None else ()
     y = chosen.launch(flat, weight, given, bias, **options)
     return y.view(*x.shape[:-1], out_features)

@@ -115,6 +115,11 @@ def as_it_is(_: "Problem") -> str:
     return ""
 
 
+def never_normed(_: "Problem", __: Any) -> str | None:
+    """The `KernelRow.no_norm` of a row that takes x as it is."""
+    return "it takes x as it is"
+
+
 def unjoinable(_: Sequence[LayoutTensors], __: Sequence[int]) -> None:
     """The `Layout.join` of a layout that does not join."""
     return None
@@ -174,6 +179,21 @@ class Tiling:
     fitted: Callable[[Problem, Any, Problem], Any] = as_measured
 
 
+@dataclass(frozen=True)
+class Normed:
+    """The norm of x, or of x + `other`, which becomes `total`: a kernel computes it, and multiplies with it.
+
+    `weight` [k], `other` and `total` [m, k] are contiguous and of the dtype of x; `eps` and `kind` are those
+    of `quantkit.kernels.glue.norm`.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    kind: str
+    other: torch.Tensor | None = None
+    total: torch.Tensor | None = None
+
+
 class TileError(KernelError):
     """A GPU has too little shared memory, or too few registers or threads, for a tile."""
 
@@ -196,6 +216,9 @@ class KernelRow:
 
     `order(problem)` names the order that the kernel puts columns of x in first, "" for none. What makes x can
     do that in passing (`COLUMN_ORDERS`): `launch` takes such x with `ordered=True`.
+
+    `no_norm(problem, tile)` says why the kernel cannot take the norm of x itself. Where it can, `launch`
+    takes `normed`.
     """
 
     name: str
@@ -207,6 +230,7 @@ class KernelRow:
     launch: Callable[..., torch.Tensor]
     tiling: Tiling | None = None
     order: Callable[[Problem], str] = as_it_is
+    no_norm: Callable[[Problem, Any], str | None] = never_normed
 
 
 @lru_cache(maxsize=64)

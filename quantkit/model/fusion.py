@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from quantkit.kernels import glue
-from quantkit.kernels.linear import OPERATOR, linear_in_order, order_of
+from quantkit.kernels.linear import OPERATOR, linear_in_order, linear_of_norm, order_of, takes_norm
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.table import is_verbose
 from quantkit.model.constants import hold_constants
@@ -234,6 +234,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
                 # It may have been replaced together with one before.
                 if not anchor._erased:
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
+    _take_norms(graph, memory, inputs[0].device)
     _hold_back(graph, memory)
     _order_columns(graph, memory, inputs[0].device)
     # Last, as twins have such operations too.
@@ -273,6 +274,78 @@ def _count_at_the_end(graph: Graph, memory: Memory) -> None:
         memory.enter(call, written=frozenset().union(*map(memory.written, additions)))
         for node in additions:
             graph.erase_node(node)
+
+
+def _take_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Have products compute the norm that they alone multiply with, where their kernels can."""
+    for target in (glue.norm, glue.add_norm):
+        for node in graph.find_nodes(op="call_function", target=target):
+            made = _made(node)
+            products = [user for one in made[-1:] for user in _used(memory, one)]
+            if len(products) == 1 and _can_take(memory, node, made, products[0], device):
+                _take_norm(graph, memory, node, made, products[0])
+
+
+def _made(norm: Node) -> list[Node]:
+    """The results of `glue.norm` or `glue.add_norm` that are used: the norm, after the sum if that is."""
+    if norm.target is glue.norm:
+        return [norm]
+    parts = {user.args[1]: user for user in norm.users}
+    return [parts[number] for number in (0, 1) if number in parts] if 1 in parts else []
+
+
+def _can_take(memory: Memory, norm: Node, made: Sequence[Node], product: Node, device: torch.device) -> bool:
+    """Whether `product` can compute the norm that it multiplies with, at its own place."""
+    if product.target is not OPERATOR:
+        return False
+    of: Any = product.args
+    x, parts, layout, bias, *weight = of
+    rows, given = made[-1].meta[META], x.meta[META]
+    operands = [one.meta[META] for one in norm.args if isinstance(one, Node)]
+    columns = rows.shape[-1]
+    return (
+        given.shape == rows.shape
+        and all(one.is_contiguous() for one in (given, *operands))
+        and not any(
+            memory.of(one) == memory.of(made[-1]) for one in (*parts, *layout, bias) if one is not None
+        )
+        # Nobody needs the sum before, and what that is of is there still.
+        and not any(user < product for one in made[:-1] for user in one.users)
+        and not any(memory.written(one) & memory.read(norm) for one in _between(norm, product))
+        and all(len(one.users) == 1 for one in _views(x, norm))
+        and takes_norm(rows.numel() // columns, columns, rows.dtype, device, *weight)
+    )
+
+
+def _between(first: Node, last: Node) -> Iterator[Node]:
+    """The nodes after `first` and before `last`."""
+    while (first := first.next) is not last:
+        yield first
+
+
+def _views(node: Node, of: Node) -> Iterator[Node]:
+    """`node`, and what it is a view of, up to a result of `of`."""
+    while node is not of:
+        yield node
+        node = node.all_input_nodes[0]
+
+
+def _take_norm(graph: Graph, memory: Memory, norm: Node, made: Sequence[Node], product: Node) -> None:
+    """Replace a norm and the product of it by one call."""
+    x, *others, weight = norm.args
+    given = (x, others[0] if others else None, weight, norm.kwargs["eps"], norm.kwargs["kind"])
+    with graph.inserting_after(product):
+        call = graph.call_function(linear_of_norm, (*given, *product.args[1:]))
+    memory.enter(call)
+    new = call
+    for number, node in ((1, product), *((0, one) for one in made[:-1])):
+        with graph.inserting_after(new):
+            new = graph.call_function(part, (call, number))
+        new.meta = dict(node.meta)
+        memory.enter(new)
+        node.replace_all_uses_with(new)
+    for node in (product, *made[:-1], *_views(cast(Node, product.args[0]), norm), norm):
+        graph.erase_node(node)
 
 
 def _hold_back(graph: Graph, memory: Memory) -> None:

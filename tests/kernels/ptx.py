@@ -1,6 +1,7 @@
 """The PTX of expressions, emulated: the few instructions there are, each by its definition."""
 
 import re
+from collections.abc import Callable
 from functools import cache, reduce
 
 import numpy as np
@@ -11,6 +12,16 @@ from .bfloat16 import wide
 WORD = np.uint64(0xFFFFFFFF)
 #: Words of the variables of shared memory that PTX has, by name.
 SHARED: dict[str, np.ndarray] = {}
+#: What instructions of addresses compute.
+COUNTED: dict[str, Callable[..., np.ndarray]] = {
+    "mov.u32": lambda a, b, c: a,
+    "add.u32": lambda a, b, c: a + b,
+    "and.b32": lambda a, b, c: a & b,
+    "shl.b32": lambda a, b, c: a << b,
+    "bfe.u32": lambda a, b, c: a >> b & (1 << c) - 1,
+    "mad.wide.u32": lambda a, b, c: a * b + c,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+}
 
 
 def floats(registers_: np.ndarray | np.uint64, ptx: str) -> list[np.ndarray]:
@@ -172,15 +183,7 @@ def fill(table: str, values: np.ndarray) -> np.ndarray:
         elif op in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
             known[to] = as_register([b, a], op.split(".")[2]).astype(np.int64)
         else:
-            known[to] = {
-                "mov.u32": lambda: a,
-                "add.u32": lambda: a + b,
-                "and.b32": lambda: a & b,
-                "shl.b32": lambda: a << b,
-                "bfe.u32": lambda: a >> b & (1 << c) - 1,
-                "mad.wide.u32": lambda: a * b + c,
-                "mad.lo.u32": lambda: a * b + c,
-            }[op]()
+            known[to] = COUNTED[op](a, b, c)
     lanes = known["$0"].reshape(-1, 32)
     assert (lanes == lanes[0]).all()
     return lanes[0]

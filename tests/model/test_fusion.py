@@ -520,6 +520,48 @@ def test_products_are_the_same_of_columns_in_order(monkeypatch: pytest.MonkeyPat
 
 
 @torch.no_grad()
+def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def takes_norm(rows: int, columns: int, *of: Any) -> bool:
+        asked.append((rows, columns))
+        return True
+
+    def of_norm(x: Any, other: Any, weight: Any, eps: float, kind: str, *of: Any) -> Any:
+        if other is None:
+            return x, OPERATOR(glue.norm(x, weight, eps, kind), *of)
+        total, y = glue.add_norm(x, other, weight, eps, kind)
+        return total, OPERATOR(y, *of)
+
+    monkeypatch.setattr(fusion, "takes_norm", takes_norm)
+    monkeypatch.setattr(fusion, "linear_of_norm", of_norm)
+    packed = quantize_tensor(numbers(64, 64), "int4")
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first = linear(glue.slow_norm(x, weight, 1e-5), packed)
+        total = x + first
+        second = linear(glue.slow_norm(total, weight, 1e-6), packed)
+        # Two products, a sum that is needed before, part of the rows, and what is written before the product.
+        both = glue.slow_norm(total + second, weight, 1e-5)
+        twice = linear(both, packed) + linear(both * 2, packed)
+        early = total + twice
+        normed = glue.slow_norm(early, weight, 1e-5)
+        third = linear(normed, packed, (early * 2)[0, 0])
+        part = linear(glue.slow_norm(third, weight, 1e-5)[:, -1:], packed)
+        written = third + part
+        normed = glue.slow_norm(written, weight, 1e-5)
+        written.add_(1)
+        return total + linear(normed, packed) + written
+
+    given = [numbers(2, 3, 64), numbers(64)]
+    step(*given)  # Layouts are built before a step is recorded.
+    module = fused(step, given, "steps")
+    assert calls(module)["of_norm"] == 2 and calls(module)["linear.default"] == 5
+    assert asked == [(6, 64), (6, 64)]
+    close(module(*given), step(*given))
+
+
+@torch.no_grad()
 def test_norms_that_are_a_bias_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "order_of", lambda *_: "fragments")
     packed = quantize_tensor(numbers(64, 64), "int4")

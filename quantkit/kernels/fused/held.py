@@ -48,25 +48,35 @@ def quads_of(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def hold(x, M, S: gl.constexpr):
+def norm_weights(norm, S: gl.constexpr):
+    """What the norm of x is multiplied with, for the columns of each warp; nothing where x is no norm."""
+    weights = ()
+    if S.norm is not None:
+        weights = _own(norm, 1, S)
+    return weights
+
+
+@gluon.jit
+def hold(x, other, weights, total, M, S: gl.constexpr):
     """The quads of all pieces in shared memory, [number, words of all warps], and the unit of each row of x,
     [W, rows]; 1 of floats.
 
     A piece has a quad for each of `S.column_groups`, whose numbers follow each other. Beyond K are zeros.
+    With `S.norm` they are those of the norm of x, or of x + other, which becomes `total`.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    held = gl.allocate_shared_memory(
-        gl.int32, [S.held_rows, S.warps * S.stored_quads * 16], FLAT
-    )
-    if S.integers:
-        unit = _hold_digits(x, M, held, S)
-    else:
-        if S.paired:
-            _hold_pairs(x, M, held, S)
+    held = gl.allocate_shared_memory(gl.int32, [S.held_rows, S.warps * S.stored_quads * 16], FLAT)
+    if S.integers or S.paired or S.norm is not None:
+        words = _own(x, M, S)
+        if S.norm is not None:
+            words = _normed(words, other, weights, total, M, S)
+        if S.integers:
+            unit = _hold_digits(words, held, S)
         else:
-            _copy(x, M, held, S)
-        UNITS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _tasks_of(S)))
-        unit = gl.full([S.warps, S.rows], 1.0, gl.float32, UNITS)
+            unit = _hold_floats(words, held, S)
+    else:
+        _copy(x, M, held, S)
+        unit = _ones(S)
     return held, unit
 
 
@@ -101,44 +111,19 @@ def pair_of(words, DTYPE: gl.constexpr):
 def _copy(x, M, held, S: gl.constexpr):
     """Have x copied, 16 bytes at a time, or 8 for groups of 16, to [piece, warp, row, t, word]."""
     SIZE: gl.constexpr = S.room * S.warps * S.stored_quads * 16
-    at, inside = _places(x, M, S)
-    async_copy.async_copy_global_to_shared(
-        held._reinterpret(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])), at, mask=inside
-    )
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-
-
-@gluon.jit
-def _hold_pairs(x, M, held, S: gl.constexpr):
-    """x to the same places, with words (e0, e1) of numbers p0 instead of (p0, e1) of e0."""
-    SIZE: gl.constexpr = S.room * S.warps * S.stored_quads * 16
-    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [S.warps], [0])
-    at, inside = _places(x, M, S)
-    words = gl.load(at, mask=inside, other=0)
-    first, second = gl.split(gl.permute(gl.reshape(words, (SIZE // 4, 2, 2)), (0, 2, 1)))
-    low = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second], gl.int32, True, 1
-    )
-    high = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, second], gl.int32, True, 1
-    )
-    words = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (SIZE,))
-    words = gl.convert_layout(words, FLAT, assert_trivial=True)
-    held._reinterpret(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(words)
-
-
-@gluon.jit
-def _places(x, M, S: gl.constexpr):
-    """Where the words [piece, warp, row, t, word] of x are, and which there are."""
-    SIZE: gl.constexpr = S.room * S.warps * S.stored_quads * 16
     i = gl.arange(0, SIZE, gl.BlockedLayout([4], [32], [S.warps], [0]))
     piece, warp = i // (16 * S.rows * S.warps), i // (16 * S.rows) % S.warps
     # Two columns to a word.
     column = (warp * S.pieces + piece) * 16 + _of_run(i // 4 % 4, i % 4, S)
     row = gl.minimum(i // 16 % S.rows, M - 1).to(gl.int64)
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
-    return at, (piece < S.pieces) & (column < S.k // 2)
+    async_copy.async_copy_global_to_shared(
+        held._reinterpret(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        at,
+        mask=(piece < S.pieces) & (column < S.k // 2),
+    )
+    async_copy.commit_group()
+    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -154,8 +139,13 @@ def _tasks_of(S):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _hold_digits(x, M, held, S: gl.constexpr):
-    """Digits of x to shared memory; the units of x."""
+def _place(x, M, number: gl.constexpr, S: gl.constexpr):
+    """Where quads [W, 32 = (piece of a turn, row, t), 4] of the columns of each warp are in rows of x, and
+    which there are.
+
+    A turn of integers has two numbers, one for each half of its pieces.
+    """
+    HALVES: gl.constexpr = S.product // 16
     QUADS: gl.constexpr = quads_of(S.warps)
     warp = gl.arange(0, S.warps, gl.SliceLayout(1, gl.SliceLayout(2, QUADS)))
     warp = gl.expand_dims(gl.expand_dims(warp, 1), 2)
@@ -164,17 +154,123 @@ def _hold_digits(x, M, held, S: gl.constexpr):
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, QUADS)))
     word = gl.expand_dims(gl.expand_dims(word, 0), 1)
     row = gl.minimum(lane // 4 % S.rows, M - 1).to(gl.int64)
-    column = warp * (S.pieces * 32) + _of_run(lane % 4, word, S)
+    piece = lane // (4 * S.rows) + number // HALVES * S.at_once
+    run = piece
+    if S.integers:
+        run = _run(piece, number % HALVES, S.apart)
+    column = warp * (S.pieces * S.product) + run * 16 + _of_run(lane % 4, word, S)
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
+    return at, (column < S.k // 2) & (piece < S.pieces)
+
+
+@gluon.jit
+def _own(x, M, S: gl.constexpr):
+    """All words that `_place` names, quads by their number; zeros beyond K."""
+    NUMBERS: gl.constexpr = S.room // S.at_once * (S.product // 16)
+    words = ()
+    for number in gl.static_range(NUMBERS):
+        at, inside = _place(x, M, number, S)
+        words = words + (gl.load(at, mask=inside, other=0),)
+    return words
+
+
+@gluon.jit
+def _normed(words, other, weights, total, M, S: gl.constexpr):
+    """The norm of x, of which a warp has `words`, or of the sum of that and `other`, which becomes `total`.
+
+    Numbers are rounded where `quantkit.kernels.fused.glue.rms_norm` rounds them.
+    """
+    QUADS: gl.constexpr = quads_of(S.warps)
+    TASKS: gl.constexpr = _tasks_of(S)
+    NUMBERS: gl.constexpr = len(words)
+    if S.norm.adds:
+        others = _own(other, M, S)
+        sums = ()
+        for number in gl.static_range(NUMBERS):
+            low, high = pair_of(words[number], S.dtype)
+            more_low, more_high = pair_of(others[number], S.dtype)
+            sums = sums + (_pair(low + more_low, high + more_high, S.dtype),)
+            at, inside = _place(total, M, number, S)
+            # All programs have all of it.
+            gl.store(at, sums[number], mask=inside & (gl.program_id(0) == 0))
+        words = sums
+    squares = gl.full([S.warps, 32, 4], 0.0, gl.float32, QUADS)
+    for number in gl.static_range(NUMBERS):
+        low, high = pair_of(words[number], S.dtype)
+        squares += low * low + high * high
+    of_rows = gl.reshape(gl.sum(squares, axis=2), (S.warps, S.at_once, S.rows, 4))
+    of_rows = gl.convert_layout(of_rows, TASKS, assert_trivial=True)
+    of_rows = gl.sum(gl.sum(gl.sum(of_rows, axis=3), axis=1), axis=0)
+    times = gl.expand_dims(gl.rsqrt(of_rows / S.k + S.norm.eps), 0)
+    times = _of_lanes(times, S)
+    made = ()
+    for number in gl.static_range(NUMBERS):
+        low, high = pair_of(words[number], S.dtype)
+        low, high = low * times, high * times
+        if S.norm.rounded:
+            low, high = low.to(S.dtype).to(gl.float32), high.to(S.dtype).to(gl.float32)
+        weight_low, weight_high = pair_of(weights[number], S.dtype)
+        low, high = low * (weight_low + S.norm.offset), high * (weight_high + S.norm.offset)
+        made = made + (_pair(low, high, S.dtype),)
+    return made
+
+
+@gluon.jit
+def _pair(low, high, DTYPE: gl.constexpr):
+    """Two float32 as the 16-bit numbers of a word."""
+    low = low.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return low | high.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) << 16
+
+
+@gluon.jit
+def _of_lanes(of_rows, S: gl.constexpr):
+    """What rows of x [W or 1, rows] have, where lanes have words of them: [W, 32, 1]."""
+    TASKS: gl.constexpr = _tasks_of(S)
+    of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
+    of_rows, _ = gl.broadcast(of_rows, gl.full([S.warps, S.at_once, S.rows, 4], 0, gl.float32, TASKS))
+    of_rows = gl.convert_layout(
+        gl.reshape(of_rows, (S.warps, 32)), gl.SliceLayout(2, quads_of(S.warps)), assert_trivial=True
+    )
+    return gl.expand_dims(of_rows, 2)
+
+
+@gluon.jit
+def _ones(S: gl.constexpr):
+    """The unit of floats."""
+    return gl.full([S.warps, S.rows], 1.0, gl.float32, gl.SliceLayout(1, gl.SliceLayout(3, _tasks_of(S))))
+
+
+@gluon.jit
+def _hold_floats(words, held, S: gl.constexpr):
+    """Words of `_own` to shared memory, where `_copy` has them; the unit of x.
+
+    For `S.paired` they are (e0, e1) of numbers p0 instead of (p0, e1) of e0.
+    """
+    TURNS: gl.constexpr = S.room // S.at_once
+    turns = held._reinterpret(gl.int32, [TURNS, S.at_once * S.warps * S.rows * 16], held.type.layout)
+    for turn in gl.static_range(TURNS):
+        quads = words[turn]
+        if S.paired:
+            first, second = _split_words(quads, S.warps)
+            low = gl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second], gl.int32, True, 1
+            )
+            high = gl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, second], gl.int32, True, 1
+            )
+            quads = gl.permute(gl.join(low, high), (0, 1, 3, 2))
+        quads = gl.reshape(quads, (S.warps, S.at_once, S.rows * 16))
+        turns.index(turn).store(
+            gl.reshape(gl.permute(quads, (1, 0, 2)), (S.at_once * S.warps * S.rows * 16,))
+        )
+    return _ones(S)
+
+
+@gluon.jit
+def _hold_digits(words, held, S: gl.constexpr):
+    """Digits of x to shared memory; the units of x."""
     GROUPS: gl.constexpr = S.column_groups
     TURNS: gl.constexpr = S.room // S.at_once
-    words = ()
-    for turn in gl.static_range(TURNS):
-        piece = lane // (4 * S.rows) + turn * S.at_once
-        for half in gl.static_range(2):
-            run = _run(piece, half, S.apart)
-            inside = (column + run * 16 < S.k // 2) & (piece < S.pieces)
-            words = words + (gl.load(at + run * 16, mask=inside, other=0),)
     unit, inverse = _units(words, S)
     for turn in gl.static_range(TURNS):
         digits = _digits(words[2 * turn], words[2 * turn + 1], inverse, S)
@@ -201,9 +297,8 @@ def _run(piece, HALF: gl.constexpr, APART: gl.constexpr):
 @gluon.jit
 def _units(words, S: gl.constexpr):
     """The unit of each row of x [W, rows], NaN where not all of it is finite, and 1 / unit [W, 32, 1]."""
-    QUADS: gl.constexpr = quads_of(S.warps)
     TASKS: gl.constexpr = _tasks_of(S)
-    largest = gl.full([S.warps, 32, 4], 0, gl.int32, QUADS)
+    largest = gl.full([S.warps, 32, 4], 0, gl.int32, quads_of(S.warps))
     for number in gl.static_range(len(words)):
         low, high = pair_of(words[number], S.dtype)
         low, high = low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True)
@@ -217,12 +312,7 @@ def _units(words, S: gl.constexpr):
     unit = ((exponent - 21) << 23).to(gl.float32, bitcast=True)
     unit = gl.where(most < 0x7F800000, unit, float("nan"))
     inverse = ((275 - exponent) << 23).to(gl.float32, bitcast=True)
-    inverse = gl.expand_dims(gl.expand_dims(inverse, 1), 3)
-    inverse, _ = gl.broadcast(inverse, gl.full([S.warps, S.at_once, S.rows, 4], 0, gl.float32, TASKS))
-    inverse = gl.convert_layout(
-        gl.reshape(inverse, (S.warps, 32)), gl.SliceLayout(2, QUADS), assert_trivial=True
-    )
-    return unit, gl.expand_dims(inverse, 2)
+    return unit, _of_lanes(inverse, S)
 
 
 @gluon.jit

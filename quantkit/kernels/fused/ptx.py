@@ -175,11 +175,11 @@ def _table(number_format: NumberFormat, name: str) -> Expression:
 
 @lru_cache(maxsize=256)
 def pairs(number_format: NumberFormat, dtype: str, warps: int) -> Expression | None:
-    """The expression by pairs of values in shared memory, for programs of so many warps; None if there is none.
+    """The expression by pairs of values in shared memory, for programs of so many warps; None without one.
 
     A register is of two planes of one lane, not of two lanes of one plane: the first is of planes 0 and 1 of
-    the lower lane, the second of those of the upper one, and so on. `table` writes all pairs, waits until all
-    warps have, and gives what the address of a lane begins with. It is run once.
+    the lower lane, the second of those of the upper one, and so on. `table` writes all pairs, waits until
+    all warps have, and gives what the address of a lane begins with. It is run once.
     """
     found = expression(number_format, dtype)
     if found is None or found.table is None or number_format.bits != PAIR_BITS:

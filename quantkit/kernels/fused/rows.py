@@ -22,6 +22,7 @@ from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.problem import (
     KernelRow,
     Layout,
+    Normed,
     Outline,
     Problem,
     TileError,
@@ -181,10 +182,11 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         bias: torch.Tensor | None,
         tile: Any = None,
         ordered: bool = False,
+        normed: Normed | None = None,
     ) -> torch.Tensor:
         if bias is not None:
             bias = bias.contiguous()
-        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], ordered=ordered)
+        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], ordered=ordered, normed=normed)
         return _started(run, operands, tile)
 
     return launched
@@ -317,6 +319,7 @@ FUSED_ROWS = (
         layout=FRAGMENTS,
         launch=_launch(stream.run),
         tiling=stream.TILING,
+        no_norm=stream.why_no_norm,
     ),
     KernelRow(
         name="fused-skinny",

@@ -2,8 +2,8 @@
 
 The warps of a program share its row tiles and divide the columns among themselves: each has the x of its own
 columns in shared memory, and loads codes some units of columns ahead, of one row tile after the other, or of
-two that are multiplied with what is loaded of x once. What warps have of a row tile goes to shared memory, too,
-and is added up once all have read their last code.
+two that are multiplied with what is loaded of x once. What warps have of a row tile goes to shared memory,
+too, and is added up once all have read their last code.
 
 Products are those of 16-bit floats, or of 8-bit integers and the digits of x (`quantkit.kernels.fused.held`),
 which are exact, and for which codes take a third of the instructions. Written in Gluon, which says what each
@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quantkit.kernels.fused.blocks import finish, scale_value
-from quantkit.kernels.fused.held import columns, hold, pair_of, quads_of
+from quantkit.kernels.fused.held import columns, hold, norm_weights, pair_of, quads_of
 from quantkit.kernels.fused.units import let_next_start, wait_for_kernel_before
 
 #: Products: operand A is a quad, B a half of one.
@@ -34,11 +34,14 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 
 @gluon.jit(do_not_specialize=["M", "ROW_TILES"])
-def stream(x, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, S: gl.constexpr):
+def stream(
+    x, other, norm, total, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, S: gl.constexpr
+):  # fmt: skip
     """A program has ROW_TILES row tiles, each of its warps `S.units` units of their columns.
 
-    A turn is that of `S.together` row tiles. Codes are loaded `S.ahead` units before they are multiplied; where
-    there are several turns, those of a turn are a multiple of that: a unit has the same registers in each.
+    A turn is that of `S.together` row tiles. Codes are loaded `S.ahead` units before they are multiplied;
+    where there are several turns, those of a turn are a multiple of that: units have registers of their own.
+    With `S.norm`, x is that of x, or of x + other, times `norm`, and the sum becomes `total`.
     """
     AHEAD: gl.constexpr = S.ahead
     if S.overlap:
@@ -53,10 +56,11 @@ def stream(x, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, S: gl.c
     if S.table is not None:
         # No tensor in truth: each lane of a warp has its own.
         table = gl.inline_asm_elementwise(S.table, "=r,l", [lut], gl.int32, not S.paired, 1)
+    of_norm = norm_weights(norm, S)
     if S.overlap:
-        # Only x is written by the kernel before this one.
+        # Only x, and what it is the norm of, is written by the kernel before this one.
         wait_for_kernel_before()
-    held, unit_of_x = hold(x, M, S)
+    held, unit_of_x = hold(x, other, of_norm, total, M, S)
     weights = _weights(unit_of_x, S)
     parts = gl.allocate_shared_memory(
         gl.float32, [S.row_tile_room, S.warps * S.rows * 16], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -65,9 +69,7 @@ def stream(x, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, S: gl.c
         _turn(given, ring, first * 0, table, held, weights, parts, scale, zero, S)
     else:
         for turn in range((count + S.together - 1) // S.together):
-            ring = _turn(
-                given, ring, turn * S.together, table, held, weights, parts, scale, zero, S
-            )
+            ring = _turn(given, ring, turn * S.together, table, held, weights, parts, scale, zero, S)
     _write(parts, first, count, scale, factor, bias, y, M, N, S)
 
 

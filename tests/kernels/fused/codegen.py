@@ -274,15 +274,17 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for a few rows of x, in the tile that its name has the numbers of, with a bias.
 
-    With "long", it is for a weight with long rows.
+    With "long", it is for a weight with long rows, with "norm" x is the norm of a sum.
     """
     row, dtype = scheme(case.name), torch.bfloat16
     _, *numbers = case.kernel.split()
-    k = LONG if "long" in numbers else K
-    *sizes, integers = map(int, [one for one in numbers if one != "long"])
+    # Rows for several turns; of a weight with long rows for one.
+    n, k = (N, LONG) if "long" in numbers else (7 * N, K)
+    norm = stream.Norm(True, 1e-5, True, 0.0) if "norm" in numbers else None
+    *sizes, integers = map(int, [one for one in numbers if one not in ("long", "norm")])
     tile = stream.StreamTile(*sizes, bool(integers))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
-    launch, _ = stream._launch(case.m, N, k, row, dtype, True, tile, features, H200_PROCESSORS)
+    launch, _ = stream._launch(case.m, n, k, row, dtype, True, tile, features, H200_PROCESSORS, norm)
     names, options = launch._kernel.arg_names, dict(launch._options)
     known = options.pop("S")
     types = {
@@ -296,7 +298,7 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
     code = GluonASTSource(launch._kernel, types, {(names.index("S"),): known}, aligned)
     # What is around sums for other threads, of four bytes each.
-    found = Source(launch._kernel, {}, tile.warps, 1, known.shared_memory)
+    found = Source(launch._kernel, {}, tile.warps, 1, known.counted_memory)
     return triton.compile(code, target=target, options=options), found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.kernels import glue
 from quantkit.kernels.fused.expressions import placement, planes
 from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes
 from quantkit.kernels.fused.launch import stream
@@ -16,7 +17,8 @@ from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.operands import Operands
 from quantkit.kernels.fused.launch.stream import StreamTile
 from quantkit.kernels.fused.layout import build
-from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
+from quantkit.kernels.fused.ptx import pairs
+from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
 from quantkit.kernels.table import row_named
 from quantkit.packing.schemes import PRESETS, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -39,8 +41,8 @@ CHANGES: dict[str, tuple[str, str, str]] = {
     "x is not waited for": (HELD, "async_copy.wait_group(0)", "pass"),
     "columns are not those of groups of 16": (HELD, "if S.group == 16 else", "if S.group == 999 else"),
     "x ends after its last column": (HELD, "& (column < S.k // 2)", "& (column < S.k // 2 + 8)"),
-    "pairs are of neighbours": (HELD, "gl.join(low, high), (0, 2, 1)", "gl.join(low, high), (0, 1, 2)"),
-    "x of digits ends after it": (HELD, "(column + run * 16 < S.k // 2)", "(column + run * 16 < S.k)"),
+    "pairs are of neighbours": (HELD, "gl.join(low, high), (0, 1, 3, 2)", "gl.join(low, high), (0, 1, 2, 3)"),
+    "x of digits ends after it": (HELD, "(column < S.k // 2) & (piece", "(column < S.k) & (piece"),
     "bytes are those of runs next to each other": (HELD, "+ HALF * (APART // 2)", "+ HALF"),
     "digits have other signs": (HELD, "xor.b32 $1, $1, 0x80808080;", ""),
     "units are too small": (HELD, "gl.maximum(most >> 23, 30)", "gl.maximum((most >> 23) - 4, 30)"),
@@ -200,6 +202,31 @@ def test_expressions_make_bytes_of_every_code_in_every_place(name: str, apart: i
     assert set(lows) | {low + apart for low in lows} == set(range(count))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("warps", [4, 16])
+def test_pairs_are_the_values_of_every_byte_in_every_place(dtype: str, warps: int) -> None:
+    made = pairs(FORMATS["nf4"], dtype, warps)
+    assert made is not None and made.table is not None
+    kind = "bf16x2" if dtype == "bfloat16" else "f16x2"
+    values = np.array(FORMATS["nf4"].values)
+    lanes = ptx.fill(made.table, values)
+    rounded = ptx.as_register([values, values], kind) & np.uint64(0xFFFF)
+    at = np.arange(256 * 4 * 4)
+    # Each byte in each of four places, for registers of four in a lane.
+    words = (at // 16).astype(np.uint64) << np.uint64(8) * (at // 4 % 4).astype(np.uint64)
+    found = ptx.run(made.asm, [words], 4, kind, lanes.astype(np.uint64))
+    for byte, register in zip((0, 2, 1, 3), found, strict=True):
+        codes = words >> np.uint64(8 * byte) & np.uint64(255)
+        expected = rounded[codes & np.uint64(15)] | rounded[codes >> np.uint64(4)] << np.uint64(16)
+        assert np.array_equal(register, expected)
+
+
+def test_pairs_are_for_values_of_four_bits_that_are_looked_up() -> None:
+    assert pairs(FORMATS["int4"], "bfloat16", 8) is None
+    assert pairs(FORMATS["nf4"], "float32", 8) is None
+    assert pairs(scheme("book4").format, "float16", 8) is not None
+
+
 def test_formats_without_bytes_are_multiplied_as_floats() -> None:
     assert set(INTEGERS) == {f"int{bits}" for bits in range(2, 9)} | {"ternary", "binary"}
     for name in ("fp8", "nf4", "mxfp4"):
@@ -236,7 +263,13 @@ def test_what_the_kernel_says_is_needed(
         stream._launch.cache_clear()
         try:
             errors = []
-            for name, kind in (("int4", True), ("int3", True), ("int4", False), ("nvfp4", False), ("nf4", False)):
+            for name, kind in (
+                ("int4", True),
+                ("int3", True),
+                ("int4", False),
+                ("nvfp4", False),
+                ("nf4", False),
+            ):
                 op, packed = operands(make_packed, name, 100, 1400 if name != "nvfp4" else 1408, 2, RUN[0])
                 y = stream.run(op, replace(tile, integers=kind), RUN[1])
                 errors.append(error(y, op.x, packed, op.bias))
@@ -309,3 +342,44 @@ def test_refusals_say_what_is_in_the_way() -> None:
         reason = row.supports(one)
         assert reason is not None and text in reason, reason
     assert row.supports(problem()) is None
+
+
+@needs_gluon
+@pytest.mark.parametrize("kind", glue.NORMS)
+@pytest.mark.parametrize(
+    ("name", "integers"), [("int4", True), ("int3", True), ("int4", False), ("nf4", False)]
+)
+@pytest.mark.parametrize(("k", "m", "adds"), [(1400, 1, True), (264, 2, False), (640, 3, True)])
+def test_products_of_norms_are_those_of_what_is_normed_first(
+    make_packed: Callable[..., PackedTensor],
+    poisoned: None,
+    name: str,
+    integers: bool,
+    kind: str,
+    k: int,
+    m: int,
+    adds: bool,
+) -> None:
+    assert RUN is not None
+    dtype, features = RUN
+    op, packed = operands(make_packed, name, 100, k, m, dtype)
+    other, weight = torch.randn_like(op.x), torch.randn(k, dtype=dtype, device=DEVICE)
+    total = torch.full_like(op.x, float("nan"))
+    added = op.x + other if adds else op.x
+    twins = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
+    normed = Normed(weight, 1e-5, kind, other if adds else None, total if adds else None)
+    tile = StreamTile(4, 2, 2, 2, integers)
+    y = stream.run(replace(op, normed=normed), tile, features)
+    assert error(y, twins[kind](added, weight, 1e-5), packed, op.bias) < LIMIT[dtype]
+    assert torch.equal(y, stream.run(replace(op, normed=normed), tile, features))
+    if adds:
+        assert torch.equal(total, added)
+
+
+def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:
+    row = row_named("fused-stream")
+    assert row.no_norm(problem(1), StreamTile()) is None
+    assert row.no_norm(problem(3), StreamTile(16, 1)) is None
+    reason = row.no_norm(problem(3), StreamTile())
+    assert reason is not None and "64 numbers of x" in reason
+    assert row_named("fused-skinny").no_norm(problem(1), StreamTile()) == "it takes x as it is"

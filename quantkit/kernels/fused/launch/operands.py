@@ -10,7 +10,7 @@ import torch
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.layout import Geometry, geometry
 from quantkit.kernels.fused.ptx import expression
-from quantkit.kernels.problem import Problem
+from quantkit.kernels.problem import Normed, Problem
 from quantkit.packing.schemes import Scheme
 
 #: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
@@ -62,6 +62,7 @@ class Operands:
 
     Kernels take besides what the device can do, of `GPU_FEATURES`. With `pairs`, the parts of the layout have
     a first dimension more, that of matrices of experts. Columns of x may be `ordered` as `column_order` says.
+    With `normed`, what is multiplied is the norm of x.
     """
 
     x: torch.Tensor
@@ -71,6 +72,7 @@ class Operands:
     n: int
     pairs: Pairs | None = None
     ordered: bool = False
+    normed: Normed | None = None
 
     @property
     def grouping(self) -> Grouping | None:

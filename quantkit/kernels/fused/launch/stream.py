@@ -16,6 +16,7 @@ from quantkit.kernels.fused.launch.gpu import (
 from quantkit.kernels.fused.launch.operands import SCALE_KINDS, Operands, outputs, shape_of, unknown_value
 from quantkit.kernels.fused.layout import Geometry, geometry
 from quantkit.kernels.fused.ptx import PAIR_BYTES, expression, pairs
+from quantkit.kernels.glue import NORMS
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
@@ -26,6 +27,9 @@ MOST_ROWS, MOST_DIGITS = 8, 4
 RESIDENT_WARPS = 16
 #: Rows with more columns than this are divided among more warps.
 LONG_ROWS = 8192
+#: Numbers of x of a thread, where x is the norm of something: beside them it has as many of what is added to
+#: them, and weights.
+MOST_NORMED = 32
 #: Bytes of shared memory that a program may have without asking for more.
 USUAL_MEMORY = 48 << 10
 #: Registers of a thread for codes, of 128: with more, sums and addresses would be spilled.
@@ -142,6 +146,14 @@ def _rule(problem: Problem) -> StreamTile:
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
 
 
+def why_no_norm(problem: Problem, tile: StreamTile) -> str | None:
+    """Why x cannot be the norm of something, which each program computes for itself."""
+    numbers = power_of_two(problem.m) * problem.k // (32 * tile.warps)
+    if numbers > MOST_NORMED:
+        return f"each thread would have {numbers} numbers of x, and has registers for {MOST_NORMED}"
+    return None
+
+
 def why_no_tile(problem: Problem) -> str | None:
     """Why no tile fits the GPU."""
     return _why_not(problem, _rule(problem))
@@ -167,7 +179,10 @@ def _loses(problem: Problem, tile: StreamTile) -> str | None:
     reasons = (
         (2 * tile.warps * tile.programs <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
         (tile.together > both, "a program has no more row tiles"),
-        (found * both > max(both, ahead_in_registers(problem, tile.integers)), "codes take too many registers"),
+        (
+            found * both > max(both, ahead_in_registers(problem, tile.integers)),
+            "codes take too many registers",
+        ),
         (bool(smaller), "it is the same as with fewer units ahead"),
         (tile.warps > shape.steps, "there are fewer units of columns than warps"),
     )
@@ -175,6 +190,18 @@ def _loses(problem: Problem, tile: StreamTile) -> str | None:
 
 
 TILING = Tiling(StreamTile, VALUES, _rule, _why_not, _loses)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm that x becomes: of a sum if it `adds`; whether numbers are rounded before they are multiplied
+    with weights, and what is added to these.
+    """
+
+    adds: bool
+    eps: float
+    rounded: bool
+    offset: float
 
 
 @dataclass(frozen=True)
@@ -199,6 +226,7 @@ class Streamed:
     has_zero: bool
     has_factor: bool
     has_bias: bool
+    norm: "Norm | None"
     dtype_name: str
     integers: bool
     #: What a byte counts, of integers.
@@ -316,9 +344,14 @@ class Streamed:
         return self.warps * (x + self.row_tile_room * self.rows * 64)
 
     @property
+    def counted_memory(self) -> int:
+        """Bytes of shared memory that Triton counts: x, and what warps have of each row tile."""
+        return self._allocated(self.spare_rows)
+
+    @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory: x, what warps have of each row tile, and pairs."""
-        return self._allocated(self.spare_rows) + self.paired * PAIR_BYTES
+        """Bytes of shared memory, pairs among them."""
+        return self.counted_memory + self.paired * PAIR_BYTES
 
     @property
     def apart(self) -> int:
@@ -382,6 +415,7 @@ def streamed(
     tile: StreamTile,
     overlaps: bool,
     multiprocessors: int,
+    norm: Norm | None = None,
 ) -> Streamed:
     """What the kernel knows of a product and its tile."""
     shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
@@ -414,6 +448,7 @@ def streamed(
         has_zero=scheme.zero_point != "none",
         has_factor=scheme.global_scale or carried,
         has_bias=bias,
+        norm=norm,
         dtype_name=name,
         integers=tile.integers,
         worth=worth,
@@ -443,13 +478,14 @@ def _launch(
     tile: StreamTile,
     features: frozenset[str],
     multiprocessors: int,
+    norm: Norm | None = None,
 ) -> tuple[Launch, int]:
     """The launch, and the row tiles of a program."""
     from quantkit.kernels.fused.stream import stream as kernel
 
     options = overlap(features)
     overlaps = options.pop("PDL")
-    known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors)
+    known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm)
     shape = geometry(n, k, scheme, dtype)
     mine = row_tiles(tile, shape, multiprocessors)
     programs = -(-shape.row_tiles // mine)
@@ -461,9 +497,18 @@ def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) 
     # 16 bytes of x are loaded at a time.
     x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
     m, k = x.shape
-    launch, mine = _launch(
-        m, op.n, k, op.scheme, x.dtype, op.bias is not None, tile, features, multiprocessors_of(x.device)
-    )
-    y = outputs(op)
-    launch(x, *op.layout, y if op.bias is None else op.bias, y, m, op.n, mine)
+    has_bias, count = op.bias is not None, multiprocessors_of(x.device)
+    y, normed = outputs(op), op.normed
+    if normed is None:
+        launch, mine = _launch(m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count)
+        of_norm = x, x, y
+    else:
+        norm = Norm(normed.other is not None, normed.eps, *NORMS[normed.kind])
+        launch, mine = _launch(m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count, norm)
+        of_norm = (
+            x if normed.other is None else normed.other,
+            normed.weight,
+            y if normed.total is None else normed.total,
+        )
+    launch(x, *of_norm, *op.layout, y if op.bias is None else op.bias, y, m, op.n, mine)
     return y

@@ -20,7 +20,7 @@ from quantkit.errors import KernelError
 from quantkit.kernels import glue
 from quantkit.kernels.building import building
 from quantkit.kernels.fused.rows import FRAGMENTS
-from quantkit.kernels.linear import OPERATOR, linear_in_order
+from quantkit.kernels.linear import OPERATOR, linear_in_order, linear_of_norm
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import FORCE_VARIABLE
 from quantkit.model import fused_forward, fusion, prompt_graphs
@@ -582,6 +582,16 @@ def test_columns_in_the_order_of_another_kernel_are_refused() -> None:
     given: Any = (numbers(2, 64), list(packed.tensors), [], None, packed.scheme.token, 64, "")
     with pytest.raises(KernelError, match="in the order of another kernel than unpack"):
         linear_in_order(*given)
+
+
+@torch.no_grad()
+def test_norms_for_another_kernel_are_refused() -> None:
+    packed = quantize_tensor(numbers(64, 64), "int4")
+    norm: Any = (numbers(2, 64), None, numbers(64), 1e-5, "llama")
+    with pytest.raises(
+        KernelError, match=r"unpack, which runs .* does not take the norm of x: it takes x as"
+    ):
+        linear_of_norm(*norm, list(packed.tensors), [], None, packed.scheme.token, 64, "")
 
 
 @torch.no_grad()

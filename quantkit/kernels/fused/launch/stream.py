@@ -226,7 +226,7 @@ class Streamed:
     has_zero: bool
     has_factor: bool
     has_bias: bool
-    norm: "Norm | None"
+    norm: Norm | None
     dtype_name: str
     integers: bool
     #: What a byte counts, of integers.
@@ -498,17 +498,11 @@ def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) 
     x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
     m, k = x.shape
     has_bias, count = op.bias is not None, multiprocessors_of(x.device)
-    y, normed = outputs(op), op.normed
-    if normed is None:
-        launch, mine = _launch(m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count)
-        of_norm = x, x, y
-    else:
+    y, norm, of_norm = outputs(op), None, [x, x, x]
+    if (normed := op.normed) is not None:
         norm = Norm(normed.other is not None, normed.eps, *NORMS[normed.kind])
-        launch, mine = _launch(m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count, norm)
-        of_norm = (
-            x if normed.other is None else normed.other,
-            normed.weight,
-            y if normed.total is None else normed.total,
-        )
+        # What there is not is neither read nor written.
+        of_norm = [x if one is None else one for one in (normed.other, normed.weight, normed.total)]
+    launch, mine = _launch(m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count, norm)
     launch(x, *of_norm, *op.layout, y if op.bias is None else op.bias, y, m, op.n, mine)
     return y

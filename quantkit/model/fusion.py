@@ -9,18 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from quantkit.kernels import glue
-from quantkit.kernels.linear import OPERATOR, linear_in_order, linear_of_norm, order_of, takes_norm
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.table import is_verbose
 from quantkit.model.constants import hold_constants
 from quantkit.model.pattern import Match, Pattern, matched, pattern_of
+from quantkit.model.products import hold_back, order_columns, take_norms
 from quantkit.model.trace import META, Memory, part, trace
 
 logger = logging.getLogger("quantkit.model")
@@ -234,9 +233,9 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
                 # It may have been replaced together with one before.
                 if not anchor._erased:
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
-    _take_norms(graph, memory, inputs[0].device)
-    _hold_back(graph, memory)
-    _order_columns(graph, memory, inputs[0].device)
+    take_norms(graph, memory, inputs[0].device)
+    hold_back(graph, memory)
+    order_columns(graph, memory, inputs[0].device)
     # Last, as twins have such operations too.
     hold_constants(module, memory)
     if is_verbose():
@@ -274,148 +273,6 @@ def _count_at_the_end(graph: Graph, memory: Memory) -> None:
         memory.enter(call, written=frozenset().union(*map(memory.written, additions)))
         for node in additions:
             graph.erase_node(node)
-
-
-def _take_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Have products compute the norm that they alone multiply with, where their kernels can."""
-    for target in (glue.norm, glue.add_norm):
-        for node in graph.find_nodes(op="call_function", target=target):
-            made = _made(node)
-            products = [user for one in made[-1:] for user in _used(memory, one)]
-            if len(products) == 1 and _can_take(memory, node, made, products[0], device):
-                _take_norm(graph, memory, node, made, products[0])
-
-
-def _made(norm: Node) -> list[Node]:
-    """The results of `glue.norm` or `glue.add_norm` that are used: the norm, after the sum if that is."""
-    if norm.target is glue.norm:
-        return [norm]
-    parts = {user.args[1]: user for user in norm.users}
-    return [parts[number] for number in (0, 1) if number in parts] if 1 in parts else []
-
-
-def _can_take(memory: Memory, norm: Node, made: Sequence[Node], product: Node, device: torch.device) -> bool:
-    """Whether `product` can compute the norm that it multiplies with, at its own place."""
-    if product.target is not OPERATOR:
-        return False
-    of: Any = product.args
-    x, parts, layout, bias, *weight = of
-    rows, given = made[-1].meta[META], x.meta[META]
-    operands = [one.meta[META] for one in norm.args if isinstance(one, Node)]
-    columns = rows.shape[-1]
-    return (
-        given.shape == rows.shape
-        and all(one.is_contiguous() for one in (given, *operands))
-        and not any(
-            memory.of(one) == memory.of(made[-1]) for one in (*parts, *layout, bias) if one is not None
-        )
-        # Nobody needs the sum before, and what that is of is there still.
-        and not any(user < product for one in made[:-1] for user in one.users)
-        and not any(memory.written(one) & memory.read(norm) for one in _between(norm, product))
-        and all(len(one.users) == 1 for one in _views(x, norm))
-        and takes_norm(rows.numel() // columns, columns, rows.dtype, device, *weight)
-    )
-
-
-def _between(first: Node, last: Node) -> Iterator[Node]:
-    """The nodes after `first` and before `last`."""
-    while (first := first.next) is not last:
-        yield first
-
-
-def _views(node: Node, of: Node) -> Iterator[Node]:
-    """`node`, and what it is a view of, up to a result of `of`."""
-    while node is not of:
-        yield node
-        node = node.all_input_nodes[0]
-
-
-def _take_norm(graph: Graph, memory: Memory, norm: Node, made: Sequence[Node], product: Node) -> None:
-    """Replace a norm and the product of it by one call."""
-    x, *others, weight = norm.args
-    given = (x, others[0] if others else None, weight, norm.kwargs["eps"], norm.kwargs["kind"])
-    with graph.inserting_after(product):
-        call = graph.call_function(linear_of_norm, (*given, *product.args[1:]))
-    memory.enter(call)
-    new = call
-    for number, node in ((1, product), *((0, one) for one in made[:-1])):
-        with graph.inserting_after(new):
-            new = graph.call_function(part, (call, number))
-        new.meta = dict(node.meta)
-        memory.enter(new)
-        node.replace_all_uses_with(new)
-    for node in (product, *made[:-1], *_views(cast(Node, product.args[0]), norm), norm):
-        graph.erase_node(node)
-
-
-def _hold_back(graph: Graph, memory: Memory) -> None:
-    """Start what follows a norm late, where the product before that reads more than the one after it.
-
-    The programs of a product that wait for x hold its first weights, and take room from the product that
-    still runs: a loss where that takes long, a gain where it is short (docs/kernels-log.md, 32).
-    """
-    for node in graph.find_nodes(op="call_function", target=glue.add_norm):
-        before = max(_weight_bytes(_source(memory, one)) for one in node.all_input_nodes)
-        if before > max(map(_weight_bytes, _used(memory, node)), default=before):
-            node.update_kwarg("late", True)
-
-
-def _order_columns(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Have norms and gates write columns in the order that the products of them all want them in."""
-    for target in (glue.norm, glue.add_norm, glue.gate):
-        for node in graph.find_nodes(op="call_function", target=target):
-            made = [user for user in node.users if user.args[1] == 1] if target is glue.add_norm else [node]
-            products = [user for one in made for user in _used(memory, one)]
-            orders = {_order_of(memory, user, made[0], device) for user in products}
-            if len(orders) == 1 and (order := orders.pop()):
-                node.update_kwarg("order", order)
-                for product in products:
-                    product.target = linear_in_order
-
-
-def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> str:
-    """The order that a product of rows of `made` wants their columns in; "" if it is another operation."""
-    if node.target is not OPERATOR:
-        return ""
-    of: Any = node.args
-    x, parts, layout, bias, *weight = of
-    given, rows = x.meta[META], made.meta[META]
-    columns = given.shape[-1]
-    # A view of whole rows.
-    if (
-        columns != rows.shape[-1]
-        or given.stride(-1) != 1
-        or any(step % columns for step in given.stride()[:-1])
-    ):
-        return ""
-    if any(memory.of(one) == memory.of(made) for one in (*parts, *layout, bias) if one is not None):
-        return ""
-    return order_of(given.numel() // columns, columns, given.dtype, device, *weight)
-
-
-def _weight_bytes(node: Node) -> int:
-    """What a product reads of its weight; 0 of other operations."""
-    if node.target is not OPERATOR:
-        return 0
-    _, parts, layout, *_ = node.args
-    read = [one.meta[META] for one in pytree.tree_leaves(layout or parts)]
-    return sum(one.numel() * one.itemsize for one in read)
-
-
-def _source(memory: Memory, node: Node) -> Node:
-    """The operation that made what `node` may be only a view of."""
-    while node.op == "call_function" and memory.is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _used(memory: Memory, node: Node) -> Iterator[Node]:
-    """What takes the results of `node`, or views of them."""
-    for user in node.users:
-        if memory.is_view(user):
-            yield from _used(memory, user)
-        else:
-            yield user
 
 
 def _suits(

@@ -20,10 +20,11 @@ from quantkit.errors import KernelError
 from quantkit.kernels import glue
 from quantkit.kernels.building import building
 from quantkit.kernels.fused.rows import FRAGMENTS
-from quantkit.kernels.linear import OPERATOR, linear_in_order, linear_of_norm
+from quantkit.kernels.linear import OPERATOR
+from quantkit.kernels.prepared import linear_in_order, linear_of_norm
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import FORCE_VARIABLE
-from quantkit.model import fused_forward, fusion, prompt_graphs
+from quantkit.model import fused_forward, fusion, products, prompt_graphs
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.fusion import fused
 from quantkit.model.graphs import NotRecorded
@@ -461,8 +462,8 @@ def test_norms_and_gates_write_columns_in_the_order_of_the_products_after_them(
         back[..., source] = x
         return OPERATOR(back, *of)
 
-    monkeypatch.setattr(fusion, "order_of", order_of)
-    monkeypatch.setattr(fusion, "linear_in_order", in_order)
+    monkeypatch.setattr(products, "order_of", order_of)
+    monkeypatch.setattr(products, "linear_in_order", in_order)
     packed = quantize_tensor(numbers(64, 64), "int4")
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -512,7 +513,7 @@ def test_products_are_the_same_of_columns_in_order(monkeypatch: pytest.MonkeyPat
     given = [numbers(2, 10, 256).half(), numbers(256).half()]
     ordered = fused(step, given, "steps")
     assert calls(ordered)["linear_in_order"] == 3
-    monkeypatch.setattr(fusion, "_order_columns", lambda *_: None)
+    monkeypatch.setattr(fusion, "order_columns", lambda *_: None)
     plain = fused(step, given, "steps")
     assert calls(plain)["linear.default"] == 3
     assert torch.equal(ordered(*given), plain(*given))
@@ -533,8 +534,8 @@ def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.Mon
         total, y = glue.add_norm(x, other, weight, eps, kind)
         return total, OPERATOR(y, *of)
 
-    monkeypatch.setattr(fusion, "takes_norm", takes_norm)
-    monkeypatch.setattr(fusion, "linear_of_norm", of_norm)
+    monkeypatch.setattr(products, "takes_norm", takes_norm)
+    monkeypatch.setattr(products, "linear_of_norm", of_norm)
     packed = quantize_tensor(numbers(64, 64), "int4")
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -563,7 +564,7 @@ def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.Mon
 
 @torch.no_grad()
 def test_norms_that_are_a_bias_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusion, "order_of", lambda *_: "fragments")
+    monkeypatch.setattr(products, "order_of", lambda *_: "fragments")
     packed = quantize_tensor(numbers(64, 64), "int4")
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

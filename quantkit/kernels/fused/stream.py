@@ -9,14 +9,15 @@ Products are those of 16-bit floats, or of 8-bit integers and the digits of x (`
 which are exact, and for which codes take a third of the instructions. Written in Gluon, which says what each
 lane has: the tensors of the loop are quads [W warps, 32 lanes, 4 registers], or words [W, 32].
 
-`S` is the `Streamed` of `quantkit.kernels.fused.launch.stream`: all that is known at compile time.
+`S` is the `Streamed` of `quantkit.kernels.fused.launch.streamed`: all that is known at compile time.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.fused.blocks import finish, scale_value
-from quantkit.kernels.fused.held import columns, hold, norm_weights, pair_of, quads_of
+from quantkit.kernels.fused.blocks import finish
+from quantkit.kernels.fused.held import columns, hold, norm_weights, quads_of
+from quantkit.kernels.fused.row_values import for_operand, for_sums, of_rows, twice, words_of
 from quantkit.kernels.fused.units import let_next_start, wait_for_kernel_before
 
 #: Products: operand A is a quad, B a half of one.
@@ -164,95 +165,9 @@ def _load_of(given, row_tile, number: gl.constexpr, S: gl.constexpr):
     for part in gl.static_range(PARTS):
         block = gl.minimum((unit * S.unit + part * 128) // S.per_block, S.blocks - 1)
         at = words_at + (row_tile * S.blocks + block) * 8
-        s = s + (_words(scale, at, there, S) if S.groups > 1 else 0,)
-        z = z + (_words(zero, at, there, S) if S.has_zero else 0,)
+        s = s + (words_of(scale, at, there, S) if S.groups > 1 else 0,)
+        z = z + (words_of(zero, at, there, S) if S.has_zero else 0,)
     return quads, s, z
-
-
-@gluon.constexpr_function
-def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
-    """Words of the values that rows r and r + 8 have in a block."""
-    return max(1, 2 * S.in_block * DTYPE.primitive_bitwidth // 32)
-
-
-@gluon.jit
-def _words(values, at, there, S: gl.constexpr):
-    """Values of a block of rows r and r + 8, in words: narrower ones would be copied before they are used."""
-    WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
-    if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
-        words = gl.load(values.to(gl.pointer_type(gl.int16), bitcast=True) + at, mask=there).to(gl.int32)
-    elif WORDS == 1:
-        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at, mask=there)
-    else:
-        LAYOUT: gl.constexpr = quads_of(S.warps, WORDS)
-        at = gl.convert_layout(at, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
-        there = gl.convert_layout(there, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
-        word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-        at = gl.expand_dims(at * WORDS, 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
-        values = values.to(gl.pointer_type(gl.int32), bitcast=True)
-        words = gl.load(values + at, mask=gl.expand_dims(there, 2))
-    return words
-
-
-@gluon.jit
-def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
-    """Word NUMBER [W, 32] of COUNT."""
-    if COUNT == 1:
-        word = words
-    elif COUNT == 2:
-        word = gl.split(words)[NUMBER]
-    elif COUNT == 4:
-        word = gl.split(gl.split(gl.reshape(words, (W, 32, 2, 2)))[NUMBER % 2])[NUMBER // 2]
-    else:
-        halves = gl.split(gl.reshape(words, (W, 32, 2, 2, 2)))
-        word = gl.split(gl.split(halves[NUMBER % 2])[NUMBER // 2 % 2])[NUMBER // 4]
-    return word
-
-
-@gluon.jit
-def _of_rows(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Value v of a block of rows r and of r + 8, as float32 [W, 32]."""
-    BITS: gl.constexpr = DTYPE.primitive_bitwidth
-    KIND: gl.constexpr = S.scale_kind
-    COUNT: gl.constexpr = _word_count(DTYPE, S)
-    word = _word(words, v * 2 * BITS // 32, COUNT, S.warps)
-    if BITS == 32:
-        low = word.to(DTYPE, bitcast=True)
-        high = _word(words, v * 2 + 1, COUNT, S.warps).to(DTYPE, bitcast=True)
-    elif BITS == 16:
-        low, high = pair_of(word, DTYPE)
-    else:
-        low = scale_value((word >> (v * 16 % 32)).to(gl.int8), KIND)
-        high = scale_value((word >> (v * 16 % 32 + 8)).to(gl.int8), KIND)
-    return low, high
-
-
-@gluon.jit
-def _for_sums(low, high, W: gl.constexpr):
-    """What rows r and r + 8 have, where sums are (row // 8, column)."""
-    quads = gl.reshape(gl.join(gl.join(low, high), gl.join(low, high)), (W, 32, 4))
-    return gl.convert_layout(quads, quads_of(W), assert_trivial=True)
-
-
-@gluon.jit
-def _for_operand(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
-    """Value v of rows r and r + 8 as both 16-bit numbers of a word, where operand A is (e1, row // 8)."""
-    if STORED == S.dtype:
-        word = _word(words, v, _word_count(STORED, S), S.warps)
-        low = gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [word], gl.int32, True, 1)
-        high = gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [word], gl.int32, True, 1)
-    else:
-        low, high = _of_rows(words, v, STORED, S)
-        low, high = _twice(low, S.dtype), _twice(high, S.dtype)
-    quads = gl.reshape(gl.join(gl.join(low, low), gl.join(high, high)), (S.warps, 32, 4))
-    return gl.convert_layout(quads, quads_of(S.warps), assert_trivial=True)
-
-
-@gluon.jit
-def _twice(value, DTYPE: gl.constexpr):
-    """A float32 as both 16-bit numbers of a word."""
-    bits = value.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    return bits | bits << 16
 
 
 @gluon.jit
@@ -262,11 +177,11 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
     )
     if S.has_zero:
-        less = _for_operand(zeros, v, zero.dtype.element_ty, S) ^ _MINUS_ZEROS
-        one = _twice(gl.full([S.warps, 32, 4], 1.0, gl.float32, quads_of(S.warps)), S.dtype)
+        less = for_operand(zeros, v, zero.dtype.element_ty, S) ^ _MINUS_ZEROS
+        one = twice(gl.full([S.warps, 32, 4], 1.0, gl.float32, quads_of(S.warps)), S.dtype)
         a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, one, less], gl.int32, True, 1)
     if S.on_weights:
-        times = _for_operand(scales, v, scale.dtype.element_ty, S)
+        times = for_operand(scales, v, scale.dtype.element_ty, S)
         nothing = gl.full([S.warps, 32, 4], _MINUS_ZEROS, gl.int32, quads_of(S.warps))
         a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, times, nothing], gl.int32, True, 1)
     return a
@@ -333,10 +248,10 @@ def _multiply(totals, loaded, table, held, unit: gl.constexpr, scale, zero, S: g
             so_far = _products(a, x, so_far, number % 2, S)
             after = after + (so_far,)
             if S.on_sums and (number + 1) * S.product % S.dot == 0:
-                low, high = _of_rows(
+                low, high = of_rows(
                     s[S.products[number].part], S.products[number].value, scale.dtype.element_ty, S
                 )
-                ended = ended + (_with_scales(totals[one], so_far, _for_sums(low, high, S.warps), S),)
+                ended = ended + (_with_scales(totals[one], so_far, for_sums(low, high, S.warps), S),)
         sums = after
         if S.on_sums and (number + 1) * S.product % S.dot == 0:
             totals = ended
@@ -354,12 +269,12 @@ def _products(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _with_scales(total, sums, of_rows, S: gl.constexpr):
+def _with_scales(total, sums, scales, S: gl.constexpr):
     """`total` plus the sums of a dot times the scales of rows, for each group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     after = ()
     for group in gl.static_range(GROUPS):
-        after = after + (total[group] + sums[group].to(gl.float32) * of_rows,)
+        after = after + (total[group] + sums[group].to(gl.float32) * scales,)
     return after
 
 

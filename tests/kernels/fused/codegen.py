@@ -26,7 +26,7 @@ from triton.runtime.cache import get_cache_manager
 from quantkit.kernels import attention, cache, choice, glue
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.hopper import hopper
-from quantkit.kernels.fused.launch import columns, dense, narrow, stream
+from quantkit.kernels.fused.launch import columns, dense, narrow, stream, streamed
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.hopper import (
     COLUMNS,
@@ -280,9 +280,9 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     _, *numbers = case.kernel.split()
     # Rows for several turns; of a weight with long rows for one.
     n, k = (N, LONG) if "long" in numbers else (7 * N, K)
-    norm = stream.Norm(True, 1e-5, True, 0.0) if "norm" in numbers else None
+    norm = streamed.Norm(True, 1e-5, True, 0.0) if "norm" in numbers else None
     *sizes, integers = map(int, [one for one in numbers if one not in ("long", "norm")])
-    tile = stream.StreamTile(*sizes, bool(integers))
+    tile = streamed.StreamTile(*sizes, bool(integers))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     launch, _ = stream._launch(case.m, n, k, row, dtype, True, tile, features, H200_PROCESSORS, norm)
     names, options = launch._kernel.arg_names, dict(launch._options)

@@ -18,7 +18,7 @@ from quantkit.kernels.fused.launch.hopper import HopperTile
 from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.launch.operands import Operands
 from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
-from quantkit.kernels.fused.launch.stream import StreamTile
+from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.kernels.fused.launch.tiled import TiledTile, shared_memory, tiled_tile
 from quantkit.kernels.fused.layout import (
     build,

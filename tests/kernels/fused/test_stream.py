@@ -12,10 +12,10 @@ import torch
 from quantkit.kernels import glue
 from quantkit.kernels.fused.expressions import placement, planes
 from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes
-from quantkit.kernels.fused.launch import stream
+from quantkit.kernels.fused.launch import stream, streamed
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.operands import Operands
-from quantkit.kernels.fused.launch.stream import StreamTile
+from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.kernels.fused.layout import build
 from quantkit.kernels.fused.ptx import pairs
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
@@ -33,6 +33,7 @@ RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
 needs_gluon = pytest.mark.skipif(RUN is None, reason="no Gluon here")
 KERNEL = "quantkit.kernels.fused.stream"
 HELD = "quantkit.kernels.fused.held"
+VALUES = "quantkit.kernels.fused.row_values"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
 FORMATS = {name: scheme(name).format for name in CASES if name in PRESETS}
 INTEGERS = [name for name, number_format in FORMATS.items() if as_bytes(number_format) is not None]
@@ -53,8 +54,8 @@ CHANGES: dict[str, tuple[str, str, str]] = {
         "(row_tile * S.blocks + block) * 8",
         "row_tile * S.blocks",
     ),
-    "rows have each other's scales": (KERNEL, "gl.join(gl.join(low, high)", "gl.join(gl.join(high, low)"),
-    "weights have them": (KERNEL, "gl.join(gl.join(low, low)", "gl.join(gl.join(high, low)"),
+    "rows have each other's scales": (VALUES, "gl.join(gl.join(low, high)", "gl.join(gl.join(high, low)"),
+    "weights have them": (VALUES, "gl.join(gl.join(low, low)", "gl.join(gl.join(high, low)"),
     "the last row tile is nobody's": (KERNEL, "gl.where(tile < count,", "gl.where(tile < count - 1,"),
     "copies of sums count": (KERNEL, "counts = gl.where(part == 0, 1.0, 0.0)", "counts = 1.0 + 0.0 * part"),
 }
@@ -258,7 +259,7 @@ def test_what_the_kernel_says_is_needed(
     modules = interpreted(GLUON | {module: path})
     tile = StreamTile(4, 1, 2, 2)
     with pytest.MonkeyPatch.context() as patched:
-        for name in (HELD, KERNEL):
+        for name in (HELD, VALUES, KERNEL):
             patched.setitem(sys.modules, name, modules[name])
         stream._launch.cache_clear()
         try:
@@ -304,12 +305,12 @@ def test_a_turn_has_whole_rings() -> None:
             tile = StreamTile(*values)
             if stream.TILING.why_not(asked, tile) is not None:
                 continue
-            found = stream.streamed(m, n, k, asked.scheme, asked.dtype, False, tile, True, H200_PROCESSORS)
+            found = streamed.streamed(m, n, k, asked.scheme, asked.dtype, False, tile, True, H200_PROCESSORS)
             assert found.once or found.units % found.ahead == 0
             assert found.ahead <= min(tile.ahead, found.units)
-            assert found.once == (stream.row_tiles(tile, shape, H200_PROCESSORS) <= tile.together)
+            assert found.once == (streamed.row_tiles(tile, shape, H200_PROCESSORS) <= tile.together)
             assert found.units * tile.warps >= shape.steps == found.all_units
-            mine = stream.row_tiles(tile, shape, H200_PROCESSORS)
+            mine = streamed.row_tiles(tile, shape, H200_PROCESSORS)
             assert mine <= found.row_tile_room < 2 * mine
             assert -(-shape.row_tiles // mine) <= H200_PROCESSORS * tile.programs
             assert found.shared_memory * tile.programs <= HOPPER_SHARED

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit.kernels.fused.launch.skinny import SkinnyTile
-from quantkit.kernels.fused.launch.stream import StreamTile
+from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.kernels.fused.launch.tiled import TiledTile
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.table import choose_by_rules, row_named

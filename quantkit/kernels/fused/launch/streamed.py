@@ -1,0 +1,342 @@
+"""What `fused-stream` knows at compile time: a tile, and what it makes of a weight."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes, planes_apart
+from quantkit.kernels.fused.launch.operands import SCALE_KINDS
+from quantkit.kernels.fused.layout import Geometry, geometry
+from quantkit.kernels.fused.ptx import PAIR_BYTES, expression, pairs
+from quantkit.kernels.launcher import power_of_two
+from quantkit.packing.schemes import Scheme
+
+#: Bytes of shared memory that a program may have without asking for more.
+USUAL_MEMORY = 48 << 10
+
+
+@dataclass(frozen=True)
+class StreamTile:
+    """Warps of a program, programs of a multiprocessor at once, row tiles that are multiplied with what is
+    loaded of x, and how many units of columns codes are loaded ahead at most; and whether products are those
+    of integers.
+    """
+
+    warps: int = 8
+    programs: int = 2
+    together: int = 1
+    ahead: int = 4
+    integers: bool = False
+
+
+def unit(shape: Geometry) -> int:
+    """Columns that are decoded at a time."""
+    return max(128, shape.span)
+
+
+def units(tile: StreamTile, shape: Geometry) -> int:
+    """Units of each warp."""
+    return -(-shape.steps // tile.warps)
+
+
+def row_tiles(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
+    """Row tiles of a program: as few as it takes for all programs to run at once."""
+    return -(-shape.row_tiles // (multiprocessors * tile.programs))
+
+
+def together(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
+    """Row tiles of a turn: no more than there are."""
+    return min(tile.together, row_tiles(tile, shape, multiprocessors))
+
+
+def is_once(tile: StreamTile, shape: Geometry, multiprocessors: int) -> bool:
+    """Whether a program has the row tiles of one turn."""
+    return row_tiles(tile, shape, multiprocessors) <= tile.together
+
+
+def ahead(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
+    """Units that codes are loaded ahead: of several turns as many as divide those of each, so that units have
+    registers of their own.
+    """
+    count = units(tile, shape)
+    most = min(tile.ahead, count)
+    if is_once(tile, shape, multiprocessors):
+        return most
+    return next(number for number in range(most, 0, -1) if count % number == 0)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm that x becomes: of a sum if it `adds`; whether numbers are rounded before they are multiplied
+    with weights, and what is added to these.
+    """
+
+    adds: bool
+    eps: float
+    rounded: bool
+    offset: float
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What the kernel knows at compile time: the weight, how codes become operands, and how work is shared.
+
+    Products are those of `product` columns; two of them have a quad of x, a `piece` of columns.
+    """
+
+    k: int
+    spans: int
+    tiles: int
+    planes: int
+    dot: int
+    group: int
+    groups: int
+    per_block: int
+    in_block: int
+    blocks: int
+    on_weights: bool
+    scale_kind: str
+    has_zero: bool
+    has_factor: bool
+    has_bias: bool
+    norm: Norm | None
+    dtype_name: str
+    integers: bool
+    #: What a byte counts, of integers.
+    worth: float
+    asm: str
+    constraints: str
+    table: str | None
+    #: Whether the expression is that of `pairs`.
+    paired: bool
+    warps: int
+    #: Rows of x, a power of two.
+    rows: int
+    #: Row tiles that there is shared memory for, a power of two.
+    row_tile_room: int
+    units: int
+    together: int
+    #: Whether there is but one turn.
+    once: bool
+    ahead: int
+    overlap: bool
+
+    def __hash__(self) -> int:
+        # Part of what Triton looks a kernel up by.
+        return hash((self.k, self.asm, self.rows, self.row_tile_room))
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of x."""
+        import triton.language as tl
+
+        return {"bfloat16": tl.bfloat16, "float16": tl.float16}[self.dtype_name]
+
+    @property
+    def unit(self) -> int:
+        """Columns of a unit."""
+        return max(128, 16 * self.planes)
+
+    @property
+    def unit_quads(self) -> int:
+        """Quads that a lane has of the codes of a unit."""
+        return self.unit // (16 * self.planes) * self.tiles
+
+    @property
+    def all_units(self) -> int:
+        """Units of all warps together."""
+        return self.spans * 16 * self.planes // self.unit
+
+    @property
+    def on_sums(self) -> bool:
+        """Whether each dot has a scale that multiplies its sums."""
+        return self.groups > 1 and not self.on_weights
+
+    @property
+    def whole(self) -> bool:
+        """Whether sums are integers to the end."""
+        return self.integers and not self.on_sums
+
+    @property
+    def product(self) -> int:
+        """Columns of a product."""
+        return 32 if self.integers else 16
+
+    @property
+    def unit_pieces(self) -> int:
+        """Pieces of a unit."""
+        return self.unit // (2 * self.product)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of each warp."""
+        return self.units * self.unit_pieces
+
+    @property
+    def at_once(self) -> int:
+        """Pieces that the lanes of a warp have at a time, each four of every row of x."""
+        return 8 // self.rows
+
+    @property
+    def room(self) -> int:
+        """Pieces of each warp that there is shared memory for: whole turns of a warp, or a power of two."""
+        turns = -(-self.pieces // self.at_once) * self.at_once
+        return turns if self.integers else power_of_two(turns)
+
+    @property
+    def bm(self) -> int:
+        """Columns of operand B for one digit, or for all of x."""
+        return max(2, self.rows)
+
+    @property
+    def column_groups(self) -> int:
+        """Groups of eight columns of operand B."""
+        return self.bm // 2 if self.integers else 1
+
+    @property
+    def stored_quads(self) -> int:
+        """Quads of a lane t in shared memory, for a group of columns of a piece."""
+        return (8 // self.bm if self.integers else 1) * self.rows
+
+    @property
+    def held_rows(self) -> int:
+        """Rows that all warps have quads of x in, with those of `spare_rows`."""
+        return self.room * self.column_groups + self.spare_rows
+
+    @property
+    def spare_rows(self) -> int:
+        """Rows without x, for Triton to ask for more than the `USUAL_MEMORY` that CUDA gives unasked: it does
+        not count pairs.
+        """
+        if not self.paired or self._allocated(0) + PAIR_BYTES <= USUAL_MEMORY:
+            return 0
+        return max(0, -(-(USUAL_MEMORY + 1 - self._allocated(0)) // (self.warps * self.stored_quads * 64)))
+
+    def _allocated(self, spare: int) -> int:
+        x = (self.room * self.column_groups + spare) * self.stored_quads * 64
+        return self.warps * (x + self.row_tile_room * self.rows * 64)
+
+    @property
+    def counted_memory(self) -> int:
+        """Bytes of shared memory that Triton counts: x, and what warps have of each row tile."""
+        return self._allocated(self.spare_rows)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory, pairs among them."""
+        return self.counted_memory + self.paired * PAIR_BYTES
+
+    @property
+    def apart(self) -> int:
+        """How far apart planes are whose codes become bytes of one register."""
+        return planes_apart(self.planes, self.dot)
+
+    @property
+    def made(self) -> int:
+        """Registers that are made of one of each part."""
+        return self.planes // 2 if self.integers else self.planes
+
+    @property
+    def made_types(self) -> tuple[Any, ...]:
+        """Their types."""
+        import triton.language as tl
+
+        return (tl.int32,) * self.made
+
+    @property
+    def products(self) -> tuple["Product", ...]:
+        """The products of a unit."""
+        return tuple(map(self._product, range(self.unit // self.product)))
+
+    def _product(self, number: int) -> "Product":
+        # Of floats two products are a run of 32 columns, of integers a piece of two runs.
+        runs = self.planes // 2
+        if not self.integers or self.apart == 1:
+            run = number if self.integers else number // 2
+            plane = 2 * (run % runs) + (0 if self.integers else number % 2)
+        else:
+            # Runs so far apart have planes that share registers.
+            distance, piece = self.apart // 2, number // 2
+            run = piece // distance * self.apart + piece % distance
+            plane = 2 * (run % runs) + number % 2
+        register = low_planes(self.planes, self.apart).index(plane) if self.integers else plane
+        column = number * self.product
+        value = column % 128 // min(128, self.per_block // self.in_block)
+        return Product(run // runs, register, column // 128, value)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Where a product of a unit has its operand A, and the scale of that: the span, which of the registers
+    made of its codes, which 128 columns, and which value of their block.
+    """
+
+    span: int
+    register: int
+    part: int
+    value: int
+
+
+@lru_cache(maxsize=4096)
+def streamed(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: StreamTile,
+    overlaps: bool,
+    multiprocessors: int,
+    norm: Norm | None = None,
+) -> Streamed:
+    """What the kernel knows of a product and its tile."""
+    shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
+    carried, worth = shape.carried != 1.0, 1.0
+    found = expression(scheme.format, name, bare=carried)
+    if tile.integers:
+        way = as_bytes(scheme.format)
+        assert way is not None
+        worth, found = way.worth, byte_expression(scheme.format, planes_apart(shape.planes, shape.dot))
+    by_pairs = None if tile.integers else pairs(scheme.format, name, tile.warps)
+    found = found if by_pairs is None else by_pairs
+    assert found is not None
+    constraints = found.constraints
+    if found.table is not None and by_pairs is None:
+        # Two lanes of 16 bits have two of what the lane of the warp holds, a register has one.
+        constraints = constraints.removesuffix(",r")
+    return Streamed(
+        k=k,
+        spans=shape.spans,
+        tiles=shape.tiles,
+        planes=shape.planes,
+        dot=shape.dot,
+        group=shape.group,
+        groups=shape.groups,
+        per_block=shape.per_block,
+        in_block=shape.in_block,
+        blocks=shape.blocks,
+        on_weights=shape.on_weights,
+        scale_kind="" if shape.on_weights else SCALE_KINDS.get(scheme.scale_dtype, ""),
+        has_zero=scheme.zero_point != "none",
+        has_factor=scheme.global_scale or carried,
+        has_bias=bias,
+        norm=norm,
+        dtype_name=name,
+        integers=tile.integers,
+        worth=worth,
+        asm=found.asm,
+        constraints=constraints,
+        table=found.table,
+        paired=by_pairs is not None,
+        warps=tile.warps,
+        rows=power_of_two(m),
+        row_tile_room=power_of_two(row_tiles(tile, shape, multiprocessors)),
+        units=units(tile, shape),
+        together=together(tile, shape, multiprocessors),
+        once=is_once(tile, shape, multiprocessors),
+        ahead=ahead(tile, shape, multiprocessors),
+        overlap=overlaps,
+    )

@@ -1,0 +1,97 @@
+"""Scales and zero-points of rows r and r + 8 of a tile, from the words of a lane to where products want them.
+
+Written in Gluon, for kernels whose lane 4 r + t has row r; `S` is the `Streamed` of
+`quantkit.kernels.fused.launch.streamed`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quantkit.kernels.fused.blocks import scale_value
+from quantkit.kernels.fused.held import pair_of, quads_of
+
+
+@gluon.constexpr_function
+def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
+    """Words of the values that rows r and r + 8 have in a block."""
+    return max(1, 2 * S.in_block * DTYPE.primitive_bitwidth // 32)
+
+
+@gluon.jit
+def words_of(values, at, there, S: gl.constexpr):
+    """Values of a block of rows r and r + 8, in words: narrower ones would be copied before they are used."""
+    WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
+    if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
+        words = gl.load(values.to(gl.pointer_type(gl.int16), bitcast=True) + at, mask=there).to(gl.int32)
+    elif WORDS == 1:
+        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at, mask=there)
+    else:
+        LAYOUT: gl.constexpr = quads_of(S.warps, WORDS)
+        at = gl.convert_layout(at, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+        there = gl.convert_layout(there, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+        word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+        at = gl.expand_dims(at * WORDS, 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
+        values = values.to(gl.pointer_type(gl.int32), bitcast=True)
+        words = gl.load(values + at, mask=gl.expand_dims(there, 2))
+    return words
+
+
+@gluon.jit
+def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
+    """Word NUMBER [W, 32] of COUNT."""
+    if COUNT == 1:
+        word = words
+    elif COUNT == 2:
+        word = gl.split(words)[NUMBER]
+    elif COUNT == 4:
+        word = gl.split(gl.split(gl.reshape(words, (W, 32, 2, 2)))[NUMBER % 2])[NUMBER // 2]
+    else:
+        halves = gl.split(gl.reshape(words, (W, 32, 2, 2, 2)))
+        word = gl.split(gl.split(halves[NUMBER % 2])[NUMBER // 2 % 2])[NUMBER // 4]
+    return word
+
+
+@gluon.jit
+def of_rows(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Value v of a block of rows r and of r + 8, as float32 [W, 32]."""
+    BITS: gl.constexpr = DTYPE.primitive_bitwidth
+    KIND: gl.constexpr = S.scale_kind
+    COUNT: gl.constexpr = _word_count(DTYPE, S)
+    word = _word(words, v * 2 * BITS // 32, COUNT, S.warps)
+    if BITS == 32:
+        low = word.to(DTYPE, bitcast=True)
+        high = _word(words, v * 2 + 1, COUNT, S.warps).to(DTYPE, bitcast=True)
+    elif BITS == 16:
+        low, high = pair_of(word, DTYPE)
+    else:
+        low = scale_value((word >> (v * 16 % 32)).to(gl.int8), KIND)
+        high = scale_value((word >> (v * 16 % 32 + 8)).to(gl.int8), KIND)
+    return low, high
+
+
+@gluon.jit
+def for_sums(low, high, W: gl.constexpr):
+    """What rows r and r + 8 have, where sums are (row // 8, column)."""
+    quads = gl.reshape(gl.join(gl.join(low, high), gl.join(low, high)), (W, 32, 4))
+    return gl.convert_layout(quads, quads_of(W), assert_trivial=True)
+
+
+@gluon.jit
+def for_operand(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
+    """Value v of rows r and r + 8 as both 16-bit numbers of a word, where operand A is (e1, row // 8)."""
+    if S.dtype == STORED:
+        word = _word(words, v, _word_count(STORED, S), S.warps)
+        low = gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [word], gl.int32, True, 1)
+        high = gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [word], gl.int32, True, 1)
+    else:
+        low, high = of_rows(words, v, STORED, S)
+        low, high = twice(low, S.dtype), twice(high, S.dtype)
+    quads = gl.reshape(gl.join(gl.join(low, low), gl.join(high, high)), (S.warps, 32, 4))
+    return gl.convert_layout(quads, quads_of(S.warps), assert_trivial=True)
+
+
+@gluon.jit
+def twice(value, DTYPE: gl.constexpr):
+    """A float32 as both 16-bit numbers of a word."""
+    bits = value.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | bits << 16

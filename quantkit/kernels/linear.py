@@ -30,6 +30,10 @@ from quantkit.kernels.unpack import block_rows
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
 
+#: What to do where x was prepared for another kernel than the one that runs.
+_NOT_BETWEEN_RUNS = (
+    f"Set {FORCE_VARIABLE} and what else chooses kernels before a model runs, not between two runs."
+)
 #: torch refuses to be asked about others, such as meta.
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -276,12 +280,12 @@ def run_linear(
     if ordered and (parsed.column_scale or not chosen.row.order(problem)):
         raise KernelError(
             f"columns of x are in the order of another kernel than {chosen.row.name}, which runs {problem}. "
-            f"Set {FORCE_VARIABLE} and what else chooses kernels before a model runs, not between two runs."
+            f"{_NOT_BETWEEN_RUNS}"
         )
     if normed is not None and (reason := chosen.row.no_norm(problem, chosen.tile)) is not None:
         raise KernelError(
             f"{chosen.row.name}, which runs {problem}, does not take the norm of x: {reason}. "
-            f"Set {FORCE_VARIABLE} and what else chooses kernels before a model runs, not between two runs."
+            f"{_NOT_BETWEEN_RUNS}"
         )
     shape = (out_features, columns)
     # The whole weight only where it is used: to check its parts takes longer than to launch most kernels.

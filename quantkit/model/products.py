@@ -23,32 +23,29 @@ def take_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
                 _take_norm(graph, memory, node, made, products[0])
 
 
-def _made(norm: Node) -> list[Node]:
-    """The results of `glue.norm` or `glue.add_norm` that are used: the norm, after the sum if that is."""
-    if norm.target is glue.norm:
-        return [norm]
-    parts = {user.args[1]: user for user in norm.users}
+def _made(node: Node) -> list[Node]:
+    """What norms and gates make that is used: that of `glue.add_norm` after the sum; none without it."""
+    if node.target is not glue.add_norm:
+        return [node]
+    parts = {user.args[1]: user for user in node.users}
     return [parts[number] for number in (0, 1) if number in parts] if 1 in parts else []
 
 
 def _can_take(memory: Memory, norm: Node, made: Sequence[Node], product: Node, device: torch.device) -> bool:
     """Whether `product` can compute the norm that it multiplies with, at its own place."""
-    if product.target is not OPERATOR:
+    if not _multiplies(memory, product, made[-1]):
         return False
     of: Any = product.args
-    x, parts, layout, bias, *weight = of
+    x, _, _, _, *weight = of
     rows, given = made[-1].meta[META], x.meta[META]
     operands = [one.meta[META] for one in norm.args if isinstance(one, Node)]
-    columns = rows.shape[-1]
+    columns, read = rows.shape[-1], memory.read(norm)
     return (
         given.shape == rows.shape
         and all(one.is_contiguous() for one in (given, *operands))
-        and not any(
-            memory.of(one) == memory.of(made[-1]) for one in (*parts, *layout, bias) if one is not None
-        )
         # Nobody needs the sum before, and what that is of is there still.
         and not any(user < product for one in made[:-1] for user in one.users)
-        and not any(memory.written(one) & memory.read(norm) for one in _between(norm, product))
+        and not any(memory.written(one) & read for one in _between(norm, product))
         and all(len(one.users) == 1 for one in _views(x, norm))
         and takes_norm(rows.numel() // columns, columns, rows.dtype, device, *weight)
     )
@@ -101,7 +98,7 @@ def order_columns(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Have norms and gates write columns in the order that the products of them all want them in."""
     for target in (glue.norm, glue.add_norm, glue.gate):
         for node in graph.find_nodes(op="call_function", target=target):
-            made = [user for user in node.users if user.args[1] == 1] if target is glue.add_norm else [node]
+            made = _made(node)[-1:]
             products = [user for one in made for user in _used(memory, one)]
             orders = {_order_of(memory, user, made[0], device) for user in products}
             if len(orders) == 1 and (order := orders.pop()):
@@ -112,10 +109,10 @@ def order_columns(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> str:
     """The order that a product of rows of `made` wants their columns in; "" if it is another operation."""
-    if node.target is not OPERATOR:
+    if not _multiplies(memory, node, made):
         return ""
     of: Any = node.args
-    x, parts, layout, bias, *weight = of
+    x, _, _, _, *weight = of
     given, rows = x.meta[META], made.meta[META]
     columns = given.shape[-1]
     # A view of whole rows.
@@ -125,9 +122,16 @@ def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> s
         or any(step % columns for step in given.stride()[:-1])
     ):
         return ""
-    if any(memory.of(one) == memory.of(made) for one in (*parts, *layout, bias) if one is not None):
-        return ""
     return order_of(given.numel() // columns, columns, given.dtype, device, *weight)
+
+
+def _multiplies(memory: Memory, node: Node, made: Node) -> bool:
+    """Whether `node`, which takes `made`, is a product of it, and has it neither as weight nor as bias."""
+    if node.target is not OPERATOR:
+        return False
+    of: Any = node.args
+    _, parts, layout, bias, *_ = of
+    return not any(memory.of(one) == memory.of(made) for one in (*parts, *layout, bias) if one is not None)
 
 
 def _weight_bytes(node: Node) -> int:

@@ -3,8 +3,8 @@
 A quad is 16 bytes of a lane: operand B of two products. Lane 4 n + t has column n of eight, which is a row of
 x or one of its digits. A piece is as many columns as lanes 4 n to 4 n + 3 have in a quad:
 
-    floats     32 columns of x, as they lie in memory; or, where registers are of two planes, two columns
-               that lie 2 apart in each word
+    floats     32 columns of x, as they lie in memory; or, where registers are of two planes, a word for each
+               two columns that these multiply, which lie 4 apart, or 16 for groups of 16
     integers   64 columns, a byte for each: x is three digits of 8 bits,
 
                    x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
@@ -66,7 +66,7 @@ def hold(x, other, weights, total, M, S: gl.constexpr):
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     held = gl.allocate_shared_memory(gl.int32, [S.held_rows, S.warps * S.stored_quads * 16], FLAT)
-    if S.integers or S.paired or S.norm is not None:
+    if S.integers or S.shared_table or S.norm is not None:
         words = _own(x, M, S)
         if S.norm is not None:
             words = _normed(words, other, weights, total, M, S)
@@ -105,6 +105,13 @@ def pair_of(words, DTYPE: gl.constexpr):
         low = words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
         high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
     return low, high
+
+
+@gluon.jit
+def pair(low, high, DTYPE: gl.constexpr):
+    """Two float32 as the 16-bit numbers of a word."""
+    low = low.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return low | high.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) << 16
 
 
 @gluon.jit
@@ -189,7 +196,7 @@ def _normed(words, other, weights, total, M, S: gl.constexpr):
         for number in gl.static_range(NUMBERS):
             low, high = pair_of(words[number], S.dtype)
             more_low, more_high = pair_of(others[number], S.dtype)
-            sums = sums + (_pair(low + more_low, high + more_high, S.dtype),)
+            sums = sums + (pair(low + more_low, high + more_high, S.dtype),)
             at, inside = _place(total, M, number, S)
             # All programs have all of it.
             gl.store(at, sums[number], mask=inside & (gl.program_id(0) == 0))
@@ -211,15 +218,8 @@ def _normed(words, other, weights, total, M, S: gl.constexpr):
             low, high = low.to(S.dtype).to(gl.float32), high.to(S.dtype).to(gl.float32)
         weight_low, weight_high = pair_of(weights[number], S.dtype)
         low, high = low * (weight_low + S.norm.offset), high * (weight_high + S.norm.offset)
-        made = made + (_pair(low, high, S.dtype),)
+        made = made + (pair(low, high, S.dtype),)
     return made
-
-
-@gluon.jit
-def _pair(low, high, DTYPE: gl.constexpr):
-    """Two float32 as the 16-bit numbers of a word."""
-    low = low.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    return low | high.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) << 16
 
 
 @gluon.jit
@@ -244,13 +244,13 @@ def _ones(S: gl.constexpr):
 def _hold_floats(words, held, S: gl.constexpr):
     """Words of `_own` to shared memory, where `_copy` has them; the unit of x.
 
-    For `S.paired` they are (e0, e1) of numbers p0 instead of (p0, e1) of e0.
+    For `S.shared_table` they are (e0, e1) of numbers p0 instead of (p0, e1) of e0.
     """
     TURNS: gl.constexpr = S.room // S.at_once
     turns = held._reinterpret(gl.int32, [TURNS, S.at_once * S.warps * S.rows * 16], held.type.layout)
     for turn in gl.static_range(TURNS):
         quads = words[turn]
-        if S.paired:
+        if S.shared_table:
             first, second = _split_words(quads, S.warps)
             low = gl.inline_asm_elementwise(
                 "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second], gl.int32, True, 1

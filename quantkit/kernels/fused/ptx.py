@@ -31,8 +31,8 @@ from quantkit.packing.formats import NumberFormat
 LANES: dict[str, tuple[Lane, str]] = {"bfloat16": (BFLOAT16, "bf16x2"), "float16": (FLOAT16, "f16x2")}
 #: Bits of a code whose values the lanes of a warp can hold.
 TABLE_BITS = 5
-#: Of one two of which are a byte, and the bytes of shared memory that all pairs take.
-PAIR_BITS, PAIR_BYTES = 4, 256 * 32 * 4
+#: Bits of a code whose values shared memory may have, and the bytes of it that they take.
+SHARED_BITS, SHARED_BYTES = 4, 256 * 32 * 4
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Expression:
     """Inline PTX: an output for each plane from the registers of all parts, with its operand constraints.
 
     Its last two operands are what `table` gives, where that is not None: PTX that fetches the value that a
-    lane of the warp holds, twice, from the address of float32 values. Of `pairs` the last one is.
+    lane of the warp holds, twice, from the address of float32 values.
     """
 
     asm: str
@@ -174,35 +174,38 @@ def _table(number_format: NumberFormat, name: str) -> Expression:
 
 
 @lru_cache(maxsize=256)
-def pairs(number_format: NumberFormat, dtype: str, warps: int) -> Expression | None:
-    """The expression by pairs of values in shared memory, for programs of so many warps; None without one.
+def shared_table(number_format: NumberFormat, dtype: str, warps: int) -> Expression | None:
+    """The expression by a table in shared memory, for programs of so many warps; None if there is none.
 
     A register is of two planes of one lane, not of two lanes of one plane: the first is of planes 0 and 1 of
-    the lower lane, the second of those of the upper one, and so on. `table` writes all pairs, waits until
+    the lower lane, the second of those of the upper one, and so on. `table` writes all of it, waits until
     all warps have, and gives what the address of a lane begins with. It is run once.
     """
     found = expression(number_format, dtype)
-    if found is None or found.table is None or number_format.bits != PAIR_BITS:
+    if found is None or found.table is None or number_format.bits != SHARED_BITS:
         return None
-    lines = ["mov.u32 first, values_of_pairs;"]
+    writer = Writer(SHARED_BITS, planes(SHARED_BITS))
+    first, mine = writer.temporary(), f"${writer.outputs + registers(SHARED_BITS)}"
+    writer.lines.append(f"mov.u32 {first}, shared_table;")
     for plane, byte in enumerate((0, 2, 1, 3)):
+        at = writer.temporary()
         # The byte times 128.
-        shift = f"shl.b32 at, $4, {7 - 8 * byte};" if byte == 0 else f"shr.u32 at, $4, {8 * byte - 7};"
-        lines += [shift, "lop3.b32 at, at, 0x7F80, $5, 0xEA;", "add.u32 at, at, first;"]
-        lines.append(f"ld.shared.b32 ${plane}, [at];")
-    body = "\n".join(lines)
-    asm = f"{{.reg .b32 at, first;\n{body}}}"
-    return Expression(asm, "=&r,=&r,=&r,=&r,r,r", _pair_table(LANES[dtype][1], warps))
+        writer.lines += [
+            f"lop3.b32 {at}, {writer.shift(0, 8 * byte - 7)}, 0x7F80, {mine}, 0xEA;",
+            f"add.u32 {at}, {at}, {first};",
+            f"ld.shared.b32 ${plane}, [{at}];",
+        ]
+    return writer.expression(_fill_table(LANES[dtype][1], warps))
 
 
-def _pair_table(name: str, warps: int) -> str:
-    """PTX that has each thread write its share of all pairs, 16 bytes at a time."""
+def _fill_table(name: str, warps: int) -> str:
+    """PTX that has each thread write its share of the table in shared memory, 16 bytes at a time."""
     threads = 32 * warps
-    lines = ["mov.u32 thread, %tid.x;", "mov.u32 first, values_of_pairs;"]
-    for turn in range(PAIR_BYTES // 16 // threads):
+    lines = ["mov.u32 thread, %tid.x;", "mov.u32 first, shared_table;"]
+    for turn in range(SHARED_BYTES // 16 // threads):
         lines += [
             f"add.u32 number, thread, {turn * threads};",
-            # Eight for each pair: the codes of number // 8.
+            # Eight for each byte, of the codes of number // 8.
             "bfe.u32 code, number, 3, 4;",
             "mad.wide.u32 at, code, 4, $1;",
             "ld.global.f32 low, [at];",
@@ -216,7 +219,7 @@ def _pair_table(name: str, warps: int) -> str:
     lines += ["bar.sync 0;", "and.b32 $0, thread, 31;", "shl.b32 $0, $0, 2;"]
     body = "\n".join(lines)
     return (
-        f".shared .align 128 .b8 values_of_pairs[{PAIR_BYTES}];\n"
+        f".shared .align 128 .b8 shared_table[{SHARED_BYTES}];\n"
         "{.reg .b32 thread, first, number, code, both, to;\n.reg .b64 at;\n.reg .f32 low, high;\n"
         f"{body}}}"
     )

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quantkit.kernels.fused.blocks import scale_value
-from quantkit.kernels.fused.held import pair_of, quads_of
+from quantkit.kernels.fused.held import pair, pair_of, quads_of
 
 
 @gluon.constexpr_function
@@ -79,19 +79,12 @@ def for_sums(low, high, W: gl.constexpr):
 @gluon.jit
 def for_operand(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
     """Value v of rows r and r + 8 as both 16-bit numbers of a word, where operand A is (e1, row // 8)."""
-    if S.dtype == STORED:
+    if STORED == S.dtype:
         word = _word(words, v, _word_count(STORED, S), S.warps)
         low = gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [word], gl.int32, True, 1)
         high = gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [word], gl.int32, True, 1)
     else:
         low, high = of_rows(words, v, STORED, S)
-        low, high = twice(low, S.dtype), twice(high, S.dtype)
+        low, high = pair(low, low, S.dtype), pair(high, high, S.dtype)
     quads = gl.reshape(gl.join(gl.join(low, low), gl.join(high, high)), (S.warps, 32, 4))
     return gl.convert_layout(quads, quads_of(S.warps), assert_trivial=True)
-
-
-@gluon.jit
-def twice(value, DTYPE: gl.constexpr):
-    """A float32 as both 16-bit numbers of a word."""
-    bits = value.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    return bits | bits << 16

@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quantkit.kernels.fused.blocks import finish
-from quantkit.kernels.fused.held import columns, hold, norm_weights, quads_of
-from quantkit.kernels.fused.row_values import for_operand, for_sums, of_rows, twice, words_of
+from quantkit.kernels.fused.held import columns, hold, norm_weights, pair, quads_of
+from quantkit.kernels.fused.row_values import for_operand, for_sums, of_rows, words_of
 from quantkit.kernels.fused.units import let_next_start, wait_for_kernel_before
 
 #: Products: operand A is a quad, B a half of one.
@@ -56,7 +56,7 @@ def stream(
     table = lut
     if S.table is not None:
         # No tensor in truth: each lane of a warp has its own.
-        table = gl.inline_asm_elementwise(S.table, "=r,l", [lut], gl.int32, not S.paired, 1)
+        table = gl.inline_asm_elementwise(S.table, "=r,l", [lut], gl.int32, not S.shared_table, 1)
     of_norm = norm_weights(norm, S)
     if S.overlap:
         # Only x, and what it is the norm of, is written by the kernel before this one.
@@ -178,7 +178,8 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
     )
     if S.has_zero:
         less = for_operand(zeros, v, zero.dtype.element_ty, S) ^ _MINUS_ZEROS
-        one = twice(gl.full([S.warps, 32, 4], 1.0, gl.float32, quads_of(S.warps)), S.dtype)
+        one = gl.full([S.warps, 32, 4], 1.0, gl.float32, quads_of(S.warps))
+        one = pair(one, one, S.dtype)
         a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, one, less], gl.int32, True, 1)
     if S.on_weights:
         times = for_operand(scales, v, scale.dtype.element_ty, S)

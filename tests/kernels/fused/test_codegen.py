@@ -379,8 +379,8 @@ def test_streamed_codes_stay_in_registers(compiled: Compiled, name: str, integer
     assert found["products"] > 0 and found["loops"] == 1, found
     assert found["spills"] == 0 and found["registers"] <= 128, found
     assert found["shared"] == found["bound"], found
-    # Floats of x are copied 16 bytes at a time; in groups of 16 a lane has twice 8 bytes of a run. What pairs
-    # are multiplied with goes through registers.
+    # Floats of x are copied 16 bytes at a time; in groups of 16 a lane has twice 8 bytes of a run. What the
+    # values of a table are multiplied with goes through registers.
     through = integers or name in TABLES
     assert found["wide_copies"] == (None if through else 0.0 if name == "nvfp4" else 1.0), found
     # Those of sums; none of values.

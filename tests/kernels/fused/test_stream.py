@@ -17,7 +17,7 @@ from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.operands import Operands
 from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.kernels.fused.layout import build
-from quantkit.kernels.fused.ptx import pairs
+from quantkit.kernels.fused.ptx import shared_table
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
 from quantkit.kernels.table import row_named
 from quantkit.packing.schemes import PRESETS, scheme
@@ -42,7 +42,7 @@ CHANGES: dict[str, tuple[str, str, str]] = {
     "x is not waited for": (HELD, "async_copy.wait_group(0)", "pass"),
     "columns are not those of groups of 16": (HELD, "if S.group == 16 else", "if S.group == 999 else"),
     "x ends after its last column": (HELD, "& (column < S.k // 2)", "& (column < S.k // 2 + 8)"),
-    "pairs are of neighbours": (HELD, "gl.join(low, high), (0, 1, 3, 2)", "gl.join(low, high), (0, 1, 2, 3)"),
+    "words are of neighbours": (HELD, "gl.join(low, high), (0, 1, 3, 2)", "gl.join(low, high), (0, 1, 2, 3)"),
     "x of digits ends after it": (HELD, "(column < S.k // 2) & (piece", "(column < S.k) & (piece"),
     "bytes are those of runs next to each other": (HELD, "+ HALF * (APART // 2)", "+ HALF"),
     "digits have other signs": (HELD, "xor.b32 $1, $1, 0x80808080;", ""),
@@ -205,8 +205,8 @@ def test_expressions_make_bytes_of_every_code_in_every_place(name: str, apart: i
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("warps", [4, 16])
-def test_pairs_are_the_values_of_every_byte_in_every_place(dtype: str, warps: int) -> None:
-    made = pairs(FORMATS["nf4"], dtype, warps)
+def test_shared_tables_have_the_values_of_every_byte_in_every_place(dtype: str, warps: int) -> None:
+    made = shared_table(FORMATS["nf4"], dtype, warps)
     assert made is not None and made.table is not None
     kind = "bf16x2" if dtype == "bfloat16" else "f16x2"
     values = np.array(FORMATS["nf4"].values)
@@ -222,10 +222,10 @@ def test_pairs_are_the_values_of_every_byte_in_every_place(dtype: str, warps: in
         assert np.array_equal(register, expected)
 
 
-def test_pairs_are_for_values_of_four_bits_that_are_looked_up() -> None:
-    assert pairs(FORMATS["int4"], "bfloat16", 8) is None
-    assert pairs(FORMATS["nf4"], "float32", 8) is None
-    assert pairs(scheme("book4").format, "float16", 8) is not None
+def test_shared_tables_are_for_values_of_four_bits_that_are_looked_up() -> None:
+    assert shared_table(FORMATS["int4"], "bfloat16", 8) is None
+    assert shared_table(FORMATS["nf4"], "float32", 8) is None
+    assert shared_table(scheme("book4").format, "float16", 8) is not None
 
 
 def test_formats_without_bytes_are_multiplied_as_floats() -> None:

@@ -9,7 +9,7 @@ import torch
 from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes, planes_apart
 from quantkit.kernels.fused.launch.operands import SCALE_KINDS
 from quantkit.kernels.fused.layout import Geometry, geometry
-from quantkit.kernels.fused.ptx import PAIR_BYTES, expression, pairs
+from quantkit.kernels.fused.ptx import SHARED_BYTES, expression, shared_table
 from quantkit.kernels.launcher import power_of_two
 from quantkit.packing.schemes import Scheme
 
@@ -109,8 +109,8 @@ class Streamed:
     asm: str
     constraints: str
     table: str | None
-    #: Whether the expression is that of `pairs`.
-    paired: bool
+    #: Whether the expression is that of `shared_table`.
+    shared_table: bool
     warps: int
     #: Rows of x, a power of two.
     rows: int
@@ -208,25 +208,32 @@ class Streamed:
     @property
     def spare_rows(self) -> int:
         """Rows without x, for Triton to ask for more than the `USUAL_MEMORY` that CUDA gives unasked: it does
-        not count pairs.
+        not count the table.
         """
-        if not self.paired or self._allocated(0) + PAIR_BYTES <= USUAL_MEMORY:
+        if not self.shared_table or self._needed + SHARED_BYTES <= USUAL_MEMORY:
             return 0
-        return max(0, -(-(USUAL_MEMORY + 1 - self._allocated(0)) // (self.warps * self.stored_quads * 64)))
+        return max(0, -(-(USUAL_MEMORY + 1 - self._needed) // self._row_bytes))
 
-    def _allocated(self, spare: int) -> int:
-        x = (self.room * self.column_groups + spare) * self.stored_quads * 64
-        return self.warps * (x + self.row_tile_room * self.rows * 64)
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a row of `held_rows`."""
+        return self.warps * self.stored_quads * 64
+
+    @property
+    def _needed(self) -> int:
+        """Bytes of shared memory for x and what warps have of each row tile."""
+        x = self.room * self.column_groups * self._row_bytes
+        return x + self.warps * self.row_tile_room * self.rows * 64
 
     @property
     def counted_memory(self) -> int:
-        """Bytes of shared memory that Triton counts: x, and what warps have of each row tile."""
-        return self._allocated(self.spare_rows)
+        """Bytes of shared memory that Triton counts, with those of `spare_rows`."""
+        return self._needed + self.spare_rows * self._row_bytes
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory, pairs among them."""
-        return self.counted_memory + self.paired * PAIR_BYTES
+        """Bytes of shared memory, the table among them."""
+        return self.counted_memory + self.shared_table * SHARED_BYTES
 
     @property
     def apart(self) -> int:
@@ -300,11 +307,11 @@ def streamed(
         way = as_bytes(scheme.format)
         assert way is not None
         worth, found = way.worth, byte_expression(scheme.format, planes_apart(shape.planes, shape.dot))
-    by_pairs = None if tile.integers else pairs(scheme.format, name, tile.warps)
-    found = found if by_pairs is None else by_pairs
+    in_shared = None if tile.integers else shared_table(scheme.format, name, tile.warps)
+    found = in_shared or found
     assert found is not None
     constraints = found.constraints
-    if found.table is not None and by_pairs is None:
+    if found.table is not None:
         # Two lanes of 16 bits have two of what the lane of the warp holds, a register has one.
         constraints = constraints.removesuffix(",r")
     return Streamed(
@@ -330,7 +337,7 @@ def streamed(
         asm=found.asm,
         constraints=constraints,
         table=found.table,
-        paired=by_pairs is not None,
+        shared_table=in_shared is not None,
         warps=tile.warps,
         rows=power_of_two(m),
         row_tile_room=power_of_two(row_tiles(tile, shape, multiprocessors)),

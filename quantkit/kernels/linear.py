@@ -254,8 +254,11 @@ def run_linear(
     *,
     ordered: bool = False,
     normed: Normed | None = None,
+    gate: str = "",
 ) -> torch.Tensor:
-    """What the operator computes, of x `ordered` or to be `normed` as `KernelRow` has it."""
+    """What the operator computes, of x `ordered` or to be `normed`, or of that the `gate`, as `KernelRow` has
+    them.
+    """
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
     columns = x.shape[-1]
@@ -287,15 +290,20 @@ def run_linear(
             f"{chosen.row.name}, which runs {problem}, does not take the norm of x: {reason}. "
             f"{_NOT_BETWEEN_RUNS}"
         )
+    if gate and (reason := chosen.row.no_gate(problem, chosen.tile)) is not None:
+        raise KernelError(
+            f"{chosen.row.name}, which runs {problem}, does not gate y: {reason}. {_NOT_BETWEEN_RUNS}"
+        )
     shape = (out_features, columns)
     # The whole weight only where it is used: to check its parts takes longer than to launch most kernels.
     outlined = not parts or (chosen.row.layout is not None and chosen.row.layout.whole)
     weight = Outline(parsed, shape) if outlined else _whole(parts, layout, layout_name, parsed, shape)
     options: dict[str, Any] = {"ordered": True} if ordered else {}
     options |= {} if normed is None else {"normed": normed}
+    options |= {"gate": gate} if gate else {}
     given = tuple(layout) if chosen.row.layout is not None else ()
     y = chosen.launch(flat, weight, given, bias, **options)
-    return y.view(*x.shape[:-1], out_features)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 torch.library.impl("quantkit::linear", "default", run_linear)

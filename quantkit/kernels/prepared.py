@@ -1,7 +1,8 @@
 """The operator `quantkit::linear` in traced graphs, where what comes before prepares x for the kernel.
 
-Norms and gates can write the columns of x in the order that a kernel wants, and kernels can take norms.
-`weight` is what the operator takes after x, or of it what is no tensor: scheme, out_features, layout_name.
+Norms and gates can write the columns of x in the order that a kernel wants, and kernels can take norms, and
+gate what they compute. `weight` is what the operator takes after x, or of it what is no tensor: scheme,
+out_features, layout_name.
 """
 
 from typing import Any
@@ -42,6 +43,20 @@ def takes_norm(rows: int, columns: int, dtype: torch.dtype, device: torch.device
     return found is not None and found[1].row.no_norm(found[0], found[1].tile) is None
 
 
+def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
+    """Whether the kernel that the operator would run for x [rows, columns] can gate what it computes."""
+    found = _runs(rows, columns, dtype, device, *weight)
+    return found is not None and found[1].row.no_gate(found[0], found[1].tile) is None
+
+
+def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
+    """The second half of the columns that the operator computes, gated by the first (`glue.gate`).
+
+    For what `gates` says.
+    """
+    return run_linear(x, *weight, gate=gate)
+
+
 def linear_of_norm(
     x: torch.Tensor,
     other: torch.Tensor | None,
@@ -49,12 +64,14 @@ def linear_of_norm(
     eps: float,
     kind: str,
     *weight: Any,
+    gate: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + `other`, and what the operator computes of the norm of that by `norm` (`glue.add_norm`) at once.
 
-    For what `takes_norm` says; all are contiguous. Without `other` the first result is x.
+    For what `takes_norm` says; all are contiguous. Without `other` the first result is x. With the kind of a
+    `gate`, what is computed is that of `gated_linear`.
     """
     total = x if other is None else torch.empty_like(x)
     flat = None if other is None else other.view(-1, x.shape[-1])
     normed = Normed(norm, eps, kind, flat, None if other is None else total)
-    return total, run_linear(x, *weight, normed=normed)
+    return total, run_linear(x, *weight, normed=normed, gate=gate)

@@ -125,6 +125,11 @@ def unjoinable(_: Sequence[LayoutTensors], __: Sequence[int]) -> None:
     return None
 
 
+def never_gated(_: "Problem", __: Any) -> str | None:
+    """The `KernelRow.no_gate` of a row that gives y as it is."""
+    return "it gives y as it is"
+
+
 @dataclass(frozen=True)
 class Layout:
     """How kernels want a weight, where that is not how it is stored; several rows may share one.
@@ -218,7 +223,8 @@ class KernelRow:
     do that in passing (`COLUMN_ORDERS`): `launch` takes such x with `ordered=True`.
 
     `no_norm(problem, tile)` says why the kernel cannot take the norm of x itself. Where it can, `launch`
-    takes `normed`.
+    takes `normed`. `no_gate` says so of a gate: the first half of columns of y is what gates the others, and
+    `launch` with the kind of a `gate` returns [m, n / 2] (`quantkit.kernels.glue.gate`).
     """
 
     name: str
@@ -231,6 +237,7 @@ class KernelRow:
     tiling: Tiling | None = None
     order: Callable[[Problem], str] = as_it_is
     no_norm: Callable[[Problem, Any], str | None] = never_normed
+    no_gate: Callable[[Problem, Any], str | None] = never_gated
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,6 @@
-"""Packed products in traced steps: norms that they compute, columns in their order, and when norms start."""
+"""Packed products in traced steps: norms and gates that they compute, columns in their order, and when norms
+start.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -9,8 +11,59 @@ from torch.utils import _pytree as pytree
 
 from quantkit.kernels import glue
 from quantkit.kernels.linear import OPERATOR
-from quantkit.kernels.prepared import linear_in_order, linear_of_norm, order_of, takes_norm
-from quantkit.model.trace import META, Memory, part
+from quantkit.kernels.prepared import (
+    gated_linear,
+    gates,
+    linear_in_order,
+    linear_of_norm,
+    order_of,
+    takes_norm,
+)
+from quantkit.model.trace import META, OFFSET, Memory, part
+
+#: Products of x and a weight, in traced steps.
+_PRODUCTS = (OPERATOR, gated_linear)
+
+
+def take_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Have products gate what they compute, where nobody else needs that and their kernels can."""
+    for node in graph.find_nodes(op="call_function", target=glue.gate):
+        product = _source(memory, node.args[0])
+        if product.target is OPERATOR and _can_gate(memory, product, node, device):
+            _take_gate(graph, memory, product, node)
+
+
+def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -> bool:
+    """Whether `gate` is of the halves of the columns of `product`, and what multiplies it wants no order."""
+    of: Any = product.args
+    x, _, _, _, *weight = of
+    rows, made = x.meta[META], product.meta[META]
+    columns, half = rows.shape[-1], made.shape[-1] // 2
+    parts = [(one.meta[META], one.meta[OFFSET]) for one in gate.all_input_nodes]
+    return (
+        [*_used(memory, product)] == [gate] * 2
+        and made.is_contiguous()
+        and made.shape[-1] == 2 * half
+        and [offset for _, offset in parts] == [0, half]
+        and all(one.shape == (*made.shape[:-1], half) and one.stride() == made.stride() for one, _ in parts)
+        and not any(_order_of(memory, user, gate, device) for user in _used(memory, gate))
+        and gates(rows.numel() // columns, columns, rows.dtype, device, *weight)
+    )
+
+
+def _take_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
+    """Replace a product and the gate of it by one call, at the place of the product."""
+    with graph.inserting_after(product):
+        call = graph.call_function(gated_linear, product.args, {"gate": gate.kwargs["kind"]})
+    call.meta = dict(gate.meta)
+    memory.enter(call)
+    parts = gate.all_input_nodes
+    gate.replace_all_uses_with(call)
+    graph.erase_node(gate)
+    for node in [one for first in parts for one in _views(first, product)]:
+        if not node._erased and not node.users:
+            graph.erase_node(node)
+    graph.erase_node(product)
 
 
 def take_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
@@ -69,7 +122,7 @@ def _take_norm(graph: Graph, memory: Memory, norm: Node, made: Sequence[Node], p
     x, *others, weight = norm.args
     given = (x, others[0] if others else None, weight, norm.kwargs["eps"], norm.kwargs["kind"])
     with graph.inserting_after(product):
-        call = graph.call_function(linear_of_norm, (*given, *product.args[1:]))
+        call = graph.call_function(linear_of_norm, (*given, *product.args[1:]), product.kwargs)
     memory.enter(call)
     new = call
     for number, node in ((1, product), *((0, one) for one in made[:-1])):
@@ -109,7 +162,7 @@ def order_columns(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> str:
     """The order that a product of rows of `made` wants their columns in; "" if it is another operation."""
-    if not _multiplies(memory, node, made):
+    if node.target is not OPERATOR or not _multiplies(memory, node, made):
         return ""
     of: Any = node.args
     x, _, _, _, *weight = of
@@ -127,7 +180,7 @@ def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> s
 
 def _multiplies(memory: Memory, node: Node, made: Node) -> bool:
     """Whether `node`, which takes `made`, is a product of it, and has it neither as weight nor as bias."""
-    if node.target is not OPERATOR:
+    if node.target not in _PRODUCTS:
         return False
     of: Any = node.args
     _, parts, layout, bias, *_ = of
@@ -136,7 +189,7 @@ def _multiplies(memory: Memory, node: Node, made: Node) -> bool:
 
 def _weight_bytes(node: Node) -> int:
     """What a product reads of its weight; 0 of other operations."""
-    if node.target is not OPERATOR:
+    if node.target not in _PRODUCTS:
         return 0
     _, parts, layout, *_ = node.args
     read = [one.meta[META] for one in pytree.tree_leaves(layout or parts)]

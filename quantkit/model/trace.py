@@ -14,6 +14,8 @@ from quantkit.model.graphs import NotRecorded
 
 #: Where a node has a tensor without numbers, of the shape, strides and dtype of its result.
 META = "val"
+#: Where it has how far that begins into the memory that it is in.
+OFFSET = "offset"
 #: Where a node has those arguments that its result lies in the memory of.
 _WITHIN = "within"
 _READ = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -76,8 +78,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _keep_result(self, result: Any, node: Node, given: Sequence[tuple[int, Node]]) -> None:
         """Take what `node` returned of arguments `given`, each with its storage."""
+        tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
+        storages = {_storage(one) for one in tensors}
+        node.meta[_WITHIN] = [one for storage, one in given if storage in storages]
         if isinstance(result, torch.Tensor):
-            node.meta[_WITHIN] = [one for storage, one in given if storage == _storage(result)]
             self._keep(result, node)
         elif isinstance(result, list | tuple):
             for number, one in enumerate(result):
@@ -94,6 +98,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node.meta[META] = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
         )
+        node.meta[OFFSET] = tensor.storage_offset()
         self._nodes[tensor] = node
         return node
 

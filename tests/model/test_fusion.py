@@ -21,7 +21,7 @@ from quantkit.kernels import glue
 from quantkit.kernels.building import building
 from quantkit.kernels.fused.rows import FRAGMENTS
 from quantkit.kernels.linear import OPERATOR
-from quantkit.kernels.prepared import linear_in_order, linear_of_norm
+from quantkit.kernels.prepared import gated_linear, linear_in_order, linear_of_norm
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import FORCE_VARIABLE
 from quantkit.model import fused_forward, fusion, products, prompt_graphs
@@ -563,6 +563,46 @@ def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.Mon
 
 
 @torch.no_grad()
+def test_products_gate_what_nobody_else_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def gates(rows: int, columns: int, *of: Any) -> bool:
+        asked.append((rows, columns))
+        return True
+
+    def gated(x: Any, *of: Any, gate: str) -> Any:
+        return glue.gate(*OPERATOR(x, *of).chunk(2, dim=-1), gate)
+
+    monkeypatch.setattr(products, "gates", gates)
+    monkeypatch.setattr(products, "gated_linear", gated)
+    monkeypatch.setattr(products, "_PRODUCTS", (OPERATOR, gated))
+    packed, narrower = (quantize_tensor(numbers(n, 64) / 8, "int4") for n in (128, 64))
+    up = quantize_tensor(numbers(64, 64) / 8, "nf4")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        first = linear(glue.slow_silu_gate(*torch.split(linear(x, packed), 64, dim=-1)), narrower)
+        second = glue.slow_gelu_gate(*linear(first, packed).chunk(2, dim=-1))
+        # Two products, halves the other way round, parts of halves, and a product that others need.
+        other = glue.slow_silu_gate(linear(second, narrower), linear(second, up))
+        turned = glue.slow_silu_gate(*torch.split(linear(other, packed), 64, dim=-1)[::-1])
+        quarter = linear(turned, packed)
+        part = glue.slow_silu_gate(quarter[..., :32], quarter[..., 32:64])
+        both = linear(first, packed)
+        kept = glue.slow_silu_gate(*both.chunk(2, dim=-1))
+        return part.sum() + both[..., :64] + kept
+
+    given = [numbers(2, 3, 64)]
+    step(*given)  # Layouts are built before a step is recorded.
+    module = fused(step, given, "steps")
+    assert calls(module)["gated"] == 2 and calls(module)["gate"] == 4
+    assert asked == [(6, 64), (6, 64)]
+    close(module(*given), step(*given))
+    # What multiplies it next wants its columns in an order that only a gate by itself writes.
+    monkeypatch.setattr(products, "order_of", lambda *_: "fragments")
+    assert calls(fused(step, given, "steps"))["gate"] == 6
+
+
+@torch.no_grad()
 def test_norms_that_are_a_bias_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "order_of", lambda *_: "fragments")
     packed = quantize_tensor(numbers(64, 64), "int4")
@@ -593,6 +633,13 @@ def test_norms_for_another_kernel_are_refused() -> None:
         KernelError, match=r"unpack, which runs .* does not take the norm of x: it takes x as"
     ):
         linear_of_norm(*norm, list(packed.tensors), [], None, packed.scheme.token, 64, "")
+
+
+@torch.no_grad()
+def test_gates_for_another_kernel_are_refused() -> None:
+    packed = quantize_tensor(numbers(64, 64), "int4")
+    with pytest.raises(KernelError, match=r"unpack, which runs .* does not gate y: it gives y as it is"):
+        gated_linear(numbers(2, 64), list(packed.tensors), [], None, packed.scheme.token, 64, "", gate="silu")
 
 
 @torch.no_grad()

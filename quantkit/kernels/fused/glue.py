@@ -63,6 +63,19 @@ def rms_norm(
 
 
 @triton.jit
+def gated(x, up, KIND: tl.constexpr):
+    """f(x) * up, where f is silu or gelu by tanh, rounded to their dtype where torch does."""
+    numbers = x.to(tl.float32)
+    if KIND == "silu":
+        found = numbers / (1.0 + tl.exp(-numbers))
+    else:
+        # sqrt(2 / pi) * (x + 0.044715 x^3), and tanh(z) = 1 - 2 / (exp(2 z) + 1).
+        z = 0.7978845608028654 * (numbers + 0.044715 * numbers * numbers * numbers)
+        found = 0.5 * numbers * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
+    return (found.to(x.dtype).to(tl.float32) * up.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
 def gate(
     x, up, y, x_r, u_r, N, KIND: tl.constexpr, SHAPE: tl.constexpr, AXES: tl.constexpr, B: tl.constexpr,
     PDL: tl.constexpr,
@@ -74,18 +87,8 @@ def gate(
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * B + tl.arange(0, B)
     inside = n < N
-    numbers = tl.load(x + row * x_r + n, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "silu":
-        found = numbers / (1.0 + tl.exp(-numbers))
-    else:
-        # sqrt(2 / pi) * (x + 0.044715 x^3), and tanh(z) = 1 - 2 / (exp(2 z) + 1).
-        z = 0.7978845608028654 * (numbers + 0.044715 * numbers * numbers * numbers)
-        found = 0.5 * numbers * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
-    dtype = y.dtype.element_ty
-    found = found.to(dtype).to(tl.float32) * tl.load(up + row * u_r + n, mask=inside, other=0.0).to(
-        tl.float32
-    )
-    found = found.to(dtype)
+    numbers = tl.load(x + row * x_r + n, mask=inside, other=0.0)
+    found = gated(numbers, tl.load(up + row * u_r + n, mask=inside, other=0.0), KIND)
     if SHAPE is not None:
         found = in_order(found, SHAPE, AXES)
     tl.store(y + row * N + n, found, mask=inside)

@@ -13,10 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from quantkit.kernels.fused.blocks import finish, scale_value
+from quantkit.kernels.fused.glue import gated
 from quantkit.kernels.fused.units import (
     codes_of,
     decoded,
     let_next_start,
+    row_tile_of,
     unit_columns,
     wait_for_kernel_before,
 )
@@ -29,7 +31,7 @@ def narrow(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
-    PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr,
+    PLANES: gl.constexpr, DTYPE: gl.constexpr, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr,
     PARTS: gl.constexpr, UNITS: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -37,7 +39,8 @@ def narrow(
 
     x comes in chunks of CHUNK units, zeros beyond K. Codes are loaded AHEAD units before they are decoded.
     With LOOP chunks after the first are one loop, which waits for all of x; without, there is code for each.
-    Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16].
+    Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16]. With GATE row tiles are pairs
+    of what gates and what is gated.
     """
     UNIT: gl.constexpr = unit_columns(PLANES)
     PIECES: gl.constexpr = UNIT // 128
@@ -53,7 +56,7 @@ def narrow(
     begin = part * UNITS
     last = (N + 15) // 16 - 1
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
-    tile = gl.minimum(first + gl.minimum(warp, ROW_TILES - 1), last)
+    tile = row_tile_of(gl.minimum(first + gl.minimum(warp, ROW_TILES - 1), last), N, GATE != "")
     tile = gl.expand_dims(gl.expand_dims(tile, 1), 2).to(gl.int64)
     span = gl.expand_dims(gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(2, CODES))), 0), 2)
     lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
@@ -63,6 +66,7 @@ def narrow(
     # Warps without rows load nothing.
     there = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
     tile = gl.minimum(first + gl.minimum(gl.arange(0, W, gl.SliceLayout(1, VALUES)), ROW_TILES - 1), last)
+    tile = row_tile_of(tile, N, GATE != "")
     block_at = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, VALUES)), 0)
     block_at += gl.expand_dims(tile, 1) * (BLOCKS * 8)
     # Where all parts have as many units, and whole blocks of scales, offsets in them are constants.
@@ -112,15 +116,50 @@ def narrow(
                 BM, CHUNK, AHEAD, UNITS, EVEN, chunk == CHUNKS - 1,
             )  # fmt: skip
     local = gl.arange(0, 16 * W, gl.SliceLayout(1, _sums_of(W)))
-    rows = gl.expand_dims(first * 16 + local, 1)
-    mine = gl.expand_dims(local < 16 * ROW_TILES, 1) & (rows < N)
+    number = first + local // 16
+    rows = gl.expand_dims(row_tile_of(number, N, GATE != "") * 16 + local % 16, 1)
+    mine = gl.expand_dims((local < 16 * ROW_TILES) & (number <= last), 1) & (rows < N)
     m = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, _sums_of(W))), 0)
     if PARTS == 1:
         out = finish(total, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-        gl.store(y + m.to(gl.int64) * N + rows, out.to(y.dtype.element_ty), mask=(m < M) & mine)
+        out = out.to(y.dtype.element_ty)
+        if GATE == "":
+            gl.store(y + m.to(gl.int64) * N + rows, out, mask=(m < M) & mine)
+        else:
+            _write_gated(out, first, last, y, M, N, ROW_TILES, GATE, W, BM)
     else:
         to = sums + (part.to(gl.int64) * (last + 1) + rows // 16) * (BM * 16) + m * 16 + rows % 16
         gl.store(to, total, mask=(m < BM) & mine)
+
+
+@gluon.jit
+def _write_gated(
+    out, first, last, y, M, N, ROW_TILES, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
+):  # fmt: skip
+    """Write y [M, N / 2] of what gates and what is gated, row tile after row tile [16 W, BM]."""
+    PAIRS: gl.constexpr = _pairs_of(W, BM)
+    pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))
+    x, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
+    out = gated(x, up, GATE)
+    OUT: gl.constexpr = out.type.layout
+    pair = gl.arange(0, W // 2, gl.SliceLayout(1, gl.SliceLayout(2, OUT)))
+    pair = gl.expand_dims(gl.expand_dims(pair, 1), 2)
+    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))
+    row = gl.expand_dims(gl.expand_dims(row, 0), 2)
+    m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
+    m = gl.expand_dims(gl.expand_dims(m, 0), 1)
+    mine = (2 * pair < ROW_TILES) & (first + 2 * pair < last) & (m < M)
+    gl.store(y + m.to(gl.int64) * (N // 2) + (first // 2 + pair) * 16 + row, out, mask=mine)
+
+
+@gluon.constexpr_function
+def _pairs_of(W: int, BM: int) -> gl.DistributedLinearLayout:
+    """[16 W, BM]: a thread has a row of every second row tile, and that of the next one."""
+    rows = [[1 << bit, 0] for bit in range((16 * W).bit_length() - 1)]
+    columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [rows[4], *columns[2:]], [*rows[:4], columns[0]], [*rows[5:], columns[1]], [], [16 * W, BM]
+    )
 
 
 @gluon.constexpr_function

@@ -22,7 +22,6 @@ from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.problem import (
     KernelRow,
     Layout,
-    Normed,
     Outline,
     Problem,
     TileError,
@@ -173,7 +172,7 @@ _Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
 def _launch(run: _Run) -> Callable[..., torch.Tensor]:
-    """`run` as rows launch: with x's device the current one."""
+    """`run` as rows launch: with x's device the current one; `prepared` are those fields of `Operands`."""
 
     def launched(
         x: torch.Tensor,
@@ -181,12 +180,11 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         layout: tuple[torch.Tensor, ...],
         bias: torch.Tensor | None,
         tile: Any = None,
-        ordered: bool = False,
-        normed: Normed | None = None,
+        **prepared: Any,
     ) -> torch.Tensor:
         if bias is not None:
             bias = bias.contiguous()
-        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], ordered=ordered, normed=normed)
+        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
         return _started(run, operands, tile)
 
     return launched
@@ -320,6 +318,7 @@ FUSED_ROWS = (
         launch=_launch(stream.run),
         tiling=stream.TILING,
         no_norm=stream.why_no_norm,
+        no_gate=stream.why_no_gate,
     ),
     KernelRow(
         name="fused-skinny",
@@ -341,6 +340,7 @@ FUSED_ROWS = (
         layout=FRAGMENTS,
         launch=_launch(narrow.run),
         tiling=narrow.TILING,
+        no_gate=narrow.why_no_gate,
     ),
     KernelRow(
         name="fused-hopper",

@@ -16,9 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quantkit.kernels.fused.blocks import finish
+from quantkit.kernels.fused.glue import gated
 from quantkit.kernels.fused.held import columns, hold, norm_weights, pair, quads_of
 from quantkit.kernels.fused.row_values import for_operand, for_sums, of_rows, words_of
-from quantkit.kernels.fused.units import let_next_start, wait_for_kernel_before
+from quantkit.kernels.fused.units import let_next_start, row_tile_of, wait_for_kernel_before
 
 #: Products: operand A is a quad, B a half of one.
 _INTEGERS = gl.constexpr("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ")
@@ -34,11 +35,12 @@ _OPERANDS = gl.constexpr(
 _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 
-@gluon.jit(do_not_specialize=["M", "ROW_TILES"])
+@gluon.jit(do_not_specialize=["M", "EACH", "MORE"])
 def stream(
-    x, other, norm, total, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, S: gl.constexpr
+    x, other, norm, total, codes, scale, zero, factor, lut, bias, y, M, N, EACH, MORE, S: gl.constexpr
 ):  # fmt: skip
-    """A program has ROW_TILES row tiles, each of its warps `S.units` units of their columns.
+    """A program has EACH row tiles, the first MORE programs have one more, and each of its warps `S.units`
+    units of their columns. With `S.gate` these are pairs of row tiles, of what gates and what is gated.
 
     A turn is that of `S.together` row tiles. Codes are loaded `S.ahead` units before they are multiplied;
     where there are several turns, those of a turn are a multiple of that: units have registers of their own.
@@ -47,9 +49,10 @@ def stream(
     AHEAD: gl.constexpr = S.ahead
     if S.overlap:
         let_next_start()
-    first = gl.program_id(0) * ROW_TILES
-    count = gl.minimum((N + 15) // 16 - first, ROW_TILES)
-    given = _addresses(codes, scale, zero, first, count, S)
+    program = gl.program_id(0)
+    first = row_tile_of((program * EACH + gl.minimum(program, MORE)) * S.step, N, S.gate != "")
+    count = (EACH + (program < MORE).to(gl.int32)) * S.step
+    given = _addresses(codes, scale, zero, first, count, N, S)
     ring = ()
     for number in gl.static_range(AHEAD):
         ring = ring + (_load(given, first * 0, number, S),)
@@ -116,9 +119,9 @@ def _rest(ring):
 
 
 @gluon.jit
-def _addresses(codes, scale, zero, first, count, S: gl.constexpr):
+def _addresses(codes, scale, zero, first, count, N, S: gl.constexpr):
     """Where the quads [W, 32, 4] of warps begin; scales, zero-points, and the place of their words [W, 32];
-    the first unit of each warp, and how many row tiles the program has.
+    the first unit of each warp, how many row tiles the program has, and all rows.
     """
     QUADS: gl.constexpr = quads_of(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, QUADS)
@@ -129,7 +132,7 @@ def _addresses(codes, scale, zero, first, count, S: gl.constexpr):
     quads_at += first.to(gl.int64) * (S.spans * S.tiles * 128)
     quads_at += gl.expand_dims(warp * (S.units * S.unit_quads * 128) + lane * 4, 2)
     quads_at += gl.expand_dims(gl.expand_dims(word, 0), 1)
-    return quads_at, scale, zero, first * (S.blocks * 8) + lane // 4, warp * S.units, count
+    return quads_at, scale, zero, first * (S.blocks * 8) + lane // 4, warp * S.units, count, N
 
 
 @gluon.jit
@@ -153,9 +156,10 @@ def _load_of(given, row_tile, number: gl.constexpr, S: gl.constexpr):
     """
     QUADS: gl.constexpr = S.unit_quads
     PARTS: gl.constexpr = S.unit // 128
-    quads_at, scale, zero, words_at, unit, count = given
+    quads_at, scale, zero, words_at, unit, count, N = given
     unit += number
     there = (unit < S.all_units) & (row_tile < count)
+    row_tile = row_tile_of(row_tile, N, S.gate != "")
     quads_at += row_tile.to(gl.int64) * (S.spans * S.tiles * 128) + number * (S.unit_quads * 128)
     quads = ()
     for quad in gl.static_range(QUADS):
@@ -345,14 +349,16 @@ def _sums(total, weights, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _outputs_of(S):  # type: ignore[no-untyped-def]
-    """Sums [row tiles, W, rows of x * 16]: a thread has those of all warps."""
+    """Sums [row tiles, W, rows of x * 16]: a thread has those of all warps, and of pairs."""
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
-    bits += [[1 << bit, 0, 0] for bit in range(S.row_tile_room.bit_length() - 1)]
+    tiles = [[1 << bit, 0, 0] for bit in range(S.row_tile_room.bit_length() - 1)]
+    bits += tiles[S.step - 1 :]
     of_warps = [[0, 1 << bit, 0] for bit in range(S.warps.bit_length() - 1)]
     threads = 5 + len(of_warps)
     among = bits[:threads] + [[0, 0, 0]] * (threads - len(bits))
     sizes = [S.row_tile_room, S.warps, S.rows * 16]
-    return gl.DistributedLinearLayout(of_warps + bits[threads:], among[:5], among[5:], [], sizes)
+    mine = of_warps + tiles[: S.step - 1] + bits[threads:]
+    return gl.DistributedLinearLayout(mine, among[:5], among[5:], [], sizes)
 
 
 @gluon.jit
@@ -367,10 +373,24 @@ def _write(parts, first, count, scale, factor, bias, y, M, N, S: gl.constexpr):
     place = gl.expand_dims(gl.arange(0, S.rows * 16, gl.SliceLayout(0, OUT)), 0)
     m = place // 16
     # Those of no row tile of this program are nobody's.
-    rows = gl.where(tile < count, (first + tile) * 16 + place % 16, N)
+    rows = gl.where(tile < count, (first + row_tile_of(tile, N, S.gate != "")) * 16 + place % 16, N)
     SCALES: gl.constexpr = S.groups
     KIND: gl.constexpr = S.scale_kind
     HAS_FACTOR: gl.constexpr = S.has_factor
     HAS_BIAS: gl.constexpr = S.has_bias
     out = finish(sums, rows, scale, factor, bias, N, SCALES, KIND, HAS_FACTOR, HAS_BIAS)
-    gl.store(y + m.to(gl.int64) * N + rows, out.to(y.dtype.element_ty), mask=(m < M) & (rows < N))
+    out = out.to(y.dtype.element_ty)
+    GATE: gl.constexpr = S.gate
+    if GATE != "":
+        out, up = _pairs(out, S)
+        out = gated(out, up, GATE)
+        m, _ = _pairs(m + rows * 0, S)
+        rows, N = _pairs(rows, S)[0], N // 2
+    gl.store(y + m.to(gl.int64) * N + rows, out, mask=(m < M) & (rows < N))
+
+
+@gluon.jit
+def _pairs(values, S: gl.constexpr):
+    """Those of row tiles that gate others, and of these."""
+    values = gl.reshape(values, (S.row_tile_room // 2, 2, S.rows * 16))
+    return gl.split(gl.permute(values, (0, 2, 1)))

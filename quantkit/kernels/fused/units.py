@@ -18,6 +18,17 @@ def let_next_start():
     )
 
 
+@gluon.jit
+def row_tile_of(number, N, GATED: gl.constexpr):
+    """The row tile of a number. With GATED, those that gate others and these take turns: tile i of the first
+    half of all N rows is number 2 i, tile i of the second half 2 i + 1.
+    """
+    tile = number
+    if GATED:
+        tile = number // 2 + number % 2 * (N // 32)
+    return tile
+
+
 @gluon.constexpr_function
 def unit_columns(PLANES: int) -> int:
     """Columns that are decoded at a time: 128, or a span where that is longer."""

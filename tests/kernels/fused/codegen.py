@@ -243,15 +243,16 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for some rows of x, in the tile that its name has the numbers of, with a bias.
 
-    With "long", it is for a weight with long rows.
+    With "long", it is for a weight with long rows, with "gate" y is gated.
     """
     row, dtype = scheme(case.name), torch.bfloat16
     _, *numbers = case.kernel.split()
+    gate = "silu" if "gate" in numbers else ""
     k = LONG if "long" in numbers else K
     shape = geometry(N, k, row, dtype)
-    tile = narrow.NarrowTile(*map(int, [one for one in numbers if one != "long"]))
+    tile = narrow.NarrowTile(*map(int, [one for one in numbers if one.isdecimal()]))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
-    launch, *_ = narrow._launches(case.m, N, k, row, dtype, True, tile, features, H200_PROCESSORS)
+    launch, *_ = narrow._launches(case.m, N, k, row, dtype, True, tile, features, H200_PROCESSORS, gate)
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
     types = {
@@ -274,17 +275,19 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for a few rows of x, in the tile that its name has the numbers of, with a bias.
 
-    With "long", it is for a weight with long rows, with "norm" x is the norm of a sum.
+    With "long", it is for a weight with long rows, with "norm" x is the norm of a sum, with "gate" y is
+    gated.
     """
     row, dtype = scheme(case.name), torch.bfloat16
     _, *numbers = case.kernel.split()
+    gate = "silu" if "gate" in numbers else ""
     # Rows for several turns; of a weight with long rows for one.
     n, k = (N, LONG) if "long" in numbers else (7 * N, K)
     norm = streamed.Norm(True, 1e-5, True, 0.0) if "norm" in numbers else None
-    *sizes, integers = map(int, [one for one in numbers if one not in ("long", "norm")])
+    *sizes, integers = map(int, [one for one in numbers if one.isdecimal()])
     tile = streamed.StreamTile(*sizes, bool(integers))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
-    launch, _ = stream._launch(case.m, n, k, row, dtype, True, tile, features, H200_PROCESSORS, norm)
+    launch, _ = stream._launch(case.m, n, k, row, dtype, True, tile, features, H200_PROCESSORS, norm, gate)
     names, options = launch._kernel.arg_names, dict(launch._options)
     known = options.pop("S")
     types = {
@@ -292,7 +295,7 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "codes": "*i16",
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not known.on_weights else "*bf16",
         **dict.fromkeys(("factor", "lut"), "*fp32"),
-        **dict.fromkeys(("M", "N", "ROW_TILES"), "i32"),
+        **dict.fromkeys(("M", "N", "EACH", "MORE"), "i32"),
         "S": "constexpr",
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}

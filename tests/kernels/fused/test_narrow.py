@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.kernels import glue
 from quantkit.kernels.fused.launch import narrow
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.narrow import NarrowTile
@@ -32,7 +33,7 @@ CHANGES = {
     "products wait for the chunk before": [("wait_group(CHUNKS - 1 - chunk)", "wait_group(CHUNKS - chunk)")],
     "columns are not those of groups of 16": [("GROUP == 16, CHUNK", "False, CHUNK")],
     "warps without rows write": [
-        ("gl.expand_dims(local < 16 * ROW_TILES, 1) & (rows < N)", "rows < N + 999")
+        ("gl.expand_dims((local < 16 * ROW_TILES) & (number <= last), 1) & (rows < N)", "rows < N + 999")
     ],
     "codes are those of the unit before": [("number + unit + AHEAD, end", "number + unit + AHEAD - 1, end")],
     "scales are those of this chunk": [("gl.minimum(number + CHUNK, UNITS - CHUNK)", "number")],
@@ -100,6 +101,40 @@ def test_x_may_begin_anywhere(make_packed: Callable[..., PackedTensor], first: i
     x = memory[first : first + 12 * 256].view(12, 256).copy_(op.x)
     y = narrow.run(replace(op, x=x), NarrowTile(8), features)
     assert error(y, x, packed, op.bias) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu"])
+@pytest.mark.parametrize(("name", "warps"), [("int4", 16), ("int3 channel", 8), ("nvfp4", 8)])
+@pytest.mark.parametrize(("n", "k", "m"), [(96, 264, 9), (1056, 128, 8)])
+def test_products_that_are_gated_are_those_gated_next(
+    make_packed: Callable[..., PackedTensor],
+    poisoned: None,
+    name: str,
+    warps: int,
+    kind: str,
+    n: int,
+    k: int,
+    m: int,
+) -> None:
+    assert RUN is not None
+    dtype, features = RUN
+    op, _ = operands(make_packed, name, n, k, m, dtype)
+    tile = NarrowTile(warps)
+    plain = narrow.run(op, tile, features)
+    y = narrow.run(replace(op, gate=kind), tile, features)
+    assert torch.equal(y, glue.gate(*plain.chunk(2, dim=1), kind))
+
+
+def test_y_is_gated_where_that_pays() -> None:
+    row = row_named("fused-narrow")
+    assert row.no_gate(problem(), NarrowTile()) is None
+    for text, (one, tile) in {
+        "halves of 4112 rows": (problem(n=4112), NarrowTile()),
+        "below M=9": (problem(8), NarrowTile()),
+        "added up in a launch of their own": (problem(), NarrowTile(8, 8)),
+    }.items():
+        reason = row.no_gate(one, tile)
+        assert reason is not None and text in reason, reason
 
 
 def test_programs_run_at_once_where_each_warp_has_rows_at_most() -> None:

@@ -308,11 +308,12 @@ def test_a_turn_has_whole_rings() -> None:
             found = streamed.streamed(m, n, k, asked.scheme, asked.dtype, False, tile, True, H200_PROCESSORS)
             assert found.once or found.units % found.ahead == 0
             assert found.ahead <= min(tile.ahead, found.units)
-            assert found.once == (streamed.row_tiles(tile, shape, H200_PROCESSORS) <= tile.together)
+            mine = streamed.share(tile, shape, H200_PROCESSORS)
+            assert found.once == (mine.row_tiles <= tile.together)
             assert found.units * tile.warps >= shape.steps == found.all_units
-            mine = streamed.row_tiles(tile, shape, H200_PROCESSORS)
-            assert mine <= found.row_tile_room < 2 * mine
-            assert -(-shape.row_tiles // mine) <= H200_PROCESSORS * tile.programs
+            assert mine.row_tiles <= found.row_tile_room < 2 * mine.row_tiles
+            assert mine.programs <= H200_PROCESSORS * tile.programs
+            assert mine.programs * mine.each + mine.more == shape.row_tiles
             assert found.shared_memory * tile.programs <= HOPPER_SHARED
 
 
@@ -384,3 +385,53 @@ def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:
     reason = row.no_norm(problem(3), StreamTile())
     assert reason is not None and "64 numbers of x" in reason
     assert row_named("fused-skinny").no_norm(problem(1), StreamTile()) == "it takes x as it is"
+
+
+@needs_gluon
+@pytest.mark.parametrize("kind", ["silu", "gelu"])
+@pytest.mark.parametrize(
+    ("name", "integers"), [("int4", True), ("int3 channel", False), ("nf4", False), ("nvfp4", False)]
+)
+@pytest.mark.parametrize(("n", "k", "m"), [(96, 264, 3), (544, 128, 1)])
+def test_products_that_are_gated_are_those_gated_next(
+    make_packed: Callable[..., PackedTensor],
+    poisoned: None,
+    name: str,
+    integers: bool,
+    kind: str,
+    n: int,
+    k: int,
+    m: int,
+) -> None:
+    assert RUN is not None
+    dtype, features = RUN
+    op, _ = operands(make_packed, name, n, k, m, dtype)
+    for tile in (StreamTile(8, 2, 1, 4, integers), StreamTile(8, 1, 2, 1, integers)):
+        plain = stream.run(op, tile, features)
+        y = stream.run(replace(op, gate=kind), tile, features)
+        assert torch.equal(y, glue.gate(*plain.chunk(2, dim=1), kind)), tile
+
+
+@needs_gluon
+def test_norms_and_gates_are_taken_together(make_packed: Callable[..., PackedTensor], poisoned: None) -> None:
+    assert RUN is not None
+    dtype, features = RUN
+    op, _ = operands(make_packed, "int4", 160, 640, 2, dtype)
+    normed = replace(op, normed=Normed(torch.randn(640, dtype=dtype, device=DEVICE), 1e-5, "llama"))
+    tile = StreamTile(4, 2, 1, 2, True)
+    plain = stream.run(normed, tile, features)
+    y = stream.run(replace(normed, gate="silu"), tile, features)
+    assert torch.equal(y, glue.gate(*plain.chunk(2, dim=1), "silu"))
+
+
+def test_y_is_gated_where_that_pays() -> None:
+    row, small = row_named("fused-stream"), replace(H200, name="small", shared_memory=4 << 10)
+    assert row.no_gate(problem(2), StreamTile()) is None
+    for text, one in {
+        "halves of 4112 rows": problem(n=4112),
+        "as fast from M=3": problem(3),
+        "x and sums of pairs take": replace(problem(), gpu=small),
+    }.items():
+        reason = row.no_gate(one, StreamTile())
+        assert reason is not None and text in reason, reason
+    assert row_named("fused-skinny").no_gate(problem(1), None) == "it gives y as it is"

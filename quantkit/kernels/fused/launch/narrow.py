@@ -11,6 +11,7 @@ from quantkit.kernels.fused.launch.operands import (
     Operands,
     constants,
     empty,
+    no_pairs,
     outputs,
     shape_of,
     unknown_value,
@@ -22,6 +23,8 @@ from quantkit.packing.schemes import Scheme
 
 #: The most rows of x.
 MOST_ROWS = 32
+#: The fewest rows of x with which y is gated (79 in docs/kernels-log.md).
+LEAST_GATED = 9
 #: Warps that a multiprocessor has, in one program or two: each of their threads may have 128 registers.
 RESIDENT_WARPS = 16
 #: Up to so many columns of a part there is code for all; more would not fit the instruction cache.
@@ -58,12 +61,14 @@ def shared_memory(tile: NarrowTile, shape: Geometry, m: int) -> int:
     return 2 * units(tile, shape)[0] * max(128, shape.span) * rows_of_x(m)
 
 
-def row_tiles(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> int:
-    """Row tiles of a program: as few as it takes for all programs to run at once, up to one for each warp."""
-    at_once = multiprocessors * (RESIDENT_WARPS // tile.warps)
+def row_tiles(tile: NarrowTile, shape: Geometry, multiprocessors: int, gated: bool = False) -> int:
+    """Row tiles of a program: as few as it takes for all programs to run at once, up to one for each warp; if
+    they are `gated`, pairs.
+    """
+    at_once, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
+    counts = range(step, tile.warps, step)
     return next(
-        (count for count in range(1, tile.warps) if -(-shape.row_tiles // count) * tile.parts <= at_once),
-        tile.warps,
+        (count for count in counts if -(-shape.row_tiles // count) * tile.parts <= at_once), tile.warps
     )
 
 
@@ -81,6 +86,15 @@ def _rule(problem: Problem) -> NarrowTile:
     tiles = [NarrowTile(warps, parts) for parts in VALUES["parts"] for warps in VALUES["warps"][::-1]]
     able = [tile for tile in tiles if _why_not(problem, tile) is None]
     return min(able or tiles[-1:], key=lambda tile: _time(tile, shape, count))
+
+
+def why_no_gate(problem: Problem, tile: NarrowTile) -> str | None:
+    """Why y cannot be gated, for which a program has whole sums of pairs of row tiles."""
+    if tile.parts > 1:
+        return "sums of parts are added up in a launch of their own"
+    if problem.m < LEAST_GATED:
+        return f"it was not seen to be faster than a launch of its own below M={LEAST_GATED}"
+    return no_pairs(problem)
 
 
 def why_no_tile(problem: Problem) -> str | None:
@@ -126,6 +140,7 @@ def _launches(
     tile: NarrowTile,
     features: frozenset[str],
     multiprocessors: int,
+    gate: str = "",
 ) -> tuple[Launch, Launch | None, int]:
     """The kernel's, that which adds parts up, and the row tiles of a program."""
     from quantkit.kernels.fused.narrow import narrow as kernel
@@ -134,12 +149,13 @@ def _launches(
     shape = geometry(n, k, scheme, dtype)
     known = constants(n, k, scheme, dtype, True)
     count, chunk = units(tile, shape)
-    mine, rows = row_tiles(tile, shape, multiprocessors), rows_of_x(m)
+    mine, rows = row_tiles(tile, shape, multiprocessors, bool(gate)), rows_of_x(m)
     main = Launch(
         kernel,
         (-(-shape.row_tiles // mine) * tile.parts,),
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
+        GATE=gate,
         W=tile.warps,
         BM=rows,
         PARTS=tile.parts,
@@ -175,7 +191,7 @@ def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) 
     x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
     m, k = x.shape
     has_bias, count = op.bias is not None, multiprocessors_of(x.device)
-    main, last, mine = _launches(m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count)
+    main, last, mine = _launches(m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count, op.gate)
     y, bias, sums = outputs(op), op.bias, None
     bias = y if bias is None else bias
     if last is not None:

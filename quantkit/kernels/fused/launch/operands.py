@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.kernels.fused.expressions import portable
-from quantkit.kernels.fused.layout import Geometry, geometry
+from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.problem import Normed, Problem
 from quantkit.packing.schemes import Scheme
@@ -62,7 +62,7 @@ class Operands:
 
     Kernels take besides what the device can do, of `GPU_FEATURES`. With `pairs`, the parts of the layout have
     a first dimension more, that of matrices of experts. Columns of x may be `ordered` as `column_order` says.
-    With `normed`, what is multiplied is the norm of x.
+    With `normed`, what is multiplied is the norm of x; with the kind of a `gate`, y are the gated columns.
     """
 
     x: torch.Tensor
@@ -73,6 +73,7 @@ class Operands:
     pairs: Pairs | None = None
     ordered: bool = False
     normed: Normed | None = None
+    gate: str = ""
 
     @property
     def grouping(self) -> Grouping | None:
@@ -146,8 +147,15 @@ def empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.T
     return torch.empty(size, dtype=dtype or op.x.dtype, device=op.x.device)
 
 
+def no_pairs(problem: Problem) -> str | None:
+    """Why rows of a weight cannot be pairs of row tiles, one of each half."""
+    if problem.n % (2 * ROWS):
+        return f"halves of {problem.n} rows are no multiples of {ROWS}"
+    return None
+
+
 def outputs(op: Operands) -> torch.Tensor:
     """Room for y."""
     if op.grouping is None:
-        return empty(op, op.x.shape[0], op.n)
+        return empty(op, op.x.shape[0], op.n // 2 if op.gate else op.n)
     return empty(op, op.grouping.count, op.grouping.matrices * op.n)

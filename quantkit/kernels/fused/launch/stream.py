@@ -8,12 +8,19 @@ import torch
 
 from quantkit.kernels.fused.integers import as_bytes
 from quantkit.kernels.fused.launch.gpu import multiprocessors_of, processors, program_memory
-from quantkit.kernels.fused.launch.operands import Operands, outputs, shape_of, unknown_value
+from quantkit.kernels.fused.launch.operands import (
+    Operands,
+    no_pairs,
+    outputs,
+    shape_of,
+    unknown_value,
+)
 from quantkit.kernels.fused.launch.streamed import (
     Norm,
+    Share,
     StreamTile,
     ahead,
-    row_tiles,
+    share,
     streamed,
     together,
     unit,
@@ -33,6 +40,8 @@ LONG_ROWS = 8192
 #: Numbers of x of a thread, where x is the norm of something: beside them it has as many of what is added to
 #: them, and weights.
 MOST_NORMED = 32
+#: The most rows of x with which it pays that y is gated (79 in docs/kernels-log.md).
+MOST_GATED = 2
 #: Registers of a thread for codes, of 128: with more, sums and addresses would be spilled.
 REGISTERS = 88
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
@@ -62,11 +71,11 @@ def ahead_in_registers(problem: Problem, integers: bool) -> int:
     return (REGISTERS - 4 * (planes // 2 if integers else planes)) // unit_registers(problem)
 
 
-def shared_memory(tile: StreamTile, problem: Problem) -> int:
+def shared_memory(tile: StreamTile, problem: Problem, gate: str = "") -> int:
     """Bytes of shared memory of a program."""
     count = processors(problem)
     return streamed(
-        problem.m, problem.n, problem.k, problem.scheme, problem.dtype, False, tile, False, count
+        problem.m, problem.n, problem.k, problem.scheme, problem.dtype, False, tile, False, count, gate=gate
     ).shared_memory
 
 
@@ -105,6 +114,18 @@ def why_no_norm(problem: Problem, tile: StreamTile) -> str | None:
     return None
 
 
+def why_no_gate(problem: Problem, tile: StreamTile) -> str | None:
+    """Why y cannot be gated, for which programs have pairs of row tiles."""
+    if (reason := no_pairs(problem)) is not None:
+        return reason
+    if problem.m > MOST_GATED:
+        return f"a launch of its own is as fast from M={MOST_GATED + 1} on"
+    needed, most = shared_memory(tile, problem, gate="silu"), program_memory(problem) // tile.programs
+    if needed > most:
+        return f"x and sums of pairs take {needed} bytes of shared memory, of {most} that there are"
+    return None
+
+
 def why_no_tile(problem: Problem) -> str | None:
     """Why no tile fits the GPU."""
     return _why_not(problem, _rule(problem))
@@ -124,8 +145,9 @@ def _why_not(problem: Problem, tile: StreamTile) -> str | None:
 
 
 def _loses(problem: Problem, tile: StreamTile) -> str | None:
-    shape, count = shape_of(problem), processors(problem)
-    found, both = ahead(tile, shape, count), together(tile, shape, count)
+    shape = shape_of(problem)
+    shared_out = share(tile, shape, processors(problem))
+    found, both = ahead(tile, shape, shared_out), together(tile, shared_out)
     smaller = [number for number in VALUES["ahead"] if found <= number < tile.ahead]
     reasons = (
         (2 * tile.warps * tile.programs <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
@@ -155,17 +177,17 @@ def _launch(
     features: frozenset[str],
     multiprocessors: int,
     norm: Norm | None = None,
-) -> tuple[Launch, int]:
-    """The launch, and the row tiles of a program."""
+    gate: str = "",
+) -> tuple[Launch, Share]:
+    """The launch, and how row tiles are shared out."""
     from quantkit.kernels.fused.stream import stream as kernel
 
     options = overlap(features)
     overlaps = options.pop("PDL")
-    known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm)
-    shape = geometry(n, k, scheme, dtype)
-    mine = row_tiles(tile, shape, multiprocessors)
-    programs = -(-shape.row_tiles // mine)
-    return Launch(kernel, (programs,), S=known, num_warps=tile.warps, maxnreg=128, **options), mine
+    known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate)
+    shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate))
+    grid = (shared_out.programs,)
+    return Launch(kernel, grid, S=known, num_warps=tile.warps, maxnreg=128, **options), shared_out
 
 
 def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
@@ -179,6 +201,9 @@ def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) 
         norm = Norm(normed.other is not None, normed.eps, *NORMS[normed.kind])
         # What there is not is neither read nor written.
         of_norm = [x if one is None else one for one in (normed.other, normed.weight, normed.total)]
-    launch, mine = _launch(m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count, norm)
-    launch(x, *of_norm, *op.layout, y if op.bias is None else op.bias, y, m, op.n, mine)
+    launch, shared_out = _launch(
+        m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count, norm, op.gate
+    )
+    bias = y if op.bias is None else op.bias
+    launch(x, *of_norm, *op.layout, bias, y, m, op.n, shared_out.each, shared_out.more)
     return y

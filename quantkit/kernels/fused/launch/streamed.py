@@ -41,28 +41,48 @@ def units(tile: StreamTile, shape: Geometry) -> int:
     return -(-shape.steps // tile.warps)
 
 
-def row_tiles(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
-    """Row tiles of a program: as few as it takes for all programs to run at once."""
-    return -(-shape.row_tiles // (multiprocessors * tile.programs))
+@dataclass(frozen=True)
+class Share:
+    """Row tiles, or pairs of them, of each of so many programs; the first `more` programs have one more."""
+
+    programs: int
+    each: int
+    more: int
+    pairs: bool
+
+    @property
+    def row_tiles(self) -> int:
+        """The most that a program has."""
+        return (self.each + (self.more > 0)) * (2 if self.pairs else 1)
 
 
-def together(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
+def share(tile: StreamTile, shape: Geometry, multiprocessors: int, gated: bool = False) -> Share:
+    """Row tiles shared out among as many programs as run at once; in pairs if they are `gated`.
+
+    Programs i and i + `multiprocessors` have the same multiprocessor, so that the first of them have more.
+    """
+    count = shape.row_tiles // (2 if gated else 1)
+    programs = min(count, multiprocessors * tile.programs)
+    return Share(programs, *divmod(count, programs), gated)
+
+
+def together(tile: StreamTile, found: Share) -> int:
     """Row tiles of a turn: no more than there are."""
-    return min(tile.together, row_tiles(tile, shape, multiprocessors))
+    return min(tile.together, found.row_tiles)
 
 
-def is_once(tile: StreamTile, shape: Geometry, multiprocessors: int) -> bool:
+def is_once(tile: StreamTile, found: Share) -> bool:
     """Whether a program has the row tiles of one turn."""
-    return row_tiles(tile, shape, multiprocessors) <= tile.together
+    return found.row_tiles <= tile.together
 
 
-def ahead(tile: StreamTile, shape: Geometry, multiprocessors: int) -> int:
+def ahead(tile: StreamTile, shape: Geometry, found: Share) -> int:
     """Units that codes are loaded ahead: of several turns as many as divide those of each, so that units have
     registers of their own.
     """
     count = units(tile, shape)
     most = min(tile.ahead, count)
-    if is_once(tile, shape, multiprocessors):
+    if is_once(tile, found):
         return most
     return next(number for number in range(most, 0, -1) if count % number == 0)
 
@@ -102,6 +122,8 @@ class Streamed:
     has_factor: bool
     has_bias: bool
     norm: Norm | None
+    #: What gates the rows of the second half, of `quantkit.kernels.glue.gate`; "" for nothing.
+    gate: str
     dtype_name: str
     integers: bool
     #: What a byte counts, of integers.
@@ -133,6 +155,11 @@ class Streamed:
         import triton.language as tl
 
         return {"bfloat16": tl.bfloat16, "float16": tl.float16}[self.dtype_name]
+
+    @property
+    def step(self) -> int:
+        """Row tiles that a program has one or none of."""
+        return 2 if self.gate else 1
 
     @property
     def unit(self) -> int:
@@ -298,9 +325,11 @@ def streamed(
     overlaps: bool,
     multiprocessors: int,
     norm: Norm | None = None,
+    gate: str = "",
 ) -> Streamed:
     """What the kernel knows of a product and its tile."""
     shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
+    shared_out = share(tile, shape, multiprocessors, bool(gate))
     carried, worth = shape.carried != 1.0, 1.0
     found = expression(scheme.format, name, bare=carried)
     if tile.integers:
@@ -331,6 +360,7 @@ def streamed(
         has_factor=scheme.global_scale or carried,
         has_bias=bias,
         norm=norm,
+        gate=gate,
         dtype_name=name,
         integers=tile.integers,
         worth=worth,
@@ -340,10 +370,10 @@ def streamed(
         shared_table=in_shared is not None,
         warps=tile.warps,
         rows=power_of_two(m),
-        row_tile_room=power_of_two(row_tiles(tile, shape, multiprocessors)),
+        row_tile_room=power_of_two(shared_out.row_tiles),
         units=units(tile, shape),
-        together=together(tile, shape, multiprocessors),
-        once=is_once(tile, shape, multiprocessors),
-        ahead=ahead(tile, shape, multiprocessors),
+        together=together(tile, shared_out),
+        once=is_once(tile, shared_out),
+        ahead=ahead(tile, shape, shared_out),
         overlap=overlaps,
     )

@@ -603,6 +603,30 @@ def test_products_gate_what_nobody_else_needs(monkeypatch: pytest.MonkeyPatch) -
 
 
 @torch.no_grad()
+def test_products_compute_norms_and_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_norm(x: Any, other: Any, weight: Any, eps: float, kind: str, *of: Any, gate: str) -> Any:
+        total, y = glue.add_norm(x, other, weight, eps, kind)
+        return total, glue.gate(*OPERATOR(y, *of).chunk(2, dim=-1), gate)
+
+    for name, taken in {"takes_norm": lambda *of: True, "gates": lambda *of: True}.items():
+        monkeypatch.setattr(products, name, taken)
+    monkeypatch.setattr(products, "linear_of_norm", of_norm)
+    packed, narrower = (quantize_tensor(numbers(n, 64) / 8, "int4") for n in (128, 64))
+
+    def step(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = x + other
+        gate, up = torch.split(linear(glue.slow_norm(total, weight, 1e-5), packed), 64, dim=-1)
+        return total + linear(glue.slow_silu_gate(gate, up), narrower)
+
+    given = [numbers(2, 3, 64), numbers(2, 3, 64).flip(0), numbers(64)]
+    step(*given)  # Layouts are built before a step is recorded.
+    module = fused(step, given, "steps")
+    found = calls(module)
+    assert found["of_norm"] == found["linear.default"] == 1 and not found["gate"] + found["add_norm"]
+    close(module(*given), step(*given))
+
+
+@torch.no_grad()
 def test_norms_that_are_a_bias_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "order_of", lambda *_: "fragments")
     packed = quantize_tensor(numbers(64, 64), "int4")

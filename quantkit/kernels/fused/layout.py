@@ -89,9 +89,14 @@ class Geometry:
         return -(-self.k // self.group)
 
     @property
+    def unit(self) -> int:
+        """Columns that are decoded at a time: 128, or a span where that is longer."""
+        return max(128, self.span)
+
+    @property
     def steps(self) -> int:
-        """Steps of 128 columns, or of a span where that is longer."""
-        return self.spans * self.span // max(self.span, 128)
+        """How many units the columns are."""
+        return self.spans * self.span // self.unit
 
     @property
     def per_block(self) -> int:

@@ -51,14 +51,14 @@ def rows_of_x(m: int) -> int:
 
 def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
     """Units of a part, and those of a chunk of x: of 512 columns, or 256 where that makes parts shorter."""
-    found, unit = -(-shape.steps // tile.parts), max(128, shape.span)
+    found, unit = -(-shape.steps // tile.parts), shape.unit
     chunk = 512 // unit if found * unit % 512 == 0 else 256 // unit
     return -(-found // chunk) * chunk, chunk
 
 
 def shared_memory(tile: NarrowTile, shape: Geometry, m: int) -> int:
     """Bytes of shared memory that a program has x in."""
-    return 2 * units(tile, shape)[0] * max(128, shape.span) * rows_of_x(m)
+    return 2 * units(tile, shape)[0] * shape.unit * rows_of_x(m)
 
 
 def row_tiles(tile: NarrowTile, shape: Geometry, multiprocessors: int, gated: bool = False) -> int:
@@ -162,7 +162,7 @@ def _launches(
         UNITS=count,
         CHUNK=chunk,
         AHEAD=tile.ahead,
-        LOOP=count * max(128, shape.span) > UNROLLED,
+        LOOP=count * shape.unit > UNROLLED,
         num_warps=tile.warps,
         maxnreg=128,
         **overlap(features),

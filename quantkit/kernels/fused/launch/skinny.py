@@ -68,7 +68,7 @@ def skinny_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS)
     whole = shape.dot == 128 and shape.group >= 128
     long = has_few_rows(shape.n, multiprocessors) and shape.k > LONG_ROWS
     columns = 512 if m <= 8 and whole and not long else 256
-    least = max(shape.span, 128)
+    least = shape.unit
     while columns > least and 4 * columns > shape.spans * shape.span:
         columns //= 2
     if shape.bits <= 4:
@@ -101,7 +101,7 @@ def _why_not(problem: Problem, tile: SkinnyTile) -> str | None:
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if tile.columns % max(shape.span, 128):
+    if tile.columns % shape.unit:
         return f"columns must be a multiple of {shape.span} for {shape.bits} bits, {tile.columns} is none"
     return None
 
@@ -110,7 +110,7 @@ def _loses(problem: Problem, tile: SkinnyTile) -> str | None:
     shape = shape_of(problem)
     codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.ahead else 1)
     sums = tile.columns // shape.dot * tile.row_tiles * ROWS * rows_of_x(problem.m, problem.features) // 32
-    least = VALUES["warps"][0] * max(shape.span, 128)
+    least = VALUES["warps"][0] * shape.unit
     whole = tile.unroll < VALUES["unroll"][-1] and steps(tile, shape) <= tile.unroll
     idle = tile.warps * tile.columns > max(shape.spans * shape.span, least)
     reasons = (

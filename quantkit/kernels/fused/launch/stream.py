@@ -23,7 +23,6 @@ from quantkit.kernels.fused.launch.streamed import (
     share,
     streamed,
     together,
-    unit,
 )
 from quantkit.kernels.fused.layout import geometry
 from quantkit.kernels.glue import NORMS
@@ -57,12 +56,12 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 def unit_registers(problem: Problem) -> int:
     """Registers that a thread has a unit of codes in, with its scales and zero-points."""
     shape, scheme = shape_of(problem), problem.scheme
-    codes = unit(shape) // shape.span * shape.tiles * 4
+    codes = shape.unit // shape.span * shape.tiles * 4
     stored = 2 if shape.on_weights else scheme.scale_dtype.itemsize
     scales = 0 if shape.groups == 1 else stored
     zeros = {"none": 0, "float": 4}.get(scheme.zero_point, 2)
     words = sum(-(-2 * shape.in_block * size // 4) for size in (scales, zeros))
-    return codes + unit(shape) // 128 * words
+    return codes + shape.unit // 128 * words
 
 
 def ahead_in_registers(problem: Problem, integers: bool) -> int:

@@ -31,11 +31,6 @@ class StreamTile:
     integers: bool = False
 
 
-def unit(shape: Geometry) -> int:
-    """Columns that are decoded at a time."""
-    return max(128, shape.span)
-
-
 def units(tile: StreamTile, shape: Geometry) -> int:
     """Units of each warp."""
     return -(-shape.steps // tile.warps)

@@ -132,7 +132,7 @@ def shared_memory(tile: TiledTile, shape: Geometry, features: frozenset[str] = G
     Fragments are in the order of NVIDIA's tensor cores. For others the weights of a step may pass through
     shared memory once they are decoded, while the last stage is in registers.
     """
-    columns = max(shape.span, 128)
+    columns = shape.unit
     weights = tile.rows * columns
     scales = weights // shape.group * 4 * (2 if shape.group < columns else 1)
     stage = 2 * columns * tile.m + weights * shape.bits // 8 + scales + 1024

@@ -18,6 +18,7 @@ from quantkit.eval.models import dtype_name, release
 from quantkit.files import size_text
 from quantkit.model.blocks import Decoder
 from quantkit.model.devices import pick_device
+from quantkit.model.generate import cache_name
 from quantkit.model.hidden_states import Home
 from quantkit.model.load import load
 from quantkit.model.memory import free_memory
@@ -81,7 +82,8 @@ class _Whole(Passes):
             with torch.inference_mode():
                 cache = None if self._kv_cache is None else self._empty_cache(self._kv_cache)
                 inputs = tokens.to(self.device)
-                output = self._model(input_ids=inputs, past_key_values=cache, use_cache=cache is not None)
+                given = {} if cache is None else {cache_name(self._model): cache}
+                output = self._model(input_ids=inputs, use_cache=cache is not None, **given)
             yield output.logits
 
     def _empty_cache(self, format: str) -> Any:

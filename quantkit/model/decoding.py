@@ -23,6 +23,7 @@ from transformers.generation import MaxLengthCriteria
 from quantkit.kernels.table import forced_row
 from quantkit.model import deferred, graphs, prompt_graphs
 from quantkit.model.attention import use_decode_attention
+from quantkit.model.cache_name import CACHE, OLD_NAME, renamed
 from quantkit.model.fused_forward import fused_forward, held_tensors
 from quantkit.model.graphs import (
     Inputs,
@@ -49,7 +50,8 @@ BUCKET = 256
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
 #: Arguments of `generate` with which it has a cache, makes another, or takes tokens back from it.
 _OWN_CACHE = (
-    "past_key_values",
+    CACHE,
+    OLD_NAME,
     "cache_implementation",
     "assistant_model",
     "assistant_early_exit",
@@ -81,6 +83,7 @@ class GraphedForward:
         self.refused: dict[str, None] = {}
 
     def __call__(self, **inputs: Any) -> Any:
+        inputs = renamed(inputs)
         reason = self._unfit or why_not(inputs)
         if reason is not None:
             return self._plainly(inputs, reason)
@@ -95,10 +98,11 @@ class GraphedForward:
         """The model's forward, with prompts as graphs where they can be; `renew` is called for them."""
         # What torch.compile traces is what the model computes.
         traced = torch.compiler.is_compiling()
+        inputs = inputs if traced else renamed(inputs)
         if not traced and not arguments and prompt_graphs.is_recordable(inputs, self._model):
             self.renew()
             fit = self._unfit is None and self._prompts.refused is None
-            if fit and prompt_graphs.is_empty(inputs["past_key_values"]):
+            if fit and prompt_graphs.is_empty(inputs[CACHE]):
                 output = self._prompts.run(inputs)
                 if output is not None:
                     return output
@@ -106,7 +110,7 @@ class GraphedForward:
 
     def _graph_of(self, inputs: Inputs) -> "_Graph | str":
         """The graph for such inputs, recorded unless it is there, or why there is none."""
-        key = _key(inputs, inputs["past_key_values"])
+        key = _key(inputs, inputs[CACHE])
         if key not in self._graphs:
             try:
                 self._graphs[key] = _record(self._model, inputs)
@@ -147,12 +151,12 @@ class GraphedForward:
             if cache is None:
                 self._say(str(_why_no_static_cache(self._model)))
             else:
-                options["past_key_values"] = cache
+                options[CACHE] = cache
                 if deferred.is_enough(asked, self._model.generation_config):
                     options["custom_generate"] = partial(deferred.sample, streamer=asked.get("streamer"))
         found = cls.generate(self._model, *arguments, **options)
-        if cache is not None and getattr(found, "past_key_values", None) is cache:
-            found.past_key_values = _growing(cache, self._model)
+        if cache is not None and getattr(found, CACHE, None) is cache:
+            setattr(found, CACHE, _growing(cache, self._model))
         return found
 
     def _plainly(self, inputs: Inputs, reason: str) -> Any:
@@ -253,7 +257,7 @@ def _package(of: Any) -> str:
 
 def why_not(inputs: Mapping[str, Any]) -> str | None:
     """None if a step with these inputs can be recorded, else the reason it cannot."""
-    cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
+    cache, ids = inputs.get(CACHE), inputs.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
         return "it is not one token of each sequence"
     if cache is None or not all(type(layer) is StaticLayer for layer in cache.layers):
@@ -356,7 +360,7 @@ class _Graph:
 
     def replay(self, inputs: Inputs) -> Any:
         """The output for `inputs`, whose cache has the tensors of `state` from then on."""
-        cache = inputs["past_key_values"]
+        cache = inputs[CACHE]
         self._attach(cache)
         copy_tensors(inputs, self.given)
         self.run()
@@ -394,12 +398,12 @@ def _record(model: Any, inputs: Inputs) -> _Graph:
 
     The cache is left as it was.
     """
-    cache, device = inputs["past_key_values"], inputs["input_ids"].device
+    cache, device = inputs[CACHE], inputs["input_ids"].device
     # A cache of the graph's own, on the same tensors: the caller's is not kept alive, nor its layers changed.
     own = copy.copy(cache)
     own.layers = [copy.copy(layer) for layer in cache.layers]
     state = [_state(layer) for layer in used_layers(own)]
-    given = {name: cloned(value) for name, value in inputs.items()} | {"past_key_values": own}
+    given = {name: cloned(value) for name, value in inputs.items()} | {CACHE: own}
     # Keys and values that a step writes lie where the next step writes its own.
     counters = [
         (tensor, tensor.clone())

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 from transformers.cache_utils import StaticLayer
 
+from quantkit.model.cache_name import CACHE
 from quantkit.model.constants import held_by
 from quantkit.model.fusion import fused, is_possible
 from quantkit.model.graphs import Inputs, NotRecorded, check_output, tensors_of, used_layers
@@ -133,9 +134,9 @@ def _made(output: Any) -> list[torch.Tensor]:
 def _with(output: Any, made: Sequence[torch.Tensor | None]) -> Any:
     """`output` with `made` in place of what it made itself."""
     logits, *states = made
-    cache = copy.copy(output.past_key_values)
+    cache = copy.copy(getattr(output, CACHE))
     cache.layers = [copy.copy(layer) for layer in cache.layers]
-    found = type(output)(logits=logits, past_key_values=cache)
+    found = type(output)(logits=logits, **{CACHE: cache})
     for layer, keys, values in zip(_new_layers(found), states[::2], states[1::2], strict=True):
         layer.keys, layer.values = keys, values
     return found
@@ -143,4 +144,4 @@ def _with(output: Any, made: Sequence[torch.Tensor | None]) -> Any:
 
 def _new_layers(output: Any) -> list[Any]:
     """The layers of a cache whose keys and values are those of this forward alone."""
-    return [layer for layer in used_layers(output.past_key_values) if not isinstance(layer, StaticLayer)]
+    return [layer for layer in used_layers(getattr(output, CACHE)) if not isinstance(layer, StaticLayer)]

@@ -19,8 +19,8 @@ ENDS = (END_OF_TEXT, MAX_NEW_TOKENS, POSITIONS) = ("end_of_text", "max_new_token
 #: Below, logits over it may be beyond float32, and the likeliest token is the only one with a chance.
 _LEAST_TEMPERATURE = 1e-30
 
-#: What models call their cache; Mambas have a name of their own.
-CACHE_NAMES = ("past_key_values", "cache_params")
+#: What models call their cache, by the version of transformers; until 5.23 Mambas had a name of their own.
+CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _decoded(
     ends = _end_tokens(model)
     text = _TextOf(tokenizer, ids[0].tolist())
     name = cache_name(model)
-    graphed = cache is None and model.device.type == "cuda" and name == CACHE_NAMES[0]
+    graphed = cache is None and model.device.type == "cuda" and name != CACHE_NAMES[-1]
     if graphed:
         from quantkit.model.decoding import forward_of, static_cache
 

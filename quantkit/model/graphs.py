@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.kernels.transforms import is_transformed
+from quantkit.model.cache_name import CACHE
 
 Inputs = dict[str, Any]
 
@@ -84,7 +85,7 @@ def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None
 
 def check_output(output: Mapping[str, Any]) -> None:
     """Raise `NotRecorded` for an output with more than logits and a cache."""
-    known = ("logits", "past_key_values")
+    known = ("logits", CACHE)
     others = [name for name, value in output.items() if value is not None and name not in known]
     if others:
         raise NotRecorded(f"the model returns {', '.join(others)}")
@@ -93,7 +94,7 @@ def check_output(output: Mapping[str, Any]) -> None:
 def own_output(output: Any, cache: Any) -> Any:
     """`output` with `cache` and copies of tensors, which the next replay does not change."""
     fields = {name: part.clone() if torch.is_tensor(part) else part for name, part in output.items()}
-    fields["past_key_values"] = cache
+    fields[CACHE] = cache
     return type(output)(**fields)
 
 

@@ -156,7 +156,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class PackedCache(DynamicCache):  # type: ignore[misc]
-    """The KV cache of a model of this `config`, as `format` of `KV_SCHEMES`: give it as `past_key_values`.
+    """The KV cache of a model of this `config`, as `format` of `KV_SCHEMES`: give it as `cache`, or
+    before transformers 5.24 as `past_key_values`.
 
     `dense_layers` is how many stay as they are: layers with a sliding window, which hold few tokens, and
     those that keep something else than keys and values. `UsageError` for an unknown format.

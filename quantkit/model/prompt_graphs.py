@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from quantkit.kernels.cache import fill, slow_fill
 from quantkit.model import graphs
+from quantkit.model.cache_name import CACHE
 from quantkit.model.fused_forward import fused_forward, held_tensors, warn_unchanged
 from quantkit.model.fusion import is_possible
 from quantkit.model.graphs import Inputs, NotRecorded
@@ -72,7 +73,7 @@ class PromptGraphs:
 
     def run(self, inputs: Inputs) -> Any:
         """The output for inputs that are recordable; None where they are to run plainly."""
-        cache, tokens = inputs["past_key_values"], inputs["input_ids"].shape[1]
+        cache, tokens = inputs[CACHE], inputs["input_ids"].shape[1]
         given = _padded(inputs)
         if given is None:
             return None
@@ -125,7 +126,7 @@ def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
     if bidirectional or not getattr(model.config, "is_causal", True):
         return "tokens attend to those after them"
     parameters = inspect.signature(forward).parameters
-    missing = [name for name in (*_PER_TOKEN, "past_key_values", "logits_to_keep") if name not in parameters]
+    missing = [name for name in (*_PER_TOKEN, CACHE, "logits_to_keep") if name not in parameters]
     if missing:
         return f"the model takes no {missing[0]}"
     # What takes numbers alone would take a tensor for the number in it.
@@ -141,7 +142,7 @@ def is_recordable(inputs: Mapping[str, Any], model: Any) -> bool:
         torch.is_tensor(ids)
         and ids.device == model.device
         and _is_prompt(ids, model.config)
-        and _is_cache(inputs.get("past_key_values"))
+        and _is_cache(inputs.get(CACHE))
         and _is_for_one_token(inputs, model.config)
         and all(_is_known(name, value, ids) for name, value in inputs.items())
         and graphs.why_not_asked(inputs, ids.device) is None
@@ -188,7 +189,7 @@ def _is_known(name: str, value: Any, ids: torch.Tensor) -> bool:
         return _is_mask(value, ids)
     if name == "position_ids":
         return value is None or value.shape in ((1, ids.shape[1]), ids.shape)
-    return name in ("input_ids", "past_key_values") or value is None or isinstance(value, int | float | str)
+    return name in ("input_ids", CACHE) or value is None or isinstance(value, int | float | str)
 
 
 def _is_mask(mask: Any, ids: torch.Tensor) -> bool:
@@ -219,7 +220,7 @@ def _padded(inputs: Inputs) -> Inputs | None:
     if positions is None and mask is not None:
         # Some models count the tokens that are not masked, others all.
         return None
-    given = {name: value for name, value in inputs.items() if name != "past_key_values"}
+    given = {name: value for name, value in inputs.items() if name != CACHE}
     return given | {
         "input_ids": F.pad(ids, (0, length - tokens)),
         "position_ids": places[None] if positions is None else positions[:, places],
@@ -254,7 +255,7 @@ def _forward(forward: Callable[..., Any], given: Inputs) -> Any:
     # Without a config it makes no layers of windows, which would keep padding in place of tokens.
     cache = DynamicCache()
     cache.layer_class_to_replicate = _PromptLayer
-    output = forward(**given, past_key_values=cache)
+    output = forward(**given, **{CACHE: cache})
     graphs.check_output(output)
     if output.logits.shape[:-1] != (len(given["input_ids"]), 1):
         raise NotRecorded(f"the model returns logits of shape {tuple(output.logits.shape)} for one token")
@@ -285,7 +286,7 @@ def _alone(states: torch.Tensor) -> torch.Tensor:
 def _handed_over(output: Any, cache: Any, tokens: int) -> Any:
     """The caller's own output, with `cache`, which gets the keys and values of so many tokens."""
     at_once: list[tuple[Any, States]] = []
-    for number, layer in enumerate(output.past_key_values.layers):
+    for number, layer in enumerate(getattr(output, CACHE).layers):
         if not layer.is_initialized:
             continue
         states = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]

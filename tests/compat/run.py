@@ -19,8 +19,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The oldest supported version, the one of the GPU test machines, one that vLLM pins, the latest tested.
-VERSIONS = ("5.12.1", "5.17.0", "5.19.0", "5.23.0")
+#: The oldest supported version, the one of the GPU test machines, one that vLLM pins, the last that calls a
+#: cache `past_key_values`, the latest tested.
+VERSIONS = ("5.12.1", "5.17.0", "5.19.0", "5.23.0", "5.24.0")
 
 
 def main() -> int:

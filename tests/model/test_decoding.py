@@ -39,6 +39,7 @@ import quantkit
 from quantkit.kernels.linear import KernelLayout
 from quantkit.model import attention, decoding, graphs
 from quantkit.model.attention import use_decode_attention
+from quantkit.model.cache_name import CACHE, OLD_NAME, renamed
 from quantkit.model.decoding import GraphedForward, forward_of, graph_decoding, static_cache
 
 from .graphed import (
@@ -92,6 +93,25 @@ def test_steps_are_recorded_once_and_right(model: Any, recorded: list[int]) -> N
     # Another batch is another graph.
     close(decode(model, graphed, static_cache(model, 20), ids(3)), decode_whole(model, ids(3), 6))
     assert len(recorded) == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", dict.fromkeys((CACHE, OLD_NAME)))
+def test_caches_are_known_by_the_name_of_any_version(model: Any, recorded: list[int], name: str) -> None:
+    graphed, cache = GraphedForward(model), static_cache(model, 20)
+    output = model(input_ids=ids(), **{name: cache})
+    assert getattr(output, name) is cache
+    for _ in range(2):
+        output = graphed(input_ids=ids(tokens=1), **{name: cache})
+        assert getattr(output, name) is cache
+    assert len(recorded) == 1 and not graphed.refused and cache.get_seq_length() == 11
+
+
+def test_a_cache_by_both_names_is_left_to_the_forward() -> None:
+    both = {OLD_NAME: 1, "cache": 2}
+    assert renamed(both) == both
+    assert renamed({OLD_NAME: 1, "input_ids": 3}) == {CACHE: 1, "input_ids": 3}
+    assert renamed({"input_ids": 3}) == {"input_ids": 3}
 
 
 def test_outputs_are_the_callers_own(model: Any) -> None:
@@ -237,7 +257,7 @@ def test_what_cannot_be_recorded_runs_and_is_said_once(
     assert reasons(input_ids=ids(tokens=1), past_key_values=cache, given=[1.0]) == "given is a list"
     assert "given is a dict" in reasons(input_ids=ids(tokens=1), past_key_values=cache, given={"a": object})
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
-        step = {"input_ids": ids(tokens=1), "past_key_values": cache}
+        step = {"input_ids": ids(tokens=1), CACHE: cache}
         assert decoding.why_not(step) == "autocast is asked for"
     recorded.clear()
     monkeypatch.setattr(graphs, "capture", failing)
@@ -257,7 +277,7 @@ def test_other_values_of_inputs_are_other_graphs(model: Any, recorded: list[int]
 
     model.forward = scaled
     graphed, cache = GraphedForward(model), static_cache(model, 40)
-    given = {"input_ids": ids(tokens=1), "past_key_values": cache}
+    given = {"input_ids": ids(tokens=1), CACHE: cache}
     with torch.no_grad():
         model(input_ids=ids(), past_key_values=cache, by=1)
         first, second, third = (graphed(**given, by=by).logits.norm() for by in (1.0, 1000.0, {"all": 0.0}))
@@ -312,9 +332,7 @@ def test_a_gradient_is_not_recorded(model: Any) -> None:
     cache = static_cache(model, 40)
     with torch.no_grad():
         model(input_ids=ids(), past_key_values=cache)
-    assert (
-        decoding.why_not({"input_ids": ids(tokens=1), "past_key_values": cache}) == "a gradient is asked for"
-    )
+    assert decoding.why_not({"input_ids": ids(tokens=1), CACHE: cache}) == "a gradient is asked for"
 
 
 @pytest.fixture
@@ -323,7 +341,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         GenerationMixin,
         "_valid_auto_compile_criteria",
-        lambda _, inputs, __: getattr(inputs.get("past_key_values"), "is_compileable", False),
+        lambda _, inputs, __: getattr(inputs.get(CACHE), "is_compileable", False),
     )
 
 

@@ -439,11 +439,18 @@ def test_padding_is_at_no_other_positions(recorded: list[int]) -> None:
 def test_models_whose_prompts_cannot_be_padded(recorded: list[int]) -> None:
     """Forwards that take the number of logits alone, or none, that are not causal, or remember images."""
 
-    def forward(input_ids: Any, position_ids: Any, attention_mask: Any, past_key_values: Any) -> None:
+    def forward(
+        input_ids: Any, position_ids: Any, attention_mask: Any, cache: Any, past_key_values: Any
+    ) -> None:
         """Without logits to keep."""
 
     def number(
-        input_ids: Any, position_ids: Any, attention_mask: Any, past_key_values: Any, logits_to_keep: int
+        input_ids: Any,
+        position_ids: Any,
+        attention_mask: Any,
+        cache: Any,
+        past_key_values: Any,
+        logits_to_keep: int,
     ) -> None:
         """With a number of them."""
 

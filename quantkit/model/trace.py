@@ -80,7 +80,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take what `node` returned of arguments `given`, each with its storage."""
         tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
         storages = {_storage(one) for one in tensors}
-        node.meta[_WITHIN] = [one for storage, one in given if storage in storages]
+        # Of several results only if all are parts of arguments: who looks through it takes them for views.
+        if storages <= {storage for storage, _ in given}:
+            node.meta[_WITHIN] = [one for storage, one in given if storage in storages]
         if isinstance(result, torch.Tensor):
             self._keep(result, node)
         elif isinstance(result, list | tuple):

@@ -1,7 +1,6 @@
 """What transformers calls the cache that models take and give: `past_key_values`, `cache` from 5.24 on."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -16,11 +15,11 @@ CACHE = next(
 )
 
 
-def renamed(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def renamed(inputs: dict[str, Any]) -> dict[str, Any]:
     """`inputs` of a forward with the cache by its name, whichever of both the caller has taken.
 
     Both at once are left to the forward, which refuses them.
     """
     if OLD_NAME in inputs and CACHE not in inputs:
         return {CACHE if name == OLD_NAME else name: value for name, value in inputs.items()}
-    return dict(inputs)
+    return inputs

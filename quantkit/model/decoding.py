@@ -83,27 +83,27 @@ class GraphedForward:
         self.refused: dict[str, None] = {}
 
     def __call__(self, **inputs: Any) -> Any:
-        inputs = renamed(inputs)
-        reason = self._unfit or why_not(inputs)
+        given = renamed(inputs)
+        reason = self._unfit or why_not(given)
         if reason is not None:
             return self._plainly(inputs, reason)
         # All threads that generate have the same memory for inputs and outputs.
         with self._lock:
-            graph = self._graph_of(inputs)
+            graph = self._graph_of(given)
             if not isinstance(graph, str):
-                return graph.replay(inputs)
+                return graph.replay(given)
         return self._plainly(inputs, graph)
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
         """The model's forward, with prompts as graphs where they can be; `renew` is called for them."""
         # What torch.compile traces is what the model computes.
         traced = torch.compiler.is_compiling()
-        inputs = inputs if traced else renamed(inputs)
-        if not traced and not arguments and prompt_graphs.is_recordable(inputs, self._model):
+        given = renamed(inputs)
+        if not traced and not arguments and prompt_graphs.is_recordable(given, self._model):
             self.renew()
             fit = self._unfit is None and self._prompts.refused is None
-            if fit and prompt_graphs.is_empty(inputs[CACHE]):
-                output = self._prompts.run(inputs)
+            if fit and prompt_graphs.is_empty(given[CACHE]):
+                output = self._prompts.run(given)
                 if output is not None:
                     return output
         return self.plain(*arguments, **inputs)

@@ -38,17 +38,17 @@ def units(tile: StreamTile, shape: Geometry) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """Row tiles, or pairs of them, of each of so many programs; the first `more` programs have one more."""
+    """Each of so many programs has `each` times `step` row tiles, and the first `more` have `step` more."""
 
     programs: int
     each: int
     more: int
-    pairs: bool
+    step: int
 
     @property
     def row_tiles(self) -> int:
         """The most that a program has."""
-        return (self.each + (self.more > 0)) * (2 if self.pairs else 1)
+        return (self.each + (self.more > 0)) * self.step
 
 
 def share(tile: StreamTile, shape: Geometry, multiprocessors: int, gated: bool = False) -> Share:
@@ -56,9 +56,10 @@ def share(tile: StreamTile, shape: Geometry, multiprocessors: int, gated: bool =
 
     Programs i and i + `multiprocessors` have the same multiprocessor, so that the first of them have more.
     """
-    count = shape.row_tiles // (2 if gated else 1)
+    step = 2 if gated else 1
+    count = shape.row_tiles // step
     programs = min(count, multiprocessors * tile.programs)
-    return Share(programs, *divmod(count, programs), gated)
+    return Share(programs, *divmod(count, programs), step)
 
 
 def together(tile: StreamTile, found: Share) -> int:

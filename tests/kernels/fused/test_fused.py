@@ -106,6 +106,12 @@ def operands(
     return Operands(x, build(packed, dtype), bias, packed.scheme, n), packed
 
 
+def is_gated(run: Callable[[Operands], torch.Tensor], op: Operands, kind: str) -> bool:
+    """Whether `run` gives for a gate, bit for bit, what a gate makes of its y."""
+    expected = glue.gate(*run(op).chunk(2, dim=1), kind)
+    return torch.equal(run(replace(op, gate=kind)), expected)
+
+
 def error(y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor) -> float:
     """The largest error of an output against the sum of the magnitudes that it is the sum of."""
     weight, x, bias = packed.dequantize().double(), x.double(), bias.double()

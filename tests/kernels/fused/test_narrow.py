@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from quantkit.kernels import glue
 from quantkit.kernels.fused.launch import narrow
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.narrow import NarrowTile
@@ -20,7 +20,7 @@ from quantkit.packing.tensor import PackedTensor
 
 from ..conftest import GLUON
 from ..gluon import interpreted
-from .test_fused import DEVICE, LIMIT, RUNS, error, operands
+from .test_fused import DEVICE, LIMIT, RUNS, error, is_gated, operands
 
 InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
 RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
@@ -119,10 +119,7 @@ def test_products_that_are_gated_are_those_gated_next(
     assert RUN is not None
     dtype, features = RUN
     op, _ = operands(make_packed, name, n, k, m, dtype)
-    tile = NarrowTile(warps)
-    plain = narrow.run(op, tile, features)
-    y = narrow.run(replace(op, gate=kind), tile, features)
-    assert torch.equal(y, glue.gate(*plain.chunk(2, dim=1), kind))
+    assert is_gated(partial(narrow.run, tile=NarrowTile(warps), features=features), op, kind)
 
 
 def test_y_is_gated_where_that_pays() -> None:

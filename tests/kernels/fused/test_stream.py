@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from quantkit.packing.tensor import PackedTensor
 
 from .. import ptx
 from ..conftest import GLUON
-from .test_fused import CASES, DEVICE, LIMIT, RUNS, error, operands
+from .test_fused import CASES, DEVICE, LIMIT, RUNS, error, is_gated, operands
 
 np = pytest.importorskip("numpy")
 InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
@@ -407,9 +408,7 @@ def test_products_that_are_gated_are_those_gated_next(
     dtype, features = RUN
     op, _ = operands(make_packed, name, n, k, m, dtype)
     for tile in (StreamTile(8, 2, 1, 4, integers), StreamTile(8, 1, 2, 1, integers)):
-        plain = stream.run(op, tile, features)
-        y = stream.run(replace(op, gate=kind), tile, features)
-        assert torch.equal(y, glue.gate(*plain.chunk(2, dim=1), kind)), tile
+        assert is_gated(partial(stream.run, tile=tile, features=features), op, kind), tile
 
 
 @needs_gluon
@@ -418,10 +417,8 @@ def test_norms_and_gates_are_taken_together(make_packed: Callable[..., PackedTen
     dtype, features = RUN
     op, _ = operands(make_packed, "int4", 160, 640, 2, dtype)
     normed = replace(op, normed=Normed(torch.randn(640, dtype=dtype, device=DEVICE), 1e-5, "llama"))
-    tile = StreamTile(4, 2, 1, 2, True)
-    plain = stream.run(normed, tile, features)
-    y = stream.run(replace(normed, gate="silu"), tile, features)
-    assert torch.equal(y, glue.gate(*plain.chunk(2, dim=1), "silu"))
+    run = partial(stream.run, tile=StreamTile(4, 2, 1, 2, True), features=features)
+    assert is_gated(run, normed, "silu")
 
 
 def test_y_is_gated_where_that_pays() -> None:

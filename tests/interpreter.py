@@ -131,6 +131,7 @@ class Operation:
 def remembered(name: str, ask: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
     """An operator that asks Triton once for each two types what it does; numpy makes one shape of two."""
     from triton.language import core
+    from triton.runtime.interpreter import _get_np_dtype as numpy_type
 
     known, constants, types = _operations(name)
     constexpr, tensor, builder = core.constexpr, core.tensor, semantic.builder
@@ -157,7 +158,13 @@ def remembered(name: str, ask: Callable[..., Any], semantic: Any) -> Callable[..
         if len(watch.noted) == 1 and not is_pointer(one if reflected else other):
             ((compute, left, right, handle),) = watch.noted
             operation = Operation(left.dtype.scalar, right.dtype.scalar, compute, found.dtype)
-            if handle is found.handle and decide(kinds, (operation.left, operation.right, one.dtype)):
+            # What compares says that its result is of the type of what was compared.
+            typed = all(each.data.dtype == numpy_type(each.dtype) for each in (left, right))
+            if (
+                typed
+                and handle is found.handle
+                and decide(kinds, (operation.left, operation.right, one.dtype))
+            ):
                 again = done(operation, one, other)
                 if again.type == found.type and again.handle.data.tobytes() == handle.data.tobytes():
                     return operation, found

@@ -59,7 +59,7 @@ def norm_weights(norm, S: gl.constexpr):
 @gluon.jit
 def hold(x, other, weights, total, M, S: gl.constexpr):
     """The quads of all pieces in shared memory, [number, words of all warps], and the unit of each row of x,
-    [W, rows]; 1 of floats.
+    [W, rows]; 1 of floats, and none where sums are not weighed.
 
     A piece has a quad for each of `S.column_groups`, whose numbers follow each other. Beyond K are zeros.
     With `S.norm` they are those of the norm of x, or of x + other, which becomes `total`.
@@ -89,7 +89,7 @@ def columns(held, number, S: gl.constexpr):
         [1, 1, 1, 1, 4], [1, PARTS, S.bm, 4, 1], [S.warps, 1, 1, 1, 1], [4, 3, 2, 1, 0]
     )
     stored = held.index(number)._reinterpret(
-        gl.int32, [S.warps, S.stored_quads // S.rows, S.rows, 4, 4], WIDE
+        gl.int32, [S.warps, S.stored_quads // S.group_rows, S.group_rows, 4, 4], WIDE
     )
     quads, _ = gl.broadcast(stored.load(LANES), gl.full([S.warps, PARTS, S.bm, 4, 4], 0, gl.int32, LANES))
     return gl.convert_layout(gl.reshape(quads, (S.warps, 32, 4)), quads_of(S.warps), assert_trivial=True)
@@ -116,13 +116,14 @@ def pair(low, high, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _copy(x, M, held, S: gl.constexpr):
-    """Have x copied, 16 bytes at a time, or 8 for groups of 16, to [piece, warp, row, t, word]."""
-    SIZE: gl.constexpr = S.room * S.warps * S.stored_quads * 16
+    """Have x copied, 16 bytes at a time, or 8 for groups of 16, to [piece, rows // 8, warp, row, t, word]."""
+    SIZE: gl.constexpr = S.room * S.column_groups * S.warps * S.stored_quads * 16
     i = gl.arange(0, SIZE, gl.BlockedLayout([4], [32], [S.warps], [0]))
-    piece, warp = i // (16 * S.rows * S.warps), i // (16 * S.rows) % S.warps
+    number, warp = i // (16 * S.group_rows * S.warps), i // (16 * S.group_rows) % S.warps
+    piece, group = number // S.column_groups, number % S.column_groups
     # Two columns to a word.
     column = (warp * S.pieces + piece) * 16 + _of_run(i // 4 % 4, i % 4, S)
-    row = gl.minimum(i // 16 % S.rows, M - 1).to(gl.int64)
+    row = gl.minimum(group * S.group_rows + i // 16 % S.group_rows, M - 1).to(gl.int64)
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
     async_copy.async_copy_global_to_shared(
         held._reinterpret(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
@@ -236,8 +237,11 @@ def _of_lanes(of_rows, S: gl.constexpr):
 
 @gluon.jit
 def _ones(S: gl.constexpr):
-    """The unit of floats."""
-    return gl.full([S.warps, S.rows], 1.0, gl.float32, gl.SliceLayout(1, gl.SliceLayout(3, _tasks_of(S))))
+    """The unit of floats, if sums are weighed."""
+    unit = ()
+    if S.weighed:
+        unit = gl.full([S.warps, S.rows], 1.0, gl.float32, gl.SliceLayout(1, gl.SliceLayout(3, _tasks_of(S))))
+    return unit
 
 
 @gluon.jit

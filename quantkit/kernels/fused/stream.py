@@ -1,4 +1,4 @@
-"""y = x W^T for up to eight rows of x: codes stream through registers past an x that stays in shared memory.
+"""y = x W^T for up to 16 rows of x: codes stream through registers past an x that stays in shared memory.
 
 The warps of a program share its row tiles and divide the columns among themselves: each has the x of its own
 columns in shared memory, and loads codes some units of columns ahead, of one row tile after the other, or of
@@ -65,7 +65,9 @@ def stream(
         # Only x, and what it is the norm of, is written by the kernel before this one.
         wait_for_kernel_before()
     held, unit_of_x = hold(x, other, of_norm, total, M, S)
-    weights = _weights(unit_of_x, S)
+    weights = ()
+    if S.weighed:
+        weights = _weights(unit_of_x, S)
     parts = gl.allocate_shared_memory(
         gl.float32, [S.row_tile_room, S.warps * S.rows * 16], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -334,16 +336,21 @@ def _weights(unit, S: gl.constexpr):
 def _sums(total, weights, S: gl.constexpr):
     """Sums of each warp, row of x and row of a tile, [W * rows * 16]."""
     GROUPS: gl.constexpr = S.column_groups
-    whole = total[0].to(gl.float32) * weights[0]
-    for group in gl.static_range(1, GROUPS):
-        whole += total[group].to(gl.float32) * weights[group]
-    # r, column // bm, column % bm // 2, row // 8, column % 2
-    whole = gl.reshape(whole, (S.warps, 8, 8 // S.bm, S.bm // 2, 2, 2))
-    if S.rows == 1:
-        whole, _ = gl.split(whole)
-        whole = gl.permute(gl.sum(whole, axis=2), (0, 2, 3, 1))
+    if not S.weighed:
+        # r, column // 2, row // 8, column % 2, and group.
+        whole = gl.reshape(gl.join(total[0], total[1]), (S.warps, 8, 4, 2, 2, 2))
+        whole = gl.permute(whole, (0, 5, 2, 4, 3, 1))
     else:
-        whole = gl.permute(gl.sum(whole, axis=2), (0, 2, 4, 3, 1))
+        whole = total[0].to(gl.float32) * weights[0]
+        for group in gl.static_range(1, GROUPS):
+            whole += total[group].to(gl.float32) * weights[group]
+        # r, column // bm, column % bm // 2, row // 8, column % 2
+        whole = gl.reshape(whole, (S.warps, 8, 8 // S.bm, S.bm // 2, 2, 2))
+        if S.rows == 1:
+            whole, _ = gl.split(whole)
+            whole = gl.permute(gl.sum(whole, axis=2), (0, 2, 3, 1))
+        else:
+            whole = gl.permute(gl.sum(whole, axis=2), (0, 2, 4, 3, 1))
     return gl.reshape(whole, (S.warps * S.rows * 16,))
 
 

@@ -81,7 +81,9 @@ def tiles(op: Operands, features: frozenset[str]) -> list[StreamTile]:
 
 @needs_gluon
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("n", "k", "m"), [(40, 1400, 1), (17, 2312, 2), (200, 640, 4), (16, 264, 7)])
+@pytest.mark.parametrize(
+    ("n", "k", "m"), [(40, 1400, 1), (17, 2312, 2), (200, 640, 4), (16, 264, 7), (56, 520, 11)]
+)
 def test_products_are_those_of_the_dequantized_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, n: int, k: int, m: int
 ) -> None:
@@ -99,7 +101,7 @@ def test_products_are_those_of_the_dequantized_weight(
 @pytest.mark.parametrize(
     "case", ["int8", "int5", "int4", "int3", "int2", "ternary", "binary", "int4 integer"]
 )
-@pytest.mark.parametrize("m", [1, 2, 3, 8])
+@pytest.mark.parametrize("m", [1, 2, 3, 8, 16])
 def test_sums_of_powers_of_two_are_exact(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, m: int
 ) -> None:
@@ -335,16 +337,22 @@ def test_rules_take_integers_for_few_rows_of_x() -> None:
 def test_refusals_say_what_is_in_the_way() -> None:
     row = row_named("fused-stream")
     said = {
-        "up to 8 rows of x, not 9": problem(9),
+        "up to 16 rows of x, not 17": problem(17),
+        "values of nf4 in shared memory are for up to 8 rows of x": problem(9, name="nf4"),
         "some begin between them": problem(k=4100),
         "Gluon of Triton 3.6": replace(problem(), features=GPU_FEATURES - {"gluon"}),
         "bfloat16 or float16": replace(problem(), dtype=torch.float32),
         "x and sums take 278528 bytes of shared memory, of 232448": problem(8, k=14336),
+        "sums take 393216 bytes of shared memory, of 232448": problem(16, n=28672),
     }
     for text, one in said.items():
         reason = row.supports(one)
         assert reason is not None and text in reason, reason
-    assert row.supports(problem()) is None
+    assert row.supports(problem()) is None and row.supports(problem(16)) is None
+    assert row.pays(problem(8)) is None and "from M=9 on" in str(row.pays(problem(9)))
+    tile = StreamTile(16, 1)
+    assert "up to 8 rows of x, not for 9" in str(stream.why_no_norm(problem(9, k=512), tile))
+    assert stream.why_no_norm(problem(8, k=512), tile) is None
 
 
 @needs_gluon

@@ -162,7 +162,7 @@ def test_another_row_wins_with_the_times_of_those_before_it(gpu: Gpu) -> None:
     *_, (one,) = run(gpu, FakeBench(best_is(goal, 7.0)), ms=(16,))
     entry = one.entry()
     assert (entry.row, entry.tile, entry.us) == ("fused-tiled", goal.tile, 7.0)
-    others = {"fused-skinny": 14.0, "fused-narrow": 14.0, "fused-hopper": 14.0}
+    others = {"fused-stream": 14.0, "fused-skinny": 14.0, "fused-narrow": 14.0, "fused-hopper": 14.0}
     assert entry.others == others, "no later row, and none of other devices"
 
 

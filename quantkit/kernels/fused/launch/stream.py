@@ -16,6 +16,7 @@ from quantkit.kernels.fused.launch.operands import (
     unknown_value,
 )
 from quantkit.kernels.fused.launch.streamed import (
+    COLUMNS,
     Norm,
     Share,
     StreamTile,
@@ -25,13 +26,14 @@ from quantkit.kernels.fused.launch.streamed import (
     together,
 )
 from quantkit.kernels.fused.layout import geometry
+from quantkit.kernels.fused.ptx import shared_table
 from quantkit.kernels.glue import NORMS
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: The most rows of x, and the most of which there are digits.
-MOST_ROWS, MOST_DIGITS = 8, 4
+#: The most rows of x, for which registers hold sums, and the most of which there are digits.
+MOST_ROWS, MOST_DIGITS = 16, 4
 #: Warps that a multiprocessor has at once: each of their threads may have 128 registers.
 RESIDENT_WARPS = 16
 #: Rows with more columns than this are divided among more warps.
@@ -107,6 +109,8 @@ def _rule(problem: Problem) -> StreamTile:
 
 def why_no_norm(problem: Problem, tile: StreamTile) -> str | None:
     """Why x cannot be the norm of something, which each program computes for itself."""
+    if problem.m > COLUMNS:
+        return f"norms are computed for up to {COLUMNS} rows of x, not for {problem.m}"
     numbers = power_of_two(problem.m) * problem.k // (32 * tile.warps)
     if numbers > MOST_NORMED:
         return f"each thread would have {numbers} numbers of x, and has registers for {MOST_NORMED}"
@@ -135,12 +139,19 @@ def _why_not(problem: Problem, tile: StreamTile) -> str | None:
         return reason
     if tile.integers and (reason := why_no_integers(problem)) is not None:
         return reason
+    if problem.m > COLUMNS and _has_table(problem, tile):
+        return f"values of {problem.scheme.format.name} in shared memory are for up to {COLUMNS} rows of x"
     if tile.warps * tile.programs > RESIDENT_WARPS:
         return f"a multiprocessor has {RESIDENT_WARPS} such warps at once"
     needed, most = shared_memory(tile, problem), program_memory(problem) // tile.programs
     if needed > most:
         return f"x and sums take {needed} bytes of shared memory, of {most} that there are"
     return None
+
+
+def _has_table(problem: Problem, tile: StreamTile) -> bool:
+    name = str(problem.dtype).removeprefix("torch.")
+    return shared_table(problem.scheme.format, name, tile.warps) is not None
 
 
 def _loses(problem: Problem, tile: StreamTile) -> str | None:
@@ -190,7 +201,7 @@ def _launch(
 
 
 def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """y [m, n] for m up to 8, on NVIDIA GPUs that copy to shared memory asynchronously."""
+    """y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs that copy to shared memory asynchronously."""
     # 16 bytes of x are loaded at a time.
     x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
     m, k = x.shape

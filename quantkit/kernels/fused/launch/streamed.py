@@ -13,6 +13,8 @@ from quantkit.kernels.fused.ptx import SHARED_BYTES, expression, shared_table
 from quantkit.kernels.launcher import power_of_two
 from quantkit.packing.schemes import Scheme
 
+#: Columns of operand B of a product, and the most rows of x that it multiplies with.
+COLUMNS = 8
 #: Bytes of shared memory that a program may have without asking for more.
 USUAL_MEMORY = 48 << 10
 
@@ -200,7 +202,7 @@ class Streamed:
     @property
     def at_once(self) -> int:
         """Pieces that the lanes of a warp have at a time, each four of every row of x."""
-        return 8 // self.rows
+        return max(1, COLUMNS // self.rows)
 
     @property
     def room(self) -> int:
@@ -210,18 +212,28 @@ class Streamed:
 
     @property
     def bm(self) -> int:
-        """Columns of operand B for one digit, or for all of x."""
-        return max(2, self.rows)
+        """Columns of operand B for one digit, or for all of x, of eight."""
+        return max(2, self.group_rows)
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of x that a group of columns of operand B has."""
+        return min(COLUMNS, self.rows)
+
+    @property
+    def weighed(self) -> bool:
+        """Whether columns of operand B may count differently: as digits, or once where there are copies."""
+        return self.integers or self.rows <= COLUMNS
 
     @property
     def column_groups(self) -> int:
-        """Groups of eight columns of operand B."""
-        return self.bm // 2 if self.integers else 1
+        """Groups of `COLUMNS` columns of operand B: of digits, or of rows of x."""
+        return self.bm // 2 if self.integers else max(1, self.rows // COLUMNS)
 
     @property
     def stored_quads(self) -> int:
         """Quads of a lane t in shared memory, for a group of columns of a piece."""
-        return (8 // self.bm if self.integers else 1) * self.rows
+        return (8 // self.bm if self.integers else 1) * self.group_rows
 
     @property
     def held_rows(self) -> int:

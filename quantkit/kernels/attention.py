@@ -1,4 +1,4 @@
-"""Attention of one new token to all keys of a cache, on a GPU."""
+"""Attention of one new token to all keys of a cache, on a GPU, which may take its own key there too."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from quantkit.kernels.glue import ROUNDED, angles, rotate_append
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
 from quantkit.kernels.problem import gpu_of
 from quantkit.kernels.transforms import is_transformed
@@ -35,6 +36,10 @@ class Plan:
     warps: int
     keys: int
     programs: int
+
+    def at_once(self, programs: int) -> int:
+        """The keys that so many programs attend to at a time."""
+        return programs * self.warps * self.keys
 
 
 #: The fastest on an H200 of 1 to 64 sequences of 100 to 4100 tokens, 8 key heads each, that 4 heads share.
@@ -126,22 +131,91 @@ def _decode_attention(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    batch, heads, _, size = query.shape
-    key_heads, length = key.shape[1], key.shape[2]
-    group = heads // key_heads
-    width = value.shape[-1]
-    gpu = gpu_of(query.device)
-    sizes = _Sizes(batch * key_heads, group, size, width, query.dtype.itemsize)
-    plan, chunks = _plan(sizes, length, 1 if gpu is None else gpu.multiprocessors)
-    parts, pieces = sizes.parts, chunks * plan.warps
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    return _attention(query, key, value, mask, scaling)
+
+
+def slow_rotated_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    held: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """The twin of `rotated_attention`."""
+    return decode_attention(*rotate_append(q, k, v, cos, sin, keys, values, held), mask, scaling)
+
+
+def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> bool:
+    """Whether `rotated_attention` is faster than its twin on `device`, of such tensors as `why_not` takes.
+
+    It was where programs attend to all of their keys at a time, or to all of a head, and there are no more
+    heads than multiprocessors (87 and 88 in docs/kernels-log.md). Of larger ones registers would be spilled.
+    """
+    gpu, sizes, length = gpu_of(device), _Sizes.of(query, key, value), key.shape[2]
+    if gpu is None or sizes.heads > FEW_HEADS or sizes.key_bytes > KEY_BYTES:
+        return False
+    plan, chunks = _plan(sizes, length, gpu.multiprocessors)
+    is_simple = chunks == 1 or plan.at_once(chunks) >= length
+    return is_simple and sizes.parts * sizes.blocks <= gpu.multiprocessors
+
+
+def rotated_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    held: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    settled: bool = False,
+) -> torch.Tensor:
+    """`decode_attention` of what `rotate_append` returns for one token, T = 1, to the bit: a launch less.
+
+    `why_not` of `q`, `keys`, `values` and `mask` must be None, and the last strides of `keys` and `values` 1.
+    With `settled`, `keys`, `values`, `held` and `mask` are read while kernels before this one may still run:
+    no kernel since another such attention began may write them.
+    """
+    q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
+    cos, sin, c_b, _ = angles(cos, sin)
+    strides = (*k.stride()[:2], *v.stride()[:2], c_b)
+    return _attention(q, keys, values, mask, scaling, (k, v, cos, sin, held), strides, settled)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    new: tuple[torch.Tensor, ...] = (),
+    strides: tuple[int, ...] = (0,) * 5,
+    settled: bool = False,
+) -> torch.Tensor:
+    """Launch `attend`, with what it takes of a `new` token, if there is one, and its strides."""
+    batch, heads, _, _ = query.shape
+    key_heads, length = key.shape[1], key.shape[2]
+    gpu = gpu_of(query.device)
+    sizes = _Sizes.of(query, key, value)
+    group, width = sizes.group, sizes.width
+    plan, chunks = _plan(sizes, length, 1 if gpu is None else gpu.multiprocessors)
+    parts, pieces = sizes.parts, chunks * plan.warps
     sums = torch.empty(parts, pieces, group, width, dtype=torch.float32, device=query.device)
     stats = torch.empty(parts, pieces, 2, group, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
+    once = plan.at_once(chunks) >= length
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
     features = launch_features(query.device)
-    attend, gather = _launches(sizes, plan, chunks, scaling, kind, features)
+    attend, gather = _launches(sizes, plan, chunks, scaling, kind, once, bool(new), settled, features)
     seen = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
     with launching_on(query.device):
         attend(
@@ -152,6 +226,7 @@ def _decode_attention(
             sums,
             stats,
             out,
+            *(new or (query,) * 5),
             length,
             key_heads,
             *query.stride()[:2],
@@ -159,6 +234,7 @@ def _decode_attention(
             *value.stride()[:3],
             seen.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
             seen.stride(-1),
+            *strides,
         )
         if gather is not None:
             gather(sums, stats, out, pieces)
@@ -174,6 +250,11 @@ class _Sizes:
     size: int
     width: int
     itemsize: int
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> "_Sizes":
+        (batch, heads, _, size), key_heads = query.shape, key.shape[1]
+        return cls(batch * key_heads, heads // key_heads, size, value.shape[-1], query.dtype.itemsize)
 
     @property
     def key_bytes(self) -> int:
@@ -209,7 +290,15 @@ def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
 
 @lru_cache(maxsize=1024)
 def _launches(
-    sizes: _Sizes, plan: Plan, chunks: int, scaling: float, mask: str, features: frozenset[str]
+    sizes: _Sizes,
+    plan: Plan,
+    chunks: int,
+    scaling: float,
+    mask: str,
+    once: bool,
+    new: bool,
+    settled: bool,
+    features: frozenset[str],
 ) -> tuple[Launch, Launch | None]:
     """`attend`, and `gather` where several programs share the keys of a head."""
     from quantkit.kernels.fused.attention import attend, gather
@@ -227,10 +316,14 @@ def _launches(
         KEYS=plan.keys,
         WHOLE=chunks == 1,
         MASK=mask,
+        ONCE=once,
+        NEW=new,
+        SETTLED=settled,
         PTX="ptx" in features,
         # If registers hold keys and values of a step at a time, beside the sums.
         EARLY="ptx" in features and sizes.key_bytes <= KEY_BYTES,
         **known,
+        **ROUNDED,
         num_warps=plan.warps,
     )
     if chunks == 1:

@@ -21,7 +21,7 @@ GATED = 1024
 #: Pairs of numbers of a program that rotates heads, of which a thread has eight.
 ROTATED = 512
 #: Products are rounded before they are added, as torch does it.
-_ROUNDED = {"enable_fp_fusion": False}
+ROUNDED = {"enable_fp_fusion": False}
 
 
 def slow_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     batch, heads, tokens, size = x.shape
     y = empty_heads(x)
     x, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, cos, sin))
-    cos, sin, c_b, c_t = _angles(cos, sin)
+    cos, sin, c_b, c_t = angles(cos, sin)
     launch = _rotate_launch(batch * tokens, heads, size // 2, launch_features(x.device))
     with launching_on(x.device):
         launch(x, cos, sin, y, tokens, *x.stride()[:3], c_b, c_t, *y.stride()[:3])
@@ -287,7 +287,7 @@ def rotate_append(
     batch, queries, tokens, size = q.shape
     heads, width = k.shape[1], v.shape[-1]
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
-    cos, sin, c_b, c_t = _angles(cos, sin)
+    cos, sin, c_b, c_t = angles(cos, sin)
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch = _rotate_append_launch(
         batch * tokens, queries, heads, size // 2, width, launch_features(q.device)
@@ -323,7 +323,7 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return x, 1, stride, stride
 
 
-def _angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """`cos` and `sin` [B or 1, 1, T, D] of the same strides: those of sequences and of tokens."""
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -408,7 +408,7 @@ def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str])
         PART=part,
         H=half,
         HP=padded,
-        **_ROUNDED,
+        **ROUNDED,
         **overlap(features),
         num_warps=max(1, part * padded // 256),
     )
@@ -429,7 +429,7 @@ def _rotate_append_launch(
         HP=power_of_two(half),
         V=width,
         VP=power_of_two(width),
-        **_ROUNDED,
+        **ROUNDED,
         **overlap(features),
         num_warps=1,
     )

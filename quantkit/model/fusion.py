@@ -20,6 +20,7 @@ from quantkit.kernels.table import is_verbose
 from quantkit.model.constants import hold_constants
 from quantkit.model.pattern import Match, Pattern, matched, pattern_of
 from quantkit.model.products import hold_back, order_columns, take_gates, take_norms
+from quantkit.model.step_attention import take_rotations
 from quantkit.model.trace import META, Memory, part, trace
 
 logger = logging.getLogger("quantkit.model")
@@ -233,6 +234,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
                 # It may have been replaced together with one before.
                 if not anchor._erased:
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
+    take_rotations(graph, memory, inputs[0].device)
     take_gates(graph, memory, inputs[0].device)
     take_norms(graph, memory, inputs[0].device)
     hold_back(graph, memory)

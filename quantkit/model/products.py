@@ -19,7 +19,7 @@ from quantkit.kernels.prepared import (
     order_of,
     takes_norm,
 )
-from quantkit.model.trace import META, OFFSET, Memory, part
+from quantkit.model.trace import META, OFFSET, Memory, between, part
 
 #: Products of x and a weight, in traced steps.
 _PRODUCTS = (OPERATOR, gated_linear)
@@ -98,16 +98,10 @@ def _can_take(memory: Memory, norm: Node, made: Sequence[Node], product: Node, d
         and all(one.is_contiguous() for one in (given, *operands))
         # Nobody needs the sum before, and what that is of is there still.
         and not any(user < product for one in made[:-1] for user in one.users)
-        and not any(memory.written(one) & read for one in _between(norm, product))
+        and not any(memory.written(one) & read for one in between(norm, product))
         and all(len(one.users) == 1 for one in _views(x, norm))
         and takes_norm(rows.numel() // columns, columns, rows.dtype, device, *weight)
     )
-
-
-def _between(first: Node, last: Node) -> Iterator[Node]:
-    """The nodes after `first` and before `last`."""
-    while (first := first.next) is not last:
-        yield first
 
 
 def _views(node: Node, of: Node) -> Iterator[Node]:

@@ -1,6 +1,6 @@
 """The operations that torch runs as a graph of torch.fx, which can be changed and run again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -121,6 +121,12 @@ def _storage(tensor: torch.Tensor) -> int:
 def part(results: Sequence[Any], number: int) -> Any:
     """One of several results of an operation."""
     return results[number]
+
+
+def between(first: Node, last: Node) -> Iterator[Node]:
+    """The nodes after `first` and before `last`."""
+    while (first := first.next) is not last:
+        yield first
 
 
 class Memory:

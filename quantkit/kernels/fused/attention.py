@@ -31,11 +31,12 @@ _AS_IT_IS = tl.constexpr("mov.b32 $0, $1;")
 
 @triton.jit
 def attend(
-    q, k, v, mask, sums, stats, out, LENGTH, HEADS,
-    q_b, q_h, k_b, k_h, k_l, v_b, v_h, v_l, m_b, m_l,
+    q, k, v, mask, sums, stats, out, new_k, new_v, cos, sin, held, LENGTH, HEADS,
+    q_b, q_h, k_b, k_h, k_l, v_b, v_h, v_l, m_b, m_l, new_k_b, new_k_h, new_v_b, new_v_h, c_b,
     SCALE: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
-    MASK: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    MASK: tl.constexpr, ONCE: tl.constexpr, NEW: tl.constexpr, SETTLED: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q` [B, HEADS * GROUP, D], `k` [B, HEADS, LENGTH, D], `v` [.., V] to what warps found of their keys.
 
@@ -43,6 +44,11 @@ def attend(
     score in powers of two and the sum of the weights relative to it. `mask` is [B, LENGTH]: MASK "bool" is
     whether a key is seen, "float" what is added to its score, "" for none. If the program is all of its head,
     WHOLE, it puts the pieces together in `out` [B, HEADS * GROUP, V].
+
+    With NEW, queries and the key `new_k` [B, HEADS, D] are rotated by `cos`, `sin` [B or 1, D] first, and
+    that key and `new_v` [B, HEADS, V] are written after the `held` ones, by the programs that attend to it.
+    If there is no room for them queries become no numbers. SETTLED says that no kernel that may still run
+    writes `k`, `v`, `mask` or `held`, and ONCE that each program attends to all of its keys at a time.
 
     Programs are key heads, by parts of their keys, by blocks of G query heads, 8 or 16.
     """
@@ -56,49 +62,103 @@ def attend(
     mask += b * m_b
     q += b * q_b + (h * GROUP + block * G) * q_h
     first, stride = chunk * STEP, tl.num_programs(1) * STEP
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL and not (ONCE and SETTLED):
         ahead = tl.minimum(first + tl.arange(0, STEP), LENGTH - 1).to(tl.int64)[:, None]
         bring(k + ahead * k_l + tl.minimum(lines(k, DP), D - 1)[None, :])
         bring(v + ahead * v_l + tl.minimum(lines(v, VP), V - 1)[None, :])
+    if PDL and not SETTLED:
         tl.extra.cuda.gdc_wait()
-    g = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, ROWS // 8)[:, None] * 8
-    inside = (g < G) & (block * G + g < GROUP)
-    inside = tl.broadcast_to(inside[None], (4, 8, W, ROWS // 8, 1))
-    query = tl.permute(_rows(q, q_h, 0, 0, inside, W, ROWS, D, DP), (0, 2, 1))
+    # What is seen is known a step before, so that no load waits for it.
+    seen_k = tl.full((4, 8, W, KEYS // 8, 1), False, tl.int1)
+    seen_v = tl.full((4, 8, W, KEYS // 4, 1), False, tl.int1)
+    added = tl.full((W, G, KEYS), 0.0, tl.float32)
+    if first < LENGTH:
+        # Always: what comes out of a branch does not make Triton lay operands out for masks of 8 bits.
+        seen_k, seen_v, added = _seen(mask, first, LENGTH, m_l, W, KEYS, G, MASK, PTX)
+    place = tl.minimum(tl.load(held), LENGTH) if NEW else LENGTH
+    if ONCE:
+        values = _load_columns(v, v_l, first, seen_v, W, KEYS, V, VP)
+        keys = _load_rows(k, k_l, first, KEYS, seen_k, W, KEYS, D, DP)
+    if PDL and SETTLED:
+        # All that is loaded from here on is of the token.
+        tl.extra.cuda.gdc_wait()
+    if PDL:
+        # Not earlier: what starts from then on knows that all kernels before this one have ended.
+        tl.extra.cuda.gdc_launch_dependents()
+    g = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, G // 8)[:, None] * 8
+    inside = tl.broadcast_to((block * G + g < GROUP)[None], (4, 8, W, G // 8, 1))
+    query = _load_rows(q, q_h, 0, 0, inside, W, G, D, DP)
+    if NEW:
+        cos += b * c_b
+        sin += b * c_b
+        other = _load_rows(q, q_h, 0, 0, inside, W, G, D, DP, OTHER=True)
+        every = tl.full((4, 8, W, 1, 1), True, tl.int1)
+        by_cos = _repeated(_load_rows(cos, 0, 0, 0, every, W, 8, D, DP), G // 8)
+        by_sin = _repeated(_load_rows(sin, 0, 0, 0, every, W, 8, D, DP), G // 8)
+        if (place < LENGTH) & (place // STEP % tl.num_programs(1) == chunk):
+            _write(
+                k + place * k_l, v + place * v_l, new_k + b * new_k_b + h * new_k_h,
+                new_v + b * new_v_b + h * new_v_h, cos, sin, D, DP, V, VP,
+            )  # fmt: skip
+            # Whoever reads them is of this program.
+            tl.debug_barrier()
+            if ONCE:
+                row, column = _numbers(first, W, KEYS)
+                values = _load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
+                keys = _load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
+        query = tl.where(place < LENGTH, _rotated(query, other, by_cos, by_sin), float("nan"))
+    # Of eight heads there are twice as many rows as are looked at.
+    query = tl.permute(_as_rows(_repeated(query, ROWS // G), W, ROWS, DP), (0, 2, 1))
     largest = tl.full((W, G), -float("inf"), tl.float32)
     total = tl.zeros((W, G), tl.float32)
     acc = tl.zeros((W, VP, G), tl.float32)
-    # What is seen is known a step before, so that no load waits for it.
-    seen_k, seen_v, added = _seen(mask, first, LENGTH, m_l, W, KEYS, G, MASK, PTX)
-    for start in tl.range(first, LENGTH, stride, num_stages=1):
-        values = _columns(v, v_l, start, seen_v, W, KEYS, V, VP)
-        if EARLY:
-            # Else they would be asked for when scores are there.
-            tl.inline_asm_elementwise(_TOGETHER, "=r,r", [start], tl.int32, False, 1)
-        keys = _rows(k, k_l, start, KEYS, seen_k, W, KEYS, D, DP)
-        seen_k, seen_v, added_next = _seen(mask, start + stride, LENGTH, m_l, W, KEYS, G, MASK, PTX)
-        scores = tl.dot(query, keys, input_precision="ieee") * (SCALE * LOG2E)
-        if G < ROWS:
-            scores = tl.permute(tl.reshape(scores, (W, 2, G, KEYS)), (0, 2, 3, 1))
-            scores, _ = tl.split(scores)
-        scores += added
-        top = tl.maximum(largest, tl.max(scores, 2))
-        # Where no key was seen yet, there is nothing to be relative to.
-        base = tl.where(top > -float("inf"), top, 0.0)
-        weights = tl.exp2(scores - base[:, :, None])
-        before = tl.exp2(largest - base)
-        total = total * before + tl.sum(weights, 2)
-        acc = acc * before[:, None, :]
-        weights = tl.permute(weights.to(values.dtype), (0, 2, 1))
-        acc = tl.dot(values, weights, acc, input_precision="ieee")
-        largest = top
-        added = added_next
+    if ONCE:
+        largest, total, acc = _add(
+            query, keys, values, added, largest, total, acc, SCALE, W, KEYS, G, DP, VP
+        )  # fmt: skip
+    else:
+        for start in tl.range(first, LENGTH, stride, num_stages=1):
+            values = _load_columns(v, v_l, start, seen_v, W, KEYS, V, VP)
+            if EARLY:
+                # Else they would be asked for when scores are there.
+                tl.inline_asm_elementwise(_TOGETHER, "=r,r", [start], tl.int32, False, 1)
+            keys = _load_rows(k, k_l, start, KEYS, seen_k, W, KEYS, D, DP)
+            seen_k, seen_v, added_next = _seen(
+                mask, start + stride, LENGTH, m_l, W, KEYS, G, MASK, PTX
+            )  # fmt: skip
+            largest, total, acc = _add(
+                query, keys, values, added, largest, total, acc, SCALE, W, KEYS, G, DP, VP
+            )  # fmt: skip
+            added = added_next
     piece = (head * tl.num_programs(1) + chunk).to(tl.int64) * W
     _store(sums, stats, piece, block, acc, largest, total, W, G, GROUP, V, VP)
     if WHOLE:
         tl.debug_barrier()
         _finish(sums, stats, out, head.to(tl.int64), block, W, G, GROUP, V, VP)
+
+
+@triton.jit
+def _add(
+    query, keys, values, added, largest, total, acc, SCALE: tl.constexpr, W: tl.constexpr,
+    KEYS: tl.constexpr, G: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """The largest scores, sums of weights and weighted values with KEYS more keys for each warp."""
+    ROWS: tl.constexpr = query.shape[1]
+    keys, values = _as_rows(keys, W, KEYS, DP), _as_columns(values, W, KEYS, VP)
+    scores = tl.dot(query, keys, input_precision="ieee") * (SCALE * LOG2E)
+    if G < ROWS:
+        scores = tl.permute(tl.reshape(scores, (W, 2, G, KEYS)), (0, 2, 3, 1))
+        scores, _ = tl.split(scores)
+    scores += added
+    top = tl.maximum(largest, tl.max(scores, 2))
+    # Where no key was seen yet, there is nothing to be relative to.
+    base = tl.where(top > -float("inf"), top, 0.0)
+    weights = tl.exp2(scores - base[:, :, None])
+    before = tl.exp2(largest - base)
+    total = total * before + tl.sum(weights, 2)
+    acc = acc * before[:, None, :]
+    weights = tl.permute(weights.to(values.dtype), (0, 2, 1))
+    return top, total, tl.dot(values, weights, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -197,11 +257,44 @@ def _store(
 
 
 @triton.jit
-def _rows(
+def _write(
+    k, v, new_k, new_v, cos, sin, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr
+):
+    """A new key, rotated, and value to where the cache has them."""
+    d, e = tl.arange(0, DP), tl.arange(0, VP)
+    key = tl.load(new_k + d, mask=d < D, other=0.0)
+    other = _other_half(new_k, d, d < D, D)
+    by_cos, by_sin = tl.load(cos + d, mask=d < D, other=0.0), tl.load(sin + d, mask=d < D, other=0.0)
+    value = tl.load(new_v + e, mask=e < V, other=0.0)
+    tl.store(k + d, _rotated(key, other, by_cos, by_sin), mask=d < D)
+    tl.store(v + e, value, mask=e < V)
+
+
+@triton.jit
+def _other_half(at, d, there, D: tl.constexpr):
+    """Features of the other half of a head, as they are added to features `d` when it is rotated."""
+    x = tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=there, other=0.0)
+    return tl.where(d < D // 2, -x, x)
+
+
+@triton.jit
+def _rotated(x, other, cos, sin):
+    """Features of heads and of `_other_half` by their angles, and summed: rounded where torch does."""
+    x_part = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
+    other_part = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
+    return (x_part.to(tl.float32) + other_part.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _load_rows(
     at, stride, first, WARP: tl.constexpr, there, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    DP: tl.constexpr, others=0.0, OTHER: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows of D features from `at` on, of R for each warp WARP further on, as [W, DP, R]."""
+    """Rows of D features from `at` on, R for each warp, WARP further on: [4, 8, W, rows * runs, 8].
+
+    That is t, m, warp, each eighth row by runs of 32 features, and 8 of these. Rows that are not `there`,
+    [4, 8, W, rows, 1], are `others`. With OTHER it is `_other_half` of them.
+    """
     RUNS: tl.constexpr = DP // 32
     t = tl.arange(0, 4)[:, None, None, None, None]
     m = tl.arange(0, 8)[:, None, None, None]
@@ -210,15 +303,34 @@ def _rows(
     row = first + w * WARP + i // RUNS * 8 + m
     d = i % RUNS * 32 + t * 8 + tl.arange(0, 8)
     there = tl.reshape(tl.broadcast_to(there, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
-    x = tl.load(at + row.to(tl.int64) * stride + d, mask=there & (d < D), other=0.0)
+    at += row.to(tl.int64) * stride
+    if OTHER:
+        return _other_half(at, d, there & (d < D), D)
+    return tl.load(at + d, mask=there & (d < D), other=others)
+
+
+@triton.jit
+def _repeated(x, TIMES: tl.constexpr):
+    """Rows that `_load_rows` loaded so many times, one after the other."""
+    W: tl.constexpr = x.shape[2]
+    RUNS: tl.constexpr = x.shape[3]
+    x = tl.broadcast_to(tl.reshape(x, (4, 8, W, 1, RUNS, 8)), (4, 8, W, TIMES, RUNS, 8))
+    return tl.reshape(x, (4, 8, W, TIMES * RUNS, 8))
+
+
+@triton.jit
+def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
+    """What `_load_rows` loaded as [W, DP, R]."""
     # t, m, warp, 8 rows, 32 features, and 8 that two products have two and two of.
-    x = tl.reshape(x, (4, 8, W, R // 8, RUNS, 2, 2, 2))
+    x = tl.reshape(x, (4, 8, W, R // 8, DP // 32, 2, 2, 2))
     return tl.reshape(tl.permute(x, (2, 4, 5, 6, 0, 7, 3, 1)), (W, DP, R))
 
 
 @triton.jit
-def _columns(at, stride, first, there, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr):
-    """As `_rows`, [W, VP, R] for sums over rows: feature 64 s + 8 m + j is 64 s + 8 j + m."""
+def _load_columns(
+    at, stride, first, there, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, others=0.0
+):
+    """As `_load_rows`, for sums over rows: a lane has R // 4 of them, and runs of 64 features."""
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None, None]
     m = tl.arange(0, 8)[:, None, None, None]
@@ -227,9 +339,25 @@ def _columns(at, stride, first, there, W: tl.constexpr, R: tl.constexpr, V: tl.c
     row = first + w * R + i // (2 * S) * 8 + t * 2 + i // S % 2
     e = (i % S * 8 + m) * 8 + tl.arange(0, 8)
     there = tl.reshape(tl.broadcast_to(there, (4, 8, W, R // 4, S)), (4, 8, W, R // 4 * S, 1))
-    x = tl.load(at + row.to(tl.int64) * stride + e, mask=there & (e < V), other=0.0)
-    x = tl.reshape(x, (4, 8, W, R // 8, 2, S, 8))
+    return tl.load(at + row.to(tl.int64) * stride + e, mask=there & (e < V), other=others)
+
+
+@triton.jit
+def _as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
+    """What `_load_columns` loaded as [W, VP, R]: feature 64 s + 8 m + j is 64 s + 8 j + m."""
+    x = tl.reshape(x, (4, 8, W, R // 8, 2, VP // 64, 8))
     return tl.reshape(tl.permute(x, (2, 5, 6, 1, 3, 0, 4)), (W, VP, R))
+
+
+@triton.jit
+def _numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
+    """Which keys lanes have from `first` on: [4, 8, W, rows, 1] of `_load_rows`, and of `_load_columns`."""
+    t = tl.arange(0, 4)[:, None, None, None, None]
+    m = tl.arange(0, 8)[:, None, None, None]
+    w = tl.arange(0, W)[:, None, None]
+    i = tl.arange(0, KEYS // 8)[:, None]
+    j = tl.arange(0, KEYS // 4)[:, None]
+    return first + w * KEYS + i * 8 + m + t * 0, first + w * KEYS + j // 2 * 8 + t * 2 + j % 2 + m * 0
 
 
 @triton.jit
@@ -237,14 +365,9 @@ def _seen(
     mask, first, LENGTH, m_l, W: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr, MASK: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Which keys are seen, as `_rows` and `_columns` have them, and what is added to scores [W, G, KEYS]."""
-    t = tl.arange(0, 4)[:, None, None, None, None]
-    m = tl.arange(0, 8)[:, None, None, None]
-    w = tl.arange(0, W)[:, None, None]
-    i = tl.arange(0, KEYS // 8)[:, None]
-    j = tl.arange(0, KEYS // 4)[:, None]
-    row = _added(mask, first + w * KEYS + i * 8 + m + t * 0, LENGTH, m_l, MASK, PTX)
-    column = _added(mask, first + w * KEYS + j // 2 * 8 + t * 2 + j % 2 + m * 0, LENGTH, m_l, MASK, PTX)
+    """Which keys are seen, as `_numbers` has them, and what is added to scores [W, G, KEYS]."""
+    row, column = _numbers(first, W, KEYS)
+    row, column = _added(mask, row, LENGTH, m_l, MASK, PTX), _added(mask, column, LENGTH, m_l, MASK, PTX)
     # t, m, warp, 8 keys, c
     added = tl.permute(tl.reshape(column, (4, 8, W, KEYS // 8, 2)), (2, 1, 3, 0, 4))
     added = tl.broadcast_to(tl.reshape(added, (W, 1, 8, KEYS)), (W, G // 8, 8, KEYS))

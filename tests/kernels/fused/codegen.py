@@ -178,26 +178,34 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """Attention as it is launched, of eight heads that share keys in bfloat16, and sixteen in float16.
 
-    After the number of a plan is how many programs share the keys of a head, and what kind of mask there is.
+    After the number of a plan is how many programs share the keys of a head, and what kind of mask there is;
+    with "once", of a program's keys all are attended to at a time, with "new" the token is rotated and kept,
+    and with "settled" no kernel still writes what is read first.
     """
     since = {80: {"ptx"}, 90: {"ptx", "overlap"}, 942: set[str]()}
     features = frozenset(since[max(known for known in since if known <= case.capability)])
-    _, number, chunks, *mask = case.kernel.split()
+    _, number, chunks, *words = case.kernel.split()
+    mask = next((word for word in words if word in ("bool", "float")), "")
     heads = int(min(attention.PLANS[int(number)].most, 8) * H200_PROCESSORS)
     sizes = attention._Sizes(heads, 8 if case.name == "bfloat16" else 16, case.m, case.m, 2)
     plan, _ = attention._plan(sizes, 1 << 12, H200_PROCESSORS)
-    launch, _ = attention._launches(sizes, plan, int(chunks), 1.0, *(mask or [""]), features)
+    kinds = (word in words for word in ("once", "new", "settled"))
+    launch, _ = attention._launches(sizes, plan, int(chunks), 1.0, mask, *kinds, features)
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
     types = {
         **dict.fromkeys(names, "i32"),
-        **dict.fromkeys(("q", "k", "v", "out"), "*bf16" if case.name == "bfloat16" else "*fp16"),
+        **dict.fromkeys(
+            ("q", "k", "v", "out", "new_k", "new_v", "cos", "sin"),
+            "*bf16" if case.name == "bfloat16" else "*fp16",
+        ),
         **dict.fromkeys(("sums", "stats"), "*fp32"),
-        "mask": "*u8" if mask == ["bool"] else "*bf16",
+        "mask": "*u8" if mask == "bool" else "*bf16",
+        "held": "*i64",
         **dict.fromkeys(known, "constexpr"),
     }
     # Pointers, and strides of q, k and v.
-    whole = [name for name in names if types[name][0] == "*" or re.match("[qkv]_", name)]
+    whole = [name for name in names if types[name][0] == "*" or re.match("[qkvc]_|new_._", name)]
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
     code = ASTSource(launch._kernel, types, known, aligned)
     others = {name: value for name, value in options.items() if name not in names}
@@ -275,14 +283,14 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for a few rows of x, in the tile that its name has the numbers of, with a bias.
 
-    With "long", it is for a weight with long rows, with "norm" x is the norm of a sum, with "gate" y is
-    gated.
+    With "long", it is for a weight with long rows, with "small" for one of few; with "norm" x is the norm of
+    a sum, with "gate" y is gated.
     """
     row, dtype = scheme(case.name), torch.bfloat16
     _, *numbers = case.kernel.split()
     gate = "silu" if "gate" in numbers else ""
     # Rows for several turns; of a weight with long rows for one.
-    n, k = (N, LONG) if "long" in numbers else (7 * N, K)
+    n, k = (N, LONG) if "long" in numbers else (N if "small" in numbers else 7 * N, K)
     norm = streamed.Norm(True, 1e-5, True, 0.0) if "norm" in numbers else None
     *sizes, integers = map(int, [one for one in numbers if one.isdecimal()])
     tile = streamed.StreamTile(*sizes, bool(integers))

@@ -9,7 +9,16 @@ import torch
 from torch.autograd import forward_ad
 
 from quantkit.kernels import attention
-from quantkit.kernels.attention import PLANS, decode_attention, why_not
+from quantkit.kernels.attention import (
+    PLANS,
+    decode_attention,
+    rotated_attention,
+    rotates,
+    slow_rotated_attention,
+    why_not,
+)
+from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
+from quantkit.kernels.problem import Gpu
 
 pytest.importorskip("triton")
 
@@ -74,6 +83,83 @@ def test_it_is_attention(poisoned, chunks, heads, key_heads, length, size, width
         expected = slow(query, key, value, mask, 0.3)
         assert (found.double() - expected).norm() < limit * expected.norm()
         assert torch.equal(found, decode_attention(query, key, value, mask, 0.3))
+
+
+def rotated_inputs(heads, key_heads, length, size, width, held, dtype, sequences=2, angles=2):
+    """As `rotated_attention` takes them; what the cache does not hold yet is no number."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    # As a product of one weight has them.
+    made = numbers(sequences, 1, heads * size + key_heads * (size + width))
+    queries, new_keys, new_values = made.split((heads * size, key_heads * size, key_heads * width), -1)
+    new = (
+        part.view(sequences, 1, number, -1).transpose(1, 2)
+        for part, number in ((queries, heads), (new_keys, key_heads), (new_values, key_heads))
+    )
+    keys, values = (numbers(sequences, key_heads, length, features) for features in (size, width))
+    for part in (keys, values):
+        part[:, :, held:] = math.nan
+    turn = numbers(angles, 1, 1, size).float() * 3
+    return *new, turn.cos().to(dtype), turn.sin().to(dtype), keys, values, torch.tensor(held, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "length", "size", "width", "held", "angles"),
+    [
+        (4, 2, 200, 64, 64, 130, 2),
+        (3, 3, 1, 16, 16, 0, 1),
+        (8, 1, 65, 80, 48, 64, 2),
+        (20, 1, 130, 32, 128, 3, 1),
+        (9, 1, 64, 250, 256, 40, 2),
+        (9, 1, 64, 74, 8, 63, 1),
+    ],
+)
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_a_token_is_rotated_and_kept(
+    poisoned, chunks, heads, key_heads, length, size, width, held, angles, kind
+):
+    """To the bit what kernels one after the other compute, in the results and in the cache."""
+    for dtype in LIMIT:
+        given = rotated_inputs(heads, key_heads, length, size, width, held, dtype, angles=angles)
+        *new, keys, values, held_of = given
+        mask = (torch.arange(length, device=DEVICE) <= held).expand(2, 1, 1, length)
+        if kind == "float":
+            mask = torch.where(mask, 0.5, -math.inf).to(dtype)
+        if kind == "none":
+            mask = None
+            for part in (keys, values):
+                part[:, :, held:] = 1
+        caches = [(keys.clone(), values.clone()) for _ in range(3)]
+        expected = slow_rotated_attention(*new, *caches[0], held_of, mask, 0.3)
+        assert expected.isfinite().all()
+        for settled, cache in zip((False, True), caches[1:], strict=True):
+            found = rotated_attention(*new, *cache, held_of, mask, 0.3, settled=settled)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            for one, other in zip(caches[0], cache, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_new_token_that_is_not_seen_does_not_count(chunks):
+    given = list(rotated_inputs(4, 2, 200, 32, 32, 130, torch.float16))
+    mask = torch.arange(200, device=DEVICE).expand(2, 1, 1, 200) < 130
+    expected = rotated_attention(*given, mask, 0.3)
+    assert expected.isfinite().all()
+    for number in (1, 2):
+        given[number] = torch.full_like(given[number], math.nan)
+    assert torch.equal(rotated_attention(*given, mask, 0.3), expected)
+
+
+def test_a_token_without_room_is_not_written_and_has_no_numbers(chunks):
+    for held in (64, 65, 1 << 40):
+        given = rotated_inputs(4, 2, 64, 32, 32, 64, torch.float16)
+        *new, keys, values, held_of = given
+        before = keys.clone(), values.clone()
+        found = rotated_attention(*new, keys, values, torch.full_like(held_of, held), None, 0.3)
+        assert found.isnan().all()
+        assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
 
 
 def test_strided_inputs_and_a_part_of_a_cache(poisoned, chunks):
@@ -181,6 +267,33 @@ def test_longer_keys_are_fewer_at_a_time_and_more_query_heads_are_other_programs
     assert (sizes.heads, sizes.blocks) == (16, 3)
     plan, _ = attention._plan(sizes, 900, 132)
     assert (plan.warps, plan.keys) == (PLANS[-1].warps, 16)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "size", "expected"),
+    # Of 132 multiprocessors, with 8 key heads of each sequence.
+    [
+        (1, 32, 1024, 128, True),
+        # 16 programs have 64 keys each at a time.
+        (1, 32, 1025, 128, False),
+        (2, 32, 700, 128, True),
+        (4, 32, 700, 128, False),
+        (16, 32, 4096, 128, True),
+        (17, 32, 700, 128, False),
+        (17, 32, 64, 128, False),
+        (1, 128, 700, 128, False),
+        (1, 32, 700, 256, False),
+    ],
+)
+def test_where_attention_rotates_tokens(
+    monkeypatch: pytest.MonkeyPatch, batch, heads, length, size, expected
+):
+    gpu = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
+    monkeypatch.setattr(attention, "gpu_of", lambda device: gpu if device.type == "cuda" else None)
+    query = torch.empty(batch, heads, 1, size, dtype=torch.float16, device="meta")
+    key = torch.empty(batch, 8, length, size, dtype=torch.float16, device="meta")
+    assert rotates(query, key, key, torch.device("cuda")) is expected
+    assert not rotates(query, key, key, torch.device("cpu"))
 
 
 def test_why_not():

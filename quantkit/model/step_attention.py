@@ -1,0 +1,69 @@
+"""Attention in traced steps: it rotates and keeps a token in passing, where the step can do without both."""
+
+import itertools
+from typing import cast
+
+import torch
+from torch.fx import Graph, Node
+
+from quantkit.kernels import glue
+from quantkit.kernels.attention import rotated_attention, rotates
+from quantkit.model.trace import META, Memory, between, part
+
+_ATTENTION = torch.ops.quantkit.decode_attention.default
+
+
+def take_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Have attention of one token do what `glue.rotate_append` does for it, where that is for it alone."""
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        rotation = _rotation(node)
+        if rotation is not None and _can_take(memory, rotation, node, device):
+            _take(graph, memory, rotation, node)
+    calls = graph.find_nodes(op="call_function", target=rotated_attention)
+    for before, node in itertools.pairwise(calls):
+        if _is_settled(memory, before, node):
+            node.update_kwarg("settled", True)
+
+
+def _rotation(attention: Node) -> Node | None:
+    """The call of `glue.rotate_append` whose three results, in their order, are what `attention` is of."""
+    given = cast(tuple[Node, ...], attention.args[:3])
+    if any(one.target is not part or one.args[1] != number for number, one in enumerate(given)):
+        return None
+    calls = {one.args[0] for one in given}
+    found = cast(Node, calls.pop())
+    return found if not calls and found.target is glue.rotate_append else None
+
+
+def _can_take(memory: Memory, rotation: Node, attention: Node, device: torch.device) -> bool:
+    """Whether nobody else takes what `rotation` makes, and it may run as late as `attention` does."""
+    read, written = memory.read(rotation), memory.written(rotation)
+    q, keys, values = (cast(Node, one).meta[META] for one in attention.args[:3])
+    others = [one for one in between(rotation, attention) if one not in rotation.users]
+    return (
+        len(rotation.users) == 3
+        and all([*one.users] == [attention] for one in rotation.users)
+        and not any(memory.written(one) & read or memory.read(one) & written for one in others)
+        and rotates(q, keys, values, device)
+    )
+
+
+def _is_settled(memory: Memory, before: Node, attention: Node) -> bool:
+    """Whether what it finds in the cache, how much that is, and the mask were there when the one before ran.
+
+    That waits until all kernels before it have ended, and lets no other start earlier.
+    """
+    given = frozenset().union(*(memory.of(one) for one in attention.args[5:9] if one is not None))
+    since = (before, *between(before, attention))
+    return not any(one in given or memory.written(one) & given for one in since)
+
+
+def _take(graph: Graph, memory: Memory, rotation: Node, attention: Node) -> None:
+    """Replace both by one call, at the place of `attention`."""
+    with graph.inserting_after(attention):
+        call = graph.call_function(rotated_attention, (*rotation.args, *attention.args[3:]))
+    call.meta = dict(attention.meta)
+    memory.enter(call, written=memory.written(rotation))
+    attention.replace_all_uses_with(call)
+    for node in (attention, *rotation.users, rotation):
+        graph.erase_node(node)

@@ -1,0 +1,201 @@
+"""Attention that rotates and keeps a token in passing: in Triton's interpreter without a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.kernels import attention as kernels
+from quantkit.kernels import glue
+from quantkit.kernels.attention import decode_attention, rotated_attention
+from quantkit.model import attention, fused_forward, step_attention
+from quantkit.model.attention import use_decode_attention
+from quantkit.model.decoding import forward_of, graph_decoding, static_cache
+from quantkit.model.fusion import fused
+
+from .graphed import DEVICE, calls, count_recordings, decode, ids, keep_modules, made
+
+pytest.importorskip("triton")
+
+#: Queries, a key, a value, cosines and sines, keys and values of a cache, and how many it holds.
+Given = tuple[torch.Tensor, ...]
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> None:
+    """Our attention, and chains of launches, also on a CPU."""
+
+    def why_not(*given: Any) -> str | None:
+        found = kernels.why_not(*given)
+        return None if found == "it runs on cuda, the tensors are on cpu" else found
+
+    monkeypatch.setattr(attention, "why_not", why_not)
+    monkeypatch.setattr(step_attention, "rotates", lambda *given: True)
+    monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
+    count_recordings(monkeypatch)
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What steps became."""
+    return keep_modules(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "taken"),
+    [
+        ("Llama", {}, True),
+        ("Qwen2", {}, True),
+        ("Qwen3", {"head_dim": 16}, True),
+        ("Mistral", {"sliding_window": 5}, True),
+        ("Gemma", {"head_dim": 16}, True),
+        # Of its heads only a part is rotated.
+        ("Phi3", {"pad_token_id": 0}, False),
+    ],
+)
+def test_families(family: str, more: dict[str, Any], taken: bool, modules: list[Any]) -> None:
+    model = made(family, **more).half()
+    use_decode_attention(model)
+    expected = decode(model, model, static_cache(model, 20), ids(), 3)
+    graph_decoding(model)
+    found = decode(model, forward_of(model), static_cache(model, 20), ids(), 3)
+    assert (found - expected).float().norm() < 2e-2 * expected.float().norm()
+    (module,) = modules
+    layers = model.config.num_hidden_layers
+    attended = {True: "rotated_attention", False: "decode_attention.default"}
+    assert calls(module)[attended[taken]] == layers
+    assert not {attended[not taken], "rotate_append"} & set(calls(module))
+    # The mask is made before the first layer, whose attention has none before it.
+    assert settled(module) == ([False] + [True] * (layers - 1) if taken else [])
+
+
+def settled(module: Any) -> list[bool]:
+    """Whether each attention that rotates reads what was there before the one before it."""
+    nodes = module.graph.find_nodes(op="call_function", target=rotated_attention)
+    return [node.kwargs.get("settled", False) for node in nodes]
+
+
+def given(dtype: torch.dtype = torch.float16) -> Given:
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    held = torch.tensor(7, device=DEVICE)
+    heads = numbers(2, 4, 1, 32), numbers(2, 2, 1, 32), numbers(2, 2, 1, 32)
+    return (
+        *heads,
+        numbers(2, 1, 1, 32),
+        numbers(2, 1, 1, 32),
+        numbers(2, 2, 20, 32),
+        numbers(2, 2, 20, 32),
+        held,
+    )
+
+
+def attended(*given: torch.Tensor) -> torch.Tensor:
+    mask = torch.arange(20, device=DEVICE).expand(2, 1, 1, 20) <= 7
+    return decode_attention(*glue.slow_rotate_append(*given), mask, 0.25)
+
+
+def rotated(*given: torch.Tensor) -> Any:
+    return glue.slow_rotate_append(*given)
+
+
+def twice(*given: torch.Tensor) -> Any:
+    q, keys, values = rotated(*given)
+    return decode_attention(q, keys, values, None, 1.0), decode_attention(q, keys, values, None, 0.5)
+
+
+def with_queries(*given: torch.Tensor) -> Any:
+    q, keys, values = rotated(*given)
+    return decode_attention(q, keys, values, None, 1.0), q
+
+
+def with_keys(*given: torch.Tensor) -> Any:
+    q, keys, values = rotated(*given)
+    return decode_attention(q, keys, values, None, 1.0), keys + 1
+
+
+def exchanged(*given: torch.Tensor) -> Any:
+    q, keys, values = rotated(*given)
+    return decode_attention(q, values, keys, None, 1.0)
+
+
+def of_two(*given: torch.Tensor) -> Any:
+    """Values of another layer."""
+    q, keys, _ = rotated(*given)
+    _, _, values = rotated(*given[:5], torch.zeros_like(given[5]), given[6] * 1, given[7])
+    return decode_attention(q, keys, values, None, 1.0)
+
+
+def counted_before(*given: torch.Tensor) -> Any:
+    q, keys, values = rotated(*given)
+    given[7].mul_(2)
+    return decode_attention(q, keys, values, None, 1.0)
+
+
+def read_before(*given: torch.Tensor) -> Any:
+    q, keys, values = rotated(*given)
+    seen = given[5].isfinite().all(-1)[:, :1, None]
+    return decode_attention(q, keys, values, seen, 1.0)
+
+
+def changed_before(*given: torch.Tensor) -> Any:
+    q, keys, values = rotated(*given)
+    given[6].mul_(2)
+    return decode_attention(q, keys, values, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "taken"),
+    [
+        (attended, True),
+        (twice, False),
+        (with_queries, False),
+        (with_keys, False),
+        (exchanged, False),
+        (of_two, False),
+        (counted_before, False),
+        (read_before, False),
+        (changed_before, False),
+    ],
+)
+def test_it_is_taken_where_it_computes_the_same(step: Any, taken: bool) -> None:
+    module = fused(step, given(), "steps")
+    assert (calls(module)[rotated_attention.__name__] == 1) is taken
+    caches = given(), given()
+    expected, found = step(*caches[0]), module(*caches[1])
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(*caches, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+Second = Callable[[torch.Tensor, torch.Tensor, Given, Given], Given]
+#: What the attention of a second layer is given of the mask, how many tokens are held, and the caches of the
+#: first layer and its own; and whether it may read all that early.
+SECOND: dict[str, tuple[Second, bool]] = {
+    "a cache of its own": (lambda mask, held, first, own: (*own, held, mask), True),
+    "no mask": (lambda mask, held, first, own: (*own, held, None), True),
+    "the cache of the first": (lambda mask, held, first, own: (*first, held, mask), False),
+    "a new cache": (lambda mask, held, first, own: (own[0] * 1, own[1] * 1, held, mask), False),
+    "another mask": (lambda mask, held, first, own: (*own, held, mask & True), False),
+    "a changed mask": (lambda mask, held, first, own: (*own, held, mask.logical_not_()), False),
+    "another number": (lambda mask, held, first, own: (*own, held + 1, mask), False),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_only_what_the_attention_before_found_is_read_early(name: str) -> None:
+    second, expected = SECOND[name]
+
+    def step(*tensors: torch.Tensor) -> Any:
+        *new, keys, values, held, own_keys, own_values = tensors
+        mask = torch.arange(20, device=DEVICE).expand(2, 1, 1, 20) <= held
+        made = decode_attention(*glue.slow_rotate_append(*new, keys, values, held), mask, 0.25)
+        *cache, mask = second(mask, held, (keys, values), (own_keys, own_values))
+        return made, decode_attention(*glue.slow_rotate_append(*new, *cache), mask, 0.25)
+
+    module = fused(step, (*given(), *given()[5:7]), "steps")
+    assert any(settled(module)) is expected

@@ -29,6 +29,7 @@ import quantkit
 from quantkit.bench.speed import weight_bytes
 from quantkit.errors import UsageError
 from quantkit.kernels.measure import read_time
+from quantkit.model.cache_name import CACHE
 from quantkit.model.decoding import forward_of, static_cache
 
 #: Of Llama-3 8B, but for the vocabulary, which is outside of layers.
@@ -75,8 +76,9 @@ def step_time(model: Any, batch: int, tokens: int) -> float:
     """Median microseconds of a step of `batch` sequences that have so many tokens each."""
     prompt = torch.randint(3, SIZES["vocab_size"], (batch, tokens), device="cuda")
     cache = static_cache(model, tokens + STEPS * (ROUNDS + 1))
-    token = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
-    step = partial(forward_of(model), input_ids=token, past_key_values=cache, use_cache=True)
+    given: dict[str, Any] = {CACHE: cache, "use_cache": True}
+    token = model(input_ids=prompt, logits_to_keep=1, **given).logits.argmax(-1)
+    step = partial(forward_of(model), input_ids=token, **given)
     times, launches = [], []
     for _ in range(ROUNDS + 1):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -364,7 +364,7 @@ def _short_cuts() -> list[tuple[Any, str, Callable[..., Any]]]:
         if sizes:
             wide = np.broadcast_to(data, to)
         else:
-            wide = np.empty(to, interpreter._get_np_dtype(dtype))
+            wide = np.empty(to, data.dtype)
             wide[...] = data
         return tensor(interpreter.TensorHandle(wide, dtype), core.block_type(one.dtype, list(to)))
 

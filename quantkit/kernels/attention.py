@@ -8,7 +8,7 @@ import torch
 
 from quantkit.kernels.glue import ROUNDED, angles, rotate_append
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
-from quantkit.kernels.problem import gpu_of
+from quantkit.kernels.problem import device_features, gpu_of
 from quantkit.kernels.transforms import is_transformed
 
 #: What tensor cores multiply.
@@ -155,15 +155,17 @@ def slow_rotated_attention(
 def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> bool:
     """Whether `rotated_attention` is faster than its twin on `device`, of such tensors as `why_not` takes.
 
-    It was where programs attend to all of their keys at a time, or to all of a head, and there are no more
-    heads than multiprocessors (87 and 88 in docs/kernels-log.md). Of larger ones registers would be spilled.
+    It was, on a GPU where kernels overlap, for the few heads of the first of `PLANS` if programs attend to
+    all of their keys at a time, and for up to one head for each multiprocessor if a program has all of it
+    (87 and 88 in docs/kernels-log.md). Of larger heads registers would be spilled.
     """
     gpu, sizes, length = gpu_of(device), _Sizes.of(query, key, value), key.shape[2]
     if gpu is None or sizes.heads > FEW_HEADS or sizes.key_bytes > KEY_BYTES:
         return False
     plan, chunks = _plan(sizes, length, gpu.multiprocessors)
-    is_simple = chunks == 1 or plan.at_once(chunks) >= length
-    return is_simple and sizes.parts * sizes.blocks <= gpu.multiprocessors
+    heads = sizes.parts * sizes.blocks / gpu.multiprocessors
+    is_once = heads <= PLANS[0].most and plan.at_once(chunks) >= length
+    return "overlap" in device_features(device) and (is_once or (chunks == 1 and heads <= 1))
 
 
 def rotated_attention(
@@ -181,9 +183,10 @@ def rotated_attention(
 ) -> torch.Tensor:
     """`decode_attention` of what `rotate_append` returns for one token, T = 1, to the bit: a launch less.
 
-    `why_not` of `q`, `keys`, `values` and `mask` must be None, and the last strides of `keys` and `values` 1.
-    With `settled`, `keys`, `values`, `held` and `mask` are read while kernels before this one may still run:
-    no kernel since another such attention began may write them.
+    Tensors are as `rotate_append` takes them, all of the dtype of `q` but `held`. `why_not` of `q`, `keys`,
+    `values` and `mask` must be None, and the last strides of `keys` and `values` 1. With `settled`, `keys`,
+    `values`, `held` and `mask` are read while kernels before this one may still run: none since another such
+    attention began may write them, and each that overlaps others must wait for those before it.
     """
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, _ = angles(cos, sin)
@@ -318,7 +321,7 @@ def _launches(
         MASK=mask,
         ONCE=once,
         NEW=new,
-        SETTLED=settled,
+        SETTLED=settled and "overlap" in features,
         PTX="ptx" in features,
         # If registers hold keys and values of a step at a time, beside the sums.
         EARLY="ptx" in features and sizes.key_bytes <= KEY_BYTES,

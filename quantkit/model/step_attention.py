@@ -28,7 +28,9 @@ def take_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
 def _rotation(attention: Node) -> Node | None:
     """The call of `glue.rotate_append` whose three results, in their order, are what `attention` is of."""
     given = cast(tuple[Node, ...], attention.args[:3])
-    if any(one.target is not part or one.args[1] != number for number, one in enumerate(given)):
+    if attention.kwargs or any(
+        one.target is not part or one.args[1] != number for number, one in enumerate(given)
+    ):
         return None
     calls = {one.args[0] for one in given}
     found = cast(Node, calls.pop())
@@ -38,10 +40,12 @@ def _rotation(attention: Node) -> Node | None:
 def _can_take(memory: Memory, rotation: Node, attention: Node, device: torch.device) -> bool:
     """Whether nobody else takes what `rotation` makes, and it may run as late as `attention` does."""
     read, written = memory.read(rotation), memory.written(rotation)
+    mask = attention.args[3]
     q, keys, values = (cast(Node, one).meta[META] for one in attention.args[:3])
     others = [one for one in between(rotation, attention) if one not in rotation.users]
     return (
         len(rotation.users) == 3
+        and not (mask is not None and memory.of(mask) & written)
         and all([*one.users] == [attention] for one in rotation.users)
         and not any(memory.written(one) & read or memory.read(one) & written for one in others)
         and rotates(q, keys, values, device)

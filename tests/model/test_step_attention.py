@@ -76,6 +76,25 @@ def settled(module: Any) -> list[bool]:
     return [node.kwargs.get("settled", False) for node in nodes]
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_reading_early_changes_no_bit(
+    modules: list[Any], monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """Counters have one dimension in transformers 5.12.1."""
+    made_by = []
+    for is_settled in (step_attention._is_settled, lambda *given: False):
+        monkeypatch.setattr(step_attention, "_is_settled", is_settled)
+        model = made("Llama", num_hidden_layers=4).half()
+        use_decode_attention(model)
+        graph_decoding(model)
+        cache = static_cache(model, 40)
+        for layer in cache.layers:
+            layer.cumulative_length = layer.cumulative_length.reshape(shape)
+        made_by.append(decode(model, forward_of(model), cache, ids(), 6))
+    assert [sum(settled(module)) for module in modules] == [3, 0]
+    assert torch.equal(*made_by)
+
+
 def given(dtype: torch.dtype = torch.float16) -> Given:
     generator = torch.Generator().manual_seed(0)
 

@@ -106,7 +106,11 @@ def attend(
                 row, column = _numbers(first, W, KEYS)
                 values = _load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
                 keys = _load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
-        query = tl.where(place < LENGTH, _rotated(query, other, by_cos, by_sin), float("nan"))
+        # Of runs of 32 features.
+        feature = tl.arange(0, G // 8 * (DP // 32))[:, None] % (DP // 32) * 32 + tl.arange(0, 8)
+        is_low = tl.arange(0, 4)[:, None, None, None, None] * 8 + feature < D // 2
+        query = _rotated(query, other, by_cos, by_sin, is_low)
+        query = tl.where(place < LENGTH, query, float("nan"))
     # Of eight heads there are twice as many rows as are looked at.
     query = tl.permute(_as_rows(_repeated(query, ROWS // G), W, ROWS, DP), (0, 2, 1))
     largest = tl.full((W, G), -float("inf"), tl.float32)
@@ -266,23 +270,24 @@ def _write(
     other = _other_half(new_k, d, d < D, D)
     by_cos, by_sin = tl.load(cos + d, mask=d < D, other=0.0), tl.load(sin + d, mask=d < D, other=0.0)
     value = tl.load(new_v + e, mask=e < V, other=0.0)
-    tl.store(k + d, _rotated(key, other, by_cos, by_sin), mask=d < D)
+    tl.store(k + d, _rotated(key, other, by_cos, by_sin, d < D // 2), mask=d < D)
     tl.store(v + e, value, mask=e < V)
 
 
 @triton.jit
 def _other_half(at, d, there, D: tl.constexpr):
-    """Features of the other half of a head, as they are added to features `d` when it is rotated."""
-    x = tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=there, other=0.0)
-    return tl.where(d < D // 2, -x, x)
+    """What features `d` of a head that is rotated have in the other half of it."""
+    return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=there, other=0.0)
 
 
 @triton.jit
-def _rotated(x, other, cos, sin):
-    """Features of heads and of `_other_half` by their angles, and summed: rounded where torch does."""
-    x_part = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
-    other_part = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
-    return (x_part.to(tl.float32) + other_part.to(tl.float32)).to(x.dtype)
+def _rotated(x, other, cos, sin, is_low):
+    """Features of heads and of `_other_half` by their angles, rounded where torch does; `is_low` in the first
+    half, where what is of the other one is taken away.
+    """
+    one = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype).to(tl.float32)
+    two = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype).to(tl.float32)
+    return tl.where(is_low, one - two, one + two).to(x.dtype)
 
 
 @triton.jit

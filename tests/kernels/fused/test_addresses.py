@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantkit.kernels import attention, choice, glue
-from quantkit.kernels.attention import decode_attention
+from quantkit.kernels.attention import decode_attention, rotated_attention, slow_rotated_attention
 from quantkit.kernels.fused.launch import dense, pairs, skinny, tiled
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
 from quantkit.kernels.fused.launch.skinny import SkinnyTile
@@ -255,6 +255,16 @@ def test_writes_to_a_cache_and_rotated_heads(far_apart: str) -> None:
     assert torch.equal(
         rotated, glue.rotate(far.contiguous(), cos.expand(2, 1, 4, 16), sin.expand(2, 1, 4, 16))
     )
+    for turn in (1, -1):
+        # Far keys, and far values.
+        near, other = numbers(*shape), numbers(*shape)
+        far.copy_(near)
+        caches = [near, other.clone()][::turn], [far, other][::turn]
+        expected, found = (
+            attend(new, new, new, cos, sin, *cache, held, None, 0.25)
+            for attend, cache in zip((slow_rotated_attention, rotated_attention), caches, strict=True)
+        )
+        assert torch.equal(found, expected) and torch.equal(far, near)
 
 
 def test_rows_of_norms_and_gates(last_programs: Callable[[], Any]) -> None:

@@ -425,9 +425,21 @@ def test_turns_norms_and_gates_stay_in_registers(compiled: Compiled, kernel: str
     assert found["loops"] == ("long" not in kernel), found
 
 
-@pytest.mark.parametrize("name", ["int4", "int7", "fp6", pytest.param("nvfp4", marks=pytest.mark.slow)])
-def test_streams_past_sixteen_rows_stay_in_registers(compiled: Compiled, name: str) -> None:
-    (found,) = compiled([("stream small 16 1 2 1 0", name, 90, 16)]).values()
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        ("int7", "16 1 2 1 0"),
+        ("int6", "16 1 1 1 0"),
+        ("fp6", "16 1 1 1 0"),
+        *(
+            pytest.param(name, tile, marks=pytest.mark.slow)
+            for name in ("int8", "int5", "int4", "fp4", "mxfp8", "nvfp4")
+            for tile in ("16 1 2 1 0", "16 1 1 2 0")
+        ),
+    ],
+)
+def test_streams_past_sixteen_rows_stay_in_registers(compiled: Compiled, name: str, tile: str) -> None:
+    (found,) = compiled([(f"stream small {tile}", name, 90, 16)]).values()
     assert found["products"] > 0 and found["spills"] == 0 and found["registers"] <= 128, found
     assert found["shared"] == found["bound"] <= found["limit"], found
     assert found["wide_copies"] == (0.0 if name == "nvfp4" else 1.0), found

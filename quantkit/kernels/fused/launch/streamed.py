@@ -212,7 +212,7 @@ class Streamed:
 
     @property
     def bm(self) -> int:
-        """Columns of operand B for one digit, or for all of x, of eight."""
+        """Columns of operand B for one digit, or for the rows of x that a group of them has."""
         return max(2, self.group_rows)
 
     @property

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.glue import ROUNDED, angles, rotate_append
+from quantkit.kernels.glue import ROUNDED, angles
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
 from quantkit.kernels.problem import device_features, gpu_of
 from quantkit.kernels.transforms import is_transformed
@@ -136,24 +136,8 @@ def _decode_attention(
     return _attention(query, key, value, mask, scaling)
 
 
-def slow_rotated_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    held: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    """The twin of `rotated_attention`."""
-    return decode_attention(*rotate_append(q, k, v, cos, sin, keys, values, held), mask, scaling)
-
-
 def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> bool:
-    """Whether `rotated_attention` is faster than its twin on `device`, of such tensors as `why_not` takes.
+    """Whether `rotated_attention` is faster than both apart on `device`, of such tensors as `why_not` takes.
 
     It was, on a GPU where kernels overlap, for the few heads of the first of `PLANS` if programs attend to
     all of their keys at a time, and for up to one head for each multiprocessor if a program has all of it

@@ -57,7 +57,8 @@ def _is_settled(memory: Memory, before: Node, attention: Node) -> bool:
 
     That waits until all kernels before it have ended, and lets no other start earlier.
     """
-    given = frozenset().union(*(memory.of(one) for one in attention.args[5:9] if one is not None))
+    *_, keys, values, held, mask, _ = attention.args
+    given = frozenset().union(*(memory.of(one) for one in (keys, values, held, mask) if one is not None))
     since = (before, *between(before, attention))
     return not any(one in given or memory.written(one) & given for one in since)
 

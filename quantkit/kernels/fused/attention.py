@@ -106,10 +106,7 @@ def attend(
                 row, column = _numbers(first, W, KEYS)
                 values = _load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
                 keys = _load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
-        # Of runs of 32 features.
-        feature = tl.arange(0, G // 8 * (DP // 32))[:, None] % (DP // 32) * 32 + tl.arange(0, 8)
-        is_low = tl.arange(0, 4)[:, None, None, None, None] * 8 + feature < D // 2
-        query = _rotated(query, other, by_cos, by_sin, is_low)
+        query = _rotated(query, other, by_cos, by_sin, _features(G, DP) < D // 2)
         query = tl.where(place < LENGTH, query, float("nan"))
     # Of eight heads there are twice as many rows as are looked at.
     query = tl.permute(_as_rows(_repeated(query, ROWS // G), W, ROWS, DP), (0, 2, 1))
@@ -301,17 +298,23 @@ def _load_rows(
     [4, 8, W, rows, 1], are `others`. With OTHER it is `_other_half` of them.
     """
     RUNS: tl.constexpr = DP // 32
-    t = tl.arange(0, 4)[:, None, None, None, None]
     m = tl.arange(0, 8)[:, None, None, None]
     w = tl.arange(0, W)[:, None, None]
     i = tl.arange(0, R // 8 * RUNS)[:, None]
     row = first + w * WARP + i // RUNS * 8 + m
-    d = i % RUNS * 32 + t * 8 + tl.arange(0, 8)
+    d = _features(R, DP)
     there = tl.reshape(tl.broadcast_to(there, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
     at += row.to(tl.int64) * stride
     if OTHER:
         return _other_half(at, d, there & (d < D), D)
     return tl.load(at + d, mask=there & (d < D), other=others)
+
+
+@triton.jit
+def _features(R: tl.constexpr, DP: tl.constexpr):
+    """Which features of R rows lanes have: [4, 1, 1, rows * runs, 8] of `_load_rows`."""
+    run = tl.arange(0, R // 8 * (DP // 32))[:, None] % (DP // 32)
+    return run * 32 + tl.arange(0, 4)[:, None, None, None, None] * 8 + tl.arange(0, 8)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantkit.kernels import attention, choice, glue
-from quantkit.kernels.attention import decode_attention, rotated_attention, slow_rotated_attention
+from quantkit.kernels.attention import decode_attention, rotated_attention
 from quantkit.kernels.fused.launch import dense, pairs, skinny, tiled
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
 from quantkit.kernels.fused.launch.skinny import SkinnyTile
@@ -260,10 +260,9 @@ def test_writes_to_a_cache_and_rotated_heads(far_apart: str) -> None:
         near, other = numbers(*shape), numbers(*shape)
         far.copy_(near)
         caches = [near, other.clone()][::turn], [far, other][::turn]
-        expected, found = (
-            attend(new, new, new, cos, sin, *cache, held, None, 0.25)
-            for attend, cache in zip((slow_rotated_attention, rotated_attention), caches, strict=True)
-        )
+        token = new, new, new, cos, sin
+        expected = decode_attention(*glue.rotate_append(*token, *caches[0], held), None, 0.25)
+        found = rotated_attention(*token, *caches[1], held, None, 0.25)
         assert torch.equal(found, expected) and torch.equal(far, near)
 
 

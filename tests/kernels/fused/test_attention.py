@@ -14,10 +14,10 @@ from quantkit.kernels.attention import (
     decode_attention,
     rotated_attention,
     rotates,
-    slow_rotated_attention,
     why_not,
 )
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
+from quantkit.kernels.glue import rotate_append
 from quantkit.kernels.problem import GPU_FEATURES, Gpu
 
 pytest.importorskip("triton")
@@ -85,6 +85,12 @@ def test_it_is_attention(poisoned, chunks, heads, key_heads, length, size, width
         assert torch.equal(found, decode_attention(query, key, value, mask, 0.3))
 
 
+def in_two_launches(*given):
+    """The twin of `rotated_attention`: a token is rotated and kept first."""
+    *token, mask, scaling = given
+    return decode_attention(*rotate_append(*token), mask, scaling)
+
+
 def rotated_inputs(heads, key_heads, length, size, width, held, dtype, sequences=2, angles=2):
     """As `rotated_attention` takes them; what the cache does not hold yet is no number."""
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +142,7 @@ def test_a_token_is_rotated_and_kept(
             for part in (keys, values):
                 part[:, :, held:] = 1
         caches = [(keys.clone(), values.clone()) for _ in range(3)]
-        expected = slow_rotated_attention(*new, *caches[0], held_of, mask, 0.3)
+        expected = in_two_launches(*new, *caches[0], held_of, mask, 0.3)
         assert expected.isfinite().all()
         for settled, cache in zip((False, True), caches[1:], strict=True):
             found = rotated_attention(*new, *cache, held_of, mask, 0.3, settled=settled)

@@ -256,8 +256,8 @@ def run_linear(
     normed: Normed | None = None,
     gate: str = "",
 ) -> torch.Tensor:
-    """What the operator computes, of x `ordered` or to be `normed`, or of that the `gate`, as `KernelRow` has
-    them.
+    """What the operator computes, of x `ordered`, with the part of a norm that is `normed`, or of that the
+    `gate`, as `KernelRow` has them.
     """
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
@@ -285,9 +285,9 @@ def run_linear(
             f"columns of x are in the order of another kernel than {chosen.row.name}, which runs {problem}. "
             f"{_NOT_BETWEEN_RUNS}"
         )
-    if normed is not None and (reason := chosen.row.no_norm(problem, chosen.tile)) is not None:
+    if normed is not None and (reason := chosen.row.no_norm(problem, chosen.tile, normed.part)) is not None:
         raise KernelError(
-            f"{chosen.row.name}, which runs {problem}, does not take the norm of x: {reason}. "
+            f"{chosen.row.name}, which runs {problem}, does not do a norm ({normed.part}): {reason}. "
             f"{_NOT_BETWEEN_RUNS}"
         )
     if gate and (reason := chosen.row.no_gate(problem, chosen.tile)) is not None:

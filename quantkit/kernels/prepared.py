@@ -37,10 +37,19 @@ def linear_in_order(x: torch.Tensor, *weight: Any) -> torch.Tensor:
     return run_linear(x, *weight, ordered=True)
 
 
-def takes_norm(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Whether the kernel that the operator would run for x [rows, columns] takes the norm of x itself."""
+def does_norm(
+    part: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any
+) -> bool:
+    """Whether the kernel that the operator would run for x [rows, columns] does a part of a norm (`Normed`).
+
+    What is begun has no root yet, and may be too large for a float16.
+    """
     found = _runs(rows, columns, dtype, device, *weight)
-    return found is not None and found[1].row.no_norm(found[0], found[1].tile) is None
+    return (
+        found is not None
+        and (part == "whole" or dtype == torch.bfloat16)
+        and found[1].row.no_norm(found[0], found[1].tile, part) is None
+    )
 
 
 def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
@@ -57,6 +66,33 @@ def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
     return run_linear(x, *weight, gate=gate)
 
 
+def linear_then_norm(
+    x: torch.Tensor, other: torch.Tensor, norm: torch.Tensor, eps: float, kind: str, *weight: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the operator computes plus `other`; the norm of that by `norm`, begun; and the squares that
+    `linear_of_begun` ends it with.
+
+    For "begin" of `does_norm`; all are contiguous.
+    """
+    flat, total = other.view(-1, other.shape[-1]), torch.empty_like(other)
+    found = _runs(len(flat), x.shape[-1], x.dtype, x.device, *weight[3:])
+    assert found is not None
+    count = found[1].row.squares(flat.shape[1])
+    squares = torch.empty((len(flat), count), dtype=torch.float32, device=x.device)
+    y = run_linear(x, *weight, normed=Normed("begin", eps, kind, norm, flat, total, squares))
+    return total, y.view(total.shape), squares
+
+
+def linear_of_begun(
+    x: torch.Tensor, squares: torch.Tensor, eps: float, kind: str, *weight: Any, gate: str = ""
+) -> torch.Tensor:
+    """What the operator computes of the norm that x was begun to become; gated as by `gated_linear`.
+
+    For "end" of `does_norm`.
+    """
+    return run_linear(x, *weight, normed=Normed("end", eps, kind, squares=squares), gate=gate)
+
+
 def linear_of_norm(
     x: torch.Tensor,
     other: torch.Tensor | None,
@@ -68,10 +104,10 @@ def linear_of_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + `other`, and what the operator computes of the norm of that by `norm` (`glue.add_norm`) at once.
 
-    For what `takes_norm` says; all are contiguous. Without `other` the first result is x. With the kind of a
+    For "whole" of `does_norm`; all are contiguous. Without `other` the first result is x. With the kind of a
     `gate`, what is computed is that of `gated_linear`.
     """
     total = x if other is None else torch.empty_like(x)
     flat = None if other is None else other.view(-1, x.shape[-1])
-    normed = Normed(norm, eps, kind, flat, None if other is None else total)
+    normed = Normed("whole", eps, kind, norm, flat, None if other is None else total)
     return total, run_linear(x, *weight, normed=normed, gate=gate)

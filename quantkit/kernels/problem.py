@@ -115,9 +115,14 @@ def as_it_is(_: "Problem") -> str:
     return ""
 
 
-def never_normed(_: "Problem", __: Any) -> str | None:
-    """The `KernelRow.no_norm` of a row that takes x as it is."""
-    return "it takes x as it is"
+def never_normed(_: "Problem", __: Any, ___: str) -> str | None:
+    """The `KernelRow.no_norm` of a row that has nothing to do with norms."""
+    return "it takes x, and gives y, as it is"
+
+
+def no_squares(_: int) -> int:
+    """The `KernelRow.squares` of a row that begins no norms."""
+    return 0
 
 
 def unjoinable(_: Sequence[LayoutTensors], __: Sequence[int]) -> None:
@@ -186,17 +191,23 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Normed:
-    """The norm of x, or of x + `other`, which becomes `total`: a kernel computes it, and multiplies with it.
+    """What a product does of a norm (`quantkit.kernels.glue.norm`), which is one of three parts:
 
-    `weight` [k], `other` and `total` [m, k] are contiguous and of the dtype of x; `eps` and `kind` are those
-    of `quantkit.kernels.glue.norm`.
+        whole   it multiplies with the norm of x, or of x + `other`, which becomes `total` [m, k]
+        begin   y + `other` becomes `total` [m, n], and that times `weight` y; `squares` become sums of the
+                squares of each row of `total`, float32 [m, `KernelRow.squares` of n]
+        end     x was begun so: rows of y are divided by the roots of the means of `squares`, and `eps`
+
+    The tensors of a part are contiguous and, but for `squares`, of the dtype of x.
     """
 
-    weight: torch.Tensor
+    part: str
     eps: float
     kind: str
+    weight: torch.Tensor | None = None
     other: torch.Tensor | None = None
     total: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
 
 
 class TileError(KernelError):
@@ -222,8 +233,9 @@ class KernelRow:
     `order(problem)` names the order that the kernel puts columns of x in first, "" for none. What makes x can
     do that in passing (`COLUMN_ORDERS`): `launch` takes such x with `ordered=True`.
 
-    `no_norm(problem, tile)` says why the kernel cannot take the norm of x itself. Where it can, `launch`
-    takes `normed`. `no_gate` says so of a gate: the first half of columns of y is what gates the others, and
+    `no_norm(problem, tile, part)` says why the kernel cannot do a part of a norm, `Normed`. Where it can,
+    `launch` takes `normed`; where that is begun, each row has `squares(n)` sums of squares.
+    `no_gate(problem, tile)` says so of a gate: the first half of columns of y is what gates the others, and
     `launch` with the kind of a `gate` returns [m, n / 2] (`quantkit.kernels.glue.gate`).
     """
 
@@ -236,7 +248,8 @@ class KernelRow:
     launch: Callable[..., torch.Tensor]
     tiling: Tiling | None = None
     order: Callable[[Problem], str] = as_it_is
-    no_norm: Callable[[Problem, Any], str | None] = never_normed
+    no_norm: Callable[[Problem, Any, str], str | None] = never_normed
+    squares: Callable[[int], int] = no_squares
     no_gate: Callable[[Problem, Any], str | None] = never_gated
 
 

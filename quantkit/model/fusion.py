@@ -19,7 +19,7 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.table import is_verbose
 from quantkit.model.constants import hold_constants
 from quantkit.model.pattern import Match, Pattern, matched, pattern_of
-from quantkit.model.products import hold_back, order_columns, take_gates, take_norms
+from quantkit.model.products import hold_back, order_columns, split_norms, take_gates, take_norms
 from quantkit.model.step_attention import take_rotations
 from quantkit.model.trace import META, Memory, part, trace
 
@@ -236,6 +236,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
     take_rotations(graph, memory, inputs[0].device)
     take_gates(graph, memory, inputs[0].device)
+    split_norms(graph, memory, inputs[0].device)
     take_norms(graph, memory, inputs[0].device)
     hold_back(graph, memory)
     order_columns(graph, memory, inputs[0].device)

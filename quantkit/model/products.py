@@ -12,12 +12,14 @@ from torch.utils import _pytree as pytree
 from quantkit.kernels import glue
 from quantkit.kernels.linear import OPERATOR
 from quantkit.kernels.prepared import (
+    does_norm,
     gated_linear,
     gates,
     linear_in_order,
+    linear_of_begun,
     linear_of_norm,
+    linear_then_norm,
     order_of,
-    takes_norm,
 )
 from quantkit.model.trace import META, OFFSET, Memory, between, part
 
@@ -66,6 +68,85 @@ def _take_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
     graph.erase_node(product)
 
 
+def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Have products begin the norm of what they are added to, and those after that end it, where their
+    kernels can.
+    """
+    for node in graph.find_nodes(op="call_function", target=glue.add_norm):
+        first, second, _ = node.args
+        for operand, other in ((first, second), (second, first)):
+            if not node._erased and _can_begin(memory, _source(memory, operand), node, other, device):
+                made = _made(node)
+                after = [user for one in made[-1:] for user in _used(memory, one)]
+                if after and all(_can_end(memory, one, made[-1], device) for one in after):
+                    _split(graph, memory, node, made, operand, other)
+
+
+def _can_begin(memory: Memory, product: Node, norm: Node, other: Node, device: torch.device) -> bool:
+    """Whether `product`, which only `norm` takes, can begin that at its place, with `other` to add."""
+    if product.target is not OPERATOR or [*_used(memory, product)] != [norm]:
+        return False
+    of: Any = product.args
+    x, _, _, _, *weight = of
+    rows, added, made = x.meta[META], other.meta[META], product.meta[META]
+    weights: Any = norm.args[2]
+    read = memory.read(product)
+    return (
+        added.is_contiguous()
+        and weights.meta[META].is_contiguous()
+        and (added.numel(), added.shape[-1]) == (made.numel(), made.shape[-1])
+        and not any(memory.written(one) & read for one in between(product, norm))
+        and does_norm("begin", rows.numel() // rows.shape[-1], rows.shape[-1], rows.dtype, device, *weight)
+    )
+
+
+def _can_end(memory: Memory, product: Node, made: Node, device: torch.device) -> bool:
+    """Whether `product` is one of all rows of `made`, a norm, and can end that."""
+    if not _multiplies(memory, product, made):
+        return False
+    of: Any = product.args
+    x, _, _, _, *weight = of
+    given, rows = x.meta[META], made.meta[META]
+    columns = rows.shape[-1]
+    return (
+        given.is_contiguous()
+        and (given.numel(), given.shape[-1]) == (rows.numel(), columns)
+        and does_norm("end", rows.numel() // columns, columns, rows.dtype, device, *weight)
+    )
+
+
+def _split(
+    graph: Graph, memory: Memory, norm: Node, made: Sequence[Node], operand: Node, other: Node
+) -> None:
+    """Replace a norm and the products before and after it."""
+    product, weight = _source(memory, operand), norm.args[2]
+    eps, kind = norm.kwargs["eps"], norm.kwargs["kind"]
+    x, *of = product.args
+    with graph.inserting_after(norm):
+        call = graph.call_function(linear_then_norm, (x, other, weight, eps, kind, *of), product.kwargs)
+    memory.enter(call)
+    results: list[Node] = []
+    for number in range(3):
+        with graph.inserting_after(results[-1] if results else call):
+            results.append(graph.call_function(part, (call, number)))
+        memory.enter(results[-1])
+    total, begun, squares = results
+    for after in list(_used(memory, made[-1])):
+        rows, *of_after = after.args
+        with graph.inserting_after(after):
+            end = graph.call_function(linear_of_begun, (rows, squares, eps, kind, *of_after), after.kwargs)
+        end.meta = dict(after.meta)
+        memory.enter(end)
+        after.replace_all_uses_with(end)
+        graph.erase_node(after)
+    for new, old in ((begun, made[-1]), *((total, one) for one in made[:-1])):
+        new.meta = dict(old.meta)
+        old.replace_all_uses_with(new)
+    views = list(_views(operand, product))
+    for node in (*made, norm, *views, product):
+        graph.erase_node(node)
+
+
 def take_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Have products compute the norm that they alone multiply with, where their kernels can."""
     for target in (glue.norm, glue.add_norm):
@@ -100,7 +181,7 @@ def _can_take(memory: Memory, norm: Node, made: Sequence[Node], product: Node, d
         and not any(user < product for one in made[:-1] for user in one.users)
         and not any(memory.written(one) & read for one in between(norm, product))
         and all(len(one.users) == 1 for one in _views(x, norm))
-        and takes_norm(rows.numel() // columns, columns, rows.dtype, device, *weight)
+        and does_norm("whole", rows.numel() // columns, columns, rows.dtype, device, *weight)
     )
 
 

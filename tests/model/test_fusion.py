@@ -21,7 +21,13 @@ from quantkit.kernels import glue
 from quantkit.kernels.building import building
 from quantkit.kernels.fused.rows import FRAGMENTS
 from quantkit.kernels.linear import OPERATOR
-from quantkit.kernels.prepared import gated_linear, linear_in_order, linear_of_norm
+from quantkit.kernels.prepared import (
+    gated_linear,
+    linear_in_order,
+    linear_of_begun,
+    linear_of_norm,
+    linear_then_norm,
+)
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import FORCE_VARIABLE
 from quantkit.model import fused_forward, fusion, products, prompt_graphs
@@ -524,9 +530,10 @@ def test_products_are_the_same_of_columns_in_order(monkeypatch: pytest.MonkeyPat
 def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
 
-    def takes_norm(rows: int, columns: int, *of: Any) -> bool:
-        asked.append((rows, columns))
-        return True
+    def does_norm(part: str, rows: int, columns: int, *of: Any) -> bool:
+        if part == "whole":
+            asked.append((rows, columns))
+        return part == "whole"
 
     def of_norm(x: Any, other: Any, weight: Any, eps: float, kind: str, *of: Any) -> Any:
         if other is None:
@@ -534,7 +541,7 @@ def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.Mon
         total, y = glue.add_norm(x, other, weight, eps, kind)
         return total, OPERATOR(y, *of)
 
-    monkeypatch.setattr(products, "takes_norm", takes_norm)
+    monkeypatch.setattr(products, "does_norm", does_norm)
     monkeypatch.setattr(products, "linear_of_norm", of_norm)
     packed = quantize_tensor(numbers(64, 64), "int4")
 
@@ -559,6 +566,53 @@ def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.Mon
     module = fused(step, given, "steps")
     assert calls(module)["of_norm"] == 2 and calls(module)["linear.default"] == 5
     assert asked == [(6, 64), (6, 64)]
+    close(module(*given), step(*given))
+
+
+@torch.no_grad()
+def test_products_begin_and_end_norms_of_what_they_are_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int, int]] = []
+
+    def does_norm(part: str, rows: int, columns: int, *of: Any) -> bool:
+        asked.append((part, rows, columns))
+        return part != "whole"
+
+    def then_norm(x: Any, other: Any, weight: Any, eps: float, kind: str, *of: Any) -> Any:
+        total = OPERATOR(x, *of) + other
+        return total, total * weight, total.pow(2).flatten(0, -2)
+
+    def of_begun(x: Any, squares: Any, eps: float, kind: str, *of: Any) -> Any:
+        means = squares.mean(1).view(*x.shape[:-1], 1)
+        return OPERATOR(x * torch.rsqrt(means + eps), *of)
+
+    monkeypatch.setattr(products, "does_norm", does_norm)
+    monkeypatch.setattr(products, "linear_then_norm", then_norm)
+    monkeypatch.setattr(products, "linear_of_begun", of_begun)
+    packed, wide = (quantize_tensor(numbers(64, k) / 8, "int4") for k in (64, 128))
+
+    def step(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = x + linear(y, wide)
+        both = glue.slow_norm(total, weight, 1e-5)
+        total = linear(linear(both, packed) * linear(both, packed), packed) + total
+        total = total + linear(glue.slow_norm(total, weight, 1e-6)[:, -1:], packed)
+        # A product that others need too, norms that no product begins or ends, and what is written between.
+        needed = linear(total, packed)
+        total = total + needed
+        total = total + linear(glue.slow_norm(total, weight, 1e-5), packed) * needed
+        total = total + linear(glue.slow_norm(total, weight, 1e-5), packed)
+        first = glue.slow_norm(total, weight, 1e-5)
+        total = total + first + linear(first, packed)
+        late = linear(total, packed)
+        total.mul_(2)
+        total = total + late
+        return total + linear(glue.slow_norm(total, weight, 1e-5), packed)
+
+    given = [numbers(2, 1, 64), numbers(2, 1, 128), numbers(64)]
+    step(*given)  # Layouts are built before a step is recorded.
+    module = fused(step, given, "steps")
+    found = calls(module)
+    assert (found["then_norm"], found["of_begun"]) == (2, 3), found
+    assert asked[:3] == [("begin", 2, 128), ("end", 2, 64), ("end", 2, 64)]
     close(module(*given), step(*given))
 
 
@@ -608,7 +662,7 @@ def test_products_compute_norms_and_gates(monkeypatch: pytest.MonkeyPatch) -> No
         total, y = glue.add_norm(x, other, weight, eps, kind)
         return total, glue.gate(*OPERATOR(y, *of).chunk(2, dim=-1), gate)
 
-    for name, taken in {"takes_norm": lambda *of: True, "gates": lambda *of: True}.items():
+    for name, taken in {"does_norm": lambda part, *of: part == "whole", "gates": lambda *of: True}.items():
         monkeypatch.setattr(products, name, taken)
     monkeypatch.setattr(products, "linear_of_norm", of_norm)
     packed, narrower = (quantize_tensor(numbers(n, 64) / 8, "int4") for n in (128, 64))
@@ -654,9 +708,19 @@ def test_norms_for_another_kernel_are_refused() -> None:
     packed = quantize_tensor(numbers(64, 64), "int4")
     norm: Any = (numbers(2, 64), None, numbers(64), 1e-5, "llama")
     with pytest.raises(
-        KernelError, match=r"unpack, which runs .* does not take the norm of x: it takes x as"
+        KernelError, match=r"unpack, which runs .* does not do a norm \(whole\): it takes x, and gives y, as"
     ):
         linear_of_norm(*norm, list(packed.tensors), [], None, packed.scheme.token, 64, "")
+
+
+@torch.no_grad()
+def test_norms_begun_or_ended_by_another_kernel_are_refused() -> None:
+    packed = quantize_tensor(numbers(64, 64), "int4")
+    of: Any = (list(packed.tensors), [], None, packed.scheme.token, 64, "")
+    with pytest.raises(KernelError, match=r"unpack, which runs .* does not do a norm \(begin\)"):
+        linear_then_norm(numbers(2, 64), numbers(2, 64), numbers(64), 1e-5, "llama", *of)
+    with pytest.raises(KernelError, match=r"unpack, which runs .* does not do a norm \(end\)"):
+        linear_of_begun(numbers(2, 64), numbers(2, 64), 1e-5, "llama", *of)
 
 
 @torch.no_grad()

@@ -201,6 +201,19 @@ def scale_value(stored, KIND: tl.constexpr):
 
 
 @triton.jit
+def begun(out, other, weight, OFFSET: tl.constexpr):
+    """`out` plus `other`, rounded; and times `weight` + OFFSET, which is their norm but for roots of rows."""
+    total = (out.to(tl.float32) + other.to(tl.float32)).to(out.dtype)
+    return total, (total.to(tl.float32) * (weight.to(tl.float32) + OFFSET)).to(out.dtype)
+
+
+@triton.jit
+def root(squares, K: tl.constexpr, EPS: tl.constexpr):
+    """1 / sqrt(mean(x^2) + EPS) of rows of x [.., K], from sums of their squares [.., any number]."""
+    return tl.rsqrt(tl.sum(squares, 1) / K + EPS)
+
+
+@triton.jit
 def finish(
     sums, rows, scale, factor, bias, N, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,

@@ -51,7 +51,7 @@ def quads_of(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
 def norm_weights(norm, S: gl.constexpr):
     """What the norm of x is multiplied with, for the columns of each warp; nothing where x is no norm."""
     weights = ()
-    if S.norm is not None:
+    if S.is_normed:
         weights = _own(norm, 1, S)
     return weights
 
@@ -62,13 +62,13 @@ def hold(x, other, weights, total, M, S: gl.constexpr):
     [W, rows]; 1 of floats, and none where sums are not weighed.
 
     A piece has a quad for each of `S.column_groups`, whose numbers follow each other. Beyond K are zeros.
-    With `S.norm` they are those of the norm of x, or of x + other, which becomes `total`.
+    With `S.is_normed` they are those of the norm of x, or of x + other, which becomes `total`.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     held = gl.allocate_shared_memory(gl.int32, [S.held_rows, S.warps * S.stored_quads * 16], FLAT)
-    if S.integers or S.shared_table or S.norm is not None:
+    if S.integers or S.shared_table or S.is_normed:
         words = _own(x, M, S)
-        if S.norm is not None:
+        if S.is_normed:
             words = _normed(words, other, weights, total, M, S)
         if S.integers:
             unit = _hold_digits(words, held, S)

@@ -2,8 +2,8 @@
 
 Each warp decodes its own codes, which it loads some units of columns ahead, as operand A, and multiplies them
 with x as all warps have it. Nothing is added up between warps, and after x has come nobody waits for another.
-Where a weight has few rows its columns are divided into parts, whose sums `combine` of
-`quantkit.kernels.fused.tiled` adds up.
+Where a weight has few rows its columns are divided into parts, whose sums `quantkit.kernels.fused.parts` adds
+up.
 
 Written in Gluon, as Triton itself has no way to say that warps share operand B but no operand A.
 """
@@ -17,7 +17,9 @@ from quantkit.kernels.fused.glue import gated
 from quantkit.kernels.fused.units import (
     codes_of,
     decoded,
+    hold_roots,
     let_next_start,
+    load_squares,
     row_tile_of,
     unit_columns,
     wait_for_kernel_before,
@@ -26,21 +28,22 @@ from quantkit.kernels.fused.units import (
 
 @gluon.jit(do_not_specialize=["M", "ROW_TILES"])
 def narrow(
-    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES,
+    x, squares, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES,
     K: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
-    PLANES: gl.constexpr, DTYPE: gl.constexpr, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr,
-    PARTS: gl.constexpr, UNITS: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr,
-    PDL: gl.constexpr,
+    PLANES: gl.constexpr, DTYPE: gl.constexpr, ENDS: gl.constexpr, SQUARES: gl.constexpr, GATE: gl.constexpr,
+    W: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, CHUNK: gl.constexpr,
+    AHEAD: gl.constexpr, LOOP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A program has ROW_TILES row tiles, up to one for each of its W warps, and UNITS units of columns.
 
     x comes in chunks of CHUNK units, zeros beyond K. Codes are loaded AHEAD units before they are decoded.
     With LOOP chunks after the first are one loop, which waits for all of x; without, there is code for each.
     Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16]. With GATE row tiles are pairs
-    of what gates and what is gated.
+    of what gates and what is gated. With ENDS, its eps, the norm that x was begun to become is ended: rows
+    have SQUARES sums of squares each.
     """
     UNIT: gl.constexpr = unit_columns(PLANES)
     PIECES: gl.constexpr = UNIT // 128
@@ -88,9 +91,13 @@ def narrow(
     if PDL:
         # Only x is written by the kernel before this one.
         wait_for_kernel_before()
+    if ENDS is not None:
+        of_norm = load_squares(squares, M, SQUARES, BM, W)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     chunks = gl.allocate_shared_memory(DTYPE, [CHUNKS, CHUNK * PIECES * 128 * BM], FLAT)
     _copy(x, chunks, begin * UNIT, M, K, GROUP == 16, CHUNK * PIECES, BM, CHUNKS, W)
+    if ENDS is not None:
+        held_roots = hold_roots(of_norm, K, ENDS)
     held = chunks._reinterpret(DTYPE, [UNITS * PIECES, 128 * BM], FLAT)
     total = gl.zeros([16 * W, BM], gl.float32, _sums_of(W))
     if LOOP:
@@ -115,6 +122,8 @@ def narrow(
                 ON_WEIGHTS, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
                 BM, CHUNK, AHEAD, UNITS, EVEN, chunk == CHUNKS - 1,
             )  # fmt: skip
+    if ENDS is not None:
+        total *= gl.expand_dims(held_roots.load(gl.SliceLayout(0, _sums_of(W))), 0)
     local = gl.arange(0, 16 * W, gl.SliceLayout(1, _sums_of(W)))
     number = first + local // 16
     rows = gl.expand_dims(row_tile_of(number, N, GATE != "") * 16 + local % 16, 1)

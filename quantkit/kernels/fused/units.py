@@ -1,9 +1,10 @@
 """What kernels in Gluon have in common: units of columns, from codes as they lie in memory to operand A."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.fused.blocks import decode
+from quantkit.kernels.fused.blocks import decode, root
 
 
 @gluon.jit
@@ -33,6 +34,31 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 def unit_columns(PLANES: int) -> int:
     """Columns that are decoded at a time: 128, or a span where that is longer."""
     return max(128, 16 * PLANES)
+
+
+@gluon.constexpr_function
+def _squares_of(W: int, SIZE: int) -> gl.BlockedLayout:
+    """Sums of squares [rows of x, SIZE]: a warp has all of a row."""
+    return gl.BlockedLayout([1, min(4, max(1, SIZE // 32))], [1, 32], [W, 1], [1, 0])
+
+
+@gluon.jit
+def load_squares(squares, M, COUNT: gl.constexpr, BM: gl.constexpr, W: gl.constexpr):
+    """Sums of squares [M, COUNT] of BM rows of x, for `hold_roots` to take when they are there."""
+    SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
+    LAYOUT: gl.constexpr = _squares_of(W, SIZE)
+    m = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(1, LAYOUT)), 1)
+    number = gl.expand_dims(gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT)), 0)
+    return gl.load(squares + m * COUNT + number, mask=(m < M) & (number < COUNT), other=0.0)
+
+
+@gluon.jit
+def hold_roots(squares, K: gl.constexpr, EPS: gl.constexpr):
+    """`root` of rows of x with such `squares`, in shared memory."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    held = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
+    held.store(root(squares, K, EPS))
+    return held
 
 
 @gluon.constexpr_function

@@ -251,7 +251,8 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for some rows of x, in the tile that its name has the numbers of, with a bias.
 
-    With "long", it is for a weight with long rows, with "gate" y is gated.
+    With "long", it is for a weight with long rows, with "gate" y is gated, with "end" a norm ended. With
+    "begin", it is the kernel that adds up parts and begins a norm.
     """
     row, dtype = scheme(case.name), torch.bfloat16
     _, *numbers = case.kernel.split()
@@ -260,23 +261,29 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     shape = geometry(N, k, row, dtype)
     tile = narrow.NarrowTile(*map(int, [one for one in numbers if one.isdecimal()]))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
-    launch, *_ = narrow._launches(case.m, N, k, row, dtype, True, tile, features, H200_PROCESSORS, gate)
+    ends, begins = 1e-5 if "end" in numbers else None, 0.0 if "begin" in numbers else None
+    launches = narrow._launches(
+        case.m, N, k, row, dtype, True, tile, features, H200_PROCESSORS, gate, begins, ends, N // 64
+    )
+    launch = launches[0 if begins is None else 1]
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
     types = {
         **dict.fromkeys(names, "*bf16"),
         "codes": "*i16",
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
-        **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
+        **dict.fromkeys(("factor", "lut", "sums", "squares"), "*fp32"),
         **dict.fromkeys(("M", "N", "ROW_TILES"), "i32"),
         **dict.fromkeys(known, "constexpr"),
     }
+    types = {name: types[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
-    code = GluonASTSource(
-        launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned
-    )
+    language = GluonASTSource if begins is None else ASTSource
+    code = language(launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    found = Source(launch._kernel, known, tile.warps, 1, narrow.shared_memory(tile, shape, case.m))
+    roots = 0 if ends is None else 4 * narrow.rows_of_x(case.m)
+    bound = narrow.shared_memory(tile, shape, case.m) + roots
+    found = Source(launch._kernel, known, options["num_warps"], 1, bound)
     return triton.compile(code, target=target, options=others), found
 
 
@@ -284,14 +291,16 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for a few rows of x, in the tile that its name has the numbers of, with a bias.
 
     With "long", it is for a weight with long rows, with "small" for one of few; with "norm" x is the norm of
-    a sum, with "gate" y is gated.
+    a sum, with "begin" or "end" they begin or end a norm, with "gate" y is gated.
     """
     row, dtype = scheme(case.name), torch.bfloat16
     _, *numbers = case.kernel.split()
     gate = "silu" if "gate" in numbers else ""
     # Rows for several turns; of a weight with long rows for one.
     n, k = (N, LONG) if "long" in numbers else (N if "small" in numbers else 7 * N, K)
-    norm = streamed.Norm(True, 1e-5, True, 0.0) if "norm" in numbers else None
+    named = {"norm": "whole", "begin": "begin", "end": "end"}
+    part = next((part for name, part in named.items() if name in numbers), None)
+    norm = part and streamed.Norm(part, True, 1e-5, True, 0.0, k // 16)
     *sizes, integers = map(int, [one for one in numbers if one.isdecimal()])
     tile = streamed.StreamTile(*sizes, bool(integers))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
@@ -302,14 +311,15 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         **dict.fromkeys(names, "*bf16"),
         "codes": "*i16",
         "scale": "*i8" if row.scale_dtype.itemsize == 1 and not known.on_weights else "*bf16",
-        **dict.fromkeys(("factor", "lut"), "*fp32"),
+        **dict.fromkeys(("factor", "lut", "squares"), "*fp32"),
         **dict.fromkeys(("M", "N", "EACH", "MORE"), "i32"),
         "S": "constexpr",
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
     code = GluonASTSource(launch._kernel, types, {(names.index("S"),): known}, aligned)
     # What is around sums for other threads, of four bytes each.
-    found = Source(launch._kernel, {}, tile.warps, 1, known.counted_memory)
+    roots = 4 * known.rows if known.ends else 0
+    found = Source(launch._kernel, {}, tile.warps, 1, known.counted_memory + roots)
     return triton.compile(code, target=target, options=options), found
 
 

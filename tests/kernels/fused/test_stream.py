@@ -351,8 +351,8 @@ def test_refusals_say_what_is_in_the_way() -> None:
     assert row.supports(problem()) is None and row.supports(problem(16)) is None
     assert row.pays(problem(8)) is None and "from M=9 on" in str(row.pays(problem(9)))
     tile = StreamTile(16, 1)
-    assert "up to 8 rows of x, not for 9" in str(stream.why_no_norm(problem(9, k=512), tile))
-    assert stream.why_no_norm(problem(8, k=512), tile) is None
+    assert "up to 8 rows of x, not for 9" in str(stream.why_no_norm(problem(9, k=512), tile, "whole"))
+    assert stream.why_no_norm(problem(8, k=512), tile, "whole") is None
 
 
 @needs_gluon
@@ -378,7 +378,7 @@ def test_products_of_norms_are_those_of_what_is_normed_first(
     total = torch.full_like(op.x, float("nan"))
     added = op.x + other if adds else op.x
     twins = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
-    normed = Normed(weight, 1e-5, kind, other if adds else None, total if adds else None)
+    normed = Normed("whole", 1e-5, kind, weight, other if adds else None, total if adds else None)
     tile = StreamTile(4, 2, 2, 2, integers)
     y = stream.run(replace(op, normed=normed), tile, features)
     assert error(y, twins[kind](added, weight, 1e-5), packed, op.bias) < LIMIT[dtype]
@@ -389,11 +389,11 @@ def test_products_of_norms_are_those_of_what_is_normed_first(
 
 def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:
     row = row_named("fused-stream")
-    assert row.no_norm(problem(1), StreamTile()) is None
-    assert row.no_norm(problem(3), StreamTile(16, 1)) is None
-    reason = row.no_norm(problem(3), StreamTile())
+    assert row.no_norm(problem(1), StreamTile(), "whole") is None
+    assert row.no_norm(problem(3), StreamTile(16, 1), "whole") is None
+    reason = row.no_norm(problem(3), StreamTile(), "whole")
     assert reason is not None and "64 numbers of x" in reason
-    assert row_named("fused-skinny").no_norm(problem(1), StreamTile()) == "it takes x as it is"
+    assert row_named("fused-skinny").no_norm(problem(1), None, "whole") == "it takes x, and gives y, as it is"
 
 
 @needs_gluon
@@ -424,7 +424,7 @@ def test_norms_and_gates_are_taken_together(make_packed: Callable[..., PackedTen
     assert RUN is not None
     dtype, features = RUN
     op, _ = operands(make_packed, "int4", 160, 640, 2, dtype)
-    normed = replace(op, normed=Normed(torch.randn(640, dtype=dtype, device=DEVICE), 1e-5, "llama"))
+    normed = replace(op, normed=Normed("whole", 1e-5, "llama", torch.randn(640, dtype=dtype, device=DEVICE)))
     run = partial(stream.run, tile=StreamTile(4, 2, 1, 2, True), features=features)
     assert is_gated(run, normed, "silu")
 

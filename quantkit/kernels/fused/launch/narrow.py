@@ -27,6 +27,8 @@ MOST_ROWS = 32
 LEAST_GATED = 9
 #: Warps that a multiprocessor has, in one program or two: each of their threads may have 128 registers.
 RESIDENT_WARPS = 16
+#: Row tiles whose parts a program adds up.
+ADDED = 4
 #: Up to so many columns of a part there is code for all; more would not fit the instruction cache.
 UNROLLED = 2048
 #: What it takes a program to begin, and a launch to add parts up, in units of a warp.
@@ -97,6 +99,22 @@ def why_no_gate(problem: Problem, tile: NarrowTile) -> str | None:
     return no_pairs(problem)
 
 
+def why_no_norm(problem: Problem, tile: NarrowTile, part: str) -> str | None:
+    """Why a part of a norm cannot be done: what adds up parts of sums begins it, and x is copied as it is."""
+    if part == "whole":
+        return "it copies x as it is"
+    if part == "begin":
+        return None if tile.parts > 1 else "it writes y as it is where no parts are added up"
+    roots = 4 * rows_of_x(problem.m)
+    needed = shared_memory(tile, shape_of(problem), problem.m) + roots
+    return _too_much(problem, tile, needed)
+
+
+def squares(n: int) -> int:
+    """How many sums of squares a row of y [m, n] has where a norm of it is begun."""
+    return -(-n // (ROWS * ADDED))
+
+
 def why_no_tile(problem: Problem) -> str | None:
     """Why no tile fits the GPU."""
     return _why_not(problem, _rule(problem))
@@ -106,13 +124,19 @@ def _why_not(problem: Problem, tile: NarrowTile) -> str | None:
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    needed = shared_memory(tile, shape, problem.m)
-    most = program_memory(problem) * tile.warps // RESIDENT_WARPS
-    if needed > most:
-        return f"x takes {needed} bytes of shared memory in {tile.parts} parts, of {most} that there are"
+    if (reason := _too_much(problem, tile, shared_memory(tile, shape, problem.m))) is not None:
+        return reason
     if tile.parts > shape.steps:
         return f"there are no {tile.parts} parts of {shape.steps} units of columns"
     return None
+
+
+def _too_much(problem: Problem, tile: NarrowTile, needed: int) -> str | None:
+    """Why a program cannot have so many bytes of shared memory."""
+    most = program_memory(problem) * tile.warps // RESIDENT_WARPS
+    if needed <= most:
+        return None
+    return f"x takes {needed} bytes of shared memory in {tile.parts} parts, of {most} that there are"
 
 
 def _loses(problem: Problem, tile: NarrowTile) -> str | None:
@@ -141,10 +165,13 @@ def _launches(
     features: frozenset[str],
     multiprocessors: int,
     gate: str = "",
+    begins: float | None = None,
+    ends: float | None = None,
+    summed: int = 0,
 ) -> tuple[Launch, Launch | None, int]:
     """The kernel's, that which adds parts up, and the row tiles of a program."""
     from quantkit.kernels.fused.narrow import narrow as kernel
-    from quantkit.kernels.fused.tiled import combine
+    from quantkit.kernels.fused.parts import add_parts
 
     shape = geometry(n, k, scheme, dtype)
     known = constants(n, k, scheme, dtype, True)
@@ -155,6 +182,8 @@ def _launches(
         (-(-shape.row_tiles // mine) * tile.parts,),
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
+        ENDS=ends,
+        SQUARES=summed,
         GATE=gate,
         W=tile.warps,
         BM=rows,
@@ -170,15 +199,15 @@ def _launches(
     if tile.parts == 1:
         return main, None, mine
     last = Launch(
-        combine,
-        (shape.row_tiles, 1),
+        add_parts,
+        (-(-shape.row_tiles // ADDED), -(-rows // 4)),
         **{name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
         HAS_BIAS=bias,
         BM=rows,
-        ROWS=ROWS,
-        SPLIT=tile.parts,
-        RASTER=1,
-        PART=rows,
+        PARTS=tile.parts,
+        R=ADDED,
+        MR=4,
+        BEGINS=begins,
         num_warps=2,
         **overlap(features),
     )
@@ -191,13 +220,27 @@ def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) 
     x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
     m, k = x.shape
     has_bias, count = op.bias is not None, multiprocessors_of(x.device)
-    main, last, mine = _launches(m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count, op.gate)
+    main, last, mine = _launches(
+        m,
+        op.n,
+        k,
+        op.scheme,
+        x.dtype,
+        has_bias,
+        tile,
+        features,
+        count,
+        op.gate,
+        op.begins,
+        op.ends,
+        op.summed,
+    )
     y, bias, sums = outputs(op), op.bias, None
     bias = y if bias is None else bias
     if last is not None:
         sums = empty(op, tile.parts, -(-op.n // ROWS), rows_of_x(m), ROWS, dtype=torch.float32)
-    main(x, *op.layout, bias, y, y if sums is None else sums, m, op.n, mine)
+    main(x, op.of_norm(y)[-1], *op.layout, bias, y, y if sums is None else sums, m, op.n, mine)
     if last is not None:
         _, scale, _, factor, _ = op.layout
-        last(sums, scale, factor, bias, y, m, op.n, 0)
+        last(sums, scale, factor, bias, y, *op.of_norm(y), m, op.n)
     return y

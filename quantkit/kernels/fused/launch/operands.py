@@ -10,6 +10,7 @@ import torch
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.fused.ptx import expression
+from quantkit.kernels.glue import NORMS
 from quantkit.kernels.problem import Normed, Problem
 from quantkit.packing.schemes import Scheme
 
@@ -62,7 +63,7 @@ class Operands:
 
     Kernels take besides what the device can do, of `GPU_FEATURES`. With `pairs`, the parts of the layout have
     a first dimension more, that of matrices of experts. Columns of x may be `ordered` as `column_order` says.
-    With `normed`, what is multiplied is the norm of x; with the kind of a `gate`, y are the gated columns.
+    With `normed`, they do a part of a norm; with the kind of a `gate`, y are the gated columns.
     """
 
     x: torch.Tensor
@@ -74,6 +75,28 @@ class Operands:
     ordered: bool = False
     normed: Normed | None = None
     gate: str = ""
+
+    @property
+    def begins(self) -> float | None:
+        """What a norm that is begun adds to its weights; None where none is."""
+        return NORMS[self.normed.kind][1] if self.normed and self.normed.part == "begin" else None
+
+    @property
+    def ends(self) -> float | None:
+        """The eps of a norm that is ended; None where none is."""
+        return self.normed.eps if self.normed and self.normed.part == "end" else None
+
+    @property
+    def summed(self) -> int:
+        """How many sums of squares a row of x has for a norm that is ended."""
+        return 0 if self.ends is None else self.of_norm(self.x)[-1].shape[1]
+
+    def of_norm(self, instead: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a norm adds, its weights, the sum, and the squares of that; `instead` of what there is not."""
+        if (normed := self.normed) is None:
+            return (instead,) * 4
+        found = normed.other, normed.weight, normed.total, normed.squares
+        return tuple(instead if one is None else one for one in found)
 
     @property
     def grouping(self) -> Grouping | None:

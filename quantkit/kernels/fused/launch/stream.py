@@ -25,7 +25,7 @@ from quantkit.kernels.fused.launch.streamed import (
     streamed,
     together,
 )
-from quantkit.kernels.fused.layout import geometry
+from quantkit.kernels.fused.layout import ROWS, geometry
 from quantkit.kernels.fused.ptx import shared_table
 from quantkit.kernels.glue import NORMS
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
@@ -43,6 +43,8 @@ LONG_ROWS = 8192
 MOST_NORMED = 32
 #: The most rows of x with which it pays that y is gated (79 in docs/kernels-log.md).
 MOST_GATED = 2
+#: The most rows of x with which it pays to end a norm (93 in docs/kernels-log.md).
+MOST_ENDED = 2
 #: Registers of a thread for codes, of 128: with more, sums and addresses would be spilled.
 REGISTERS = 88
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
@@ -107,14 +109,33 @@ def _rule(problem: Problem) -> StreamTile:
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
 
 
-def why_no_norm(problem: Problem, tile: StreamTile) -> str | None:
-    """Why x cannot be the norm of something, which each program computes for itself."""
+def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:
+    """Why a part of a norm cannot be done: each program computes a whole one for itself."""
+    if part == "begin":
+        return None
+    if part == "end":
+        return _why_no_end(problem, tile)
     if problem.m > COLUMNS:
         return f"norms are computed for up to {COLUMNS} rows of x, not for {problem.m}"
     numbers = power_of_two(problem.m) * problem.k // (32 * tile.warps)
     if numbers > MOST_NORMED:
         return f"each thread would have {numbers} numbers of x, and has registers for {MOST_NORMED}"
     return None
+
+
+def _why_no_end(problem: Problem, tile: StreamTile) -> str | None:
+    if problem.m > MOST_ENDED:
+        return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
+    needed = shared_memory(tile, problem) + 4 * problem.m
+    most = program_memory(problem) // tile.programs
+    if needed > most:
+        return f"x, sums and roots take {needed} bytes of shared memory, of {most} that there are"
+    return None
+
+
+def squares(n: int) -> int:
+    """How many sums of squares a row of y [m, n] has where a norm of it is begun: that of each row tile."""
+    return -(-n // ROWS)
 
 
 def why_no_gate(problem: Problem, tile: StreamTile) -> str | None:
@@ -206,14 +227,13 @@ def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) 
     x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
     m, k = x.shape
     has_bias, count = op.bias is not None, multiprocessors_of(x.device)
-    y, norm, of_norm = outputs(op), None, [x, x, x]
+    y, norm = outputs(op), None
     if (normed := op.normed) is not None:
-        norm = Norm(normed.other is not None, normed.eps, *NORMS[normed.kind])
-        # What there is not is neither read nor written.
-        of_norm = [x if one is None else one for one in (normed.other, normed.weight, normed.total)]
+        norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind], op.summed)
     launch, shared_out = _launch(
         m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count, norm, op.gate
     )
     bias = y if op.bias is None else op.bias
-    launch(x, *of_norm, *op.layout, bias, y, m, op.n, shared_out.each, shared_out.more)
+    # What there is not is neither read nor written.
+    launch(x, *op.of_norm(x), *op.layout, bias, y, m, op.n, shared_out.each, shared_out.more)
     return y

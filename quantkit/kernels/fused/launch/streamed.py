@@ -87,14 +87,16 @@ def ahead(tile: StreamTile, shape: Geometry, found: Share) -> int:
 
 @dataclass(frozen=True)
 class Norm:
-    """The norm that x becomes: of a sum if it `adds`; whether numbers are rounded before they are multiplied
-    with weights, and what is added to these.
+    """The part of a norm that is done: of a sum if it `adds`; whether numbers are rounded before they are
+    multiplied with weights, and what is added to these; how many sums of squares a row of x has.
     """
 
+    part: str
     adds: bool
     eps: float
     rounded: bool
     offset: float
+    squares: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,24 @@ class Streamed:
     def __hash__(self) -> int:
         # Part of what Triton looks a kernel up by.
         return hash((self.k, self.asm, self.rows, self.row_tile_room))
+
+    @property
+    def is_normed(self) -> bool:
+        """Whether x becomes a norm."""
+        return self._does("whole")
+
+    @property
+    def begins(self) -> bool:
+        """Whether a norm of y is begun."""
+        return self._does("begin")
+
+    @property
+    def ends(self) -> bool:
+        """Whether the norm that x was begun to become is ended."""
+        return self._does("end")
+
+    def _does(self, part: str) -> bool:
+        return self.norm is not None and self.norm.part == part
 
     @property
     def dtype(self) -> Any:

@@ -1,0 +1,138 @@
+"""Norms that a product begins and the next one ends: what is said of them is what a norm by itself has."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from quantkit.kernels import glue, prepared
+from quantkit.kernels.fused.launch import narrow, stream
+from quantkit.kernels.fused.launch.narrow import NarrowTile
+from quantkit.kernels.fused.launch.operands import Operands
+from quantkit.kernels.fused.launch.streamed import StreamTile
+from quantkit.kernels.problem import Normed, Problem
+from quantkit.kernels.table import Chosen, row_named
+from quantkit.packing.schemes import scheme
+from quantkit.packing.tensor import PackedTensor
+
+from .test_fused import DEVICE, LIMIT, RUNS, error, operands
+from .test_narrow import H200, problem
+
+TWINS = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
+EPS = 1e-2
+Run = Callable[[Operands], torch.Tensor]
+
+
+def ending(m: int, features: frozenset[str]) -> Iterator[Run]:
+    """The kernels that end norms of m rows of x, in some tiles."""
+    if {"gluon", "ptx"} <= features:
+        for narrow_tile in (NarrowTile(8, 2), NarrowTile(16, 1)):
+            yield partial(narrow.run, tile=narrow_tile, features=features)
+        yield from streams(m, features)
+
+
+def beginning(m: int, features: frozenset[str]) -> Iterator[tuple[Run, Callable[[int], int]]]:
+    """The kernels that begin norms, in some tiles, and how many sums of squares they have."""
+    if {"gluon", "ptx"} <= features:
+        yield partial(narrow.run, tile=NarrowTile(8, 4), features=features), narrow.squares
+        yield from ((run, stream.squares) for run in streams(m, features))
+
+
+def streams(m: int, features: frozenset[str]) -> Iterator[Run]:
+    tiles = [StreamTile(8, 2, 1, 2), StreamTile(4, 1, 2, 1)]
+    for tile in tiles + ([replace(tile, integers=True) for tile in tiles] if m <= 4 else []):
+        yield partial(stream.run, tile=tile, features=features)
+
+
+def sums_of(numbers: torch.Tensor, columns: int) -> torch.Tensor:
+    """Sums of each so many columns."""
+    return torch.stack([part.sum(1) for part in numbers.split(columns, 1)], 1)
+
+
+@pytest.mark.parametrize("kind", TWINS)
+@pytest.mark.parametrize(("n", "k", "m"), [(96, 640, 1), (40, 1400, 3), (1000, 264, 8), (16, 512, 13)])
+def test_norms_are_begun(
+    make_packed: Callable[..., PackedTensor], poisoned: None, kind: str, n: int, k: int, m: int
+) -> None:
+    for dtype, features in RUNS:
+        op, _ = operands(make_packed, "int4", n, k, m, dtype)
+        other = torch.randn(m, n).to(DEVICE, dtype)
+        weight = torch.randn(n).to(DEVICE, dtype)
+        for run, squares_of in beginning(m, features):
+            total = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
+            squares = torch.full((m, squares_of(n)), float("nan"), device=DEVICE)
+            y = run(replace(op, normed=Normed("begin", EPS, kind, weight, other, total, squares)))
+            added = run(op) + other
+            assert torch.equal(total, added), run
+            wide = weight.float() + glue.NORMS[kind][1]
+            assert torch.equal(y, (added.float() * wide).to(dtype)), run
+            found = sums_of(added.double() ** 2, 16 if squares_of is stream.squares else 64)
+            torch.testing.assert_close(squares.double(), found, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("n", "k", "m"), [(96, 640, 1), (40, 1400, 3), (100, 264, 8), (160, 512, 13)])
+def test_norms_are_ended(
+    make_packed: Callable[..., PackedTensor], poisoned: None, n: int, k: int, m: int
+) -> None:
+    for dtype, features in RUNS:
+        op, packed = operands(make_packed, "int4", n, k, m, dtype)
+        total, weight = op.x * 3, torch.randn(k).to(DEVICE, dtype)
+        x = total * weight
+        squares = sums_of(total.float() ** 2, 48)
+        expected = x.double() * torch.rsqrt(total.double().pow(2).mean(1, keepdim=True) + EPS)
+        ended = Normed("end", EPS, "llama", squares=squares)
+        for run in ending(m, features):
+            y = run(replace(op, x=x, normed=ended))
+            assert error(y, expected, packed, op.bias) < LIMIT[dtype], run
+            assert torch.equal(y, run(replace(op, x=x, normed=ended))), run
+
+
+@pytest.mark.parametrize("m", [1, 8, 16])
+def test_roots_that_are_powers_of_two_change_no_digit(
+    make_packed: Callable[..., PackedTensor], poisoned: None, m: int
+) -> None:
+    for dtype, features in RUNS:
+        op, _ = operands(make_packed, "int4", 64, 512, m, dtype)
+        op = replace(op, bias=None)
+        # The mean of x^2 is 4^(row % 4), and eps nothing.
+        row = torch.arange(m, device=DEVICE)[:, None] % 4
+        squares = torch.full((m, 32), 16.0, device=DEVICE) * 4.0**row
+        for run in ending(m, features):
+            expected = run(op).double() / 2.0**row
+            assert torch.equal(
+                run(replace(op, normed=Normed("end", 0.0, "llama", squares=squares))), expected.to(dtype)
+            ), run
+
+
+def test_what_does_not_begin_or_end_norms_says_why() -> None:
+    shared, streamed = row_named("fused-narrow"), row_named("fused-stream")
+    full = replace(problem(16), gpu=replace(H200, name="smaller", shared_memory=128 << 10))
+    assert shared.tiling is not None and shared.tiling.why_not(full, NarrowTile(16, 1)) is None
+    assert shared.no_norm(problem(16), NarrowTile(8, 8), "begin") is None
+    assert shared.no_norm(problem(16), NarrowTile(16, 1), "end") is None
+    for text, reason in {
+        "no parts are added up": shared.no_norm(problem(16), NarrowTile(16, 1), "begin"),
+        "it copies x as it is": shared.no_norm(problem(16), NarrowTile(16, 1), "whole"),
+        "x takes 131136 bytes": shared.no_norm(full, NarrowTile(16, 1), "end"),
+        "as fast from M=3 on": streamed.no_norm(problem(3), StreamTile(16, 1), "end"),
+        "gives y, as it is": row_named("fused-skinny").no_norm(problem(8), None, "begin"),
+    }.items():
+        assert reason is not None and text in reason, reason
+    assert streamed.no_norm(problem(2), StreamTile(), "end") is None
+    assert streamed.no_norm(problem(8), StreamTile(16, 1), "begin") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_bfloat16_has_room_for_what_has_no_root_yet(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    row = row_named("fused-narrow")
+    chosen = Chosen(row, NarrowTile(8, 8), None, row.launch)
+    monkeypatch.setattr(prepared, "choose", lambda _: chosen)
+    monkeypatch.setattr(Problem, "on", lambda device, *of: problem())
+    token = scheme("int4").token
+    for part in ("begin", "end"):
+        found = prepared.does_norm(part, 1, 4096, dtype, torch.device("cpu"), token, 4096, "")
+        assert found == (dtype == torch.bfloat16)

@@ -74,11 +74,9 @@ def linear_then_norm(
 
     For "begin" of `does_norm`; all are contiguous.
     """
-    flat, total = other.view(-1, other.shape[-1]), torch.empty_like(other)
-    found = _runs(len(flat), x.shape[-1], x.dtype, x.device, *weight[3:])
-    assert found is not None
-    count = found[1].row.squares(flat.shape[1])
-    squares = torch.empty((len(flat), count), dtype=torch.float32, device=x.device)
+    columns = other.shape[-1]
+    flat, total = other.view(-1, columns), torch.empty_like(other)
+    squares = torch.empty((len(flat), -(-columns // 16)), dtype=torch.float32, device=x.device)
     y = run_linear(x, *weight, normed=Normed("begin", eps, kind, norm, flat, total, squares))
     return total, y.view(total.shape), squares
 

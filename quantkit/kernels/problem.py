@@ -120,11 +120,6 @@ def never_normed(_: "Problem", __: Any, ___: str) -> str | None:
     return "it takes x, and gives y, as it is"
 
 
-def no_squares(_: int) -> int:
-    """The `KernelRow.squares` of a row that begins no norms."""
-    return 0
-
-
 def unjoinable(_: Sequence[LayoutTensors], __: Sequence[int]) -> None:
     """The `Layout.join` of a layout that does not join."""
     return None
@@ -194,8 +189,8 @@ class Normed:
     """What a product does of a norm (`quantkit.kernels.glue.norm`), which is one of three parts:
 
         whole   it multiplies with the norm of x, or of x + `other`, which becomes `total` [m, k]
-        begin   y + `other` becomes `total` [m, n], and that times `weight` y; `squares` become sums of the
-                squares of each row of `total`, float32 [m, `KernelRow.squares` of n]
+        begin   y + `other` becomes `total` [m, n], and that times `weight` y; `squares` become the sums of
+                squares of each 16 columns of `total`, float32 [m, n / 16 rounded up]
         end     x was begun so: rows of y are divided by the roots of the means of `squares`, and `eps`
 
     The tensors of a part are contiguous and, but for `squares`, of the dtype of x.
@@ -233,10 +228,9 @@ class KernelRow:
     `order(problem)` names the order that the kernel puts columns of x in first, "" for none. What makes x can
     do that in passing (`COLUMN_ORDERS`): `launch` takes such x with `ordered=True`.
 
-    `no_norm(problem, tile, part)` says why the kernel cannot do a part of a norm, `Normed`. Where it can,
-    `launch` takes `normed`; where that is begun, each row has `squares(n)` sums of squares.
-    `no_gate(problem, tile)` says so of a gate: the first half of columns of y is what gates the others, and
-    `launch` with the kind of a `gate` returns [m, n / 2] (`quantkit.kernels.glue.gate`).
+    `no_norm(problem, tile, part)` says why the kernel cannot do a part of a norm. Where it can, `launch`
+    takes such a `normed`. `no_gate(problem, tile)` says so of a gate: the first half of columns of y is what
+    gates the others, and `launch` with the kind of a `gate` returns [m, n / 2]: `quantkit.kernels.glue.gate`.
     """
 
     name: str
@@ -249,7 +243,6 @@ class KernelRow:
     tiling: Tiling | None = None
     order: Callable[[Problem], str] = as_it_is
     no_norm: Callable[[Problem, Any, str], str | None] = never_normed
-    squares: Callable[[int], int] = no_squares
     no_gate: Callable[[Problem, Any], str | None] = never_gated
 
 

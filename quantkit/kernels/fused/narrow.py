@@ -33,7 +33,7 @@ def narrow(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
-    PLANES: gl.constexpr, DTYPE: gl.constexpr, ENDS: gl.constexpr, SQUARES: gl.constexpr, GATE: gl.constexpr,
+    PLANES: gl.constexpr, DTYPE: gl.constexpr, ENDS: gl.constexpr, GATE: gl.constexpr,
     W: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, CHUNK: gl.constexpr,
     AHEAD: gl.constexpr, LOOP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -42,8 +42,7 @@ def narrow(
     x comes in chunks of CHUNK units, zeros beyond K. Codes are loaded AHEAD units before they are decoded.
     With LOOP chunks after the first are one loop, which waits for all of x; without, there is code for each.
     Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16]. With GATE row tiles are pairs
-    of what gates and what is gated. With ENDS, its eps, the norm that x was begun to become is ended: rows
-    have SQUARES sums of squares each.
+    of what gates and what is gated. With ENDS, its eps, the norm that x was begun to become is ended.
     """
     UNIT: gl.constexpr = unit_columns(PLANES)
     PIECES: gl.constexpr = UNIT // 128
@@ -92,7 +91,7 @@ def narrow(
         # Only x is written by the kernel before this one.
         wait_for_kernel_before()
     if ENDS is not None:
-        of_norm = load_squares(squares, M, SQUARES, BM, W)
+        of_norm = load_squares(squares, M, K, BM, W)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     chunks = gl.allocate_shared_memory(DTYPE, [CHUNKS, CHUNK * PIECES * 128 * BM], FLAT)
     _copy(x, chunks, begin * UNIT, M, K, GROUP == 16, CHUNK * PIECES, BM, CHUNKS, W)

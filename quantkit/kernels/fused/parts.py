@@ -10,16 +10,15 @@ from quantkit.kernels.fused.blocks import begun, finish
 def add_parts(
     sums, scale, factor, bias, y, other, norm, total, squares, M, N,
     GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BM: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, MR: tl.constexpr, BEGINS: tl.constexpr,
+    BM: tl.constexpr, PARTS: tl.constexpr, MR: tl.constexpr, BEGINS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] from `sums` [PARTS, row tiles, BM, 16], in the order of the parts.
+    """y [M, N] from `sums` [PARTS, row tiles, BM, 16], in the order of the parts: a row tile of MR rows of x.
 
-    A program has R row tiles of MR rows of x. With BEGINS, what is added to weights, the norm of y + `other`
-    is begun (`quantkit.kernels.problem.Normed`), and each program has one of the sums of `squares`.
+    With BEGINS, what is added to weights, a norm of y + `other` is begun (`quantkit.kernels.problem.Normed`).
     """
-    row_tiles = tl.cdiv(N, 16)
-    rows = tl.program_id(0) * (16 * R) + tl.arange(0, 16 * R)
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    rows = tile * 16 + tl.arange(0, 16)
     m = tl.program_id(1) * MR + tl.arange(0, MR)
     inside = (rows < N)[:, None] & (m < M)[None, :]
     at = m.to(tl.int64)[None, :] * N + rows[:, None]
@@ -31,16 +30,15 @@ def add_parts(
         tl.extra.cuda.gdc_wait()
     if BEGINS is not None:
         more = tl.load(other + at, mask=inside, other=0.0)
-    of_tile = tl.minimum(rows // 16, row_tiles - 1).to(tl.int64) * (BM * 16) + rows % 16
-    first = sums + of_tile[:, None] + m[None, :] * 16
+    first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
     out = tl.load(first)
     for part in tl.static_range(1, PARTS):
-        out += tl.load(first + row_tiles.to(tl.int64) * (part * BM * 16))
+        out += tl.load(first + tiles.to(tl.int64) * (part * BM * 16))
     out = finish(out, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
     out = out.to(y.dtype.element_ty)
     if BEGINS is not None:
         whole, out = begun(out, more, weights[:, None], BEGINS)
         tl.store(total + at, whole, mask=inside)
         wide = tl.where(inside, whole.to(tl.float32), 0.0)
-        tl.store(squares + m * tl.num_programs(0) + tl.program_id(0), tl.sum(wide * wide, 0), mask=m < M)
+        tl.store(squares + m * tiles + tile, tl.sum(wide * wide, 0), mask=m < M)
     tl.store(y + at, out, mask=inside)

@@ -326,7 +326,6 @@ FUSED_ROWS = (
         launch=_launch(stream.run),
         tiling=stream.TILING,
         no_norm=stream.why_no_norm,
-        squares=stream.squares,
         no_gate=stream.why_no_gate,
     ),
     KernelRow(
@@ -351,7 +350,6 @@ FUSED_ROWS = (
         tiling=narrow.TILING,
         no_gate=narrow.why_no_gate,
         no_norm=narrow.why_no_norm,
-        squares=narrow.squares,
     ),
     KernelRow(
         name="fused-hopper",

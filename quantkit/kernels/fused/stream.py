@@ -77,7 +77,7 @@ def stream(
         wait_for_kernel_before()
     of_x = ()
     if S.ends:
-        of_x = (load_squares(squares, M, S.norm.squares, S.rows, S.warps),)
+        of_x = (load_squares(squares, M, S.k, S.rows, S.warps),)
     added = ()
     if S.begins:
         added = (_load_outputs(other, first, count, M, N, S),)

@@ -43,8 +43,9 @@ def _squares_of(W: int, SIZE: int) -> gl.BlockedLayout:
 
 
 @gluon.jit
-def load_squares(squares, M, COUNT: gl.constexpr, BM: gl.constexpr, W: gl.constexpr):
-    """Sums of squares [M, COUNT] of BM rows of x, for `hold_roots` to take when they are there."""
+def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr):
+    """Sums of squares of BM rows of x [M, K], for `hold_roots` to take when they are there."""
+    COUNT: gl.constexpr = (K + 15) // 16
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     LAYOUT: gl.constexpr = _squares_of(W, SIZE)
     m = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(1, LAYOUT)), 1)

@@ -263,7 +263,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     ends, begins = 1e-5 if "end" in numbers else None, 0.0 if "begin" in numbers else None
     launches = narrow._launches(
-        case.m, N, k, row, dtype, True, tile, features, H200_PROCESSORS, gate, begins, ends, N // 64
+        case.m, N, k, row, dtype, True, tile, features, H200_PROCESSORS, gate, begins, ends
     )
     launch = launches[0 if begins is None else 1]
     names, options = launch._kernel.arg_names, launch._options
@@ -300,7 +300,7 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     n, k = (N, LONG) if "long" in numbers else (N if "small" in numbers else 7 * N, K)
     named = {"norm": "whole", "begin": "begin", "end": "end"}
     part = next((part for name, part in named.items() if name in numbers), None)
-    norm = part and streamed.Norm(part, True, 1e-5, True, 0.0, k // 16)
+    norm = part and streamed.Norm(part, True, 1e-5, True, 0.0)
     *sizes, integers = map(int, [one for one in numbers if one.isdecimal()])
     tile = streamed.StreamTile(*sizes, bool(integers))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})

@@ -27,8 +27,8 @@ MOST_ROWS = 32
 LEAST_GATED = 9
 #: Warps that a multiprocessor has, in one program or two: each of their threads may have 128 registers.
 RESIDENT_WARPS = 16
-#: Row tiles whose parts a program adds up.
-ADDED = 4
+#: Rows of x that a program adds up parts of, for one row tile.
+ADDED = 8
 #: Up to so many columns of a part there is code for all; more would not fit the instruction cache.
 UNROLLED = 2048
 #: What it takes a program to begin, and a launch to add parts up, in units of a warp.
@@ -110,11 +110,6 @@ def why_no_norm(problem: Problem, tile: NarrowTile, part: str) -> str | None:
     return _too_much(problem, tile, needed)
 
 
-def squares(n: int) -> int:
-    """How many sums of squares a row of y [m, n] has where a norm of it is begun."""
-    return -(-n // (ROWS * ADDED))
-
-
 def why_no_tile(problem: Problem) -> str | None:
     """Why no tile fits the GPU."""
     return _why_not(problem, _rule(problem))
@@ -167,7 +162,6 @@ def _launches(
     gate: str = "",
     begins: float | None = None,
     ends: float | None = None,
-    summed: int = 0,
 ) -> tuple[Launch, Launch | None, int]:
     """The kernel's, that which adds parts up, and the row tiles of a program."""
     from quantkit.kernels.fused.narrow import narrow as kernel
@@ -183,7 +177,6 @@ def _launches(
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
         ENDS=ends,
-        SQUARES=summed,
         GATE=gate,
         W=tile.warps,
         BM=rows,
@@ -200,13 +193,12 @@ def _launches(
         return main, None, mine
     last = Launch(
         add_parts,
-        (-(-shape.row_tiles // ADDED), -(-rows // 4)),
+        (shape.row_tiles, rows // ADDED),
         **{name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
         HAS_BIAS=bias,
         BM=rows,
         PARTS=tile.parts,
-        R=ADDED,
-        MR=4,
+        MR=ADDED,
         BEGINS=begins,
         num_warps=2,
         **overlap(features),
@@ -233,7 +225,6 @@ def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) 
         op.gate,
         op.begins,
         op.ends,
-        op.summed,
     )
     y, bias, sums = outputs(op), op.bias, None
     bias = y if bias is None else bias

@@ -86,11 +86,6 @@ class Operands:
         """The eps of a norm that is ended; None where none is."""
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
-    @property
-    def summed(self) -> int:
-        """How many sums of squares a row of x has for a norm that is ended."""
-        return 0 if self.ends is None else self.of_norm(self.x)[-1].shape[1]
-
     def of_norm(self, instead: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What a norm adds, its weights, the sum, and the squares of that; `instead` of what there is not."""
         if (normed := self.normed) is None:

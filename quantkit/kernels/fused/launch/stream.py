@@ -25,7 +25,7 @@ from quantkit.kernels.fused.launch.streamed import (
     streamed,
     together,
 )
-from quantkit.kernels.fused.layout import ROWS, geometry
+from quantkit.kernels.fused.layout import geometry
 from quantkit.kernels.fused.ptx import shared_table
 from quantkit.kernels.glue import NORMS
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
@@ -133,11 +133,6 @@ def _why_no_end(problem: Problem, tile: StreamTile) -> str | None:
     return None
 
 
-def squares(n: int) -> int:
-    """How many sums of squares a row of y [m, n] has where a norm of it is begun: that of each row tile."""
-    return -(-n // ROWS)
-
-
 def why_no_gate(problem: Problem, tile: StreamTile) -> str | None:
     """Why y cannot be gated, for which programs have pairs of row tiles."""
     if (reason := no_pairs(problem)) is not None:
@@ -229,7 +224,7 @@ def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) 
     has_bias, count = op.bias is not None, multiprocessors_of(x.device)
     y, norm = outputs(op), None
     if (normed := op.normed) is not None:
-        norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind], op.summed)
+        norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])
     launch, shared_out = _launch(
         m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count, norm, op.gate
     )

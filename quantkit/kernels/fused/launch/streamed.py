@@ -88,7 +88,7 @@ def ahead(tile: StreamTile, shape: Geometry, found: Share) -> int:
 @dataclass(frozen=True)
 class Norm:
     """The part of a norm that is done: of a sum if it `adds`; whether numbers are rounded before they are
-    multiplied with weights, and what is added to these; how many sums of squares a row of x has.
+    multiplied with weights, and what is added to these.
     """
 
     part: str
@@ -96,7 +96,6 @@ class Norm:
     eps: float
     rounded: bool
     offset: float
-    squares: int = 0
 
 
 @dataclass(frozen=True)

@@ -57,15 +57,9 @@ def _take_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
     """Replace a product and the gate of it by one call, at the place of the product."""
     with graph.inserting_after(product):
         call = graph.call_function(gated_linear, product.args, {"gate": gate.kwargs["kind"]})
-    call.meta = dict(gate.meta)
-    memory.enter(call)
-    parts = gate.all_input_nodes
-    gate.replace_all_uses_with(call)
+    _put(memory, call, gate)
     graph.erase_node(gate)
-    for node in [one for first in parts for one in _views(first, product)]:
-        if not node._erased and not node.users:
-            graph.erase_node(node)
-    graph.erase_node(product)
+    _erase(graph, product)
 
 
 def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
@@ -75,16 +69,23 @@ def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
     for node in graph.find_nodes(op="call_function", target=glue.add_norm):
         first, second, _ = node.args
         for operand, other in ((first, second), (second, first)):
-            if not node._erased and _can_begin(memory, _source(memory, operand), node, other, device):
+            if not node._erased and _can_begin(memory, operand, node, other, device):
                 made = _made(node)
                 after = [user for one in made[-1:] for user in _used(memory, one)]
                 if after and all(_can_end(memory, one, made[-1], device) for one in after):
                     _split(graph, memory, node, made, operand, other)
 
 
-def _can_begin(memory: Memory, product: Node, norm: Node, other: Node, device: torch.device) -> bool:
-    """Whether `product`, which only `norm` takes, can begin that at its place, with `other` to add."""
-    if product.target is not OPERATOR or [*_used(memory, product)] != [norm]:
+def _can_begin(memory: Memory, operand: Node, norm: Node, other: Node, device: torch.device) -> bool:
+    """Whether the product that `operand` is all of, and only `norm` takes, can begin that at its place, with
+    `other` to add.
+    """
+    product = _source(memory, operand)
+    if (
+        product.target is not OPERATOR
+        or [*_used(memory, product)] != [norm]
+        or _source(memory, other) is product
+    ):
         return False
     of: Any = product.args
     x, _, _, _, *weight = of
@@ -92,8 +93,7 @@ def _can_begin(memory: Memory, product: Node, norm: Node, other: Node, device: t
     weights: Any = norm.args[2]
     read = memory.read(product)
     return (
-        added.is_contiguous()
-        and weights.meta[META].is_contiguous()
+        all(one.meta[META].is_contiguous() for one in (operand, other, weights))
         and (added.numel(), added.shape[-1]) == (made.numel(), made.shape[-1])
         and not any(memory.written(one) & read for one in between(product, norm))
         and does_norm("begin", rows.numel() // rows.shape[-1], rows.shape[-1], rows.dtype, device, *weight)
@@ -120,10 +120,9 @@ def _split(
 ) -> None:
     """Replace a norm and the products before and after it."""
     product, weight = _source(memory, operand), norm.args[2]
-    eps, kind = norm.kwargs["eps"], norm.kwargs["kind"]
     x, *of = product.args
     with graph.inserting_after(norm):
-        call = graph.call_function(linear_then_norm, (x, other, weight, eps, kind, *of), product.kwargs)
+        call = graph.call_function(linear_then_norm, (x, other, weight, norm.kwargs["kind"], *of))
     memory.enter(call)
     results: list[Node] = []
     for number in range(3):
@@ -134,17 +133,29 @@ def _split(
     for after in list(_used(memory, made[-1])):
         rows, *of_after = after.args
         with graph.inserting_after(after):
-            end = graph.call_function(linear_of_begun, (rows, squares, eps, kind, *of_after), after.kwargs)
-        end.meta = dict(after.meta)
-        memory.enter(end)
-        after.replace_all_uses_with(end)
+            given = (rows, squares, norm.kwargs["eps"], *of_after)
+            end = graph.call_function(linear_of_begun, given, after.kwargs)
+        _put(memory, end, after)
         graph.erase_node(after)
     for new, old in ((begun, made[-1]), *((total, one) for one in made[:-1])):
-        new.meta = dict(old.meta)
-        old.replace_all_uses_with(new)
-    views = list(_views(operand, product))
-    for node in (*made, norm, *views, product):
+        _put(memory, new, old)
+    for node in (*made, norm):
         graph.erase_node(node)
+    _erase(graph, product)
+
+
+def _put(memory: Memory, new: Node, old: Node) -> None:
+    """Have `new` in place of `old`, in whose memory its result lies for all that read and write that."""
+    new.meta = dict(old.meta)
+    memory.enter(new, of=memory.of(old))
+    old.replace_all_uses_with(new)
+
+
+def _erase(graph: Graph, node: Node) -> None:
+    """Erase a node, and views of it that nobody takes."""
+    for user in list(node.users):
+        _erase(graph, user)
+    graph.erase_node(node)
 
 
 def take_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
@@ -203,9 +214,7 @@ def _take_norm(graph: Graph, memory: Memory, norm: Node, made: Sequence[Node], p
     for number, node in ((1, product), *((0, one) for one in made[:-1])):
         with graph.inserting_after(new):
             new = graph.call_function(part, (call, number))
-        new.meta = dict(node.meta)
-        memory.enter(new)
-        node.replace_all_uses_with(new)
+        _put(memory, new, node)
     for node in (product, *made[:-1], *_views(cast(Node, product.args[0]), norm), norm):
         graph.erase_node(node)
 

@@ -577,11 +577,11 @@ def test_products_begin_and_end_norms_of_what_they_are_added_to(monkeypatch: pyt
         asked.append((part, rows, columns))
         return part != "whole"
 
-    def then_norm(x: Any, other: Any, weight: Any, eps: float, kind: str, *of: Any) -> Any:
-        total = OPERATOR(x, *of) + other
+    def then_norm(x: Any, other: Any, weight: Any, kind: str, *of: Any) -> Any:
+        total = OPERATOR(x, *of).view(other.shape) + other
         return total, total * weight, total.pow(2).flatten(0, -2)
 
-    def of_begun(x: Any, squares: Any, eps: float, kind: str, *of: Any) -> Any:
+    def of_begun(x: Any, squares: Any, eps: float, *of: Any) -> Any:
         means = squares.mean(1).view(*x.shape[:-1], 1)
         return OPERATOR(x * torch.rsqrt(means + eps), *of)
 
@@ -605,15 +605,35 @@ def test_products_begin_and_end_norms_of_what_they_are_added_to(monkeypatch: pyt
         late = linear(total, packed)
         total.mul_(2)
         total = total + late
-        return total + linear(glue.slow_norm(total, weight, 1e-5), packed)
+        total = total + linear(glue.slow_norm(total, weight, 1e-5), packed)
+        twice = linear(total, packed)
+        total = twice + twice
+        total = total + linear(glue.slow_norm(total, weight, 1e-5), packed)
+        # The sum of what was split is written before it is begun again.
+        third = linear(total, packed) + total
+        fourth = linear(glue.slow_norm(third, weight, 1e-5), packed)
+        after = linear(third, packed)
+        third.mul_(2)
+        total = third + after
+        total = total + linear(glue.slow_norm(total, weight, 1e-5), packed) + fourth
+        return total
 
     given = [numbers(2, 1, 64), numbers(2, 1, 128), numbers(64)]
     step(*given)  # Layouts are built before a step is recorded.
     module = fused(step, given, "steps")
     found = calls(module)
-    assert (found["then_norm"], found["of_begun"]) == (2, 3), found
+    assert (found["then_norm"], found["of_begun"]) == (3, 4), found
     assert asked[:3] == [("begin", 2, 128), ("end", 2, 64), ("end", 2, 64)]
     close(module(*given), step(*given))
+
+    def turned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = x + linear(x.transpose(0, 1).contiguous(), packed).transpose(0, 1)
+        return total + linear(glue.slow_norm(total, weight, 1e-5), packed)
+
+    given = [numbers(2, 3, 64), numbers(64)]
+    module = fused(turned, given, "steps")
+    assert not calls(module)["then_norm"] and calls(module)["add_norm"] == 1
+    close(module(*given), turned(*given))
 
 
 @torch.no_grad()
@@ -718,9 +738,9 @@ def test_norms_begun_or_ended_by_another_kernel_are_refused() -> None:
     packed = quantize_tensor(numbers(64, 64), "int4")
     of: Any = (list(packed.tensors), [], None, packed.scheme.token, 64, "")
     with pytest.raises(KernelError, match=r"unpack, which runs .* does not do a norm \(begin\)"):
-        linear_then_norm(numbers(2, 64), numbers(2, 64), numbers(64), 1e-5, "llama", *of)
+        linear_then_norm(numbers(2, 64), numbers(2, 64), numbers(64), "llama", *of)
     with pytest.raises(KernelError, match=r"unpack, which runs .* does not do a norm \(end\)"):
-        linear_of_begun(numbers(2, 64), numbers(2, 64), 1e-5, "llama", *of)
+        linear_of_begun(numbers(2, 64), numbers(2, 64), 1e-5, *of)
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
 
 
 def linear_then_norm(
-    x: torch.Tensor, other: torch.Tensor, norm: torch.Tensor, eps: float, kind: str, *weight: Any
+    x: torch.Tensor, other: torch.Tensor, norm: torch.Tensor, kind: str, *weight: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the operator computes plus `other`; the norm of that by `norm`, begun; and the squares that
     `linear_of_begun` ends it with.
@@ -77,18 +77,18 @@ def linear_then_norm(
     columns = other.shape[-1]
     flat, total = other.view(-1, columns), torch.empty_like(other)
     squares = torch.empty((len(flat), -(-columns // 16)), dtype=torch.float32, device=x.device)
-    y = run_linear(x, *weight, normed=Normed("begin", eps, kind, norm, flat, total, squares))
+    y = run_linear(x, *weight, normed=Normed("begin", kind, 0.0, norm, flat, total, squares))
     return total, y.view(total.shape), squares
 
 
 def linear_of_begun(
-    x: torch.Tensor, squares: torch.Tensor, eps: float, kind: str, *weight: Any, gate: str = ""
+    x: torch.Tensor, squares: torch.Tensor, eps: float, *weight: Any, gate: str = ""
 ) -> torch.Tensor:
     """What the operator computes of the norm that x was begun to become; gated as by `gated_linear`.
 
     For "end" of `does_norm`.
     """
-    return run_linear(x, *weight, normed=Normed("end", eps, kind, squares=squares), gate=gate)
+    return run_linear(x, *weight, normed=Normed("end", eps=eps, squares=squares), gate=gate)
 
 
 def linear_of_norm(
@@ -107,5 +107,5 @@ def linear_of_norm(
     """
     total = x if other is None else torch.empty_like(x)
     flat = None if other is None else other.view(-1, x.shape[-1])
-    normed = Normed("whole", eps, kind, norm, flat, None if other is None else total)
+    normed = Normed("whole", kind, eps, norm, flat, None if other is None else total)
     return total, run_linear(x, *weight, normed=normed, gate=gate)

@@ -191,14 +191,16 @@ class Normed:
         whole   it multiplies with the norm of x, or of x + `other`, which becomes `total` [m, k]
         begin   y + `other` becomes `total` [m, n], and that times `weight` y; `squares` become the sums of
                 squares of each 16 columns of `total`, float32 [m, n / 16 rounded up]
-        end     x was begun so: rows of y are divided by the roots of the means of `squares`, and `eps`
+        end     x was begun so: rows of y are divided by the roots of the means that `squares` are sums for,
+                and `eps`
 
-    The tensors of a part are contiguous and, but for `squares`, of the dtype of x.
+    The tensors of a part are contiguous and, but for `squares`, of the dtype of x. Norms are ended alike
+    whatever their `kind`, and begun whatever their `eps`.
     """
 
     part: str
-    eps: float
-    kind: str
+    kind: str = "llama"
+    eps: float = 0.0
     weight: torch.Tensor | None = None
     other: torch.Tensor | None = None
     total: torch.Tensor | None = None

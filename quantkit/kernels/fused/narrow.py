@@ -88,7 +88,7 @@ def narrow(
         units = units + (_codes(given, gl.minimum(ahead, end), TILES, C),)
     values = _values(given, 0, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, EVEN, W)
     if PDL:
-        # Only x is written by the kernel before this one.
+        # Only x, and sums of its squares, are written by kernels before this one.
         wait_for_kernel_before()
     if ENDS is not None:
         of_norm = load_squares(squares, M, K, BM, W)

@@ -73,7 +73,7 @@ def stream(
     if S.begins:
         times = (_load_outputs(norm, first, count, 1, N, S),)
     if S.overlap:
-        # Only x, and what it is the norm of, is written by the kernel before this one.
+        # Only x, and what norms are of, is written by kernels before this one.
         wait_for_kernel_before()
     of_x = ()
     if S.ends:

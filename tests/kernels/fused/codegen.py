@@ -318,8 +318,7 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
     code = GluonASTSource(launch._kernel, types, {(names.index("S"),): known}, aligned)
     # What is around sums for other threads, of four bytes each.
-    roots = 4 * known.rows if known.ends else 0
-    found = Source(launch._kernel, {}, tile.warps, 1, known.counted_memory + roots)
+    found = Source(launch._kernel, {}, tile.warps, 1, known.counted_memory)
     return triton.compile(code, target=target, options=options), found
 
 

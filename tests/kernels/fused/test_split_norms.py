@@ -3,21 +3,24 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from quantkit.kernels import glue, prepared
+from quantkit.kernels import glue, linear, prepared
+from quantkit.kernels.fused.integers import as_bytes
 from quantkit.kernels.fused.launch import narrow, stream
 from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.launch.operands import Operands
-from quantkit.kernels.fused.launch.streamed import StreamTile
+from quantkit.kernels.fused.launch.streamed import USUAL_MEMORY, Norm, StreamTile, streamed
+from quantkit.kernels.fused.ptx import SHARED_BYTES
 from quantkit.kernels.problem import Normed, Problem
 from quantkit.kernels.table import Chosen, row_named
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
-from .test_fused import DEVICE, LIMIT, RUNS, error, operands
+from .test_fused import DEVICE, LIMIT, RUNS, error, is_gated, operands
 from .test_narrow import H200, problem
 
 TWINS = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
@@ -25,24 +28,25 @@ EPS = 1e-2
 Run = Callable[[Operands], torch.Tensor]
 
 
-def ending(m: int, features: frozenset[str]) -> Iterator[Run]:
-    """The kernels that end norms of m rows of x, in some tiles."""
+def ending(op: Operands, features: frozenset[str]) -> Iterator[Run]:
+    """The kernels that end norms, in some tiles."""
     if {"gluon", "ptx"} <= features:
         for narrow_tile in (NarrowTile(8, 2), NarrowTile(16, 1)):
             yield partial(narrow.run, tile=narrow_tile, features=features)
-        yield from streams(m, features)
+        yield from streams(op, features)
 
 
-def beginning(m: int, features: frozenset[str]) -> Iterator[Run]:
+def beginning(op: Operands, features: frozenset[str]) -> Iterator[Run]:
     """The kernels that begin norms, in some tiles."""
     if {"gluon", "ptx"} <= features:
         yield partial(narrow.run, tile=NarrowTile(8, 4), features=features)
-        yield from streams(m, features)
+        yield from streams(op, features)
 
 
-def streams(m: int, features: frozenset[str]) -> Iterator[Run]:
+def streams(op: Operands, features: frozenset[str]) -> Iterator[Run]:
     tiles = [StreamTile(8, 2, 1, 2), StreamTile(4, 1, 2, 1)]
-    for tile in tiles + ([replace(tile, integers=True) for tile in tiles] if m <= 4 else []):
+    integers = len(op.x) <= 4 and op.scheme.zero_point == "none" and as_bytes(op.scheme.format) is not None
+    for tile in tiles + ([replace(tile, integers=True) for tile in tiles] if integers else []):
         yield partial(stream.run, tile=tile, features=features)
 
 
@@ -60,10 +64,10 @@ def test_norms_are_begun(
         op, _ = operands(make_packed, "int4", n, k, m, dtype)
         other = torch.randn(m, n).to(DEVICE, dtype)
         weight = torch.randn(n).to(DEVICE, dtype)
-        for run in beginning(m, features):
+        for run in beginning(op, features):
             total = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
             squares = torch.full((m, -(-n // 16)), float("nan"), device=DEVICE)
-            y = run(replace(op, normed=Normed("begin", EPS, kind, weight, other, total, squares)))
+            y = run(replace(op, normed=Normed("begin", kind, EPS, weight, other, total, squares)))
             added = run(op) + other
             assert torch.equal(total, added), run
             wide = weight.float() + glue.NORMS[kind][1]
@@ -72,21 +76,67 @@ def test_norms_are_begun(
             torch.testing.assert_close(squares.double(), found, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("n", "k", "m"), [(96, 640, 1), (40, 1400, 3), (100, 264, 8), (160, 512, 13)])
+@pytest.mark.parametrize(
+    ("name", "n", "k", "m"),
+    [
+        ("int4", 96, 640, 1),
+        ("nf4", 40, 1400, 2),
+        ("int4 integer", 40, 1400, 3),
+        ("fp6", 100, 264, 8),
+        ("int4", 160, 512, 13),
+    ],
+)
 def test_norms_are_ended(
-    make_packed: Callable[..., PackedTensor], poisoned: None, n: int, k: int, m: int
+    make_packed: Callable[..., PackedTensor], poisoned: None, name: str, n: int, k: int, m: int
 ) -> None:
     for dtype, features in RUNS:
-        op, packed = operands(make_packed, "int4", n, k, m, dtype)
+        op, packed = operands(make_packed, name, n, k, m, dtype)
         total, weight = op.x * 3, torch.randn(k).to(DEVICE, dtype)
         x = total * weight
         squares = sums_of_squares(total.float())
         expected = x.double() * torch.rsqrt(total.double().pow(2).mean(1, keepdim=True) + EPS)
-        ended = Normed("end", EPS, "llama", squares=squares)
-        for run in ending(m, features):
+        ended = Normed("end", eps=EPS, squares=squares)
+        for run in ending(op, features):
             y = run(replace(op, x=x, normed=ended))
             assert error(y, expected, packed, op.bias) < LIMIT[dtype], run
             assert torch.equal(y, run(replace(op, x=x, normed=ended))), run
+
+
+@pytest.mark.parametrize("m", [2, 11])
+def test_gates_are_of_ended_norms(make_packed: Callable[..., PackedTensor], poisoned: None, m: int) -> None:
+    for dtype, features in RUNS:
+        op, _ = operands(make_packed, "int4", 160, 640, m, dtype)
+        ended = replace(op, normed=Normed("end", eps=EPS, squares=sums_of_squares(op.x.float())))
+        runs = [partial(narrow.run, tile=NarrowTile(16, 1), features=features), *streams(op, features)]
+        for run in runs if {"gluon", "ptx"} <= features else []:
+            assert is_gated(run, ended, "silu"), run
+
+
+@pytest.mark.parametrize("m", [1, 11])
+def test_a_norm_between_two_products(
+    make_packed: Callable[..., PackedTensor], poisoned: None, monkeypatch: pytest.MonkeyPatch, m: int
+) -> None:
+    """As steps call them, by the kernels that begin and end."""
+    dtype, features = RUNS[-1] if DEVICE == "cpu" else RUNS[0]
+    first, _ = operands(make_packed, "int4", 256, 640, m, dtype)
+    second, packed = operands(make_packed, "int4", 96, 256, m, dtype)
+    row = row_named("fused-stream" if m == 1 else "fused-narrow")
+    tile: Any = StreamTile(4, 1, 1, 2) if m == 1 else NarrowTile(8, 2)
+
+    def launch(x: Any, weight: Any, layout: Any, bias: Any, **normed: Any) -> torch.Tensor:
+        op = Operands(x, layout, bias, weight.scheme, weight.shape[0], **normed)
+        return (stream if m == 1 else narrow).run(op, tile, features)
+
+    monkeypatch.setattr(linear, "choose", lambda _: Chosen(row, tile, None, launch))
+    of = [([], list(op.layout), op.bias, op.scheme.token, op.n, "fragments") for op in (first, second)]
+    other, weight = (torch.randn(*size).to(DEVICE, dtype) for size in ((m, 1, 256), (256,)))
+    x = first.x.view(m, 1, 640)
+    total, begun, squares = prepared.linear_then_norm(x, other, weight, "llama", *of[0])
+    y = prepared.linear_of_begun(begun, squares, EPS, *of[1])
+    added = prepared.run_linear(x, *of[0]) + other
+    assert torch.equal(total, added)
+    expected = glue.slow_norm(added.double(), weight.double(), EPS).view(m, 256)
+    assert error(y.view(m, 96), expected, packed, second.bias) < 2 * LIMIT[dtype]
 
 
 @pytest.mark.parametrize("m", [1, 8, 16])
@@ -99,15 +149,15 @@ def test_roots_that_are_powers_of_two_change_no_digit(
         # The mean of x^2 is 4^(row % 4), and eps nothing.
         row = torch.arange(m, device=DEVICE)[:, None] % 4
         squares = torch.full((m, 32), 16.0, device=DEVICE) * 4.0**row
-        for run in ending(m, features):
+        for run in ending(op, features):
             expected = run(op).double() / 2.0**row
-            assert torch.equal(
-                run(replace(op, normed=Normed("end", 0.0, "llama", squares=squares))), expected.to(dtype)
-            ), run
+            assert torch.equal(run(replace(op, normed=Normed("end", squares=squares))), expected.to(dtype)), (
+                run
+            )
 
 
 def test_what_does_not_begin_or_end_norms_says_why() -> None:
-    shared, streamed = row_named("fused-narrow"), row_named("fused-stream")
+    shared, few = row_named("fused-narrow"), row_named("fused-stream")
     full = replace(problem(16), gpu=replace(H200, name="smaller", shared_memory=128 << 10))
     assert shared.tiling is not None and shared.tiling.why_not(full, NarrowTile(16, 1)) is None
     assert shared.no_norm(problem(16), NarrowTile(8, 8), "begin") is None
@@ -116,12 +166,12 @@ def test_what_does_not_begin_or_end_norms_says_why() -> None:
         "no parts are added up": shared.no_norm(problem(16), NarrowTile(16, 1), "begin"),
         "it copies x as it is": shared.no_norm(problem(16), NarrowTile(16, 1), "whole"),
         "x takes 131136 bytes": shared.no_norm(full, NarrowTile(16, 1), "end"),
-        "as fast from M=3 on": streamed.no_norm(problem(3), StreamTile(16, 1), "end"),
+        "as fast from M=3 on": few.no_norm(problem(3), StreamTile(16, 1), "end"),
         "gives y, as it is": row_named("fused-skinny").no_norm(problem(8), None, "begin"),
     }.items():
         assert reason is not None and text in reason, reason
-    assert streamed.no_norm(problem(2), StreamTile(), "end") is None
-    assert streamed.no_norm(problem(8), StreamTile(16, 1), "begin") is None
+    assert few.no_norm(problem(2), StreamTile(), "end") is None
+    assert few.no_norm(problem(8), StreamTile(16, 1), "begin") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,3 +186,11 @@ def test_only_bfloat16_has_room_for_what_has_no_root_yet(
     for part in ("begin", "end"):
         found = prepared.does_norm(part, 1, 4096, dtype, torch.device("cpu"), token, 4096, "")
         assert found == (dtype == torch.bfloat16)
+
+
+def test_roots_count_where_a_table_needs_room_that_is_asked_for() -> None:
+    """x, sums and the table of nf4 take all that a program has unasked."""
+    of = (1, 65536, 4096, scheme("nf4").for_columns(4096), torch.bfloat16, False, StreamTile(8, 2), True, 132)
+    assert streamed(*of).shared_memory == USUAL_MEMORY
+    ended = streamed(*of, Norm("end", False, EPS, True, 0.0))
+    assert ended.counted_memory > USUAL_MEMORY and ended.shared_memory >= USUAL_MEMORY + SHARED_BYTES

@@ -378,7 +378,7 @@ def test_products_of_norms_are_those_of_what_is_normed_first(
     total = torch.full_like(op.x, float("nan"))
     added = op.x + other if adds else op.x
     twins = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
-    normed = Normed("whole", 1e-5, kind, weight, other if adds else None, total if adds else None)
+    normed = Normed("whole", kind, 1e-5, weight, other if adds else None, total if adds else None)
     tile = StreamTile(4, 2, 2, 2, integers)
     y = stream.run(replace(op, normed=normed), tile, features)
     assert error(y, twins[kind](added, weight, 1e-5), packed, op.bias) < LIMIT[dtype]
@@ -424,7 +424,7 @@ def test_norms_and_gates_are_taken_together(make_packed: Callable[..., PackedTen
     assert RUN is not None
     dtype, features = RUN
     op, _ = operands(make_packed, "int4", 160, 640, 2, dtype)
-    normed = replace(op, normed=Normed("whole", 1e-5, "llama", torch.randn(640, dtype=dtype, device=DEVICE)))
+    normed = replace(op, normed=Normed("whole", "llama", 1e-5, torch.randn(640, dtype=dtype, device=DEVICE)))
     run = partial(stream.run, tile=StreamTile(4, 2, 1, 2, True), features=features)
     assert is_gated(run, normed, "silu")
 

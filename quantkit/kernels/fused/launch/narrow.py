@@ -230,7 +230,8 @@ def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) 
     bias = y if bias is None else bias
     if last is not None:
         sums = empty(op, tile.parts, -(-op.n // ROWS), rows_of_x(m), ROWS, dtype=torch.float32)
-    main(x, op.of_norm(y)[-1], *op.layout, bias, y, y if sums is None else sums, m, op.n, mine)
+    squares = y if op.ends is None else op.of_norm(y)[-1]
+    main(x, squares, *op.layout, bias, y, y if sums is None else sums, m, op.n, mine)
     if last is not None:
         _, scale, _, factor, _ = op.layout
         last(sums, scale, factor, bias, y, *op.of_norm(y), m, op.n)

@@ -74,12 +74,11 @@ def ahead_in_registers(problem: Problem, integers: bool) -> int:
     return (REGISTERS - 4 * (planes // 2 if integers else planes)) // unit_registers(problem)
 
 
-def shared_memory(tile: StreamTile, problem: Problem, gate: str = "") -> int:
+def shared_memory(tile: StreamTile, problem: Problem, gate: str = "", norm: Norm | None = None) -> int:
     """Bytes of shared memory of a program."""
+    m, n, k, scheme, dtype = problem.m, problem.n, problem.k, problem.scheme, problem.dtype
     count = processors(problem)
-    return streamed(
-        problem.m, problem.n, problem.k, problem.scheme, problem.dtype, False, tile, False, count, gate=gate
-    ).shared_memory
+    return streamed(m, n, k, scheme, dtype, False, tile, False, count, norm, gate).shared_memory
 
 
 def why_no_integers(problem: Problem) -> str | None:
@@ -123,10 +122,16 @@ def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:
     return None
 
 
+#: A norm that is ended, as far as shared memory depends on it.
+_ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
+
+
 def _why_no_end(problem: Problem, tile: StreamTile) -> str | None:
     if problem.m > MOST_ENDED:
         return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
-    needed = shared_memory(tile, problem) + 4 * problem.m
+    # Whether y is gated too was decided before.
+    gates = ("",) if no_pairs(problem) else ("", "silu")
+    needed = max(shared_memory(tile, problem, gate, _ENDED) for gate in gates)
     most = program_memory(problem) // tile.programs
     if needed > most:
         return f"x, sums and roots take {needed} bytes of shared memory, of {most} that there are"

@@ -275,9 +275,9 @@ class Streamed:
 
     @property
     def _needed(self) -> int:
-        """Bytes of shared memory for x and what warps have of each row tile."""
+        """Bytes of shared memory for x, what warps have of each row tile, and roots of rows of x."""
         x = self.room * self.column_groups * self._row_bytes
-        return x + self.warps * self.row_tile_room * self.rows * 64
+        return x + self.warps * self.row_tile_room * self.rows * 64 + (4 * self.rows if self.ends else 0)
 
     @property
     def counted_memory(self) -> int:

@@ -15,9 +15,8 @@ lane has: the tensors of the loop are quads [W warps, 32 lanes, 4 registers], or
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.fused.blocks import begun, finish
-from quantkit.kernels.fused.glue import gated
 from quantkit.kernels.fused.held import columns, hold, norm_weights, pair, quads_of
+from quantkit.kernels.fused.outputs import load_outputs, write
 from quantkit.kernels.fused.row_values import for_operand, for_sums, of_rows, words_of
 from quantkit.kernels.fused.units import (
     hold_roots,
@@ -71,7 +70,7 @@ def stream(
     of_norm = norm_weights(norm, S)
     times = ()
     if S.begins:
-        times = (_load_outputs(norm, first, count, 1, N, S),)
+        times = (load_outputs(norm, first, count, 1, N, S),)
     if S.overlap:
         # Only x, and what norms are of, is written by kernels before this one.
         wait_for_kernel_before()
@@ -80,7 +79,7 @@ def stream(
         of_x = (load_squares(squares, M, S.k, S.rows, S.warps),)
     added = ()
     if S.begins:
-        added = (_load_outputs(other, first, count, M, N, S),)
+        added = (load_outputs(other, first, count, M, N, S),)
     held, unit_of_x = hold(x, other, of_norm, total, M, S)
     if S.ends:
         of_x = (hold_roots(of_x[0], S.k, S.norm.eps),)
@@ -95,7 +94,7 @@ def stream(
     else:
         for turn in range((count + S.together - 1) // S.together):
             ring = _turn(given, ring, turn * S.together, table, held, weights, parts, scale, zero, S)
-    _write(parts, first, count, scale, factor, bias, y, of_x, added, times, total, squares, M, N, S)
+    write(parts, first, count, scale, factor, bias, y, of_x, added, times, total, squares, M, N, S)
 
 
 @gluon.jit
@@ -371,100 +370,3 @@ def _sums(total, weights, S: gl.constexpr):
         else:
             whole = gl.permute(gl.sum(whole, axis=2), (0, 2, 4, 3, 1))
     return gl.reshape(whole, (S.warps * S.rows * 16,))
-
-
-@gluon.constexpr_function
-def _outputs_of(S):  # type: ignore[no-untyped-def]
-    """Sums [row tiles, W, rows of x * 16]: a thread has those of all warps, and of pairs."""
-    bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
-    tiles = [[1 << bit, 0, 0] for bit in range(S.row_tile_room.bit_length() - 1)]
-    bits += tiles[S.step - 1 :]
-    of_warps = [[0, 1 << bit, 0] for bit in range(S.warps.bit_length() - 1)]
-    threads = 5 + len(of_warps)
-    among = bits[:threads] + [[0, 0, 0]] * (threads - len(bits))
-    sizes = [S.row_tile_room, S.warps, S.rows * 16]
-    mine = of_warps + tiles[: S.step - 1] + bits[threads:]
-    return gl.DistributedLinearLayout(mine, among[:5], among[5:], [], sizes)
-
-
-@gluon.jit
-def _outputs(first, count, N, S: gl.constexpr):
-    """Rows of the weight and of x that outputs [row tiles, rows of x * 16] of a thread are of."""
-    OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
-    tile = gl.expand_dims(gl.arange(0, S.row_tile_room, gl.SliceLayout(1, OUT)), 1)
-    place = gl.expand_dims(gl.arange(0, S.rows * 16, gl.SliceLayout(0, OUT)), 0)
-    # Those of no row tile of this program are nobody's.
-    rows = gl.where(tile < count, (first + row_tile_of(tile, N, S.gate != "")) * 16 + place % 16, N)
-    return rows, place // 16
-
-
-@gluon.jit
-def _load_outputs(values, first, count, M, N, S: gl.constexpr):
-    """Those of `values` [M, N] that are where the outputs of a thread are."""
-    rows, m = _outputs(first, count, N, S)
-    m = gl.minimum(m, M - 1)
-    return gl.load(values + m.to(gl.int64) * N + rows, mask=rows < N, other=0.0)
-
-
-@gluon.jit
-def _write(
-    parts, first, count, scale, factor, bias, y, roots, added, times, total, squares, M, N,
-    S: gl.constexpr,
-):  # fmt: skip
-    """Add up what the warps have, in their order, and write y."""
-    LAYOUT: gl.constexpr = _outputs_of(S)
-    WIDE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    parts = parts._reinterpret(gl.float32, [S.row_tile_room, S.warps, S.rows * 16], WIDE)
-    sums = gl.sum(parts.load(LAYOUT), axis=1)
-    rows, m = _outputs(first, count, N, S)
-    if S.ends:
-        sums *= _roots_of_outputs(roots[0], S)
-    SCALES: gl.constexpr = S.groups
-    KIND: gl.constexpr = S.scale_kind
-    HAS_FACTOR: gl.constexpr = S.has_factor
-    HAS_BIAS: gl.constexpr = S.has_bias
-    out = finish(sums, rows, scale, factor, bias, N, SCALES, KIND, HAS_FACTOR, HAS_BIAS)
-    out = out.to(y.dtype.element_ty)
-    GATE: gl.constexpr = S.gate
-    if GATE != "":
-        out, up = _pairs(out, S)
-        out = gated(out, up, GATE)
-        m, _ = _pairs(m + rows * 0, S)
-        rows, N = _pairs(rows, S)[0], N // 2
-    if S.begins:
-        whole, out = begun(out, added[0], times[0], S.norm.offset)
-        gl.store(total + m.to(gl.int64) * N + rows, whole, mask=(m < M) & (rows < N))
-        _write_squares(gl.where(rows < N, whole.to(gl.float32), 0.0), squares, first, count, M, N, S)
-    gl.store(y + m.to(gl.int64) * N + rows, out, mask=(m < M) & (rows < N))
-
-
-@gluon.jit
-def _write_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
-    """Add up the squares of the outputs of each row tile."""
-    sums = gl.sum(gl.reshape(outputs * outputs, (S.row_tile_room, S.rows, 16)), axis=2)
-    LAYOUT: gl.constexpr = sums.type.layout
-    tile = gl.expand_dims(gl.arange(0, S.row_tile_room, gl.SliceLayout(1, LAYOUT)), 1)
-    row = gl.expand_dims(gl.arange(0, S.rows, gl.SliceLayout(0, LAYOUT)), 0)
-    at = squares + row.to(gl.int64) * ((N + 15) // 16) + first + tile
-    gl.store(at, sums, mask=(row < M) & (tile < count))
-
-
-@gluon.jit
-def _roots_of_outputs(held, S: gl.constexpr):
-    """What rows of x of the outputs of a thread are multiplied with, [1, rows of x * 16]."""
-    OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
-    zeros = gl.reshape(
-        gl.full([S.row_tile_room, S.rows * 16], 0.0, gl.float32, OUT), (S.row_tile_room, S.rows, 16)
-    )
-    BOTH: gl.constexpr = zeros.type.layout
-    found = held.load(gl.SliceLayout(0, gl.SliceLayout(2, BOTH)))
-    found = gl.expand_dims(gl.expand_dims(found, 0), 2)
-    found, _ = gl.broadcast(found, zeros)
-    return gl.convert_layout(gl.reshape(found, (S.row_tile_room, S.rows * 16)), OUT, assert_trivial=True)
-
-
-@gluon.jit
-def _pairs(values, S: gl.constexpr):
-    """Those of row tiles that gate others, and of these."""
-    values = gl.reshape(values, (S.row_tile_room // 2, 2, S.rows * 16))
-    return gl.split(gl.permute(values, (0, 2, 1)))

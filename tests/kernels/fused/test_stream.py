@@ -34,6 +34,7 @@ RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
 needs_gluon = pytest.mark.skipif(RUN is None, reason="no Gluon here")
 KERNEL = "quantkit.kernels.fused.stream"
 HELD = "quantkit.kernels.fused.held"
+OUTPUTS = "quantkit.kernels.fused.outputs"
 VALUES = "quantkit.kernels.fused.row_values"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
 FORMATS = {name: scheme(name).format for name in CASES if name in PRESETS}
@@ -57,7 +58,7 @@ CHANGES: dict[str, tuple[str, str, str]] = {
     ),
     "rows have each other's scales": (VALUES, "gl.join(gl.join(low, high)", "gl.join(gl.join(high, low)"),
     "weights have them": (VALUES, "gl.join(gl.join(low, low)", "gl.join(gl.join(high, low)"),
-    "the last row tile is nobody's": (KERNEL, "gl.where(tile < count,", "gl.where(tile < count - 1,"),
+    "the last row tile is nobody's": (OUTPUTS, "gl.where(tile < count,", "gl.where(tile < count - 1,"),
     "copies of sums count": (KERNEL, "counts = gl.where(part == 0, 1.0, 0.0)", "counts = 1.0 + 0.0 * part"),
 }
 

@@ -53,10 +53,8 @@ def hold_constants(module: GraphModule, memory: Memory) -> None:
         module.register_buffer(name, found[node], persistent=False)
         with graph.inserting_before(node):
             constant = graph.get_attr(name)
-        constant.meta = {META: node.meta[META]}
         # Views of it that stay have that for their memory.
-        memory.enter(constant, of=memory.of(node))
-        node.replace_all_uses_with(constant, delete_user_cb=lambda user: user not in found)
+        memory.replace(node, constant, lambda user: user not in found)
     for node in reversed(known):
         graph.erase_node(node)
 

@@ -357,9 +357,7 @@ def _replace(
         if len(outputs) > 1:
             with graph.inserting_after(new):
                 new = graph.call_function(part, (call, number))
-        new.meta = dict(node.meta)
-        memory.enter(new, of=memory.of(node))
-        node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in operations)
+        memory.replace(node, new, lambda user: user not in operations)
     for node in reversed(operations):
         if not node.users:
             graph.erase_node(node)

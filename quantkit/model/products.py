@@ -37,10 +37,8 @@ def take_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -> bool:
     """Whether `gate` is of the halves of the columns of `product`, and what multiplies it wants no order."""
-    of: Any = product.args
-    x, _, _, _, *weight = of
-    rows, made = x.meta[META], product.meta[META]
-    columns, half = rows.shape[-1], made.shape[-1] // 2
+    made = product.meta[META]
+    half = made.shape[-1] // 2
     parts = [(one.meta[META], one.meta[OFFSET]) for one in gate.all_input_nodes]
     return (
         [*_used(memory, product)] == [gate] * 2
@@ -49,7 +47,7 @@ def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -
         and [offset for _, offset in parts] == [0, half]
         and all(one.shape == (*made.shape[:-1], half) and one.stride() == made.stride() for one, _ in parts)
         and not any(_order_of(memory, user, gate, device) for user in _used(memory, gate))
-        and gates(rows.numel() // columns, columns, rows.dtype, device, *weight)
+        and gates(*_asked(product, device))
     )
 
 
@@ -57,7 +55,7 @@ def _take_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
     """Replace a product and the gate of it by one call, at the place of the product."""
     with graph.inserting_after(product):
         call = graph.call_function(gated_linear, product.args, {"gate": gate.kwargs["kind"]})
-    _put(memory, call, gate)
+    memory.replace(gate, call)
     graph.erase_node(gate)
     _erase(graph, product)
 
@@ -87,16 +85,13 @@ def _can_begin(memory: Memory, operand: Node, norm: Node, other: Node, device: t
         or _source(memory, other) is product
     ):
         return False
-    of: Any = product.args
-    x, _, _, _, *weight = of
-    rows, added, made = x.meta[META], other.meta[META], product.meta[META]
+    added, made, read = other.meta[META], product.meta[META], memory.read(product)
     weights: Any = norm.args[2]
-    read = memory.read(product)
     return (
         all(one.meta[META].is_contiguous() for one in (operand, other, weights))
         and (added.numel(), added.shape[-1]) == (made.numel(), made.shape[-1])
         and not any(memory.written(one) & read for one in between(product, norm))
-        and does_norm("begin", rows.numel() // rows.shape[-1], rows.shape[-1], rows.dtype, device, *weight)
+        and does_norm("begin", *_asked(product, device))
     )
 
 
@@ -104,14 +99,11 @@ def _can_end(memory: Memory, product: Node, made: Node, device: torch.device) ->
     """Whether `product` is one of all rows of `made`, a norm, and can end that."""
     if not _multiplies(memory, product, made):
         return False
-    of: Any = product.args
-    x, _, _, _, *weight = of
-    given, rows = x.meta[META], made.meta[META]
-    columns = rows.shape[-1]
+    given, rows = _x(product), made.meta[META]
     return (
         given.is_contiguous()
-        and (given.numel(), given.shape[-1]) == (rows.numel(), columns)
-        and does_norm("end", rows.numel() // columns, columns, rows.dtype, device, *weight)
+        and (given.numel(), given.shape[-1]) == (rows.numel(), rows.shape[-1])
+        and does_norm("end", *_asked(product, device))
     )
 
 
@@ -135,20 +127,13 @@ def _split(
         with graph.inserting_after(after):
             given = (rows, squares, norm.kwargs["eps"], *of_after)
             end = graph.call_function(linear_of_begun, given, after.kwargs)
-        _put(memory, end, after)
+        memory.replace(after, end)
         graph.erase_node(after)
     for new, old in ((begun, made[-1]), *((total, one) for one in made[:-1])):
-        _put(memory, new, old)
+        memory.replace(old, new)
     for node in (*made, norm):
         graph.erase_node(node)
     _erase(graph, product)
-
-
-def _put(memory: Memory, new: Node, old: Node) -> None:
-    """Have `new` in place of `old`, in whose memory its result lies for all that read and write that."""
-    new.meta = dict(old.meta)
-    memory.enter(new, of=memory.of(old))
-    old.replace_all_uses_with(new)
 
 
 def _erase(graph: Graph, node: Node) -> None:
@@ -180,19 +165,16 @@ def _can_take(memory: Memory, norm: Node, made: Sequence[Node], product: Node, d
     """Whether `product` can compute the norm that it multiplies with, at its own place."""
     if not _multiplies(memory, product, made[-1]):
         return False
-    of: Any = product.args
-    x, _, _, _, *weight = of
-    rows, given = made[-1].meta[META], x.meta[META]
+    given, read = _x(product), memory.read(norm)
     operands = [one.meta[META] for one in norm.args if isinstance(one, Node)]
-    columns, read = rows.shape[-1], memory.read(norm)
     return (
-        given.shape == rows.shape
+        given.shape == made[-1].meta[META].shape
         and all(one.is_contiguous() for one in (given, *operands))
         # Nobody needs the sum before, and what that is of is there still.
         and not any(user < product for one in made[:-1] for user in one.users)
         and not any(memory.written(one) & read for one in between(norm, product))
-        and all(len(one.users) == 1 for one in _views(x, norm))
-        and does_norm("whole", rows.numel() // columns, columns, rows.dtype, device, *weight)
+        and all(len(one.users) == 1 for one in _views(cast(Node, product.args[0]), norm))
+        and does_norm("whole", *_asked(product, device))
     )
 
 
@@ -214,7 +196,7 @@ def _take_norm(graph: Graph, memory: Memory, norm: Node, made: Sequence[Node], p
     for number, node in ((1, product), *((0, one) for one in made[:-1])):
         with graph.inserting_after(new):
             new = graph.call_function(part, (call, number))
-        _put(memory, new, node)
+        memory.replace(node, new)
     for node in (product, *made[:-1], *_views(cast(Node, product.args[0]), norm), norm):
         graph.erase_node(node)
 
@@ -248,9 +230,7 @@ def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> s
     """The order that a product of rows of `made` wants their columns in; "" if it is another operation."""
     if node.target is not OPERATOR or not _multiplies(memory, node, made):
         return ""
-    of: Any = node.args
-    x, _, _, _, *weight = of
-    given, rows = x.meta[META], made.meta[META]
+    given, rows = _x(node), made.meta[META]
     columns = given.shape[-1]
     # A view of whole rows.
     if (
@@ -259,7 +239,21 @@ def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> s
         or any(step % columns for step in given.stride()[:-1])
     ):
         return ""
-    return order_of(given.numel() // columns, columns, given.dtype, device, *weight)
+    return order_of(*_asked(node, device))
+
+
+def _x(product: Node) -> torch.Tensor:
+    """What a product multiplies the rows of."""
+    x: torch.Tensor = cast(Node, product.args[0]).meta[META]
+    return x
+
+
+def _asked(product: Node, device: torch.device) -> tuple[Any, ...]:
+    """What `does_norm`, `gates` and `order_of` are asked of a product."""
+    of: Any = product.args
+    given = _x(product)
+    columns = given.shape[-1]
+    return given.numel() // columns, columns, given.dtype, device, *of[4:]
 
 
 def _multiplies(memory: Memory, node: Node, made: Node) -> bool:

@@ -1,7 +1,7 @@
 """Attention in traced steps: it rotates and keeps a token in passing, where the step can do without both."""
 
 import itertools
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -60,15 +60,20 @@ def _is_settled(memory: Memory, before: Node, attention: Node) -> bool:
     *_, keys, values, held, mask, _ = attention.args
     given = frozenset().union(*(memory.of(one) for one in (keys, values, held, mask) if one is not None))
     since = (before, *between(before, attention))
-    return not any(one in given or memory.written(one) & given for one in since)
+    return not any(memory.written(one) & given or _makes(memory, one) & given for one in since)
+
+
+def _makes(memory: Memory, node: Node) -> frozenset[Any]:
+    """The memory of what a node computes, rather than hands on."""
+    computes = node.op == "call_function" and (node.target is part or not memory.is_view(node))
+    return memory.of(node) if computes else frozenset()
 
 
 def _take(graph: Graph, memory: Memory, rotation: Node, attention: Node) -> None:
     """Replace both by one call, at the place of `attention`."""
     with graph.inserting_after(attention):
         call = graph.call_function(rotated_attention, (*rotation.args, *attention.args[3:]))
-    call.meta = dict(attention.meta)
     memory.enter(call, written=memory.written(rotation))
-    attention.replace_all_uses_with(call)
+    memory.replace(attention, call)
     for node in (attention, *rotation.users, rotation):
         graph.erase_node(node)

@@ -151,6 +151,16 @@ class Memory:
         self._of[node] = frozenset({node}) if of is None else of
         self._written[node] = written
 
+    def replace(self, old: Node, new: Node, takes: Callable[[Node], bool] = lambda user: True) -> None:
+        """Have `new` in place of `old` for those users of it that `takes` names.
+
+        The result of `new` lies where that of `old` does, for all that read and write that.
+        """
+        new.meta = dict(old.meta)
+        self._of[new] = self._of[old]
+        self._written.setdefault(new, frozenset())
+        old.replace_all_uses_with(new, delete_user_cb=takes)
+
     def of(self, node: Any) -> frozenset[Any]:
         """The memory of a result."""
         return self._of[node]

@@ -201,6 +201,14 @@ SECOND: dict[str, tuple[Second, bool]] = {
     "a new cache": (lambda mask, held, first, own: (own[0] * 1, own[1] * 1, held, mask), False),
     "another mask": (lambda mask, held, first, own: (*own, held, mask & True), False),
     "a changed mask": (lambda mask, held, first, own: (*own, held, mask.logical_not_()), False),
+    "a mask that a launch makes": (
+        lambda mask, held, first, own: (
+            *own,
+            held,
+            glue.slow_silu_gate(mask.to(own[0].dtype), (~mask).to(own[0].dtype)),
+        ),
+        False,
+    ),
     "another number": (lambda mask, held, first, own: (*own, held + 1, mask), False),
 }
 

@@ -208,12 +208,6 @@ def begun(out, other, weight, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def root(squares, K: tl.constexpr, EPS: tl.constexpr):
-    """1 / sqrt(mean(x^2) + EPS) of rows of x [.., K], from sums of their squares [.., any number]."""
-    return tl.rsqrt(tl.sum(squares, 1) / K + EPS)
-
-
-@triton.jit
 def finish(
     sums, rows, scale, factor, bias, N, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,

@@ -69,11 +69,12 @@ def write(
         out = gated(out, up, GATE)
         m, _ = _pairs(m + rows * 0, S)
         rows, N = _pairs(rows, S)[0], N // 2
+    at, inside = m.to(gl.int64) * N + rows, (m < M) & (rows < N)
     if S.begins:
         whole, out = begun(out, added[0], times[0], S.norm.offset)
-        gl.store(total + m.to(gl.int64) * N + rows, whole, mask=(m < M) & (rows < N))
+        gl.store(total + at, whole, mask=inside)
         _write_squares(gl.where(rows < N, whole.to(gl.float32), 0.0), squares, first, count, M, N, S)
-    gl.store(y + m.to(gl.int64) * N + rows, out, mask=(m < M) & (rows < N))
+    gl.store(y + at, out, mask=inside)
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.fused.blocks import decode, root
+from quantkit.kernels.fused.blocks import decode
 
 
 @gluon.jit
@@ -55,10 +55,10 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 
 @gluon.jit
 def hold_roots(squares, K: gl.constexpr, EPS: gl.constexpr):
-    """`root` of rows of x with such `squares`, in shared memory."""
+    """1 / sqrt(mean(x^2) + EPS) of rows of x [BM, K] with such sums of `squares`, in shared memory."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     held = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
-    held.store(root(squares, K, EPS))
+    held.store(gl.rsqrt(gl.sum(squares, 1) / K + EPS))
     return held
 
 

@@ -384,7 +384,7 @@ def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> No
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_parts_are_added_up_without_shared_memory_to_wait_for(compiled: Compiled, capability: int) -> None:
+def test_parts_are_added_up_in_few_registers(compiled: Compiled, capability: int) -> None:
     (found,) = compiled([("narrow begin 8 8 2", "int4", capability, 16)]).values()
     assert found["spills"] == 0 and found["shared"] <= 1024 and found["registers"] <= 64, found
 

@@ -45,6 +45,8 @@ MOST_NORMED = 32
 MOST_GATED = 2
 #: The most rows of x with which it pays to end a norm (93 in docs/kernels-log.md).
 MOST_ENDED = 2
+#: A norm that is ended, as far as shared memory depends on it.
+_ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
 #: Registers of a thread for codes, of 128: with more, sums and addresses would be spilled.
 REGISTERS = 88
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
@@ -120,10 +122,6 @@ def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:
     if numbers > MOST_NORMED:
         return f"each thread would have {numbers} numbers of x, and has registers for {MOST_NORMED}"
     return None
-
-
-#: A norm that is ended, as far as shared memory depends on it.
-_ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
 
 
 def _why_no_end(problem: Problem, tile: StreamTile) -> str | None:

@@ -390,12 +390,14 @@ def inline_asm(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool,
         assert pack == 4
         return tensor(ptx.multiply(asm, *(one.handle.data for one in args)), dtype)
     kind = "bf16x2" if "bf16x2" in asm else "f16x2"
+    if "cvt.u32.u64" in asm:
+        return tensor(ptx.of_lanes(asm, number(args[0])).astype(np.uint32), dtype)
     if "%laneid" in asm:
         values = tl.load(args[0] + tl.arange(0, ptx.table_size(asm))).handle.data.astype(np.float64)
         return tensor(ptx.held(asm, values, kind).astype(np.uint32), dtype)
     if asm.startswith(".shared"):
         values = tl.load(args[0] + tl.arange(0, 16)).handle.data.astype(np.float64)
-        return tensor(ptx.fill(asm, values).astype(np.uint32), dtype)
+        return tensor(np.array(ptx.fill(asm, values)), dtype)
     # A table is what the 32 lanes of a warp hold; all else registers, of one number or of two.
     data = [one.handle.data for one in args]
     tables = [one.astype(np.uint64) for one in data if one.shape == (32,)]

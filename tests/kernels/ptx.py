@@ -10,8 +10,9 @@ import torch
 from .bfloat16 import wide
 
 WORD = np.uint64(0xFFFFFFFF)
-#: Words of the variables of shared memory that PTX has, by name.
-SHARED: dict[str, np.ndarray] = {}
+#: Words of the variable of shared memory that PTX has, if any, and their address.
+SHARED: list[np.ndarray] = []
+SHARED_AT = 1024
 #: What instructions of addresses compute.
 COUNTED: dict[str, Callable[..., np.ndarray]] = {
     "mov.u32": lambda a, b, c: a,
@@ -21,6 +22,8 @@ COUNTED: dict[str, Callable[..., np.ndarray]] = {
     "bfe.u32": lambda a, b, c: a >> b & (1 << c) - 1,
     "mad.wide.u32": lambda a, b, c: a * b + c,
     "mad.lo.u32": lambda a, b, c: a * b + c,
+    "cvt.u32.u64": lambda a, b, c: a,
+    "cvt.u64.u32": lambda a, b, c: a,
 }
 
 
@@ -55,7 +58,6 @@ def run(
     known = {f"${outputs + i}": value for i, value in enumerate(inputs)}
     if table is not None:
         known[f"${outputs + len(inputs)}"] = np.resize(np.repeat(table, 4), len(inputs[0]))
-    known.update(dict.fromkeys(SHARED, np.uint64(0)))
     zero = np.zeros_like(inputs[0])
 
     def value(token: str) -> np.ndarray | np.uint64:
@@ -68,8 +70,9 @@ def run(
             known[to] = table[known[operands[1]] & np.uint64(31)]
             continue
         if op == "ld.shared.b32":
-            (memory,) = SHARED.values()
-            known[to] = memory[known[operands[0].strip("[]")] // np.uint64(4)].astype(np.uint64)
+            (memory,) = SHARED
+            at = known[operands[0].strip("[]")] - np.uint64(SHARED_AT)
+            known[to] = memory[at // np.uint64(4)].astype(np.uint64)
             continue
         a, b, c, *_ = [*map(value, operands), zero, zero]
         if op in ("mov.b32", "mov.u32"):
@@ -84,8 +87,8 @@ def run(
             known[to] = a ^ b
         elif op == "sub.u32":
             known[to] = a - b & WORD
-        elif op == "add.u32":
-            known[to] = a + b & WORD
+        elif op == "mad.lo.u32":
+            known[to] = a * b + c & WORD
         elif op == "lop3.b32":
             truth = int(operands[3], 0)
             bits = [(truth >> i & 1, i) for i in range(8)]
@@ -150,18 +153,28 @@ def held(table: str, values: np.ndarray, ptx: str) -> np.ndarray:
     return as_register([mine, mine], ptx)
 
 
-def fill(table: str, values: np.ndarray) -> np.ndarray:
-    """What lanes hold after PTX that writes a table to shared memory; `values` are those of its address."""
+def of_lanes(table: str, address: int) -> np.ndarray:
+    """What lanes hold after the PTX of a table in shared memory at an address."""
+    known = {"%laneid": np.arange(32), "$1": np.full(32, address)}
+    for op, to, *operands in instructions(table):
+        if not op.startswith("."):
+            a, b, c, *_ = [*(known[one] if one in known else int(one) for one in operands), 0, 0]
+            known[to] = COUNTED[op](a, b, c)
+    return known["$0"]
+
+
+def fill(table: str, values: np.ndarray) -> int:
+    """Writes a table to shared memory as PTX does, of the `values` that are at its operand: its address."""
     declared = re.match(r"\.shared \.align 128 \.b8 (\w+)\[(\d+)\];\n", table)
     assert declared is not None
     name, size = declared.groups()
-    SHARED.clear()
-    memory = SHARED[name] = np.full(int(size) // 4, WORD, dtype=np.uint64)
+    memory = np.full(int(size) // 4, WORD, dtype=np.uint64)
+    SHARED[:] = [memory]
     body = table[declared.end() :]
     turns = body.count("st.shared.v4.b32")
     threads = len(memory) // 4 // turns
-    known: dict[str, np.ndarray] = {"%tid.x": np.arange(threads), name: np.zeros(threads, int)}
-    known["$1"] = known[name]
+    nothing = np.zeros(threads, int)
+    known: dict[str, np.ndarray] = {"%tid.x": np.arange(threads), name: nothing + SHARED_AT, "$1": nothing}
 
     def value(token: str) -> np.ndarray:
         return known[token] if token in known else np.full(threads, int(token, 0))
@@ -174,16 +187,15 @@ def fill(table: str, values: np.ndarray) -> np.ndarray:
         if op == "st.shared.v4.b32":
             at, stored = re.fullmatch(r"\[(\w+)\], \{(.*)\}", rest).groups()  # type: ignore[union-attr]
             for i, word in enumerate(stored.split(", ")):
-                memory[known[at] // 4 + i] = known[word]
+                memory[(known[at] - SHARED_AT) // 4 + i] = known[word]
             continue
         to, *operands = (part.strip(" []") for part in rest.split(","))
-        a, b, c, *_ = [*map(value, operands), known[name], known[name]]
+        a, b, c, *_ = [*map(value, operands), nothing, nothing]
         if op == "ld.global.f32":
             known[to] = values[a // 4]
         elif op in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
             known[to] = as_register([b, a], op.split(".")[2]).astype(np.int64)
         else:
             known[to] = COUNTED[op](a, b, c)
-    lanes = known["$0"].reshape(-1, 32)
-    assert (lanes == lanes[0]).all()
-    return lanes[0]
+    (address,) = set(known["$0"].tolist())
+    return int(address)

@@ -21,6 +21,7 @@ from quantkit.kernels.fused.units import (
     decoded,
     let_next_start,
     unit_columns,
+    values_at,
     wait_for_kernel_before,
 )
 
@@ -30,9 +31,9 @@ def hopper(
     x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
-    CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr,
-    DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
+    CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr, FIELDS: gl.constexpr,
+    PLANES: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`x` describes [M, SPANS * span] in the order of the fragments, by `order_columns`, in blocks [BM, 128].
 
@@ -47,7 +48,7 @@ def hopper(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=ROWS // 64)
     given = (
-        held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
+        held, ready, free, codes, scale, zero, factor, values_at(lut, FILL), bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     )  # fmt: skip
     # What is written out again could not be put together: constants stay such in the call itself only.

@@ -22,6 +22,7 @@ from quantkit.kernels.fused.units import (
     load_squares,
     row_tile_of,
     unit_columns,
+    values_at,
     wait_for_kernel_before,
 )
 
@@ -32,14 +33,15 @@ def narrow(
     K: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
-    PLANES: gl.constexpr, DTYPE: gl.constexpr, ENDS: gl.constexpr, GATE: gl.constexpr,
+    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr,
+    FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, ENDS: gl.constexpr, GATE: gl.constexpr,
     W: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, CHUNK: gl.constexpr,
-    AHEAD: gl.constexpr, LOOP: gl.constexpr, PDL: gl.constexpr,
+    ROOM: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A program has ROW_TILES row tiles, up to one for each of its W warps, and UNITS units of columns.
 
-    x comes in chunks of CHUNK units, zeros beyond K. Codes are loaded AHEAD units before they are decoded.
+    x comes in chunks of CHUNK units, zeros beyond K, of which shared memory has ROOM. Codes are loaded AHEAD
+    units before they are decoded.
     With LOOP chunks after the first are one loop, which waits for all of x; without, there is code for each.
     Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16]. With GATE row tiles are pairs
     of what gates and what is gated. With ENDS, its eps, the norm that x was begun to become is ended.
@@ -82,18 +84,19 @@ def narrow(
     else:
         # No part loads what another has.
         end = gl.minimum(UNITS - 1, LAST_UNIT - begin)
-    given = (words_at, there, block_at, scale, zero, lut, begin, end)
+    given = (words_at, there, block_at, scale, zero, begin, end)
     units = ()
     for ahead in gl.static_range(AHEAD):
         units = units + (_codes(given, gl.minimum(ahead, end), TILES, C),)
     values = _values(given, 0, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, EVEN, W)
+    given = given + (values_at(lut, FILL),)
     if PDL:
         # Only x, and sums of its squares, are written by kernels before this one.
         wait_for_kernel_before()
     if ENDS is not None:
         of_norm = load_squares(squares, M, K, BM, W)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    chunks = gl.allocate_shared_memory(DTYPE, [CHUNKS, CHUNK * PIECES * 128 * BM], FLAT)
+    chunks = gl.allocate_shared_memory(DTYPE, [ROOM, CHUNK * PIECES * 128 * BM], FLAT)
     _copy(x, chunks, begin * UNIT, M, K, GROUP == 16, CHUNK * PIECES, BM, CHUNKS, W)
     if ENDS is not None:
         held_roots = hold_roots(of_norm, K, ENDS)
@@ -238,7 +241,7 @@ def _values(
     BLOCKS: gl.constexpr, V: gl.constexpr, HAS_ZERO: gl.constexpr, EVEN: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Words of scales and zero-points for the pieces of COUNT units; 0 for what there is none of."""
-    block_at, scale, zero, begin = given[2], given[3], given[4], given[6]
+    block_at, scale, zero, begin = given[2], given[3], given[4], given[5]
     s = ()
     z = ()
     for piece in gl.static_range(COUNT * PIECES):
@@ -316,7 +319,7 @@ def _multiply(
     like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
     ON_SUMS: gl.constexpr = GROUPS > 1 and not ON_WEIGHTS and V == 1
-    scale, zero, lut, end = given[3], given[4], given[5], given[7]
+    scale, zero, end, lut = given[3], given[4], given[6], given[7]
     s, z = values
     if not IS_LAST:
         following = gl.minimum(number + CHUNK, UNITS - CHUNK)

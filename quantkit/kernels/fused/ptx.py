@@ -8,6 +8,9 @@ that two codes can be, and each of these 32 times, so that no lane waits for ano
 
     word    7 6 5 4 3 2 1 0      address = 128 * byte + 4 * lane      values of codes 2 i and 2 i + 1
             lane 1  lane 0       of byte i = codes 2 i + 1, 2 i       in the halves of what is loaded
+
+A shuffle takes two cycles of the multiprocessor for 32 values, a load from shared memory one for 64. With 16
+copies, where there is room for no more, it takes two.
 """
 
 from collections.abc import Sequence
@@ -31,8 +34,8 @@ from quantkit.packing.formats import NumberFormat
 LANES: dict[str, tuple[Lane, str]] = {"bfloat16": (BFLOAT16, "bf16x2"), "float16": (FLOAT16, "f16x2")}
 #: Bits of a code whose values the lanes of a warp can hold.
 TABLE_BITS = 5
-#: Bits of a code whose values shared memory may have, and the bytes of it that they take.
-SHARED_BITS, SHARED_BYTES = 4, 256 * 32 * 4
+#: Bits of a code whose values shared memory may have, and how often it has them, at most.
+SHARED_BITS, COPIES = 4, 32
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,14 @@ class Expression:
     """Inline PTX: an output for each plane from the registers of all parts, with its operand constraints.
 
     Its last two operands are what `table` gives, where that is not None: PTX that fetches the value that a
-    lane of the warp holds, twice, from the address of float32 values.
+    lane of the warp holds, twice, from the address of float32 values. With `fill`, that address becomes the
+    one of a table in shared memory first, and `table` gives what the addresses of a lane begin with.
     """
 
     asm: str
     constraints: str
     table: str | None = None
+    fill: str | None = None
 
 
 class Writer:
@@ -77,14 +82,14 @@ class Writer:
     def constant(self, bits: int) -> str:
         return self.constants.setdefault(bits, f"c{len(self.constants)}")
 
-    def expression(self, table: str | None = None) -> Expression:
+    def expression(self, table: str | None = None, fill: str | None = None) -> Expression:
         names = (("s", self.shifted), ("c", self.constants), ("t", range(self.temporaries)))
         head = f".reg .b32 {', '.join(f'{name}<{len(used) + 1}>' for name, used in names)};"
         moves = [f"mov.b32 {name}, 0x{value:08X};" for value, name in self.constants.items()]
         body = "\n".join([head, *moves, *self.lines])
         outputs = ["=&r"] * self.outputs
         inputs = ["r"] * (registers(self.bits) + (0 if table is None else 2))
-        return Expression(f"{{{body}}}", ",".join([*outputs, *inputs]), table)
+        return Expression(f"{{{body}}}", ",".join([*outputs, *inputs]), table, fill)
 
 
 @lru_cache(maxsize=256)
@@ -173,53 +178,82 @@ def _table(number_format: NumberFormat, name: str) -> Expression:
     )
 
 
-@lru_cache(maxsize=256)
-def shared_table(number_format: NumberFormat, dtype: str, warps: int) -> Expression | None:
-    """The expression by a table in shared memory, for programs of so many warps; None if there is none.
+def shared_bytes(copies: int = COPIES) -> int:
+    """Bytes of shared memory that a table of pairs of values takes."""
+    return (1 << 2 * SHARED_BITS) * copies * 4
 
-    A register is of two planes of one lane, not of two lanes of one plane: the first is of planes 0 and 1 of
-    the lower lane, the second of those of the upper one, and so on. `table` writes all of it, waits until
-    all warps have, and gives what the address of a lane begins with. It is run once.
+
+@lru_cache(maxsize=256)
+def shared_table(
+    number_format: NumberFormat, dtype: str, warps: int, copies: int = COPIES, *, of_planes: bool = False
+) -> Expression | None:
+    """The expression by a table in shared memory, which so many warps fill; None if there is none.
+
+    It has 16 or 32 `copies` of each pair. A register `of_planes` is of two planes of one lane, as it is
+    loaded, not of two lanes of one plane: the first is of planes 0 and 1 of the lower lane, the second of
+    those of the upper one, and so on. `fill` writes all of the table, waits until all of these warps have,
+    and gives its address. It is run once.
     """
-    found = expression(number_format, dtype)
-    if found is None or found.table is None or number_format.bits != SHARED_BITS:
+    if not has_shared_table(number_format, dtype):
         return None
     writer = Writer(SHARED_BITS, planes(SHARED_BITS))
-    first, mine = writer.temporary(), f"${writer.outputs + registers(SHARED_BITS)}"
-    writer.lines.append(f"mov.u32 {first}, shared_table;")
-    for plane, byte in enumerate((0, 2, 1, 3)):
-        at = writer.temporary()
-        # The byte times 128.
-        writer.lines += [
-            f"lop3.b32 {at}, {writer.shift(0, 8 * byte - 7)}, 0x7F80, {mine}, 0xEA;",
-            f"add.u32 {at}, {at}, {first};",
-            f"ld.shared.b32 ${plane}, [{at}];",
-        ]
-    return writer.expression(_fill_table(LANES[dtype][1], warps))
+    word, mine = (f"${writer.outputs + i}" for i in range(2))
+    # Codes of planes 0 and 1, then of 2 and 3, each of the lower lane and of the upper one.
+    for first, pair in ((0, (0, 2)), (2, (1, 3))):
+        to = [f"${first}", f"${first + 1}"]
+        loaded = to if of_planes else [writer.temporary(), writer.temporary()]
+        for byte, one in zip(pair, loaded, strict=True):
+            codes, at = writer.temporary(), writer.temporary()
+            writer.lines += [
+                f"prmt.b32 {codes}, {word}, 0, 0x444{byte};",
+                f"mad.lo.u32 {at}, {codes}, {4 * copies}, {mine};",
+                f"ld.shared.b32 {one}, [{at}];",
+            ]
+        if not of_planes:
+            low, high = loaded
+            writer.lines += [f"prmt.b32 {to[0]}, {low}, {high}, 0x5410;"]
+            writer.lines += [f"prmt.b32 {to[1]}, {low}, {high}, 0x7632;"]
+    return writer.expression(_of_lane(copies), _fill_table(LANES[dtype][1], warps, copies))
 
 
-def _fill_table(name: str, warps: int) -> str:
+def has_shared_table(number_format: NumberFormat, dtype: str) -> bool:
+    """Whether shared memory may have the values of a format, for activations of `dtype`."""
+    found = expression(number_format, dtype)
+    return found is not None and found.table is not None and number_format.bits == SHARED_BITS
+
+
+def _of_lane(copies: int) -> str:
+    """PTX that gives where the table in shared memory at an address begins for a lane."""
+    return (
+        "{.reg .b32 lane, at;\nmov.u32 lane, %laneid;\n"
+        f"and.b32 lane, lane, {copies - 1};\ncvt.u32.u64 at, $1;\nmad.lo.u32 $0, lane, 4, at;}}"
+    )
+
+
+def _fill_table(name: str, warps: int, copies: int) -> str:
     """PTX that has each thread write its share of the table in shared memory, 16 bytes at a time."""
-    threads = 32 * warps
+    threads, size = 32 * warps, shared_bytes(copies)
+    # Of the number of 16 bytes, where that of their byte begins.
+    byte = (copies // 4).bit_length() - 1
     lines = ["mov.u32 thread, %tid.x;", "mov.u32 first, shared_table;"]
-    for turn in range(SHARED_BYTES // 16 // threads):
+    for turn in range(size // 16 // threads):
         lines += [
             f"add.u32 number, thread, {turn * threads};",
-            # Eight for each byte, of the codes of number // 8.
-            "bfe.u32 code, number, 3, 4;",
+            f"bfe.u32 code, number, {byte}, {SHARED_BITS};",
             "mad.wide.u32 at, code, 4, $1;",
             "ld.global.f32 low, [at];",
-            "bfe.u32 code, number, 7, 4;",
+            f"bfe.u32 code, number, {byte + SHARED_BITS}, {SHARED_BITS};",
             "mad.wide.u32 at, code, 4, $1;",
             "ld.global.f32 high, [at];",
             f"cvt.rn.{name}.f32 both, high, low;",
             "mad.lo.u32 to, number, 16, first;",
             "st.shared.v4.b32 [to], {both, both, both, both};",
         ]
-    lines += ["bar.sync 0;", "and.b32 $0, thread, 31;", "shl.b32 $0, $0, 2;"]
+    # Not of all warps of a program, some of which may wait for these to begin.
+    lines += [f"bar.sync 0, {threads};", "cvt.u64.u32 $0, first;"]
     body = "\n".join(lines)
     return (
-        f".shared .align 128 .b8 shared_table[{SHARED_BYTES}];\n"
+        f".shared .align 128 .b8 shared_table[{size}];\n"
         "{.reg .b32 thread, first, number, code, both, to;\n.reg .b64 at;\n.reg .f32 low, high;\n"
         f"{body}}}"
     )

@@ -23,6 +23,7 @@ from quantkit.kernels.fused.units import (
     let_next_start,
     load_squares,
     row_tile_of,
+    values_at,
     wait_for_kernel_before,
 )
 
@@ -54,6 +55,7 @@ def stream(
     (`quantkit.kernels.problem.Normed`); `norm` are its weights.
     """
     AHEAD: gl.constexpr = S.ahead
+    FILL: gl.constexpr = S.fill
     if S.overlap:
         let_next_start()
     program = gl.program_id(0)
@@ -66,7 +68,7 @@ def stream(
     table = lut
     if S.table is not None:
         # No tensor in truth: each lane of a warp has its own.
-        table = gl.inline_asm_elementwise(S.table, "=r,l", [lut], gl.int32, not S.shared_table, 1)
+        table = gl.inline_asm_elementwise(S.table, "=r,l", [values_at(lut, FILL)], gl.int32, True, 1)
     of_norm = norm_weights(norm, S)
     times = ()
     if S.begins:

@@ -62,6 +62,14 @@ def hold_roots(squares, K: gl.constexpr, EPS: gl.constexpr):
     return held
 
 
+@gluon.jit
+def values_at(lut, FILL: gl.constexpr):
+    """The address that the `TABLE` of an expression takes: that of values, or of a table filled with them."""
+    if FILL is not None:
+        lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)
+    return lut
+
+
 @gluon.constexpr_function
 def codes_of(W: int, C: int) -> gl.DistributedLinearLayout:
     """Codes [W row tiles, C spans, 128 pairs]: a warp has a row tile, a thread 16 bytes of each span."""

@@ -33,11 +33,12 @@ from quantkit.kernels.fused.launch.hopper import (
     SCRATCH,
     HopperTile,
     constants_of,
+    copies,
     hopper_tile,
     residence,
     stages,
 )
-from quantkit.kernels.fused.launch.operands import RASTER, constants
+from quantkit.kernels.fused.launch.operands import RASTER, constants, table_bytes
 from quantkit.kernels.fused.launch.skinny import rows_of_x, skinny_tile, unrolled
 from quantkit.kernels.fused.launch.tiled import HOLD, half_unit, shared_memory, tiled_tile
 from quantkit.kernels.fused.layout import ROWS, geometry, order_constants
@@ -219,9 +220,9 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     shape = geometry(N, K, row, dtype)
     numbers = map(int, case.kernel.split()[1:])
     tile = HopperTile(*numbers) if case.kernel != "hopper" else hopper_tile(shape, case.m)
-    known = constants_of(N, K, row, dtype)
+    known = constants_of(N, K, row, dtype, tile)
     known = {name: value for name, value in known.items() if name in hopper.arg_names}
-    blocks = stages(tile)
+    blocks = stages(tile, table_bytes(row, dtype, copies(tile)))
     known |= {"HAS_BIAS": True, "ROWS": tile.rows, "BM": tile.m, "AHEAD": tile.ahead, "STAGES": blocks}
     known |= {"REGISTERS": residence(tile).multiplying, "RASTER": RASTER, "PDL": True}
     types = {
@@ -282,7 +283,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     code = language(launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned)
     others = {name: value for name, value in options.items() if name not in names}
     roots = 0 if ends is None else 4 * narrow.rows_of_x(case.m)
-    bound = narrow.shared_memory(tile, shape, case.m) + roots
+    bound = narrow.room(tile, shape, case.m, table_bytes(row, dtype))[1] + roots
     found = Source(launch._kernel, known, options["num_warps"], 1, bound)
     return triton.compile(code, target=target, options=others), found
 

@@ -74,6 +74,8 @@ STREAMED_FLOATS = {
 }
 #: Of presets that are decoded alike one each.
 KINDS = {"int8", "int7", "int4", "int3", "binary", "fp6", "book4", "mxfp4", "nvfp4"}
+#: Fewer, where one compilation takes seconds.
+SOME_KINDS = {"int7", "int4", "nf4", "mxfp4"}
 #: Presets whose values are fetched from lanes of the warp, and without PTX from memory.
 TABLES = {"book4", "nf4"}
 #: The compute capability by which the scripts call AMD's MI300.
@@ -151,7 +153,9 @@ def test_every_preset_has_a_ceiling() -> None:
     assert sorted(INSTRUCTIONS) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=slow_unless(name in KINDS or name == "nf4")) for name in NAMES]
+)
 def test_on_hopper_kernels_are_what_makes_them_fast(compiled: Compiled, name: str) -> None:
     """In both nothing spills. Few rows: few instructions. Tiles: weights are decoded into operand A."""
     skinny, tiled = ("skinny", name, 90, 1), ("tiled", name, 90, 64)
@@ -223,7 +227,7 @@ def test_kernels_without_ptx_compute_values_in_the_memory_there_is(compiled: Com
 
 def test_with_experts_kernels_are_as_fast_as_with_one_weight(compiled: Compiled) -> None:
     """They read the same bytes in the same way; a tenth of an instruction per weight finds them."""
-    names = ("int4", "int3", "fp6", "nvfp4")
+    names = ("int4", "nvfp4")
     cases: list[Case] = [("skinny experts", name, 90, 1) for name in names]
     cases += [("tiled experts", name, 90, m) for name in names for m in (32, 128)]
     for case, found in compiled(cases).items():
@@ -306,17 +310,37 @@ def test_attention_of_each_plan_fits_memory_and_registers(compiled: Compiled, pl
     )
 
 
-@pytest.mark.parametrize("name", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+#: Of attention: a plan and programs, words of `build_attention`, and a GPU.
+ROTATING = [
+    (plan, kind, gpu)
+    for plan in ("0 12", "1 4", "2 1")
+    for kind in ("bool new", "bool once new settled", "float new settled", "once")
+    for gpu in (80, 89, 90, AMD)
+]
+#: Of each pair of a plan and a kind one, of each pair of a kind and a GPU one but for one GPU.
+SOME_ROTATING = {ROTATING[4 * pair + (pair + pair // 4) % 4] for pair in range(12)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "gpu"),
+    [pytest.param(*one, marks=slow_unless(one in SOME_ROTATING)) for one in ROTATING],
+)
+def test_attention_that_rotates_stays_in_registers(
+    compiled: Compiled, plan: str, kind: str, gpu: int
+) -> None:
+    assert_rotation_stays(compiled([(f"attend {plan} {kind}", "bfloat16", gpu, 128)]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["0 12", "1 4", "2 1"])
-def test_attention_that_rotates_stays_in_registers(compiled: Compiled, plan: str, name: str) -> None:
-    """Of the plans that it does so for; in float16 the test has sixteen heads, for which it does not."""
-    kinds = ["bool new", "bool once new settled", "float new settled", "once"]
-    if name == "float16":
-        kinds = ["bool once", "float once"]
-    cases: list[Case] = [
-        (f"attend {plan} {kind}", name, gpu, 128) for kind in kinds for gpu in (80, 89, 90, AMD)
-    ]
-    found = compiled(cases)
+def test_attention_of_sixteen_heads_stays_in_registers(compiled: Compiled, plan: str) -> None:
+    """In float16, for which it does not rotate."""
+    kinds, gpus = ("bool once", "float once"), (80, 89, 90, AMD)
+    cases: list[Case] = [(f"attend {plan} {kind}", "float16", gpu, 128) for kind in kinds for gpu in gpus]
+    assert_rotation_stays(compiled(cases))
+
+
+def assert_rotation_stays(found: dict[Case, dict[str, Any]]) -> None:
     assert_attention_fits(found)
     for (kernel, _, gpu, _), about in found.items():
         # Those of largest scores and of sums: no operand is laid out anew.
@@ -327,7 +351,7 @@ def test_attention_that_rotates_stays_in_registers(compiled: Compiled, plan: str
 @pytest.mark.parametrize(
     ("name", "m"),
     [
-        *(pytest.param(name, 4096, marks=slow_unless(name in KINDS)) for name in NAMES),
+        *(pytest.param(name, 4096, marks=slow_unless(name in SOME_KINDS)) for name in NAMES),
         *(
             pytest.param(name, 768, marks=slow_unless(name == "int4"))
             for name in ("int8", "int4", "fp6", "nf4")
@@ -346,6 +370,8 @@ def test_hopper_leaves_products_in_flight(compiled: Compiled, name: str, m: int)
     assert found["wgmma"] == found["wgmma_registers"] == groups * 2 * blocks * 8, found
     # One to begin with each block of x, and one for the end of all.
     assert found["waits"] == groups * 2 * (blocks + 1), found
+    # Values come from shared memory; the one shuffle is Triton's, to know which group a warp is in.
+    assert found["shuffles"] <= 1, found
 
 
 @pytest.mark.parametrize(
@@ -375,9 +401,11 @@ def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> No
     for case, found in compiled([*cases, gated]).items():
         name = case[1]
         assert found["products"] > 0 and found["spills"] == 0, (case, found)
-        # Operand A is decoded, and operand B loaded, where products want them.
-        assert found["stores"] == 0 or "end" in case[0], (case, found)
-        assert found["shuffles"] == 0 or name in TABLES or "end" in case[0], (case, found)
+        # Operand A is decoded, and operand B loaded, where products want them; but for the 2048 times 16
+        # bytes of a table of values.
+        table = 8 if name in TABLES else 0
+        assert found["stores"] == table or "end" in case[0], (case, found)
+        assert found["shuffles"] == 0 or "end" in case[0], (case, found)
         assert found["registers"] <= 128 and found["shared"] == found["bound"], (case, found)
         # x is copied 16 bytes at a time; in groups of 16 a lane has twice 8 bytes of a run.
         assert found["wide_copies"] == (0.0 if name == "nvfp4" else 1.0), (case, found)
@@ -403,8 +431,9 @@ def test_streamed_codes_stay_in_registers(compiled: Compiled, name: str, integer
     ahead = {"int8": 2, "int7": 1, "int6": 2, "nf4": 2, "book4": 2}.get(name, 4)
     (found,) = compiled([(f"stream 8 2 1 {ahead} {integers}", name, 90, 1)]).values()
     assert found["products"] > 0 and found["loops"] == 1, found
-    assert found["spills"] == 0 and found["registers"] <= 128, found
-    assert found["shared"] == found["bound"], found
+    # Of nf4 an address is put away before the loop, and fetched after it.
+    assert found["spills"] <= 2 * (name == "nf4") and found["spills_in_loops"] == 0, found
+    assert found["registers"] <= 128 and found["shared"] == found["bound"], found
     # Floats of x are copied 16 bytes at a time; in groups of 16 a lane has twice 8 bytes of a run. What the
     # values of a table are multiplied with goes through registers.
     through = integers or name in TABLES
@@ -466,7 +495,8 @@ def test_streams_compile_for_every_nvidia_gpu(compiled: Compiled, capability: in
         assert found["shared"] == found["bound"] and found["registers"] <= 128, (case, found)
 
 
-def test_glue_compiles_for_every_target(compiled: Compiled) -> None:
+@pytest.mark.parametrize("targets", [(80, 90, AMD), pytest.param((89, 100), marks=pytest.mark.slow)], ids=str)
+def test_glue_compiles_for_every_target(compiled: Compiled, targets: tuple[int, ...]) -> None:
     sizes = {"embed": 1, "norm": 4096, "norm in order": 4096, "gate": 1, "gate in order": 1}
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
     sizes |= {"order_columns": 4096, "largest of parts": 1, "largest of rows": 1}
@@ -475,7 +505,6 @@ def test_glue_compiles_for_every_target(compiled: Compiled) -> None:
     wide |= {"rotate": 6, "order_columns": 1}
     # Of 16 numbers of a thread.
     wide["largest of parts"] = 2
-    targets = (80, 89, 90, 100, AMD)
     cases: list[Case] = [("glue", name, capability, m) for name, m in sizes.items() for capability in targets]
     for (_, name, capability, _), found in compiled(cases).items():
         # The rest of large angles is computed in an array of its own.

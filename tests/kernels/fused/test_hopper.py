@@ -83,7 +83,11 @@ def multiply(
     return error(y, op.x, packed, op.bias)
 
 
-@pytest.mark.parametrize(("name", "tile"), [*CASES, ("int4", HopperTile(128, 192, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [*CASES, ("int4", HopperTile(64, 192, 2)), ("nf4", HopperTile(64)), ("book4", HopperTile(256))],
+    ids=str,
+)
 @pytest.mark.parametrize("seed", range(ORDERS // 2))
 def test_warps_may_run_in_any_order(
     make_packed: Callable[..., PackedTensor], seed: int, name: str, tile: HopperTile

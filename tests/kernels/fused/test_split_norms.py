@@ -11,10 +11,11 @@ import torch
 from quantkit.kernels import glue, linear, prepared
 from quantkit.kernels.fused.integers import as_bytes
 from quantkit.kernels.fused.launch import narrow, stream
+from quantkit.kernels.fused.launch.gpu import USUAL_SHARED
 from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.launch.operands import Operands
-from quantkit.kernels.fused.launch.streamed import USUAL_MEMORY, Norm, StreamTile, streamed
-from quantkit.kernels.fused.ptx import SHARED_BYTES
+from quantkit.kernels.fused.launch.streamed import Norm, StreamTile, streamed
+from quantkit.kernels.fused.ptx import shared_bytes
 from quantkit.kernels.problem import Normed, Problem
 from quantkit.kernels.table import Chosen, row_named
 from quantkit.packing.schemes import scheme
@@ -191,6 +192,6 @@ def test_only_bfloat16_has_room_for_what_has_no_root_yet(
 def test_roots_count_where_a_table_needs_room_that_is_asked_for() -> None:
     """x, sums and the table of nf4 take all that a program has unasked."""
     of = (1, 65536, 4096, scheme("nf4").for_columns(4096), torch.bfloat16, False, StreamTile(8, 2), True, 132)
-    assert streamed(*of).shared_memory == USUAL_MEMORY
+    assert streamed(*of).shared_memory == USUAL_SHARED
     ended = streamed(*of, Norm("end", False, EPS, True, 0.0))
-    assert ended.counted_memory > USUAL_MEMORY and ended.shared_memory >= USUAL_MEMORY + SHARED_BYTES
+    assert ended.counted_memory > USUAL_SHARED and ended.shared_memory >= USUAL_SHARED + shared_bytes()

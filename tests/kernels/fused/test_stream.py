@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -208,22 +209,28 @@ def test_expressions_make_bytes_of_every_code_in_every_place(name: str, apart: i
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("warps", [4, 16])
-def test_shared_tables_have_the_values_of_every_byte_in_every_place(dtype: str, warps: int) -> None:
-    made = shared_table(FORMATS["nf4"], dtype, warps)
-    assert made is not None and made.table is not None
+@pytest.mark.parametrize(("warps", "copies"), [(4, 16), (4, 32), (16, 32)])
+@pytest.mark.parametrize("of_planes", [True, False])
+def test_shared_tables_have_the_values_of_every_byte_in_every_place(
+    dtype: str, warps: int, copies: int, of_planes: bool
+) -> None:
+    made = shared_table(FORMATS["nf4"], dtype, warps, copies, of_planes=of_planes)
+    assert made is not None and made.table is not None and made.fill is not None
     kind = "bf16x2" if dtype == "bfloat16" else "f16x2"
     values = np.array(FORMATS["nf4"].values)
-    lanes = ptx.fill(made.table, values)
+    lanes = ptx.of_lanes(made.table, ptx.fill(made.fill, values))
+    # In one bank each, and in two lanes' at most.
+    assert set(Counter(lanes // 4 % 32).values()) == {32 // copies}
     rounded = ptx.as_register([values, values], kind) & np.uint64(0xFFFF)
     at = np.arange(256 * 4 * 4)
     # Each byte in each of four places, for registers of four in a lane.
     words = (at // 16).astype(np.uint64) << np.uint64(8) * (at // 4 % 4).astype(np.uint64)
     found = ptx.run(made.asm, [words], 4, kind, lanes.astype(np.uint64))
-    for byte, register in zip((0, 2, 1, 3), found, strict=True):
-        codes = words >> np.uint64(8 * byte) & np.uint64(255)
-        expected = rounded[codes & np.uint64(15)] | rounded[codes >> np.uint64(4)] << np.uint64(16)
-        assert np.array_equal(register, expected)
+    codes = [words >> np.uint64(4 * place) & np.uint64(15) for place in range(8)]
+    # Places of codes: those of planes 0 to 3 of the lower lane, then of the upper one.
+    pairs = [(0, 1), (4, 5), (2, 3), (6, 7)] if of_planes else [(plane, plane + 4) for plane in range(4)]
+    for (low, high), register in zip(pairs, found, strict=True):
+        assert np.array_equal(register, rounded[codes[low]] | rounded[codes[high]] << np.uint64(16))
 
 
 def test_shared_tables_are_for_values_of_four_bits_that_are_looked_up() -> None:

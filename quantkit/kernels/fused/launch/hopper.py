@@ -22,13 +22,18 @@ from quantkit.kernels.fused.launch.operands import (
     empty,
     outputs,
     shape_of,
+    table_bytes,
     unknown_value,
+    with_shared_table,
 )
 from quantkit.kernels.fused.layout import Geometry, geometry
+from quantkit.kernels.fused.ptx import COPIES
 from quantkit.kernels.launcher import Launch, overlap
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
+#: Warps that a program begins with, and of a group.
+WARPS = 4
 #: Bytes of shared memory for all but blocks of x: barriers, and outputs on their way to other threads.
 SCRATCH = 8 << 10
 #: Columns of a block of x.
@@ -104,10 +109,19 @@ def residence(tile: HopperTile) -> Residence:
     return Residence(1, None, 240 if tile.rows == 128 else 160)
 
 
-def stages(tile: HopperTile) -> int:
-    """Blocks of x in shared memory: as many as there is room for, up to what memory takes to answer."""
+def stages(tile: HopperTile, table: int = 0) -> int:
+    """Blocks of x in shared memory: as many as there is room for beside a table of so many bytes, up to what
+    memory takes to answer.
+    """
     mine = (HOPPER_SHARED + RESERVED) // residence(tile).programs - RESERVED
-    return min(STAGES, (mine - SCRATCH) // (2 * tile.m * COLUMNS))
+    return min(STAGES, (mine - table - SCRATCH) // (2 * tile.m * COLUMNS))
+
+
+def copies(tile: HopperTile) -> int:
+    """Of a table of values in shared memory: as many as leave room for a third block of x, and none for two
+    programs, whose threads lack the registers.
+    """
+    return 0 if tile.m <= TWO_PROGRAMS else 16 if tile.m == 256 else COPIES
 
 
 def step_columns(shape: Geometry) -> int:
@@ -170,8 +184,8 @@ def _in_registers(shape: Geometry) -> list[tuple[int, int]]:
 def _why_not(problem: Problem, tile: HopperTile) -> str | None:
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if tile.rows != 128 and tile.m != 128:
-        return f"{tile.rows} rows of the weight are for 128 rows of x, not for {tile.m}"
+    if tile.rows != 128 and tile.m not in (64, 128):
+        return f"{tile.rows} rows of the weight are for 64 or 128 rows of x, not for {tile.m}"
     span = shape_of(problem).span
     if tile.m == 32 and span > COLUMNS:
         return f"with {tile.m} rows of x two programs have no registers for {span} columns"
@@ -250,7 +264,7 @@ def _launches(
     from quantkit.kernels.fused.hopper import hopper as kernel
 
     shape = geometry(n, k, scheme, dtype)
-    known = constants_of(n, k, scheme, dtype)
+    known = constants_of(n, k, scheme, dtype, tile)
     columns = shape.spans * shape.span
     tiles, steps = -(-n // tile.rows) * -(-m // tile.m), -(-columns // step_columns(shape))
     resident = residence(tile)
@@ -267,10 +281,10 @@ def _launches(
         ROWS=tile.rows,
         BM=tile.m,
         AHEAD=tile.ahead,
-        STAGES=stages(tile),
+        STAGES=stages(tile, table_bytes(scheme, dtype, copies(tile))),
         REGISTERS=resident.multiplying,
         RASTER=RASTER,
-        num_warps=4,
+        num_warps=WARPS,
         maxnreg=resident.launched,
         **overlap(features),
     )
@@ -287,9 +301,10 @@ def _launches(
     )
 
 
-def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> dict[str, Any]:
+def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: HopperTile) -> dict[str, Any]:
     """What `hopper` knows of a weight at compile time, the same for every K."""
-    shape, known = geometry(n, k, scheme, dtype), constants(n, k, scheme, dtype, True)
+    shape = geometry(n, k, scheme, dtype)
+    known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
     # The scale of a whole row takes its place in the only block there is.
     known |= {"GROUPS": 1, "PER_BLOCK": COLUMNS} if shape.groups == 1 else {"GROUPS": 2}
     return {name: value for name, value in known.items() if name not in ("SPANS", "BLOCKS")}

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.fused.launch.gpu import multiprocessors_of, processors, program_memory
+from quantkit.kernels.fused.launch.gpu import multiprocessors_of, processors, program_memory, unasked
 from quantkit.kernels.fused.launch.operands import (
     Operands,
     constants,
@@ -14,7 +14,9 @@ from quantkit.kernels.fused.launch.operands import (
     no_pairs,
     outputs,
     shape_of,
+    table_bytes,
     unknown_value,
+    with_shared_table,
 )
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.launcher import Launch, overlap
@@ -58,9 +60,14 @@ def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
     return -(-found // chunk) * chunk, chunk
 
 
-def shared_memory(tile: NarrowTile, shape: Geometry, m: int) -> int:
-    """Bytes of shared memory that a program has x in."""
-    return 2 * units(tile, shape)[0] * shape.unit * rows_of_x(m)
+def room(tile: NarrowTile, shape: Geometry, m: int, table: int = 0) -> tuple[int, int]:
+    """Chunks that a program has shared memory for, and their bytes: those of x, and what makes up for the
+    bytes of a table, which Triton does not count.
+    """
+    count, chunk = units(tile, shape)
+    size, mine = 2 * chunk * shape.unit * rows_of_x(m), count // chunk
+    chunks = mine + -(-unasked(mine * size, table) // size)
+    return chunks, chunks * size
 
 
 def row_tiles(tile: NarrowTile, shape: Geometry, multiprocessors: int, gated: bool = False) -> int:
@@ -105,9 +112,7 @@ def why_no_norm(problem: Problem, tile: NarrowTile, part: str) -> str | None:
         return "it copies x as it is"
     if part == "begin":
         return None if tile.parts > 1 else "it writes y as it is where no parts are added up"
-    roots = 4 * rows_of_x(problem.m)
-    needed = shared_memory(tile, shape_of(problem), problem.m) + roots
-    return _too_much(problem, tile, needed)
+    return _too_much(problem, tile, 4 * rows_of_x(problem.m))
 
 
 def why_no_tile(problem: Problem) -> str | None:
@@ -119,19 +124,22 @@ def _why_not(problem: Problem, tile: NarrowTile) -> str | None:
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if (reason := _too_much(problem, tile, shared_memory(tile, shape, problem.m))) is not None:
+    if (reason := _too_much(problem, tile)) is not None:
         return reason
     if tile.parts > shape.steps:
         return f"there are no {tile.parts} parts of {shape.steps} units of columns"
     return None
 
 
-def _too_much(problem: Problem, tile: NarrowTile, needed: int) -> str | None:
-    """Why a program cannot have so many bytes of shared memory."""
-    most = program_memory(problem) * tile.warps // RESIDENT_WARPS
+def _too_much(problem: Problem, tile: NarrowTile, roots: int = 0) -> str | None:
+    """Why a program cannot have x in shared memory, besides so many bytes of roots."""
+    table = table_bytes(problem.scheme, problem.dtype)
+    _, x = room(tile, shape_of(problem), problem.m, table)
+    needed, most = x + table + roots, program_memory(problem) * tile.warps // RESIDENT_WARPS
     if needed <= most:
         return None
-    return f"x takes {needed} bytes of shared memory in {tile.parts} parts, of {most} that there are"
+    what = "x and the values of codes take" if table else "x takes"
+    return f"{what} {needed} bytes of shared memory in {tile.parts} parts, of {most} that there are"
 
 
 def _loses(problem: Problem, tile: NarrowTile) -> str | None:
@@ -168,7 +176,7 @@ def _launches(
     from quantkit.kernels.fused.parts import add_parts
 
     shape = geometry(n, k, scheme, dtype)
-    known = constants(n, k, scheme, dtype, True)
+    known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
     count, chunk = units(tile, shape)
     mine, rows = row_tiles(tile, shape, multiprocessors, bool(gate)), rows_of_x(m)
     main = Launch(
@@ -183,6 +191,7 @@ def _launches(
         PARTS=tile.parts,
         UNITS=count,
         CHUNK=chunk,
+        ROOM=room(tile, shape, m, table_bytes(scheme, dtype))[0],
         AHEAD=tile.ahead,
         LOOP=count * shape.unit > UNROLLED,
         num_warps=tile.warps,

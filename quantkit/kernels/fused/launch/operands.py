@@ -9,7 +9,7 @@ import torch
 
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
-from quantkit.kernels.fused.ptx import expression
+from quantkit.kernels.fused.ptx import COPIES, expression, has_shared_table, shared_bytes, shared_table
 from quantkit.kernels.glue import NORMS
 from quantkit.kernels.problem import Normed, Problem
 from quantkit.packing.schemes import Scheme
@@ -137,6 +137,27 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "PLANES": shape.planes,
         "DTYPE": getattr(tl, name),
     }
+
+
+def with_shared_table(
+    known: dict[str, Any], scheme: Scheme, dtype: torch.dtype, warps: int, copies: int = COPIES
+) -> dict[str, Any]:
+    """`constants` for a kernel of which so many warps fill a table in shared memory, if values have one."""
+    found = shared_table(scheme.format, str(dtype).removeprefix("torch."), warps, copies) if copies else None
+    if found is None:
+        return known | {"FILL": None}
+    return known | {
+        "ASM": found.asm,
+        "CONSTRAINTS": found.constraints,
+        "TABLE": found.table,
+        "FILL": found.fill,
+    }
+
+
+def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int:
+    """Bytes of shared memory that the table of `with_shared_table` takes, which Triton does not count."""
+    found = has_shared_table(scheme.format, str(dtype).removeprefix("torch."))
+    return shared_bytes(copies) if found else 0
 
 
 def known_of(grouping: Grouping | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from quantkit.kernels.fused.launch.operands import (
     no_pairs,
     outputs,
     shape_of,
+    table_bytes,
     unknown_value,
 )
 from quantkit.kernels.fused.launch.streamed import (
@@ -26,7 +27,6 @@ from quantkit.kernels.fused.launch.streamed import (
     together,
 )
 from quantkit.kernels.fused.layout import geometry
-from quantkit.kernels.fused.ptx import shared_table
 from quantkit.kernels.glue import NORMS
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
 from quantkit.kernels.problem import Problem, Tiling
@@ -169,8 +169,7 @@ def _why_not(problem: Problem, tile: StreamTile) -> str | None:
 
 
 def _has_table(problem: Problem, tile: StreamTile) -> bool:
-    name = str(problem.dtype).removeprefix("torch.")
-    return shared_table(problem.scheme.format, name, tile.warps) is not None
+    return not tile.integers and table_bytes(problem.scheme, problem.dtype) > 0
 
 
 def _loses(problem: Problem, tile: StreamTile) -> str | None:

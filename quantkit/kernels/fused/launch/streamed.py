@@ -7,16 +7,15 @@ from typing import Any
 import torch
 
 from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes, planes_apart
+from quantkit.kernels.fused.launch.gpu import unasked
 from quantkit.kernels.fused.launch.operands import SCALE_KINDS
 from quantkit.kernels.fused.layout import Geometry, geometry
-from quantkit.kernels.fused.ptx import SHARED_BYTES, expression, shared_table
+from quantkit.kernels.fused.ptx import expression, shared_bytes, shared_table
 from quantkit.kernels.launcher import power_of_two
 from quantkit.packing.schemes import Scheme
 
 #: Columns of operand B of a product, and the most rows of x that it multiplies with.
 COLUMNS = 8
-#: Bytes of shared memory that a program may have without asking for more.
-USUAL_MEMORY = 48 << 10
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,7 @@ class Streamed:
     asm: str
     constraints: str
     table: str | None
-    #: Whether the expression is that of `shared_table`.
-    shared_table: bool
+    fill: str | None
     warps: int
     #: Rows of x, a power of two.
     rows: int
@@ -162,6 +160,11 @@ class Streamed:
     def ends(self) -> bool:
         """Whether the norm that x was begun to become is ended."""
         return self._does("end")
+
+    @property
+    def shared_table(self) -> bool:
+        """Whether the expression is that of `ptx.shared_table`."""
+        return self.fill is not None
 
     def _does(self, part: str) -> bool:
         return self.norm is not None and self.norm.part == part
@@ -261,12 +264,8 @@ class Streamed:
 
     @property
     def spare_rows(self) -> int:
-        """Rows without x, for Triton to ask for more than the `USUAL_MEMORY` that CUDA gives unasked: it does
-        not count the table.
-        """
-        if not self.shared_table or self._needed + SHARED_BYTES <= USUAL_MEMORY:
-            return 0
-        return max(0, -(-(USUAL_MEMORY + 1 - self._needed) // self._row_bytes))
+        """Rows without x that make up for what Triton does not count."""
+        return -(-unasked(self._needed, self.shared_table * shared_bytes()) // self._row_bytes)
 
     @property
     def _row_bytes(self) -> int:
@@ -287,7 +286,7 @@ class Streamed:
     @property
     def shared_memory(self) -> int:
         """Bytes of shared memory, the table among them."""
-        return self.counted_memory + self.shared_table * SHARED_BYTES
+        return self.counted_memory + self.shared_table * shared_bytes()
 
     @property
     def apart(self) -> int:
@@ -363,8 +362,8 @@ def streamed(
         way = as_bytes(scheme.format)
         assert way is not None
         worth, found = way.worth, byte_expression(scheme.format, planes_apart(shape.planes, shape.dot))
-    in_shared = None if tile.integers else shared_table(scheme.format, name, tile.warps)
-    found = in_shared or found
+    else:
+        found = shared_table(scheme.format, name, tile.warps, of_planes=True) or found
     assert found is not None
     constraints = found.constraints
     if found.table is not None:
@@ -394,7 +393,7 @@ def streamed(
         asm=found.asm,
         constraints=constraints,
         table=found.table,
-        shared_table=in_shared is not None,
+        fill=found.fill,
         warps=tile.warps,
         rows=power_of_two(m),
         row_tile_room=power_of_two(shared_out.row_tiles),

@@ -41,6 +41,8 @@ MOST_SCALES = 1 << 30
 SMALL_WEIGHT = 1 << 23
 #: And those of so many, or fewer, mostly have none from so many rows of x on.
 MIDDLE_WEIGHT, LONG_PROMPT = 1 << 25, 2048
+#: More columns than this are many, for kernels whose programs share x.
+MANY_COLUMNS = 8192
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -115,22 +117,33 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
     return supports
 
 
+_stream_supports = _shares_x(stream.MOST_ROWS, stream.why_no_tile)
+_narrow_supports = _shares_x(narrow.MOST_ROWS, narrow.why_no_tile)
+
+
 def _stream_pays(problem: Problem) -> str | None:
-    if problem.m <= 8:
-        return None
-    return (
-        "from M=9 on each program copies so much x that it is faster only on some weights that were measured"
-    )
+    if problem.m > 8:
+        return (
+            "from M=9 on each program copies so much x that it is faster only on some weights that were "
+            "measured"
+        )
+    if _narrow_supports(problem) is None and _narrow_pays(problem) is None:
+        return "of many columns a program of `fused-narrow` copies a part, and all of them here"
+    return None
 
 
 def _narrow_pays(problem: Problem) -> str | None:
-    if problem.m <= 8:
-        return (
-            "up to M=8 it is mostly no faster than `fused-skinny`, but for large weights that were measured"
-        )
-    if shape_of(problem).span > 128:
-        return "256 columns at a time leave it too few registers"
-    return None if problem.m <= 16 else "each warp would read all of x from shared memory from M=17 on"
+    few = has_few_rows(problem.n, processors(problem))
+    reasons = (
+        (shape_of(problem).span > 128, "256 columns at a time leave it too few registers"),
+        (problem.m <= 4, "up to M=4 no warps need the same x"),
+        (problem.m <= 8 and not (few and problem.k > MANY_COLUMNS), "up to M=8 it pays for many columns"),
+        (
+            problem.m > 16 and not (few and problem.k <= MANY_COLUMNS),
+            "each warp would read much of x from shared memory from M=17 on",
+        ),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
 
 
 def _hopper_supports(problem: Problem) -> str | None:
@@ -320,13 +333,26 @@ FUSED_ROWS = (
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
         devices=("cuda",),
-        supports=_shares_x(stream.MOST_ROWS, stream.why_no_tile),
+        supports=_stream_supports,
         pays=_stream_pays,
         layout=FRAGMENTS,
         launch=_launch(stream.run),
         tiling=stream.TILING,
         no_norm=stream.why_no_norm,
         no_gate=stream.why_no_gate,
+    ),
+    KernelRow(
+        name="fused-narrow",
+        summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for 8 to 32 "
+        "rows of x",
+        devices=("cuda",),
+        supports=_narrow_supports,
+        pays=_narrow_pays,
+        layout=FRAGMENTS,
+        launch=_launch(narrow.run),
+        tiling=narrow.TILING,
+        no_gate=narrow.why_no_gate,
+        no_norm=narrow.why_no_norm,
     ),
     KernelRow(
         name="fused-skinny",
@@ -337,19 +363,6 @@ FUSED_ROWS = (
         layout=FRAGMENTS,
         launch=_launch(skinny.run),
         tiling=skinny.TILING,
-    ),
-    KernelRow(
-        name="fused-narrow",
-        summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for 8 to 32 "
-        "rows of x",
-        devices=("cuda",),
-        supports=_shares_x(narrow.MOST_ROWS, narrow.why_no_tile),
-        pays=_narrow_pays,
-        layout=FRAGMENTS,
-        launch=_launch(narrow.run),
-        tiling=narrow.TILING,
-        no_gate=narrow.why_no_gate,
-        no_norm=narrow.why_no_norm,
     ),
     KernelRow(
         name="fused-hopper",

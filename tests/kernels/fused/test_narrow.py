@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from quantkit.kernels.fused.launch import narrow
-from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
+from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED, USUAL_SHARED
 from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.layout import geometry
+from quantkit.kernels.fused.ptx import shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.table import explain, row_named
 from quantkit.packing.schemes import scheme
@@ -172,5 +173,45 @@ def test_refusals_say_what_is_in_the_way() -> None:
     assert row.supports(problem()) is None
     assert "one of 8, 16, not 4" in str(narrow.TILING.why_not(problem(), NarrowTile(4)))
     assert "there are no 8 parts of 5 units" in str(narrow.TILING.why_not(problem(k=640), NarrowTile(8, 8)))
-    reasons = dict(explain(problem(m=24, n=5000, k=5120)))
-    assert "M=17" in str(reasons["fused-narrow"])
+    reason = str(narrow.TILING.why_not(problem(name="nf4"), NarrowTile(8)))
+    assert "x and the values of codes take 163840 bytes of shared memory in 1 parts" in reason
+    assert narrow.TILING.why_not(problem(name="nf4"), NarrowTile(16)) is None
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "reason"),
+    [
+        (4, 4096, 14336, "up to M=4"),
+        (8, 28672, 4096, "it pays for many columns"),
+        (8, 4096, 14336, None),
+        (16, 28672, 4096, None),
+        (17, 28672, 4096, "M=17"),
+        (32, 4096, 14336, "M=17"),
+        (32, 4096, 4096, None),
+    ],
+)
+def test_it_pays_where_warps_share_x_and_read_little_of_it(
+    m: int, n: int, k: int, reason: str | None
+) -> None:
+    # Without a table of this GPU.
+    asked = replace(problem(m, n, k), gpu=None)
+    reasons = dict(explain(asked))
+    found = reasons["fused-narrow"]
+    assert found is None if reason is None else reason in str(found)
+    assert (reasons["fused-stream"] is None) == (m <= 4 or (m, k) == (8, 4096)), reasons
+    found = dict(explain(replace(asked, scheme=scheme("int3"))))["fused-narrow"]
+    assert "256 columns at a time" in str(found)
+
+
+@pytest.mark.parametrize("name", ["nf4", "book4"])
+@pytest.mark.parametrize(("k", "chunks"), [(512, 1), (1024, 4), (2040, 4)])
+def test_a_table_of_values_has_room_that_is_asked_for(
+    make_packed: Callable[..., PackedTensor], poisoned: None, name: str, k: int, chunks: int
+) -> None:
+    """Triton asks for more than 48 KB where it counts more, and does not count the table."""
+    assert RUN is not None
+    table, shape = shared_bytes(), geometry(100, k, scheme(name), RUN[0])
+    found, counted = narrow.room(NarrowTile(8), shape, 16, table)
+    assert (found, counted) == (chunks, chunks * 512 * 16 * 2)
+    assert counted + table <= USUAL_SHARED or counted > USUAL_SHARED
+    assert multiply(make_packed, name, NarrowTile(8), k) < LIMIT[RUN[0]]

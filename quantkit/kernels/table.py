@@ -30,7 +30,8 @@ TIE = 1.05
 #: What took less than this part of the time for more rows of x is taken instead, as it takes no longer for
 #: fewer.
 SOONER = 0.9
-#: Up to so many rows of x only if it is the same kernel: that for few rows does less the fewer there are.
+#: Up to so many rows of x, if fewer than were measured, only where it is the same kernel: that for few rows
+#: does less the fewer there are.
 SAME_KERNEL_UP_TO = 16
 
 logger = logging.getLogger("quantkit.kernels")
@@ -204,17 +205,18 @@ def _soonest(table: TileTable, asked: Key, key: Key, problem: Problem, forced: s
 
     None where the row of `key` cannot run `problem`.
     """
+    own = table.entries[key]
 
     def is_able(one: Key) -> bool:
         entry = table.entries[one]
-        comparable = problem.m > SAME_KERNEL_UP_TO or entry.row == table.entries[key].row
+        comparable = problem.m > SAME_KERNEL_UP_TO or problem.m == key.m or entry.row == own.row
         return (entry.row == forced if forced else comparable) and _runs(entry, problem)
 
     able = [one for one in (key, *table.with_more_rows(key)) if is_able(one)]
     if not able or (not forced and key not in able):
         return None
     least = min(able, key=lambda one: table.entries[one].us)
-    if key in able and table.entries[least].us >= SOONER * table.entries[key].us:
+    if key in able and table.entries[least].us >= SOONER * own.us:
         least = key
     return Measured(asked, least, table.entries[least])
 

@@ -282,8 +282,8 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     language = GluonASTSource if begins is None else ASTSource
     code = language(launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    roots = 0 if ends is None else 4 * narrow.rows_of_x(case.m)
-    bound = narrow.room(tile, shape, case.m, table_bytes(row, dtype))[1] + roots
+    roots = 0 if ends is None else narrow.root_bytes(case.m)
+    bound = narrow.room(tile, shape, case.m, table_bytes(row, dtype), roots)[1] + roots
     found = Source(launch._kernel, known, options["num_warps"], 1, bound)
     return triton.compile(code, target=target, options=others), found
 

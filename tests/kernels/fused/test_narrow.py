@@ -214,4 +214,7 @@ def test_a_table_of_values_has_room_that_is_asked_for(
     found, counted = narrow.room(NarrowTile(8), shape, 16, table)
     assert (found, counted) == (chunks, chunks * 512 * 16 * 2)
     assert counted + table <= USUAL_SHARED or counted > USUAL_SHARED
+    roots = narrow.root_bytes(16)
+    with_roots = narrow.room(NarrowTile(8), shape, 16, table, roots)[1] + roots
+    assert with_roots + table <= USUAL_SHARED or with_roots > USUAL_SHARED
     assert multiply(make_packed, name, NarrowTile(8), k) < LIMIT[RUN[0]]

@@ -53,6 +53,11 @@ def rows_of_x(m: int) -> int:
     return next(size for size in (8, 16, MOST_ROWS) if size >= m)
 
 
+def root_bytes(m: int) -> int:
+    """Bytes of shared memory that roots of rows of x take, where a norm is ended."""
+    return 4 * rows_of_x(m)
+
+
 def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
     """Units of a part, and those of a chunk of x: of 512 columns, or 256 where that makes parts shorter."""
     found, unit = -(-shape.steps // tile.parts), shape.unit
@@ -60,13 +65,13 @@ def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
     return -(-found // chunk) * chunk, chunk
 
 
-def room(tile: NarrowTile, shape: Geometry, m: int, table: int = 0) -> tuple[int, int]:
-    """Chunks that a program has shared memory for, and their bytes: those of x, and what makes up for the
-    bytes of a table, which Triton does not count.
+def room(tile: NarrowTile, shape: Geometry, m: int, table: int = 0, roots: int = 0) -> tuple[int, int]:
+    """Chunks that a program has shared memory for, and their bytes, beside those of roots: those of x, and
+    what makes up for the bytes of a table, which Triton does not count.
     """
     count, chunk = units(tile, shape)
     size, mine = 2 * chunk * shape.unit * rows_of_x(m), count // chunk
-    chunks = mine + -(-unasked(mine * size, table) // size)
+    chunks = mine + -(-unasked(mine * size + roots, table) // size)
     return chunks, chunks * size
 
 
@@ -112,7 +117,7 @@ def why_no_norm(problem: Problem, tile: NarrowTile, part: str) -> str | None:
         return "it copies x as it is"
     if part == "begin":
         return None if tile.parts > 1 else "it writes y as it is where no parts are added up"
-    return _too_much(problem, tile, 4 * rows_of_x(problem.m))
+    return _too_much(problem, tile, root_bytes(problem.m))
 
 
 def why_no_tile(problem: Problem) -> str | None:
@@ -134,7 +139,7 @@ def _why_not(problem: Problem, tile: NarrowTile) -> str | None:
 def _too_much(problem: Problem, tile: NarrowTile, roots: int = 0) -> str | None:
     """Why a program cannot have x in shared memory, besides so many bytes of roots."""
     table = table_bytes(problem.scheme, problem.dtype)
-    _, x = room(tile, shape_of(problem), problem.m, table)
+    _, x = room(tile, shape_of(problem), problem.m, table, roots)
     needed, most = x + table + roots, program_memory(problem) * tile.warps // RESIDENT_WARPS
     if needed <= most:
         return None
@@ -191,7 +196,7 @@ def _launches(
         PARTS=tile.parts,
         UNITS=count,
         CHUNK=chunk,
-        ROOM=room(tile, shape, m, table_bytes(scheme, dtype))[0],
+        ROOM=room(tile, shape, m, table_bytes(scheme, dtype), 0 if ends is None else root_bytes(m))[0],
         AHEAD=tile.ahead,
         LOOP=count * shape.unit > UNROLLED,
         num_warps=tile.warps,

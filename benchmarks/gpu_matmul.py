@@ -42,7 +42,7 @@ SHAPES = "llama3-8b.o,llama3-8b.gate_up"
 MS = "1,2,4,8,16,32,64,128,256,1024,4096"
 PEER_NAMES = "tinygemm,gemlite"
 GROUPS = {"int2": 64}
-#: Replays that count; of ten, one figure in fifty was 10 to 25 % too high.
+#: Replays that count. Of ten, one figure in fifty was 10 to 25 % too high, most often the first of a weight.
 REPLAYS = 30
 #: Of the peers' weights; each group has a scale and a zero-point in bfloat16.
 PEER_GROUP = 128
@@ -95,12 +95,18 @@ def activations(m: int, k: int) -> torch.Tensor:
     return torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
 
 
+def time_of(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of one of `calls`. Some go before: the clock falls while weights are made."""
+    graph_time(calls)
+    return graph_time(calls, REPLAYS)
+
+
 def dense(n: int, k: int, m: int) -> float:
     weights = [
         torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(min(copies(2 * n * k), 4))
     ]
     x = activations(m, k)
-    return graph_time([lambda w=w: torch.nn.functional.linear(x, w) for w in weights], REPLAYS)
+    return time_of([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])
 
 
 def quantized(name: str, n: int, k: int) -> PackedTensor:
@@ -170,13 +176,10 @@ def time_formats(
             replace(packed, tensors=tuple(t.clone() for t in packed.tensors), kernel_cache={})
             for _ in range(copies(nbytes))
         ]
-        for turn, m in enumerate(dense_us):
+        for m in dense_us:
             used = weights if m < 1024 else weights[:3]
-            calls = products(activations(m, k), used, in_order)
-            if turn == 0:
-                # While weights were made the clock fell.
-                graph_time(calls)
-            yield Row(name, shape, m, graph_time(calls, REPLAYS), floors[nbytes], dense_us[m], nbytes)
+            us = time_of(products(activations(m, k), used, in_order))
+            yield Row(name, shape, m, us, floors[nbytes], dense_us[m], nbytes)
         del weights
         torch.cuda.empty_cache()
 
@@ -200,7 +203,7 @@ def time_peer(
         try:
             # Tunes itself here, if it does; it must not while a graph is captured.
             weights[0](x)
-            us = graph_time([partial(weight, x) for weight in used], REPLAYS)
+            us = time_of([partial(weight, x) for weight in used])
         except Exception as error:
             yield f"{name} failed for {shape} at M={m}: {_first_line(error)}"
         else:

@@ -170,7 +170,7 @@ def test_weights_without_tiles_are_named(run: Callable[..., Any]) -> None:
         (
             ("--shapes", "64x64", "--kernels", "fused-tiled,dequantize"),
             2,
-            "--kernels has dequantize; kernels with tiles are fused-stream, fused-narrow, fused-skinny, "
+            "--kernels has dequantize; kernels with tiles are fused-stream, fused-skinny, fused-narrow, "
             "fused-hopper, fused-tiled.",
         ),
         (("--shapes", "64x64", "--m", "0"), 2, "--m is '0'; it is numbers from 1 to 65536"),

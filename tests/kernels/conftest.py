@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.kernels.fused.launch import hopper, narrow, stream
+from quantkit.kernels.fused.launch import operands
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
 from quantkit.kernels.tiles.store import TILES_VARIABLE
 from quantkit.packing.schemes import GroupSize, ZeroPoint, scheme
@@ -27,7 +27,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: Modules in Gluon, those first that others import.
 GLUON = {
-    f"quantkit.kernels.fused.{name}": Path(hopper.__file__).parents[1] / f"{name}.py"
+    f"quantkit.kernels.fused.{name}": Path(operands.__file__).parents[1] / f"{name}.py"
     for name in ("units", "shares", "hopper", "narrow", "held", "outputs", "row_values", "stream")
 }
 _interpreted = cache(lambda: gluon.interpreted(GLUON))
@@ -49,8 +49,7 @@ def _interpreter(interpreter: bool, by_address: list[torch.Tensor], monkeypatch:
     memory.teach(monkeypatch, by_address)
     for name, module in _interpreted().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for launches in (hopper, narrow, stream):
-        monkeypatch.setattr(launches, "multiprocessors_of", lambda device: 3)
+    monkeypatch.setattr(operands, "multiprocessors_of", lambda device: 3)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch.columns import column_order
-from quantkit.kernels.fused.launch.gpu import has_few_rows, processors
+from quantkit.kernels.fused.launch.gpu import FEW_ROWS, H200_PROCESSORS, has_few_rows, processors
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, shape_of
 from quantkit.kernels.fused.launch.pairs import SKINNY_SEGMENT, segment_rows
 from quantkit.kernels.fused.layout import build, join, restore
@@ -41,8 +41,9 @@ MOST_SCALES = 1 << 30
 SMALL_WEIGHT = 1 << 23
 #: And those of so many, or fewer, mostly have none from so many rows of x on.
 MIDDLE_WEIGHT, LONG_PROMPT = 1 << 25, 2048
-#: More columns than this are many, for kernels whose programs share x.
-MANY_COLUMNS = 8192
+#: More columns than this are many for `fused-narrow`. Of the least rows of a weight, or fewer, it has too few
+#: row tiles, and for more than the most tiles are faster, on an H200; few rows are those of `has_few_rows`.
+MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -91,13 +92,6 @@ def _looked_up(problem: Problem) -> bool:
     return portable(problem.scheme.format)[0].looked_up
 
 
-def _skinny_pays(problem: Problem) -> str | None:
-    if "ptx" not in problem.features and _looked_up(problem):
-        return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
-    limit = 16 if has_few_rows(problem.n, processors(problem)) and problem.k <= skinny.LONG_ROWS else 8
-    return None if problem.m <= limit else f"tensor cores are busier in tiles from M={limit + 1} on"
-
-
 def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
     """What a row says whose programs have up to so many rows of x in shared memory."""
 
@@ -117,33 +111,43 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
     return supports
 
 
-_stream_supports = _shares_x(stream.MOST_ROWS, stream.why_no_tile)
+def _stream_pays(problem: Problem) -> str | None:
+    if problem.m <= 8:
+        return None
+    return (
+        "from M=9 on each program copies so much x that it is faster only on some weights that were measured"
+    )
+
+
 _narrow_supports = _shares_x(narrow.MOST_ROWS, narrow.why_no_tile)
 
 
-def _stream_pays(problem: Problem) -> str | None:
-    if problem.m > 8:
-        return (
-            "from M=9 on each program copies so much x that it is faster only on some weights that were "
-            "measured"
-        )
-    if _narrow_supports(problem) is None and _narrow_pays(problem) is None:
-        return "of many columns a program of `fused-narrow` copies a part, and all of them here"
-    return None
-
-
 def _narrow_pays(problem: Problem) -> str | None:
-    few = has_few_rows(problem.n, processors(problem))
+    rows = problem.n * H200_PROCESSORS // processors(problem)
+    small = LEAST_ROWS < rows <= FEW_ROWS and problem.k <= MANY_COLUMNS
     reasons = (
-        (shape_of(problem).span > 128, "256 columns at a time leave it too few registers"),
-        (problem.m <= 4, "up to M=4 no warps need the same x"),
-        (problem.m <= 8 and not (few and problem.k > MANY_COLUMNS), "up to M=8 it pays for many columns"),
+        (problem.m <= 4, "up to M=4 `fused-stream` is faster"),
         (
-            problem.m > 16 and not (few and problem.k <= MANY_COLUMNS),
-            "each warp would read much of x from shared memory from M=17 on",
+            problem.m <= 8 and not (rows <= FEW_ROWS and problem.k > MANY_COLUMNS),
+            "up to M=8 it pays for few rows of many columns",
         ),
+        (problem.m <= 16 and shape_of(problem).span > 128, "up to M=16 it has few registers for 256 columns"),
+        (rows <= LEAST_ROWS, f"it has too few row tiles of {problem.n} rows"),
+        (rows > MOST_ROWS, "each multiprocessor would read all of x for many rows, as tiles do not"),
+        (problem.m > 16 and not small, "from M=17 on each warp would read much of x from shared memory"),
     )
     return next((reason for loses, reason in reasons if loses), None)
+
+
+def _skinny_pays(problem: Problem) -> str | None:
+    if "ptx" not in problem.features and _looked_up(problem):
+        return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
+    limit = 16 if has_few_rows(problem.n, processors(problem)) and problem.k <= skinny.LONG_ROWS else 8
+    if problem.m > limit:
+        return f"tensor cores are busier in tiles from M={limit + 1} on"
+    if _narrow_supports(problem) is None and _narrow_pays(problem) is None:
+        return "warps of `fused-narrow` share x, where these each load it"
+    return None
 
 
 def _hopper_supports(problem: Problem) -> str | None:
@@ -323,7 +327,8 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
     `layout` has the dtypes of the weight's, on any device. The target is that of Triton's active driver.
     """
     x = torch.empty(problem.m, problem.k, dtype=problem.dtype, device="meta")
-    operands = Operands(x, tuple(part.to("meta") for part in layout), None, problem.scheme, problem.n)
+    parts = tuple(part.to("meta") for part in layout)
+    operands = Operands(x, parts, None, problem.scheme, problem.n, processors=processors(problem))
     _RUNS[row](operands, tile, problem.features)
 
 
@@ -333,13 +338,23 @@ FUSED_ROWS = (
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
         devices=("cuda",),
-        supports=_stream_supports,
+        supports=_shares_x(stream.MOST_ROWS, stream.why_no_tile),
         pays=_stream_pays,
         layout=FRAGMENTS,
         launch=_launch(stream.run),
         tiling=stream.TILING,
         no_norm=stream.why_no_norm,
         no_gate=stream.why_no_gate,
+    ),
+    KernelRow(
+        name="fused-skinny",
+        summary="Triton: reads every packed byte once and multiplies in registers, for a few rows of x",
+        devices=("cuda",),
+        supports=_skinny_supports,
+        pays=_skinny_pays,
+        layout=FRAGMENTS,
+        launch=_launch(skinny.run),
+        tiling=skinny.TILING,
     ),
     KernelRow(
         name="fused-narrow",
@@ -353,16 +368,6 @@ FUSED_ROWS = (
         tiling=narrow.TILING,
         no_gate=narrow.why_no_gate,
         no_norm=narrow.why_no_norm,
-    ),
-    KernelRow(
-        name="fused-skinny",
-        summary="Triton: reads every packed byte once and multiplies in registers, for a few rows of x",
-        devices=("cuda",),
-        supports=_skinny_supports,
-        pays=_skinny_pays,
-        layout=FRAGMENTS,
-        launch=_launch(skinny.run),
-        tiling=skinny.TILING,
     ),
     KernelRow(
         name="fused-hopper",

@@ -16,6 +16,7 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.fused.rows import FRAGMENTS, compile_kernels
+from quantkit.kernels.launcher import power_of_two
 from quantkit.kernels.measure import copies, graph_time, random_packed
 from quantkit.kernels.problem import Problem, TileError
 from quantkit.kernels.table import row_named
@@ -173,11 +174,16 @@ def _same_kernel(problem: Problem, candidate: Candidate) -> Problem:
     """The smallest problem that launches the same kernels.
 
     Triton compiles anew for 1 and for multiples of 16, `fused-skinny` and `fused-narrow` for 8, 16 and 32
-    rows of x.
+    rows of x. `fused-stream` knows powers of two of them, and how row tiles are shared out; `fused-hopper`
+    whether they are.
     """
+    if candidate.row == "fused-stream":
+        return replace(problem, m=power_of_two(problem.m))
     m = problem.m if problem.m == 1 else 8 if problem.m <= 8 else 16
     if candidate.row in ("fused-skinny", "fused-narrow") and problem.m > 16:
         m = 32
+    if candidate.row == "fused-hopper":
+        return problem
     return replace(problem, m=m, n=16 if problem.n % 16 == 0 else 17)
 
 

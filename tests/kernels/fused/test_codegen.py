@@ -374,6 +374,14 @@ def test_hopper_leaves_products_in_flight(compiled: Compiled, name: str, m: int)
     assert found["shuffles"] <= 1, found
 
 
+@pytest.mark.parametrize("name", ["mxfp4", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_three_groups_of_few_rows_of_x_stay_in_registers(compiled: Compiled, name: str) -> None:
+    (found,) = compiled([("hopper 64 192 2", name, 90, 64)]).values()
+    assert found["shared"] <= found["bound"] and found["loops"] == 3, found
+    assert found["spills"] <= HOPPER_SPILLS and found["spills_in_loops"] == 0, found
+    assert found["wgmma"] == found["wgmma_registers"] == 3 * 2 * 8, found
+
+
 @pytest.mark.parametrize(
     ("name", "m"),
     [
@@ -396,7 +404,7 @@ def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> No
     cases: list[Case] = [("narrow 8 8 2", name, 90, 16) for name in names]
     cases += [("narrow 16 1 2", "int4", capability, 16) for capability in (80, 89, 90, 100)]
     cases += [("narrow 16 1 4", "int4", 90, 8), ("narrow 16 1 2", "mxfp6", 90, 16)]
-    cases += [("narrow end 8 8 2", "fp6", 90, 16)]
+    cases += [("narrow end 8 8 2", "fp6", 90, 16), ("narrow end 8 8 2", "nf4", 90, 16)]
     gated = ("narrow gate end 16 1 2", "int4", 90, 16)
     for case, found in compiled([*cases, gated]).items():
         name = case[1]

@@ -182,9 +182,12 @@ def test_refusals_say_what_is_in_the_way() -> None:
     ("m", "n", "k", "reason"),
     [
         (4, 4096, 14336, "up to M=4"),
-        (8, 28672, 4096, "it pays for many columns"),
+        (8, 28672, 4096, "few rows of many columns"),
+        (8, 28672, 14336, "few rows of many columns"),
         (8, 4096, 14336, None),
         (16, 28672, 4096, None),
+        (16, 57344, 8192, "for many rows"),
+        (16, 1024, 4096, "too few row tiles of 1024 rows"),
         (17, 28672, 4096, "M=17"),
         (32, 4096, 14336, "M=17"),
         (32, 4096, 4096, None),
@@ -198,9 +201,13 @@ def test_it_pays_where_warps_share_x_and_read_little_of_it(
     reasons = dict(explain(asked))
     found = reasons["fused-narrow"]
     assert found is None if reason is None else reason in str(found)
-    assert (reasons["fused-stream"] is None) == (m <= 4 or (m, k) == (8, 4096)), reasons
+    if reason is None:
+        assert "`fused-narrow` share x" in str(reasons["fused-skinny"]) or "in tiles" in str(
+            reasons["fused-skinny"]
+        )
+    # It multiplies 256 columns of three bits at a time.
     found = dict(explain(replace(asked, scheme=scheme("int3"))))["fused-narrow"]
-    assert "256 columns at a time" in str(found)
+    assert (found is None) == (reason is None and m > 16), found
 
 
 @pytest.mark.parametrize("name", ["nf4", "book4"])

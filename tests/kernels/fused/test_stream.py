@@ -19,7 +19,7 @@ from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.operands import Operands
 from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.kernels.fused.layout import build
-from quantkit.kernels.fused.ptx import shared_table
+from quantkit.kernels.fused.ptx import shared_bytes, shared_table
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
 from quantkit.kernels.table import row_named
 from quantkit.packing.schemes import PRESETS, scheme
@@ -219,6 +219,9 @@ def test_shared_tables_have_the_values_of_every_byte_in_every_place(
     kind = "bf16x2" if dtype == "bfloat16" else "f16x2"
     values = np.array(FORMATS["nf4"].values)
     lanes = ptx.of_lanes(made.table, ptx.fill(made.fill, values))
+    # All of 32 threads of each warp write it, and wait for each other.
+    assert f"bar.sync 0, {32 * warps};" in made.fill
+    assert made.fill.count("st.shared.v4") * 32 * warps * 16 == shared_bytes(copies)
     # In one bank each, and in two lanes' at most.
     assert set(Counter(lanes // 4 % 32).values()) == {32 // copies}
     rounded = ptx.as_register([values, values], kind) & np.uint64(0xFFFF)

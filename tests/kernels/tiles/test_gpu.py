@@ -114,8 +114,11 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from quantkit.kernels.fused import rows
+from quantkit.kernels.fused.launch.hopper import HopperTile
+from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.launch.operands import Operands
 from quantkit.kernels.fused.launch.skinny import SkinnyTile
+from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.kernels.fused.launch.tiled import TiledTile
 from quantkit.kernels.launcher import Launch
 from quantkit.kernels.measure import random_packed
@@ -138,6 +141,14 @@ cases = (
     ("fused-tiled", TiledTile(4, 64, 4), 64, 64),
     # A full round of 132 programs is not split, one more is.
     ("fused-tiled", TiledTile(4, 64, 2, at_once=1), 64, 133 * 64),
+    ("fused-narrow", NarrowTile(8, 2), 16, 4096),
+    ("fused-narrow", NarrowTile(16, 1), 5, 96),
+    ("fused-stream", StreamTile(8, 2, 1, 2, True), 1, 4096),
+    ("fused-stream", StreamTile(8, 2, 2, 2), 3, 96),
+    ("fused-stream", StreamTile(16, 1, 1, 1), 8, 9 * 132 * 16),
+    ("fused-hopper", HopperTile(64, share=True), 64, 4096),
+    # Nothing is left to share.
+    ("fused-hopper", HopperTile(64, share=True), 64, 132 * 128),
 )
 for row, tile, m, n in cases:
     hashes.clear()

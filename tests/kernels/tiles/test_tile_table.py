@@ -160,7 +160,7 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
         (entry([]), r"is \[\]; expected \[microseconds, row"),
         (
             entry([1.0, "fused-wide"]),
-            "names the row 'fused-wide'; known are fused-stream, fused-narrow, .*unpack",
+            "names the row 'fused-wide'; known are fused-stream, fused-skinny, .*unpack",
         ),
         (entry([1.0, "torch-int4"]), "names the row 'torch-int4'"),
         (entry([1.0, ["fused-skinny"]]), "names the row"),

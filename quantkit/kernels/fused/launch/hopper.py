@@ -12,7 +12,6 @@ from quantkit.kernels.fused.launch.columns import in_order, order_launch
 from quantkit.kernels.fused.launch.gpu import (
     H200_PROCESSORS,
     HOPPER_SHARED,
-    multiprocessors_of,
     processors,
 )
 from quantkit.kernels.fused.launch.operands import (
@@ -315,7 +314,7 @@ def run(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset()) 
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     m, k = op.x.shape
-    has_bias, programs = op.bias is not None, multiprocessors_of(op.x.device)
+    has_bias, programs = op.bias is not None, op.multiprocessors
     launches = _launches(m, op.n, k, op.scheme, op.x.dtype, has_bias, tile, features, programs)
     y, columns = outputs(op), launches.columns
     x = in_order(op, launches.order, m, columns)

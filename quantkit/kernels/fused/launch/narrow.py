@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.fused.launch.gpu import multiprocessors_of, processors, program_memory, unasked
+from quantkit.kernels.fused.launch.gpu import processors, program_memory, unasked
 from quantkit.kernels.fused.launch.operands import (
     Operands,
     constants,
@@ -225,7 +225,7 @@ def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) 
     # 16 bytes of x are copied at a time.
     x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
     m, k = x.shape
-    has_bias, count = op.bias is not None, multiprocessors_of(x.device)
+    has_bias, count = op.bias is not None, op.multiprocessors
     main, last, mine = _launches(
         m,
         op.n,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.kernels.fused.expressions import portable
+from quantkit.kernels.fused.launch.gpu import multiprocessors_of
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.fused.ptx import COPIES, expression, has_shared_table, shared_bytes, shared_table
 from quantkit.kernels.glue import NORMS
@@ -75,6 +76,13 @@ class Operands:
     ordered: bool = False
     normed: Normed | None = None
     gate: str = ""
+    #: Multiprocessors of the GPU that kernels are compiled for, where x is on none.
+    processors: int | None = None
+
+    @property
+    def multiprocessors(self) -> int:
+        """Those of the GPU that kernels are for."""
+        return self.processors or multiprocessors_of(self.x.device)
 
     @property
     def begins(self) -> float | None:

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.fused.integers import as_bytes
-from quantkit.kernels.fused.launch.gpu import multiprocessors_of, processors, program_memory
+from quantkit.kernels.fused.launch.gpu import processors, program_memory
 from quantkit.kernels.fused.launch.operands import (
     Operands,
     no_pairs,
@@ -223,7 +223,7 @@ def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) 
     # 16 bytes of x are loaded at a time.
     x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
     m, k = x.shape
-    has_bias, count = op.bias is not None, multiprocessors_of(x.device)
+    has_bias, count = op.bias is not None, op.multiprocessors
     y, norm = outputs(op), None
     if (normed := op.normed) is not None:
         norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])

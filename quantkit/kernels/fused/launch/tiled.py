@@ -14,7 +14,6 @@ from quantkit.kernels.fused.launch.gpu import (
     HOPPER_SHARED,
     SUM_REGISTERS,
     has_few_rows,
-    multiprocessors_of,
     processors,
     program_memory,
 )
@@ -302,7 +301,7 @@ def run(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -
         op.bias is not None,
         tile,
         features,
-        multiprocessors_of(op.x.device),
+        op.multiprocessors,
         op.grouping,
     )
     y = outputs(op)

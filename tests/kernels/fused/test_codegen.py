@@ -154,7 +154,7 @@ def test_every_preset_has_a_ceiling() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=slow_unless(name in KINDS or name == "nf4")) for name in NAMES]
+    "name", [pytest.param(name, marks=slow_unless(name in {*SOME_KINDS, "int3", "nvfp4"})) for name in NAMES]
 )
 def test_on_hopper_kernels_are_what_makes_them_fast(compiled: Compiled, name: str) -> None:
     """In both nothing spills. Few rows: few instructions. Tiles: weights are decoded into operand A."""
@@ -428,7 +428,7 @@ def test_parts_are_added_up_in_few_registers(compiled: Compiled, capability: int
 @pytest.mark.parametrize(
     ("name", "integers"),
     [
-        *((name, 1) for name in STREAMED),
+        *(pytest.param(name, 1, marks=slow_unless(name in {"int8", *KINDS})) for name in STREAMED),
         *(
             pytest.param(name, 0, marks=slow_unless(name in ("int4", "nf4", "nvfp4")))
             for name in STREAMED_FLOATS

@@ -19,9 +19,9 @@ from quantkit.kernels.fused.tiled import place
 from quantkit.kernels.fused.units import (
     codes_of,
     decoded,
+    filled,
     let_next_start,
     unit_columns,
-    values_at,
     wait_for_kernel_before,
 )
 
@@ -48,7 +48,7 @@ def hopper(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=ROWS // 64)
     given = (
-        held, ready, free, codes, scale, zero, factor, values_at(lut, FILL), bias, y, sums,
+        held, ready, free, codes, scale, zero, factor, filled(lut, FILL), bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     )  # fmt: skip
     # What is written out again could not be put together: constants stay such in the call itself only.

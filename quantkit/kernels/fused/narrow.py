@@ -1,4 +1,4 @@
-"""y = x W^T for some rows of x, 8 to 32: warps have 16 rows of the weight each, and one x in shared memory.
+"""y = x W^T for some rows of x, up to 32: warps have 16 rows of the weight each, and one x in shared memory.
 
 Each warp decodes its own codes, which it loads some units of columns ahead, as operand A, and multiplies them
 with x as all warps have it. Nothing is added up between warps, and after x has come nobody waits for another.
@@ -17,12 +17,12 @@ from quantkit.kernels.fused.glue import gated
 from quantkit.kernels.fused.units import (
     codes_of,
     decoded,
+    filled,
     hold_roots,
     let_next_start,
     load_squares,
     row_tile_of,
     unit_columns,
-    values_at,
     wait_for_kernel_before,
 )
 
@@ -89,7 +89,7 @@ def narrow(
     for ahead in gl.static_range(AHEAD):
         units = units + (_codes(given, gl.minimum(ahead, end), TILES, C),)
     values = _values(given, 0, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, EVEN, W)
-    given = given + (values_at(lut, FILL),)
+    given = given + (filled(lut, FILL),)
     if PDL:
         # Only x, and sums of its squares, are written by kernels before this one.
         wait_for_kernel_before()

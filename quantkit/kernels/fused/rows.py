@@ -14,7 +14,7 @@ from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch.columns import column_order
-from quantkit.kernels.fused.launch.gpu import FEW_ROWS, H200_PROCESSORS, has_few_rows, processors
+from quantkit.kernels.fused.launch.gpu import FEW_ROWS, has_few_rows, processors
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, shape_of
 from quantkit.kernels.fused.launch.pairs import SKINNY_SEGMENT, segment_rows
 from quantkit.kernels.fused.layout import build, join, restore
@@ -123,18 +123,22 @@ _narrow_supports = _shares_x(narrow.MOST_ROWS, narrow.why_no_tile)
 
 
 def _narrow_pays(problem: Problem) -> str | None:
-    rows = problem.n * H200_PROCESSORS // processors(problem)
-    small = LEAST_ROWS < rows <= FEW_ROWS and problem.k <= MANY_COLUMNS
+    least, few, most = (
+        has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
+    )
     reasons = (
         (problem.m <= 4, "up to M=4 `fused-stream` is faster"),
         (
-            problem.m <= 8 and not (rows <= FEW_ROWS and problem.k > MANY_COLUMNS),
+            problem.m <= 8 and not (few and problem.k > MANY_COLUMNS),
             "up to M=8 it pays for few rows of many columns",
         ),
         (problem.m <= 16 and shape_of(problem).span > 128, "up to M=16 it has few registers for 256 columns"),
-        (rows <= LEAST_ROWS, f"it has too few row tiles of {problem.n} rows"),
-        (rows > MOST_ROWS, "each multiprocessor would read all of x for many rows, as tiles do not"),
-        (problem.m > 16 and not small, "from M=17 on each warp would read much of x from shared memory"),
+        (least, f"it has too few row tiles of {problem.n} rows"),
+        (not most, "each multiprocessor would read all of x for many rows, as tiles do not"),
+        (
+            problem.m > 16 and not (few and problem.k <= MANY_COLUMNS),
+            "from M=17 on each warp would read much of x from shared memory",
+        ),
     )
     return next((reason for loses, reason in reasons if loses), None)
 
@@ -358,8 +362,8 @@ FUSED_ROWS = (
     ),
     KernelRow(
         name="fused-narrow",
-        summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for 8 to 32 "
-        "rows of x",
+        summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for up to "
+        "32 rows of x",
         devices=("cuda",),
         supports=_narrow_supports,
         pays=_narrow_pays,

@@ -19,11 +19,11 @@ from quantkit.kernels.fused.held import columns, hold, norm_weights, pair, quads
 from quantkit.kernels.fused.outputs import load_outputs, write
 from quantkit.kernels.fused.row_values import for_operand, for_sums, of_rows, words_of
 from quantkit.kernels.fused.units import (
+    filled,
     hold_roots,
     let_next_start,
     load_squares,
     row_tile_of,
-    values_at,
     wait_for_kernel_before,
 )
 
@@ -68,7 +68,7 @@ def stream(
     table = lut
     if S.table is not None:
         # No tensor in truth: each lane of a warp has its own.
-        table = gl.inline_asm_elementwise(S.table, "=r,l", [values_at(lut, FILL)], gl.int32, True, 1)
+        table = gl.inline_asm_elementwise(S.table, "=r,l", [filled(lut, FILL)], gl.int32, True, 1)
     of_norm = norm_weights(norm, S)
     times = ()
     if S.begins:

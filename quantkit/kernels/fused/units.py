@@ -63,7 +63,7 @@ def hold_roots(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 
 @gluon.jit
-def values_at(lut, FILL: gl.constexpr):
+def filled(lut, FILL: gl.constexpr):
     """The address that the `TABLE` of an expression takes: that of values, or of a table filled with them."""
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)

@@ -22,9 +22,9 @@ FEW_ROWS = 8192
 CODE_REGISTERS, SUM_REGISTERS = 64, 128
 
 
-def has_few_rows(n: int, multiprocessors: int = H200_PROCESSORS) -> bool:
-    """Whether a weight of n rows has too few for so many multiprocessors."""
-    return n * H200_PROCESSORS <= FEW_ROWS * multiprocessors
+def has_few_rows(n: int, multiprocessors: int = H200_PROCESSORS, most: int = FEW_ROWS) -> bool:
+    """Whether a weight of n rows has too few for so many multiprocessors: at most so many on an H200."""
+    return n * H200_PROCESSORS <= most * multiprocessors
 
 
 def processors(problem: Problem) -> int:

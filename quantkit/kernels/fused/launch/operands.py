@@ -10,7 +10,14 @@ import torch
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch.gpu import multiprocessors_of
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
-from quantkit.kernels.fused.ptx import COPIES, expression, has_shared_table, shared_bytes, shared_table
+from quantkit.kernels.fused.ptx import (
+    COPIES,
+    Expression,
+    expression,
+    has_shared_table,
+    shared_bytes,
+    shared_table,
+)
 from quantkit.kernels.glue import NORMS
 from quantkit.kernels.problem import Normed, Problem
 from quantkit.packing.schemes import Scheme
@@ -138,13 +145,18 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "SCALE": "" if shape.on_weights else SCALE_KINDS.get(scheme.scale_dtype, ""),
         "HAS_ZERO": scheme.zero_point != "none",
         "HAS_FACTOR": scheme.global_scale or carried,
-        "ASM": None if found is None else found.asm,
-        "CONSTRAINTS": None if found is None else found.constraints,
-        "TABLE": None if found is None else found.table,
+        **_decoding(found),
         "FIELDS": () if found else portable(scheme.format, bare=carried),
         "PLANES": shape.planes,
         "DTYPE": getattr(tl, name),
     }
+
+
+def _decoding(found: Expression | None) -> dict[str, str | None]:
+    """What kernels know of an expression; without one they decode without PTX."""
+    if found is None:
+        return dict.fromkeys(("ASM", "CONSTRAINTS", "TABLE"))
+    return {"ASM": found.asm, "CONSTRAINTS": found.constraints, "TABLE": found.table}
 
 
 def with_shared_table(
@@ -154,12 +166,7 @@ def with_shared_table(
     found = shared_table(scheme.format, str(dtype).removeprefix("torch."), warps, copies) if copies else None
     if found is None:
         return known | {"FILL": None}
-    return known | {
-        "ASM": found.asm,
-        "CONSTRAINTS": found.constraints,
-        "TABLE": found.table,
-        "FILL": found.fill,
-    }
+    return known | _decoding(found) | {"FILL": found.fill}
 
 
 def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int:

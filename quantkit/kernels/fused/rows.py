@@ -111,12 +111,19 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
     return supports
 
 
+def _scales_often(problem: Problem) -> bool:
+    """Whether groups are so small that `fused-narrow` is sooner with a few rows of x, too: as nvfp4 is (103
+    in docs/kernels-log.md).
+    """
+    return problem.m > 2 and shape_of(problem).group == 16
+
+
 def _stream_pays(problem: Problem) -> str | None:
-    if problem.m <= 8:
-        return None
-    return (
-        "from M=9 on each program copies so much x that it is faster only on some weights that were measured"
-    )
+    if problem.m > 8:
+        return "from M=9 on each program copies so much x that it is faster only on some measured weights"
+    if _scales_often(problem) and _narrow_supports(problem) is None and _narrow_pays(problem) is None:
+        return "from M=3 on `fused-narrow` is faster for groups of 16"
+    return None
 
 
 _narrow_supports = _shares_x(narrow.MOST_ROWS, narrow.why_no_tile)
@@ -126,10 +133,11 @@ def _narrow_pays(problem: Problem) -> str | None:
     least, few, most = (
         has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
     )
+    often = _scales_often(problem)
     reasons = (
-        (problem.m <= 4, "up to M=4 `fused-stream` is faster"),
+        (problem.m <= 4 and not often, "up to M=4 `fused-stream` is faster"),
         (
-            problem.m <= 8 and not (few and problem.k > MANY_COLUMNS),
+            problem.m <= 8 and not often and not (few and problem.k > MANY_COLUMNS),
             "up to M=8 it pays for few rows of many columns",
         ),
         (problem.m <= 16 and shape_of(problem).span > 128, "up to M=16 it has few registers for 256 columns"),

@@ -15,7 +15,7 @@ from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.layout import geometry
 from quantkit.kernels.fused.ptx import shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.table import explain, row_named
+from quantkit.kernels.table import choose_by_rules, explain, row_named
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -208,6 +208,25 @@ def test_it_pays_where_warps_share_x_and_read_little_of_it(
     # It multiplies 256 columns of three bits at a time.
     found = dict(explain(replace(asked, scheme=scheme("int3"))))["fused-narrow"]
     assert (found is None) == (reason is None and m > 16), found
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "row"),
+    [
+        (2, 4096, "fused-stream"),
+        (3, 4096, "fused-narrow"),
+        (8, 28672, "fused-narrow"),
+        (4, 57344, "fused-stream"),
+        (4, 1024, "fused-stream"),
+    ],
+)
+def test_groups_of_16_pay_from_three_rows_of_x_on(m: int, n: int, row: str) -> None:
+    asked = replace(problem(m, n, 4096, name="nvfp4"), gpu=None)
+    reasons = dict(explain(asked))
+    assert choose_by_rules(asked).row.name == row
+    assert ("groups of 16" in str(reasons["fused-stream"])) == (row == "fused-narrow")
+    # In groups of 32 they do not.
+    assert choose_by_rules(replace(asked, scheme=scheme("mxfp4"))).row.name == "fused-stream"
 
 
 @pytest.mark.parametrize("name", ["nf4", "book4"])

@@ -113,15 +113,21 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
 
 def _scales_often(problem: Problem) -> bool:
     """Whether groups are so small that `fused-narrow` is sooner with a few rows of x, too: as nvfp4 is (103
-    in docs/kernels-log.md).
+    in docs/kernels-log.md). In groups of 64 it is later for two bits.
     """
-    return problem.m > 2 and shape_of(problem).group == 16
+    shape = shape_of(problem)
+    return problem.m > 2 and shape.group == 16 and shape.bits >= 4
+
+
+def _shared_by_warps(problem: Problem) -> bool:
+    """Whether `fused-narrow` can run, and pays by its rules."""
+    return _narrow_supports(problem) is None and _narrow_pays(problem) is None
 
 
 def _stream_pays(problem: Problem) -> str | None:
     if problem.m > 8:
         return "from M=9 on each program copies so much x that it is faster only on some measured weights"
-    if _scales_often(problem) and _narrow_supports(problem) is None and _narrow_pays(problem) is None:
+    if _scales_often(problem) and _shared_by_warps(problem):
         return "from M=3 on `fused-narrow` is faster for groups of 16"
     return None
 
@@ -157,7 +163,7 @@ def _skinny_pays(problem: Problem) -> str | None:
     limit = 16 if has_few_rows(problem.n, processors(problem)) and problem.k <= skinny.LONG_ROWS else 8
     if problem.m > limit:
         return f"tensor cores are busier in tiles from M={limit + 1} on"
-    if _narrow_supports(problem) is None and _narrow_pays(problem) is None:
+    if _shared_by_warps(problem):
         return "warps of `fused-narrow` share x, where these each load it"
     return None
 

@@ -134,9 +134,9 @@ def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelL
 
 
 def join_layouts(
-    layouts: Sequence[KernelLayout], rows: Sequence[int]
+    layouts: Sequence[KernelLayout], rows: Sequence[int], scheme: Scheme, k: int
 ) -> tuple[KernelLayout, tuple[KernelLayout, ...]] | None:
-    """Layouts of weights of one scheme and K, of so many rows each, as that of one weight, and views of it.
+    """Layouts of weights of one `scheme` and K, of so many rows each, as that of one weight, and views of it.
 
     With the whole, `linear_parts` computes the products of all. None where such layouts do not join.
     """
@@ -145,7 +145,7 @@ def join_layouts(
         return None
     name, dtype = names.pop(), dtypes.pop()
     with torch.no_grad(), torch.inference_mode(False), building():
-        joined = layout_named(name).join([layout.tensors for layout in layouts], rows)
+        joined = layout_named(name).join([layout.tensors for layout in layouts], rows, scheme, k, dtype)
         if joined is None:
             return None
         whole, parts = joined

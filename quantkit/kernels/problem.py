@@ -120,7 +120,7 @@ def never_normed(_: "Problem", __: Any, ___: str) -> str | None:
     return "it takes x, and gives y, as it is"
 
 
-def unjoinable(_: Sequence[LayoutTensors], __: Sequence[int]) -> None:
+def unjoinable(*_: object) -> None:
     """The `Layout.join` of a layout that does not join."""
     return None
 
@@ -135,15 +135,16 @@ class Layout:
     """How kernels want a weight, where that is not how it is stored; several rows may share one.
 
     `build(weight, activation dtype)` makes its tensors from the storage layout, once per weight.
-    `join(weights, their rows)` puts weights of one scheme and K, one above the other: the tensors of the
-    whole, and of each weight as views of them; None where these weights cannot be joined.
+    `join(weights, their rows, scheme, K, activation dtype)` puts weights of one scheme and K one above the
+    other: the tensors of the whole, and of each weight as views of them; None where these cannot be joined.
     `restore(tensors, scheme, [N, K])` gives back the words that a weight had; without it they are kept.
     """
 
     name: str
     build: Callable[[PackedTensor, torch.dtype], LayoutTensors]
     join: Callable[
-        [Sequence[LayoutTensors], Sequence[int]], tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None
+        [Sequence[LayoutTensors], Sequence[int], Scheme, int, torch.dtype],
+        tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None,
     ] = unjoinable
     restore: Callable[[LayoutTensors, Scheme, tuple[int, int]], torch.Tensor] | None = None
 

@@ -51,7 +51,7 @@ class SharedInput:
         biases = [bias for member in members if (bias := member.own_bias) is not None]
         if len(layouts) < len(self._members) or len(biases) not in (0, len(self._members)):
             return
-        joined = join_layouts(layouts, _rows(members))
+        joined = join_layouts(layouts, _rows(members), members[0].scheme, members[0].in_features)
         if joined is None or any(bias.dtype != dtype for bias in biases):
             return
         whole, parts = joined

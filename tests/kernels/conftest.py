@@ -28,7 +28,17 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 #: Modules in Gluon, those first that others import.
 GLUON = {
     f"quantkit.kernels.fused.{name}": Path(operands.__file__).parents[1] / f"{name}.py"
-    for name in ("units", "shares", "hopper", "narrow", "held", "outputs", "row_values", "stream")
+    for name in (
+        "units",
+        "shares",
+        "hopper",
+        "narrow",
+        "held",
+        "outputs",
+        "row_values",
+        "tile_values",
+        "stream",
+    )
 }
 _interpreted = cache(lambda: gluon.interpreted(GLUON))
 

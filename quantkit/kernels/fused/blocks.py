@@ -167,25 +167,79 @@ def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
 
 
 @triton.jit
-def load_by_lane(values, row_tile, block, BLOCKS: tl.constexpr, V: tl.constexpr):
+def load_by_lane(
+    values, row_tile, block, BLOCKS: tl.constexpr, V: tl.constexpr, INLINE: tl.constexpr = False
+):
     """V values per row and block, [4, 8, W, L, V, 2]: the axes are t, r, warps, the rest, values, row // 8.
 
-    `row_tile` is [L], `block` [W, L]. The four lanes t of a row have the same values.
+    `row_tile` is [L], `block` [W, L]. The four lanes t of a row have the same values. `INLINE` allows PTX;
+    with it, 8-bit ones of both rows are one int16, [4, 8, W, L, V, 1], for `scales_by_lane`.
     """
+    if INLINE and values.dtype.element_ty.primitive_bitwidth == 8:
+        # Numbers of 8 bits among what makes an operand of a product would change the layout of that.
+        values = values.to(tl.pointer_type(tl.int16), bitcast=True)
+        COUNT: tl.constexpr = 1
+    else:
+        COUNT: tl.constexpr = 2
     # A lane loads up to 16 bytes at once.
     MOST: tl.constexpr = 128 // values.dtype.element_ty.primitive_bitwidth
-    LAST: tl.constexpr = 2 * V if 2 * V < MOST else MOST
+    LAST: tl.constexpr = COUNT * V if COUNT * V < MOST else MOST
     t = tl.arange(0, 4)[:, None, None, None, None, None]
     r = tl.arange(0, 8)[:, None, None, None, None]
     at = row_tile[:, None, None] * BLOCKS + tl.minimum(block, BLOCKS - 1)[:, :, None, None] + t * 0
-    part = tl.arange(0, 2 * V // LAST)[:, None] * LAST
-    v = tl.load(values + at * (16 * V) + r * (2 * V) + part + tl.arange(0, LAST))
-    return tl.reshape(v, (4, 8, block.shape[0], block.shape[1], V, 2))
+    part = tl.arange(0, COUNT * V // LAST)[:, None] * LAST
+    v = tl.load(values + at * (8 * COUNT * V) + r * (COUNT * V) + part + tl.arange(0, LAST))
+    return tl.reshape(v, (4, 8, block.shape[0], block.shape[1], V, COUNT))
+
+
+@triton.jit
+def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Scales of `load_by_lane` as DTYPE, [4, 8, W, L, V, 2]."""
+    SHAPE: tl.constexpr = stored.shape
+    IN_BYTES: tl.constexpr = DTYPE.is_bf16() and (KIND == "e5m3" or KIND == "e8m0")
+    if SHAPE[5] == 2:
+        if IN_BYTES:
+            return _bfloat16(stored.to(tl.int16) & 0xFF, KIND)
+        else:
+            return scale_value(stored, KIND).to(DTYPE)
+    else:
+        if IN_BYTES:
+            ASM: tl.constexpr = bfloat16_of_bytes(KIND, "4240", "4341")
+            # As bfloat16 they would not be multiplied in pairs.
+            low, high = tl.inline_asm_elementwise(ASM, "=r,=r,r", [stored], (tl.int16, tl.int16), True, 2)
+            low = low.to(DTYPE, bitcast=True)
+            high = high.to(DTYPE, bitcast=True)
+        else:
+            low = scale_value(stored, KIND).to(DTYPE)
+            high = scale_value(stored >> 8, KIND).to(DTYPE)
+        return tl.reshape(tl.join(low, high), (SHAPE[0], SHAPE[1], SHAPE[2], SHAPE[3], SHAPE[4], 2))
+
+
+@triton.jit
+def _bfloat16(byte, KIND: tl.constexpr):
+    """What a byte, in an int16, stands for in a KIND that carries a factor."""
+    if KIND == "e5m3":
+        bits = (byte << 4) + 0x7010
+    else:
+        bits = byte << 7
+    return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.constexpr_function
+def bfloat16_of_bytes(KIND, FIRST, SECOND):
+    """PTX that makes two registers of two bfloat16 each of one with scales of a KIND that carries a factor.
+
+    FIRST and SECOND are what `prmt` selects for them: bytes 0 to 3, and 4, which is zero.
+    """
+    times, more = {"e5m3": ("16", "0x70107010"), "e8m0": ("128", "0")}[KIND]
+    apart = f"prmt.b32 b0, $2, 0, 0x{FIRST};\nprmt.b32 b1, $2, 0, 0x{SECOND};"
+    moved = f"mad.lo.u32 $0, b0, {times}, {more};\nmad.lo.u32 $1, b1, {times}, {more};"
+    return f"{{.reg .b32 b<2>;\n{apart}\n{moved}}}"
 
 
 @triton.jit
 def scale_value(stored, KIND: tl.constexpr):
-    """Scales as float32; `KIND` says how 8 bits in an int8 are to be read.
+    """Scales as float32; `KIND` says how 8 bits in an int8 are to be read (`quantkit.kernels.fused.scales`).
 
     None of them is NaN, which the layout's builder made sure of; 2^-127 of e8m0 becomes 0.
     """
@@ -194,6 +248,8 @@ def scale_value(stored, KIND: tl.constexpr):
         # Sign, exponent and mantissa to their places in a float32, whose exponents begin 120 lower.
         value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
         return value * 1.329227995784916e36
+    elif KIND == "e5m3":
+        return (((stored.to(tl.int32) & 0xFF) << 20) + 0x70100000).to(tl.float32, bitcast=True)
     elif KIND == "e8m0":
         return ((stored.to(tl.int32) & 0xFF) << 23).to(tl.float32, bitcast=True)
     else:
@@ -217,7 +273,8 @@ def finish(
         by_lane = rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2
         sums *= scale_value(tl.load(scale + by_lane, mask=rows < N, other=0), SCALE)
     if HAS_FACTOR:
-        sums /= tl.load(factor)
+        # One division, not one for each of them.
+        sums *= 1.0 / tl.load(factor)
     if HAS_BIAS:
         sums += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     return sums

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from quantkit.kernels.fused.blocks import decode, load_by_lane, scale_value
+from quantkit.kernels.fused.blocks import decode, load_by_lane, scales_by_lane
 
 
 @triton.jit
@@ -39,7 +39,8 @@ def dequantize(
     which = tl.reshape(tl.broadcast_to(block[None, :], (W, B)), (1, W * B))
     if HAS_ZERO:
         q -= _spread(load_by_lane(zero, rows, which, BLOCKS, V).to(tl.float32), W, B, COLUMNS)
-    q *= _spread(scale_value(load_by_lane(scale, rows, which, BLOCKS, V), SCALE), W, B, COLUMNS)
+    s = scales_by_lane(load_by_lane(scale, rows, which, BLOCKS, V), SCALE, tl.float32)
+    q *= _spread(s, W, B, COLUMNS)
     if HAS_FACTOR:
         q /= tl.load(factor)
     row = tl.reshape(row_tile[:, None] * 16 + tl.arange(0, 16)[None, :], (W * 16,))

@@ -13,8 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from quantkit.kernels.fused.blocks import finish, scale_value
+from quantkit.kernels.fused.blocks import finish
 from quantkit.kernels.fused.shares import add_shares, all_jobs, first_of, job_of, leave_share
+from quantkit.kernels.fused.tile_values import places_of, scales_of, values_of, words_of
 from quantkit.kernels.fused.tiled import place
 from quantkit.kernels.fused.units import (
     codes_of,
@@ -144,7 +145,7 @@ def _multiply(
     pm, pn = place(gl.minimum(tile, columns * rows - 1), columns, rows, RASTER)
     words_at, values_at, units = _begin(
         pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
-        C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
+        C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
     )  # fmt: skip
     count = 0
     for number in range(jobs):
@@ -154,7 +155,8 @@ def _multiply(
             for half in gl.static_range(2):
                 weights = _weights(
                     units[half], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
-                    C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, WEIGHTS, OPERAND,
+                    C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, scale.dtype.element_ty,
+                    zero.dtype.element_ty, WEIGHTS, OPERAND,
                 )  # fmt: skip
                 following = _load(
                     words_at, values_at, scale, zero, gl.minimum(step * 2 + half + AHEAD, last_unit),
@@ -184,7 +186,7 @@ def _multiply(
         pm, pn = place(tile, columns, rows, RASTER)
         words_at, values_at, units = _begin(
             pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
-            C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, WEIGHTS,
+            C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
         )  # fmt: skip
         if PDL:
             # The kernel before may still read what lies where this one writes.
@@ -201,8 +203,8 @@ def _multiply(
 def _weights(
     unit, lut, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
     PLANES: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
-    GROUPS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr,
-    WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
+    GROUPS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr,
+    ZERO: gl.constexpr, WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Operand A for each 128 columns of a unit, of what `_load` gave."""
     words, s, z = unit
@@ -211,9 +213,11 @@ def _weights(
     for piece in gl.static_range(PIECES):
         q = gl.convert_layout(gl.reshape(pieces[piece], (64, V, 128 // V)), WEIGHTS, assert_trivial=True)
         if HAS_ZERO:
-            q -= gl.expand_dims(z[piece].to(DTYPE), 2)
+            less = values_of(z[piece], ZERO, V, 4).to(DTYPE)
+            q -= gl.expand_dims(gl.convert_layout(less, gl.SliceLayout(2, WEIGHTS), assert_trivial=True), 2)
         if GROUPS > 1:
-            q *= gl.expand_dims(scale_value(s[piece], SCALE).to(DTYPE), 2)
+            times = scales_of(s[piece], STORED, SCALE, DTYPE, V, 4)
+            q *= gl.expand_dims(gl.convert_layout(times, gl.SliceLayout(2, WEIGHTS), assert_trivial=True), 2)
         weights = weights + (gl.convert_layout(gl.reshape(q, (64, 128)), OPERAND, assert_trivial=True),)
     return weights
 
@@ -222,10 +226,10 @@ def _weights(
 def _begin(
     row_tile, step, codes, scale, zero, N, SPANS, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
     GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
-    HAS_ZERO: gl.constexpr, WEIGHTS: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
     """The addresses of four row tiles, and what `_load` gives for the two units of a step."""
-    words_at, values_at = _addresses(row_tile, codes, N, SPANS, C, TILES, BLOCKS, V, WEIGHTS)
+    words_at, values_at = _addresses(row_tile, codes, N, SPANS, C, TILES, BLOCKS)
     units = ()
     for half in gl.static_range(2):
         unit = gl.minimum(step * 2 + half, SPANS // C - 1)
@@ -240,10 +244,9 @@ def _begin(
 
 @gluon.jit
 def _addresses(
-    first, codes, N, SPANS, C: gl.constexpr, TILES: gl.constexpr, BLOCKS, V: gl.constexpr,
-    WEIGHTS: gl.constexpr,
+    first, codes, N, SPANS, C: gl.constexpr, TILES: gl.constexpr, BLOCKS,
 ):  # fmt: skip
-    """Where the codes of four row tiles from `first` on begin, and which of the scales are theirs."""
+    """Where the codes of four row tiles from `first` on begin, and the words of their scales."""
     CODES: gl.constexpr = codes_of(4, C)
     last = (N + 15) // 16 - 1
     tile = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, CODES))), last)
@@ -251,12 +254,12 @@ def _addresses(
     span = gl.expand_dims(gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(2, CODES))), 0), 2)
     lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
     lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
-    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, WEIGHTS))), 1)
-    group = gl.expand_dims(gl.arange(0, V, gl.SliceLayout(0, gl.SliceLayout(2, WEIGHTS))), 0)
-    values_at = gl.minimum(first + row // 16, last) * (BLOCKS * 16 * V)
+    PLACES: gl.constexpr = places_of(4, 1)
+    tile_of_values = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, PLACES)), last)
+    values_at = gl.expand_dims(tile_of_values * (BLOCKS * 8), 1)
     return (
         codes.to(gl.pointer_type(gl.int32), bitcast=True) + (tile * SPANS + span) * (TILES * 128) + lane,
-        values_at + row % 8 * (2 * V) + group * 2 + row // 8 % 2,
+        values_at + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, PLACES)), 0),
     )
 
 
@@ -272,9 +275,9 @@ def _load(
     s = ()
     z = ()
     for piece in gl.static_range(PIECES):
-        block = gl.minimum((unit * PIECES + piece) * 128 // PER_BLOCK, BLOCKS - 1) * (16 * V)
-        s = s + (gl.load(scale + values_at + block) if GROUPS > 1 else 0,)
-        z = z + (gl.load(zero + values_at + block) if HAS_ZERO else 0,)
+        at = values_at + gl.minimum((unit * PIECES + piece) * 128 // PER_BLOCK, BLOCKS - 1) * 8
+        s = s + (words_of(scale, at, V, 4) if GROUPS > 1 else 0,)
+        z = z + (words_of(zero, at, V, 4) if HAS_ZERO else 0,)
     return words, s, z
 
 

@@ -15,8 +15,7 @@ tile is 16 rows times 256 lanes of 16 bits, 512 bytes, in the order (r, t, e1, r
 bytes per lane and has its fragments. The tiles of a part follow each other, then those of the next part:
 
     codes  int16 [N / 16][K / span][tiles][256]    span: the columns of one field in all planes, 16 * planes
-    scale        [N / 16][blocks][8 r][groups of a block][2]   in their own dtype, 8-bit ones as int8;
-                                                               those that multiply weights as bfloat16
+    scale        [N / 16][blocks][8 r][groups of a block][2]   as `quantkit.kernels.fused.scales` has them
     zero         as scale: zero-point plus the lowest value; bfloat16, or float32 between codes
 
 A block is 128 columns or one group, whichever is longer: a lane loads all scales of one at once.
@@ -45,6 +44,7 @@ from quantkit.kernels.fused.expressions import (
     planes,
     registers,
 )
+from quantkit.kernels.fused.scales import carrying, lowered, scale_kind
 from quantkit.kernels.launcher import Launch
 from quantkit.packing.formats import FittedFormat, FloatFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
@@ -56,6 +56,7 @@ ROWS = 16
 RUN = 32
 LANES = 256
 _VERIFY = "Run `quantkit verify` on the checkpoint, and download or quantize it again."
+_FLIP = "Quantize it again, or make them positive and flip the sign bits of their codes."
 #: Weights whose codes are ordered at a time: on a CPU their int32 copies take 64 bytes each.
 CHUNK_WEIGHTS = 1 << 25
 #: Spans that a program of the layout builder has.
@@ -83,6 +84,8 @@ class Geometry:
     #: Whether scales multiply weights rather than sums, and what they carry besides.
     on_weights: bool
     carried: float
+    #: How scales are to be read (`quantkit.kernels.fused.scales`).
+    scale_kind: str
 
     @property
     def groups(self) -> int:
@@ -129,8 +132,10 @@ def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
     # Whole blocks, so that no kernel has half a step.
     block = max(span, 128)
     spans = -(-k // block) * block // span
+    kind = scale_kind(scheme.scale_dtype, on_weights, carried != 1.0)
+    tiles, row_tiles = registers(bits), -(-n // ROWS)
     return Geometry(
-        n, k, bits, planes(bits), registers(bits), span, spans, -(-n // ROWS), dot, group, on_weights, carried
+        n, k, bits, planes(bits), tiles, span, spans, row_tiles, dot, group, on_weights, carried, kind
     )
 
 
@@ -155,18 +160,18 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
     codes = _placed(weight, shape)
-    scale = weight.row_scale()
+    scale, factor, values = weight.row_scale(), weight.part("global_scale"), weight.part("codebook")
     if scale.itemsize == 1:
         refuse_if(scale.float().isnan().any(), f"a {weight.scheme} weight has scales that are NaN. {_VERIFY}")
-        scale = scale.to(torch.bfloat16) if shape.on_weights else scale.view(torch.int8)
-    factor, values = weight.part("global_scale"), weight.part("codebook")
     if values is None:
         values = _values(weight.scheme.format, shape.carried, weight.device)
     if shape.carried != 1.0:
-        unit = _unit(scale)
-        scale = (scale.double() * unit).to(torch.bfloat16)
-        divisor = (unit / shape.carried).float().reshape(1)
+        found = carrying(scale)
+        refuse_if(found.negative, f"a {weight.scheme} weight has negative scales, expected none. {_FLIP}")
+        scale, divisor = found.scale, (found.unit / shape.carried).float().reshape(1)
         factor = divisor if factor is None else divisor * factor
+    elif scale.itemsize == 1:
+        scale = scale.to(torch.bfloat16) if shape.on_weights else scale.view(torch.int8)
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor) -> torch.Tensor:
@@ -184,13 +189,6 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     if factor is None:
         factor = torch.empty(0, device=codes.device)
     return codes, by_lane(scale), zero, factor, values
-
-
-def _unit(scale: torch.Tensor) -> torch.Tensor:
-    """The power of two, float64 [], that brings the largest scale to where bfloat16 ends."""
-    largest = scale.float().abs().amax().double()
-    # Exact: what a float is more than its mantissa is a power of two.
-    return torch.where(largest > 0, 2.0**126 * torch.frexp(largest).mantissa / largest, 1.0)
 
 
 def restore(layout: Sequence[torch.Tensor], scheme: Scheme, shape: tuple[int, int]) -> torch.Tensor:
@@ -212,12 +210,17 @@ def restore(layout: Sequence[torch.Tensor], scheme: Scheme, shape: tuple[int, in
 
 
 def join(
-    weights: Sequence[tuple[torch.Tensor, ...]], rows: Sequence[int]
+    weights: Sequence[tuple[torch.Tensor, ...]],
+    rows: Sequence[int],
+    scheme: Scheme,
+    k: int,
+    dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[torch.Tensor, ...], ...]] | None:
-    """What `build` made of several weights of one scheme and K as that of one, and of each as views of it.
+    """What `build` made of several weights of one scheme and K, for activations of `dtype`, as that of one,
+    and of each as views of it.
 
     None unless all but the last have whole row tiles, and the same values and factors. Factors may differ
-    by powers of two where scales are bfloat16, whose exponents can make up for it.
+    by powers of two where exponents of scales can make up for it.
     """
     if any(count % ROWS for count in rows[:-1]):
         return None
@@ -228,14 +231,16 @@ def join(
     if factor.numel():
         # The only ones that are asked of the device.
         found = torch.cat(factors).tolist()
+        kind = geometry(sum(rows), k, scheme, dtype).scale_kind
         factor = factors[found.index(min(found))]
         for i, own in enumerate(found):
             if own == min(found):
                 continue
-            ratio = min(found) / own
-            if scales[i].dtype != torch.bfloat16 or math.frexp(ratio)[0] != 0.5:
+            mantissa, exponent = math.frexp(min(found) / own)
+            moved = lowered(scales[i], kind, 1 - exponent) if mantissa == 0.5 else None
+            if moved is None:
                 return None
-            scales[i] = scales[i] * ratio
+            scales[i] = moved
     tiles = [len(part) for part in codes]
     whole = tuple(torch.cat(parts) for parts in (codes, scales, zeros))
     views = [torch.split(part, tiles) if part.numel() else (part,) * len(tiles) for part in whole]

@@ -12,8 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from quantkit.kernels.fused.blocks import finish, scale_value
+from quantkit.kernels.fused.blocks import finish
 from quantkit.kernels.fused.glue import gated
+from quantkit.kernels.fused.tile_values import places_of, scales_of, values_of, words_of
 from quantkit.kernels.fused.units import (
     codes_of,
     decoded,
@@ -52,7 +53,7 @@ def narrow(
     CHUNKS: gl.constexpr = UNITS // CHUNK
     LAST_UNIT: gl.constexpr = SPANS // C - 1
     CODES: gl.constexpr = codes_of(W, C)
-    VALUES: gl.constexpr = _values_of(W, 1)
+    VALUES: gl.constexpr = places_of(W, 1)
     if PDL:
         let_next_start()
     part = gl.program_id(0) % PARTS
@@ -180,20 +181,6 @@ def _sums_of(W: int) -> gl.NVMMADistributedLayout:
 
 
 @gluon.constexpr_function
-def _values_of(W: int, WORDS: int) -> gl.DistributedLinearLayout:
-    """Scales of rows r and r + 8 of each row tile, in words [W, 8 r, WORDS], or addresses of them [W, 8 r].
-
-    The four lanes of a row have the same.
-    """
-    rank = 2 if WORDS == 1 else 3
-    words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
-    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
-    warps = [[1 << bit, 0] for bit in range(W.bit_length() - 1)]
-    lanes, warps = ([[*one, 0][:rank] for one in some] for some in (lanes, warps))
-    return gl.DistributedLinearLayout(words, lanes, warps, [], [W, 8, WORDS][:rank])
-
-
-@gluon.constexpr_function
 def _everywhere(W: int, SIZE: int) -> gl.DistributedLinearLayout:
     """SIZE numbers of x in each warp: lanes have 16 bytes each, side by side."""
     bits = [[1 << bit] for bit in range(SIZE.bit_length() - 1)]
@@ -250,55 +237,9 @@ def _values(
         else:
             # Beyond the last column x is zero, by whatever weights.
             block = gl.minimum(((begin + unit) * PIECES + piece) * 128 // PER_BLOCK, BLOCKS - 1)
-        s = s + (_words(scale, block_at + block * 8, V, W) if GROUPS > 1 else 0,)
-        z = z + (_words(zero, block_at + block * 8, V, W) if HAS_ZERO else 0,)
+        s = s + (words_of(scale, block_at + block * 8, V, W) if GROUPS > 1 else 0,)
+        z = z + (words_of(zero, block_at + block * 8, V, W) if HAS_ZERO else 0,)
     return s, z
-
-
-@gluon.jit
-def _words(values, at, V: gl.constexpr, W: gl.constexpr):
-    """2 V values from `at` [W, 8] on, in words: narrower ones would be copied before they are waited for."""
-    BITS: gl.constexpr = 2 * V * values.dtype.element_ty.primitive_bitwidth
-    if BITS == 16:
-        words = gl.load(values.to(gl.pointer_type(gl.int16), bitcast=True) + at)
-    elif BITS == 32:
-        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at)
-    else:
-        WORDS: gl.constexpr = BITS // 32
-        LAYOUT: gl.constexpr = _values_of(W, WORDS)
-        word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-        at = gl.convert_layout(at, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
-        at = gl.expand_dims(at, 2) * WORDS + gl.expand_dims(gl.expand_dims(word, 0), 1)
-        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at)
-    return words
-
-
-@gluon.jit
-def _of_rows(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """The values [16 W, V] that words hold."""
-    BITS: gl.constexpr = DTYPE.primitive_bitwidth
-    if BITS == 32:
-        values = words.to(DTYPE, bitcast=True)
-    elif BITS == 16 or V == 1:
-        values = gl.join(_field(words, 0, DTYPE), _field(words, 1, DTYPE))
-    else:
-        values = gl.join(
-            gl.join(_field(words, 0, DTYPE), _field(words, 2, DTYPE)),
-            gl.join(_field(words, 1, DTYPE), _field(words, 3, DTYPE)),
-        )
-    values = gl.reshape(values, (W, 8, V, 2))
-    return gl.reshape(gl.permute(values, (0, 3, 1, 2)), (16 * W, V))
-
-
-@gluon.jit
-def _field(words, NUMBER: gl.constexpr, DTYPE: gl.constexpr):
-    """The value number NUMBER of each word."""
-    bits = words >> (NUMBER * DTYPE.primitive_bitwidth)
-    if DTYPE.primitive_bitwidth == 16:
-        value = bits.to(gl.int16).to(DTYPE, bitcast=True)
-    else:
-        value = bits.to(gl.int8)
-    return value
 
 
 @gluon.jit
@@ -336,14 +277,19 @@ def _multiply(
         for piece in gl.static_range(PIECES):
             q = gl.reshape(gl.convert_layout(pieces[piece], A, assert_trivial=True), (16 * W, V, 128 // V))
             if HAS_ZERO:
-                of_rows = _of_rows(z[unit * PIECES + piece], zero.dtype.element_ty, V, W).to(DTYPE)
+                of_rows = values_of(z[unit * PIECES + piece], zero.dtype.element_ty, V, W).to(DTYPE)
                 of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
                 q -= gl.expand_dims(of_rows, 2)
             if GROUPS > 1:
-                of_rows = _of_rows(s[unit * PIECES + piece], scale.dtype.element_ty, V, W)
-                of_rows = scale_value(of_rows, SCALE)
+                of_rows = scales_of(
+                    s[unit * PIECES + piece],
+                    scale.dtype.element_ty,
+                    SCALE,
+                    gl.float32 if ON_SUMS else DTYPE,
+                    V,
+                    W,
+                )
                 if not ON_SUMS:
-                    of_rows = of_rows.to(DTYPE)
                     of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
                     q *= gl.expand_dims(of_rows, 2)
             q = gl.convert_layout(gl.reshape(q, (16 * W, 128)), A, assert_trivial=True)

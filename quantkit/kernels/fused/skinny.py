@@ -17,7 +17,7 @@ from quantkit.kernels.fused.blocks import (
     load_by_lane,
     load_tiles,
     of_matrix,
-    scale_value,
+    scales_by_lane,
     segment,
 )
 
@@ -85,7 +85,7 @@ def skinny(
     dot = w * NG + (blocks % (NG // IN_BLOCK) * IN_BLOCK)[None, :]
     tiles, s, z = _load_step(
         codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS,
-        V, PER_CHANNEL, HAS_ZERO,
+        V, PER_CHANNEL, HAS_ZERO, ASM is not None,
     )  # fmt: skip
     if PDL and segments is None:
         # Only x is written by the kernel before this one.
@@ -103,7 +103,7 @@ def skinny(
                 next_tiles, next_s, next_z = _load_step(
                     codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
                     (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS, V,
-                    PER_CHANNEL, HAS_ZERO,
+                    PER_CHANNEL, HAS_ZERO, ASM is not None,
                 )  # fmt: skip
             # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
             tl.debug_barrier()
@@ -118,12 +118,12 @@ def skinny(
             if HAS_ZERO:
                 q -= _per_weight(z, W, NG, R, PARTS, HALVES, DOT).to(DTYPE)
             if ON_WEIGHTS:
-                q *= _per_weight(scale_value(s, SCALE), W, NG, R, PARTS, HALVES, DOT).to(DTYPE)
+                q *= _per_weight(scales_by_lane(s, SCALE, DTYPE), W, NG, R, PARTS, HALVES, DOT)
             if ON_WEIGHTS or PER_CHANNEL:
                 acc = tl.dot(q, columns, acc, input_precision="ieee")
             else:
                 sums = tl.dot(q, columns, input_precision="ieee")
-                sums *= _per_sum(scale_value(s, SCALE), W, NG, R, BM)
+                sums *= _per_sum(scales_by_lane(s, SCALE, tl.float32), W, NG, R, BM)
                 acc += tl.sum(tl.reshape(sums, (NG, W, 16 * R, BM)), axis=0) if TOGETHER else sums
             if inner + 1 < UNROLL or UNROLL < STEPS:
                 if AHEAD:
@@ -134,7 +134,7 @@ def skinny(
                     tiles, s, z = _load_step(
                         codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
                         (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS, V,
-                        PER_CHANNEL, HAS_ZERO,
+                        PER_CHANNEL, HAS_ZERO, ASM is not None,
                     )  # fmt: skip
     out = tl.sum(acc, axis=0)
     rows = program * (16 * R) + tl.arange(0, 16 * R)
@@ -151,14 +151,14 @@ def skinny(
 def _load_step(
     codes, code_rows, span, scale, zero, block_rows, block, SPANS: tl.constexpr, TILES: tl.constexpr,
     EVEN: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales and zero-points of a step; 0 for what there is none of."""
     tiles = load_tiles(codes, code_rows, span, SPANS, TILES, EVEN)
     s = 0
     z = 0
     if not PER_CHANNEL:
-        s = load_by_lane(scale, block_rows, block, BLOCKS, V)
+        s = load_by_lane(scale, block_rows, block, BLOCKS, V, INLINE)
     if HAS_ZERO:
         z = load_by_lane(zero, block_rows, block, BLOCKS, V)
     return tiles, s, z

@@ -20,7 +20,7 @@ from quantkit.kernels.fused.blocks import (
     in_order,
     load_by_lane,
     of_matrix,
-    scale_value,
+    scales_by_lane,
     segment,
 )
 
@@ -109,8 +109,8 @@ def tiled(
                 FIELDS, PLANES, DTYPE, HOLD,
             )  # fmt: skip
             if ON_SUMS:
-                s = _load(scale, row_tiles[chain], begin + i, BLOCKS, V, 1, PER_BLOCK, COLUMNS)
-                s = _per_sum(scale_value(s, SCALE), RT, BM)
+                s = _load(scale, row_tiles[chain], begin + i, BLOCKS, V, 1, PER_BLOCK, COLUMNS, False)
+                s = _per_sum(scales_by_lane(s, SCALE, tl.float32), RT, BM)
                 added = sums_of[chain] + tl.dot(q, columns) * s
             elif HALF is None:
                 added = tl.dot(q, columns, sums_of[chain])
@@ -174,11 +174,12 @@ def _weights(
     q = tl.reshape(q, (RT, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * RT, COLUMNS))
     if HAS_ZERO:
-        z = _load(zero, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS)
+        z = _load(zero, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
         q -= _per_weight(z, RT, COLUMNS).to(DTYPE)
     if GROUPS > 1:
-        s = scale_value(_load(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS), SCALE)
-        q *= _per_weight(s * _one(HOLD), RT, COLUMNS).to(DTYPE)
+        s = _load(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, ASM is not None)
+        s = scales_by_lane(s, SCALE, DTYPE)
+        q *= _per_weight(s * _one(HOLD).to(DTYPE), RT, COLUMNS)
     elif HOLD is not None:
         q *= _one(HOLD).to(DTYPE)
     return q
@@ -272,14 +273,15 @@ def order_columns(
 @triton.jit
 def _load(
     values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Values of a step, [4, 8, RT, B, V, 2]."""
+    """Values of a step, of `load_by_lane`, [4, 8, RT, B, V, 2 or 1]."""
     block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
     RT: tl.constexpr = row_tiles.shape[0]
     rows = tl.reshape(tl.broadcast_to(row_tiles[:, None], (RT, B)), (RT * B,))
     which = tl.reshape(tl.broadcast_to(block[None, :], (RT, B)), (1, RT * B))
-    return tl.reshape(load_by_lane(values, rows, which, BLOCKS, V), (4, 8, RT, B, V, 2))
+    v = load_by_lane(values, rows, which, BLOCKS, V, INLINE)
+    return tl.reshape(v, (4, 8, RT, B, V, v.shape[5]))
 
 
 @triton.jit

@@ -229,7 +229,7 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         **dict.fromkeys(hopper.arg_names, "*bf16"),
         "x": f"tensordesc<bf16[{tile.m},{COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
         "codes": "*i16",
-        "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
+        "scale": "*i8" if shape.scale_kind else "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
         **dict.fromkeys(("M", "N", "FULL", "SHARE", "WIDTH", "SPANS", "BLOCKS"), "i32"),
         "TOKEN": "i64",
@@ -272,7 +272,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     types = {
         **dict.fromkeys(names, "*bf16"),
         "codes": "*i16",
-        "scale": "*i8" if row.scale_dtype.itemsize == 1 and not shape.on_weights else "*bf16",
+        "scale": "*i8" if shape.scale_kind else "*bf16",
         **dict.fromkeys(("factor", "lut", "sums", "squares"), "*fp32"),
         **dict.fromkeys(("M", "N", "ROW_TILES"), "i32"),
         **dict.fromkeys(known, "constexpr"),
@@ -311,7 +311,7 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     types = {
         **dict.fromkeys(names, "*bf16"),
         "codes": "*i16",
-        "scale": "*i8" if row.scale_dtype.itemsize == 1 and not known.on_weights else "*bf16",
+        "scale": "*i8" if known.scale_kind else "*bf16",
         **dict.fromkeys(("factor", "lut", "squares"), "*fp32"),
         **dict.fromkeys(("M", "N", "EACH", "MORE"), "i32"),
         "S": "constexpr",
@@ -339,13 +339,12 @@ def build(case: Case) -> tuple[Any, Source]:
     dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
     row = scheme(case.name)
     found = source(case, row, dtype)
-    on_weights = found.constants.get("ON_WEIGHTS", False)
     lane = "*fp16" if case.kernel == "halves" else "*bf16"
     types = {
         **dict.fromkeys(("codes", "words"), "*i16"),
         **dict.fromkeys(("stored", "reserved"), "*u8"),
         "found": "*i32",
-        "scale": "*i8" if row.scale_dtype.itemsize == 1 and not on_weights else "*bf16",
+        "scale": "*i8" if found.constants.get("SCALE") else "*bf16",
         "zero": "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
         **dict.fromkeys(("x", "bias", "y", "out", "weights"), lane),

@@ -29,6 +29,7 @@ from quantkit.kernels.fused.layout import (
     place_words,
     restore,
 )
+from quantkit.kernels.fused.scales import carrying, lowered
 from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
 from quantkit.kernels.table import choose, explain, row_named, warn_unfused
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
@@ -483,7 +484,13 @@ def test_radix_words_come_back(k: int) -> None:
 def test_what_is_joined_can_be_restored_apart(make_packed: Callable[..., PackedTensor]) -> None:
     sizes = ((32, 256), (16, 256), (24, 256))
     packed = [make_packed("int3", size, seed=size[0]).to(DEVICE) for size in sizes]
-    whole, parts = join([build(one, torch.bfloat16) for one in packed], [n for n, _ in sizes])
+    whole, parts = join(
+        [build(one, torch.bfloat16) for one in packed],
+        [n for n, _ in sizes],
+        packed[0].scheme,
+        256,
+        torch.bfloat16,
+    )
     for one, part in zip(packed, parts, strict=True):
         assert torch.equal(restore(part, one.scheme, one.shape), one.words)
     together = restore(whole, packed[0].scheme, (72, 256))
@@ -502,7 +509,7 @@ def test_joined_weights_multiply_as_each_does(make_packed: Callable[..., PackedT
         # Largest scales that lie powers of two apart, so that each has a factor of its own.
         packed[1].scale.copy_((packed[1].scale.float() / 4).to(packed[1].scale.dtype))
     built = [build(one, x.dtype) for one in packed]
-    whole, parts = join(built, rows)
+    whole, parts = join(built, rows, packed[0].scheme, k, x.dtype)
     for n, one, part in zip(rows, packed, parts, strict=True):
         assert part[0].untyped_storage().data_ptr() == whole[0].untyped_storage().data_ptr()
         op = Operands(x, part, None, one.scheme, n)
@@ -522,13 +529,18 @@ def test_what_does_not_join(make_packed: Callable[..., PackedTensor]) -> None:
             part.mul_(factor)
         return build(packed, torch.bfloat16)
 
-    assert join([built("int4", 24), built("int4", 16)], (24, 16)) is None
-    assert join([built("int4", 16), built("int4", 24)], (16, 24)) is not None
-    # A code book of its own; factors that are no powers of two apart.
+    def joins(name: str, *weights: tuple[torch.Tensor, ...], rows: tuple[int, int] = (16, 16)) -> bool:
+        return join(weights, rows, scheme(name), 128, torch.bfloat16) is not None
+
+    assert not joins("int4", built("int4", 24), built("int4", 16), rows=(24, 16))
+    assert joins("int4", built("int4", 16), built("int4", 24), rows=(16, 24))
+    # A code book of its own; factors that are no powers of two apart, or too many of them.
     other = built("book4", 16)
-    assert join([built("book4", 16), (*other[:4], other[4] * 2)], (16, 16)) is None
-    assert join([built("nvfp4", 16), built("nvfp4", 16, 4.0)], (16, 16)) is not None
-    assert join([built("nvfp4", 16), built("nvfp4", 16, 1.5)], (16, 16)) is None
+    assert not joins("book4", built("book4", 16), (*other[:4], other[4] * 2))
+    assert joins("nvfp4", built("nvfp4", 16), built("nvfp4", 16, 4.0))
+    assert not joins("nvfp4", built("nvfp4", 16), built("nvfp4", 16, 1.5))
+    assert joins("nvfp4", built("nvfp4", 16), built("nvfp4", 16, 2.0**10))
+    assert not joins("nvfp4", built("nvfp4", 16), built("nvfp4", 16, 2.0**11))
 
 
 def test_tiles_fit_every_weight() -> None:
@@ -574,6 +586,62 @@ def test_every_scale_of_8_bits_is_read_as_stored(dtype: torch.dtype) -> None:
     for _, features in RUNS:
         weight = dense.dequantize(op, 0, 256, features)
         assert torch.equal(weight[:, 0].cpu(), numbers * 7)
+
+
+@pytest.mark.parametrize(("name", "first"), [("nvfp4", 0), ("mxfp4", 0), ("mxfp4", 127), ("mxfp8", 100)])
+def test_every_scale_of_weights_is_read_as_stored(poisoned: None, name: str, first: int) -> None:
+    """Row m of x is 1 in group m, where all weights are 1 but for their scales."""
+    row = scheme(name)
+    assert row.group_size is not None
+    bits = first + torch.arange(256, dtype=torch.uint8).view(16, 16) % (127 if name == "nvfp4" else 128)
+    scale = bits.view(row.scale_dtype)
+    codes = torch.full((16, 16 * row.group_size), row.format.values.index(1.0), dtype=torch.uint8)
+    factor = torch.tensor([0.25]) if row.global_scale else None
+    packed = PackedTensor.from_codes(codes, scale.float(), None, row, factor).to(DEVICE)
+    for dtype, features in RUNS:
+        if dtype == torch.float16:
+            continue
+        x = torch.eye(16, device=DEVICE).repeat_interleave(row.group_size, dim=1)
+        x[:, torch.arange(x.shape[1]) % row.group_size != 3] = 0
+        op = Operands(x.to(dtype), build(packed, dtype), None, row, 16)
+        expected = packed.dequantize()[:, 3 :: row.group_size].T
+        for kernel, run in kernels(op, features).items():
+            assert torch.equal(run().float(), expected), (kernel, dtype)
+
+
+def carried(stored: torch.Tensor, kind: str) -> torch.Tensor:
+    """What bytes of a kind that carries a factor stand for, as `quantkit.kernels.fused.scales` has it."""
+    number = stored.view(torch.uint8).int()
+    bits = 0x7010 + (number << 4) if kind == "e5m3" else number << 7
+    # 16 bits, of which those above 0x7FFF are negative.
+    return ((bits + 0x8000) % 0x10000 - 0x8000).to(torch.int16).view(torch.bfloat16).double()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("binades", [1, 3, 10])
+def test_scales_are_lowered_by_powers_of_two(name: str, binades: int) -> None:
+    row = scheme(name)
+    # 2^-127 of e8m0 is zero where the largest are as large as they may be.
+    numbers = torch.arange(*((0, 127) if name == "nvfp4" else (1, 255)), dtype=torch.uint8)
+    found, kind = carrying(numbers.view(row.scale_dtype)), geometry(16, 256, row, torch.bfloat16).scale_kind
+    less = lowered(found.scale, kind, binades)
+    assert less is not None
+    values = numbers.view(row.scale_dtype).float()
+    assert torch.equal(carried(found.scale, kind), values.double() * found.unit)
+    # The least of 255 binades are zero then.
+    expected = torch.where(values.log2() >= binades - 126, values, 0.0) if name == "mxfp4" else values
+    assert torch.equal(carried(less, kind), expected.double() * found.unit * 2.0**-binades)
+
+
+def test_negative_scales_of_weights_are_refused(make_packed: Callable[..., PackedTensor]) -> None:
+    packed = make_packed("nvfp4", (16, 128)).to(DEVICE)
+    packed.scale[3, 1] = -packed.scale[3, 1].float()
+    with pytest.raises(FormatError, match="weight has negative scales, expected none"):
+        build(packed, torch.bfloat16)
+    # As bfloat16 they have a sign.
+    x, bias = torch.ones(1, 128, dtype=torch.float16, device=DEVICE), torch.zeros(16, device=DEVICE)
+    op = Operands(x, build(packed, x.dtype), None, packed.scheme, 16)
+    assert error(skinny.run(op, skinny_tile(op.shape, 1), FEATURES), x, packed, bias) < LIMIT[x.dtype]
 
 
 def test_codes_that_are_no_numbers_are_refused(make_packed: Callable[..., PackedTensor]) -> None:

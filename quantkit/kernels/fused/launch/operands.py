@@ -24,8 +24,6 @@ from quantkit.packing.schemes import Scheme
 
 #: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
 RASTER = 8
-#: How 8-bit scales are to be read; the others are floats of Triton's own.
-SCALE_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "BLOCKS": shape.blocks,
         "V": shape.in_block,
         "ON_WEIGHTS": shape.on_weights,
-        "SCALE": "" if shape.on_weights else SCALE_KINDS.get(scheme.scale_dtype, ""),
+        "SCALE": shape.scale_kind,
         "HAS_ZERO": scheme.zero_point != "none",
         "HAS_FACTOR": scheme.global_scale or carried,
         **_decoding(found),

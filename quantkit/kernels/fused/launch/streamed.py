@@ -8,7 +8,6 @@ import torch
 
 from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes, planes_apart
 from quantkit.kernels.fused.launch.gpu import unasked
-from quantkit.kernels.fused.launch.operands import SCALE_KINDS
 from quantkit.kernels.fused.layout import Geometry, geometry
 from quantkit.kernels.fused.ptx import expression, shared_bytes, shared_table
 from quantkit.kernels.launcher import power_of_two
@@ -381,7 +380,7 @@ def streamed(
         in_block=shape.in_block,
         blocks=shape.blocks,
         on_weights=shape.on_weights,
-        scale_kind="" if shape.on_weights else SCALE_KINDS.get(scheme.scale_dtype, ""),
+        scale_kind=shape.scale_kind,
         has_zero=scheme.zero_point != "none",
         has_factor=scheme.global_scale or carried,
         has_bias=bias,

@@ -1,0 +1,79 @@
+"""How the fragment layout stores scales, and which powers of two those can take on that it moved.
+
+Scales that multiply sums are as they were stored; those that multiply weights are bfloat16. Some of these
+carry a factor, too (`Geometry.carried`): they are moved by a power of two to where bfloat16 ends. They stay
+bytes, of which a shift and an addition make the bits of a bfloat16, and 16 places further of a float32:
+
+    e8m0            b << 7       0 bbbbbbbb 0000000    an exponent, as before; 0 is zero
+    e5m3   0x7010 + (b << 4)     0 111..... ...0000    five bits of the exponent and three of the mantissa,
+                                                       plus 1 in the last place: 255 is -0
+
+The latter is an e4m3 times 2^117, with which all above zero, bytes 87 to 229, are 1.m times a power of two.
+There is none for a negative scale.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+#: How 8-bit scales are to be read (`quantkit.kernels.fused.blocks.scale_value`): as stored, and where they
+#: carry a factor. Others are floats of Triton's own.
+_AS_STORED = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
+_CARRYING = {torch.float8_e4m3fn: "e5m3", torch.float8_e8m0fnu: "e8m0"}
+#: The exponent that the largest e8m0 has at least: all products with weights are normal, and finite.
+_LARGEST = 252
+#: What e4m3 are multiplied with; the bits of a bfloat16 that byte 0 stands for, and its byte for zero.
+_UNIT, _BASE, _ZERO = 117, 0x7010, 255
+#: Floats whose exponents have 8 bits.
+_WIDE = torch.bfloat16, torch.float32
+#: By how many binades bytes of e5m3 can be lowered: 8 of them are a binade, and the least is 87.
+_ROOM = 10
+
+
+def scale_kind(dtype: torch.dtype, on_weights: bool, carries: bool) -> str:
+    """How scales that were stored as `dtype` are to be read: "e4m3", "e8m0" or "e5m3"; "" for floats."""
+    if carries:
+        return _CARRYING[dtype]
+    return "" if on_weights else _AS_STORED.get(dtype, "")
+
+
+@dataclass(frozen=True)
+class Carrying:
+    """Scales as bytes, int8, that are `unit`, float64 [], times as large; whether some had a sign."""
+
+    scale: torch.Tensor
+    unit: torch.Tensor
+    negative: torch.Tensor
+
+
+def carrying(scale: torch.Tensor) -> Carrying:
+    """e8m0 or e4m3 scales, none of them NaN, as bytes of the kind that carries a factor."""
+    if scale.dtype == torch.float8_e8m0fnu:
+        exponents = scale.view(torch.uint8).int()
+        more = (_LARGEST - exponents.amax()).clamp(min=0)
+        return Carrying(_bytes(exponents + more), _power(more), torch.zeros_like(more))
+    values = scale.float()
+    bits = (values * 2.0**_UNIT).to(torch.bfloat16).view(torch.int16).int()
+    stored = torch.where(values == 0, _ZERO, (bits - _BASE) >> 4)
+    return Carrying(_bytes(stored), _power(stored.new_tensor(_UNIT)), (values < 0).any())
+
+
+def lowered(scale: torch.Tensor, kind: str, binades: int) -> torch.Tensor | None:
+    """Scales of the layout times 2^-binades; None where their kind has no such numbers."""
+    if scale.dtype in _WIDE:
+        return scale * 2.0**-binades
+    stored = scale.view(torch.uint8).int()
+    if kind == "e8m0":
+        return _bytes((stored - binades).clamp(min=0))
+    if kind == "e5m3" and binades <= _ROOM:
+        return _bytes(torch.where(stored == _ZERO, _ZERO, stored - 8 * binades))
+    return None
+
+
+def _bytes(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.to(torch.uint8).view(torch.int8)
+
+
+def _power(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent, float64, exact on every device."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)

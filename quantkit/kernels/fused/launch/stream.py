@@ -34,25 +34,26 @@ from quantkit.packing.schemes import Scheme
 
 #: The most rows of x, for which registers hold sums, and the most of which there are digits.
 MOST_ROWS, MOST_DIGITS = 16, 4
-#: Warps that a multiprocessor has at once: each of their threads may have 128 registers.
-RESIDENT_WARPS = 16
+#: Warps that a multiprocessor has at once, and at most; of its registers, each of their threads has a share.
+RESIDENT_WARPS, MOST_WARPS = 16, 32
+#: Registers of a multiprocessor, and what a thread may have at most.
+ALL_REGISTERS, MOST_REGISTERS = 1 << 16, 128
 #: Rows with more columns than this are divided among more warps.
 LONG_ROWS = 8192
-#: Numbers of x of a thread, where x is the norm of something: beside them it has as many of what is added to
-#: them, and weights.
-MOST_NORMED = 32
 #: The most rows of x with which it pays that y is gated (79 in docs/kernels-log.md).
 MOST_GATED = 2
 #: The most rows of x with which it pays to end a norm (93 in docs/kernels-log.md).
 MOST_ENDED = 2
 #: A norm that is ended, as far as shared memory depends on it.
 _ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
-#: Registers of a thread for codes, of 128: with more, sums and addresses would be spilled.
-REGISTERS = 88
+#: Registers of a thread that are not for codes: with fewer, sums and addresses would be spilled.
+OTHER_REGISTERS = 40
+#: The most rows of x with which more warps, of fewer registers, are faster (106 in docs/kernels-log.md).
+MOST_WITH_WARPS = 2
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
-    "programs": (1, 2, 4),
+    "programs": (1, 2, 3, 4),
     "together": (1, 2),
     "ahead": (1, 2, 3, 4, 7, 8),
     "integers": (False, True),
@@ -63,17 +64,23 @@ def unit_registers(problem: Problem) -> int:
     """Registers that a thread has a unit of codes in, with its scales and zero-points."""
     shape, scheme = shape_of(problem), problem.scheme
     codes = shape.unit // shape.span * shape.tiles * 4
-    stored = 2 if shape.on_weights else scheme.scale_dtype.itemsize
+    stored = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
     scales = 0 if shape.groups == 1 else stored
     zeros = {"none": 0, "float": 4}.get(scheme.zero_point, 2)
     words = sum(-(-2 * shape.in_block * size // 4) for size in (scales, zeros))
     return codes + shape.unit // 128 * words
 
 
-def ahead_in_registers(problem: Problem, integers: bool) -> int:
+def registers(tile: StreamTile) -> int:
+    """Registers of a thread, a multiple of 8."""
+    return min(MOST_REGISTERS, ALL_REGISTERS // (32 * tile.warps * tile.programs) // 8 * 8)
+
+
+def ahead_in_registers(problem: Problem, tile: StreamTile) -> int:
     """How many units there are registers for, beside those that are made of the codes of a span."""
     planes = shape_of(problem).planes
-    return (REGISTERS - 4 * (planes // 2 if integers else planes)) // unit_registers(problem)
+    made = 4 * (planes // 2 if tile.integers else planes)
+    return (registers(tile) - OTHER_REGISTERS - made) // unit_registers(problem)
 
 
 def shared_memory(tile: StreamTile, problem: Problem, gate: str = "", norm: Norm | None = None) -> int:
@@ -97,17 +104,25 @@ def why_no_integers(problem: Problem) -> str | None:
 def _rule(problem: Problem) -> StreamTile:
     long = problem.k > LONG_ROWS
     integers = problem.m <= (1 if long else 2) and why_no_integers(problem) is None
-    if long:
+    if _is_straight(problem) and problem.m <= MOST_WITH_WARPS and not (long or integers):
+        tile = StreamTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, 1, 1)
+    elif long:
         tile = StreamTile(RESIDENT_WARPS, 1, 2, 1, integers)
     elif problem.m > 2:
         tile = StreamTile(RESIDENT_WARPS, 1, 1, 2, integers)
     else:
         tile = StreamTile(ahead=4 if integers else 2, integers=integers)
-    most = max(1, ahead_in_registers(problem, integers) // tile.together)
+    most = max(1, ahead_in_registers(problem, tile) // tile.together)
     tile = replace(tile, ahead=max(number for number in VALUES["ahead"] if number <= min(most, tile.ahead)))
     # With less shared memory floats, which take less, and fewer programs.
     smaller = replace(tile, integers=False), replace(tile, programs=1, integers=False)
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
+
+
+def _is_straight(problem: Problem) -> bool:
+    """Whether products are added up to the end as they come, and no table has values."""
+    shape = shape_of(problem)
+    return (shape.groups == 1 or shape.on_weights) and table_bytes(problem.scheme, problem.dtype) == 0
 
 
 def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:
@@ -118,9 +133,10 @@ def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:
         return _why_no_end(problem, tile)
     if problem.m > COLUMNS:
         return f"norms are computed for up to {COLUMNS} rows of x, not for {problem.m}"
-    numbers = power_of_two(problem.m) * problem.k // (32 * tile.warps)
-    if numbers > MOST_NORMED:
-        return f"each thread would have {numbers} numbers of x, and has registers for {MOST_NORMED}"
+    # Beside them it has as many of what is added to them, and weights.
+    numbers, most = power_of_two(problem.m) * problem.k // (32 * tile.warps), registers(tile) // 4
+    if numbers > most:
+        return f"each thread would have {numbers} numbers of x, and has registers for {most}"
     return None
 
 
@@ -160,8 +176,8 @@ def _why_not(problem: Problem, tile: StreamTile) -> str | None:
         return reason
     if problem.m > COLUMNS and _has_table(problem, tile):
         return f"values of {problem.scheme.format.name} in shared memory are for up to {COLUMNS} rows of x"
-    if tile.warps * tile.programs > RESIDENT_WARPS:
-        return f"a multiprocessor has {RESIDENT_WARPS} such warps at once"
+    if tile.warps * tile.programs > MOST_WARPS:
+        return f"a multiprocessor has {MOST_WARPS} such warps at once"
     needed, most = shared_memory(tile, problem), program_memory(problem) // tile.programs
     if needed > most:
         return f"x and sums take {needed} bytes of shared memory, of {most} that there are"
@@ -181,7 +197,7 @@ def _loses(problem: Problem, tile: StreamTile) -> str | None:
         (2 * tile.warps * tile.programs <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
         (tile.together > both, "a program has no more row tiles"),
         (
-            found * both > max(both, ahead_in_registers(problem, tile.integers)),
+            found * both > max(2 * both, ahead_in_registers(problem, tile)),
             "codes take too many registers",
         ),
         (bool(smaller), "it is the same as with fewer units ahead"),
@@ -215,7 +231,7 @@ def _launch(
     known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate)
     shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate))
     grid = (shared_out.programs,)
-    return Launch(kernel, grid, S=known, num_warps=tile.warps, maxnreg=128, **options), shared_out
+    return Launch(kernel, grid, S=known, num_warps=tile.warps, maxnreg=registers(tile), **options), shared_out
 
 
 def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> torch.Tensor:

@@ -131,7 +131,8 @@ def table(run: Run, shape: str) -> list[list[str]]:
     """Cells of a shape: microseconds, and the multiple of the floor up to M = 16, of dense speed above."""
     lines = run.lines(shape)
     ms = sorted({m for line in lines.values() for m in line})
-    dense = {m: _digits(row.dense_us) for line in lines.values() for m, row in line.items()}
+    # Of several runs in one file the dense times of the first; each row has those of its own.
+    dense = {m: _digits(row.dense_us) for line in [*lines.values()][::-1] for m, row in line.items()}
     cells = [["format", "floor", *(f"M={m}" for m in ms)], ["dense bf16", "", *(dense[m] for m in ms)]]
     for name, line in lines.items():
         floor = next(iter(line.values())).floor_us

@@ -19,6 +19,7 @@ from quantkit.calibrate.rounding import (
     Rows,
     compensate,
     polish,
+    positive_scales,
     round_nearest,
     round_refitted,
 )
@@ -141,7 +142,7 @@ def quantize_calibrated_rows(
     weights = parameters.normalised(inputs.target(exact, method) if target is None else target)
     scale, zero_point = _grid(weights, inputs.moments.importance, bound, method)
     gridded = Rows(weights, scale, zero_point, bound)
-    done = _round(gridded, method, inputs)
+    done = positive_scales(gridded, _round(gridded, method, inputs))
     errors = exact - done.values * gridded.wide(done.scale) / parameters.global_scale
     codes = quantize_units(done.values, None if zero_point is None else gridded.wide(zero_point), bound)[0]
     quantized = QuantizedRows(

@@ -157,6 +157,19 @@ def refit_scales(rows: Rows, start: Rounded, second: Damped) -> Rounded:
     return Rounded(values, scale, errors)
 
 
+def positive_scales(rows: Rows, rounded: Rounded) -> Rounded:
+    """The same numbers with no negative scale where values have a sign each, as those of small floats.
+
+    To refit a scale may turn it around, and NVFP4's have no sign.
+    """
+    if not rows.scheme.format.is_symmetric or rows.zero_point is not None:
+        return rounded
+    if not bool((rounded.scale < 0).any()):
+        return rounded
+    sign = torch.where(rounded.scale < 0, -1.0, 1.0)
+    return Rounded(rounded.values * rows.wide(sign), rounded.scale * sign, rounded.errors)
+
+
 def _sweep(
     rows: Rows, rounded: Rounded, coupling: Callable[[slice], torch.Tensor], order: torch.Tensor
 ) -> None:

@@ -309,7 +309,15 @@ class PackedModule(nn.Module):
         return found
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
-        return build_layout(self._packed(parameter, index, matrix), dtype)
+        packed = self._packed(parameter, index, matrix)
+        built = build_layout(packed, dtype)
+        if not can_restore(built) or (positive := packed.with_positive_scales()) is packed:
+            return built
+        # What words are restored to are those of positive scales, whatever the dtype of activations.
+        with torch.no_grad():
+            for own, other in zip(packed.tensors, positive.tensors, strict=True):
+                own.copy_(other)
+        return build_layout(packed, dtype)
 
     def _product(
         self, parameter: str, index: int, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None

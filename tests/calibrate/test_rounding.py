@@ -5,8 +5,12 @@ import itertools
 import pytest
 import torch
 
+from quantkit.calibrate import calibrated
+from quantkit.calibrate.calibrated import CalibratedRows, Inputs, quantize_calibrated_rows
 from quantkit.calibrate.grids import mse, nearest
-from quantkit.calibrate.moments import Damped, factorize, gram
+from quantkit.calibrate.methods import METHODS
+from quantkit.calibrate.moments import Damped, Moments, factorize, gram
+from quantkit.calibrate.parameters import TensorParameters
 from quantkit.calibrate.rounding import (
     BLOCK,
     REFIT_COLUMNS,
@@ -14,6 +18,7 @@ from quantkit.calibrate.rounding import (
     Rows,
     compensate,
     polish,
+    positive_scales,
     refit_scales,
     round_nearest,
     round_refitted,
@@ -200,6 +205,42 @@ def test_refitted_rounding_is_never_worse_than_rounding(name: str) -> None:
     assert (found <= loss(once.errors, target) * (1 + 1e-5)).all()
     assert found.sum() < loss(plain.errors, target).sum()
     assert torch.allclose(done.errors, rows.weights - done.values * rows.wide(done.scale), atol=1e-6)
+
+
+def test_scales_that_were_turned_around_are_turned_back() -> None:
+    rows = rows_of(scheme("nvfp4"), 64, count=50)
+    start = round_nearest(rows)
+    sign = torch.where(torch.arange(start.scale.numel()).view(start.scale.shape) % 3 == 0, -1.0, 1.0)
+    turned = Rounded(start.values * rows.wide(sign), start.scale * sign, start.errors)
+    found = positive_scales(rows, turned)
+    assert torch.equal(found.scale, start.scale) and torch.equal(found.values, start.values)
+    assert positive_scales(rows, start) is start
+    # Codes of int4 have no signs.
+    other = rows_of(SCHEMES["int4"], 64)
+    start = round_nearest(other)
+    turned = Rounded(start.values, -start.scale, start.errors)
+    assert positive_scales(other, turned) is turned
+
+
+def test_no_method_stores_negative_scales_of_nvfp4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of few directions, and groups of very different sizes: what one lacks others make up for."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 4, generator=generator) @ torch.randn(4, 128, generator=generator)
+    second = gram(x + 0.1 * torch.randn(512, 128, generator=generator)) / 512
+    sizes = torch.randn(64, 8, generator=generator).exp().repeat_interleave(16, 1)
+    weights, chosen = torch.randn(64, 128, generator=generator) * sizes, METHODS["awq"]
+    shared = TensorParameters(global_scale=448 * 6 / weights.abs().amax().reshape(1))
+
+    def quantized() -> CalibratedRows:
+        inputs = Inputs.prepare(Moments(second.clone(), 512), [chosen])
+        return quantize_calibrated_rows(weights, scheme("nvfp4"), chosen, shared, inputs)
+
+    found = quantized()
+    monkeypatch.setattr(calibrated, "positive_scales", lambda _, rounded: rounded)
+    turned = quantized()
+    assert (turned.rows.scale.float() < 0).any() and (found.rows.scale.float() >= 0).all()
+    assert torch.equal(turned.rows.scale.float().abs(), found.rows.scale.float())
+    assert found.output_error == turned.output_error
 
 
 def test_scales_of_zeros_stay() -> None:

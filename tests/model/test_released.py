@@ -46,13 +46,19 @@ def dense_of(layout: tuple[torch.Tensor, ...], shape: tuple[int, int], row: Any,
     sizes, (n, k) = geometry(*shape, row, dtype), shape
 
     def spread(by_lane: torch.Tensor) -> torch.Tensor:
-        per_group = by_lane.float().permute(0, 4, 2, 1, 3).reshape(len(codes) * 16, -1)
+        per_group = by_lane.permute(0, 4, 2, 1, 3).reshape(len(codes) * 16, -1)
         return per_group.repeat_interleave(sizes.group, 1)[:n, :k]
 
+    if sizes.scale_kind == "e5m3":
+        # Exponent and mantissa one place further than those of the byte; 255 is zero.
+        one = scale.view(torch.uint8).int() + 1
+        scale = torch.where(one == 256, 0.0, 2.0 ** (97 + one // 8).double() * (1 + one % 8 / 8))
+    elif sizes.scale_kind:
+        scale = scale.view({"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}[sizes.scale_kind])
     weight = values[read_codes(codes, row.format, sizes)[:n, :k].int()]
     if zero.numel():
-        weight = weight - spread(zero)
-    weight = weight.double() * spread(scale).double()
+        weight = weight - spread(zero.float())
+    weight = weight.double() * spread(scale.double())
     return (weight / factor.double() if factor.numel() else weight).float()
 
 
@@ -136,6 +142,28 @@ def test_products_are_those_of_the_weight(launches, name):
     expected = nn.functional.linear(x, make(name).packed.dequantize(), layer.bias)
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
     assert launches == [64]
+
+
+def test_negative_scales_become_positive_ones(launches):
+    layer, before = make("nvfp4"), make("nvfp4").packed
+    with torch.no_grad():
+        scale = layer.packed.part("scale")
+        scale[5:40:3, 2] = -scale[5:40:3, 2].float()
+    expected = layer.packed.dequantize()
+    assert not torch.equal(expected, before.dequantize())
+    x = torch.randn(3, 96)
+    for dtype in (torch.float16, torch.float32):
+        layer.build_kernel_layouts(dtype)
+        assert layer.is_released("weight")
+        assert (layer.packed.part("scale").float() >= 0).all()
+        assert torch.equal(layer.packed.dequantize(), expected)
+        again = nn.functional.linear(x, expected, layer.bias)
+        torch.testing.assert_close(layer(x), again, rtol=1e-4, atol=1e-4)
+    assert launches == [64, 64]
+    # What a checkpoint has of it is the same weight.
+    other = make("nvfp4")
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.packed.dequantize(), expected)
 
 
 def test_what_is_odd_comes_back_too():

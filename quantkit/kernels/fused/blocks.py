@@ -226,12 +226,14 @@ def _bfloat16(byte, KIND: tl.constexpr):
 
 
 @triton.constexpr_function
-def bfloat16_of_bytes(KIND, FIRST, SECOND):
+def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
     """PTX that makes two registers of two bfloat16 each of one with scales of a KIND that carries a factor.
 
-    FIRST and SECOND are what `prmt` selects for them: bytes 0 to 3, and 4, which is zero.
+    FIRST and SECOND are what `prmt` selects for them: bytes 0 to 3, and 4, which is zero. TWICE makes two of
+    the lower bfloat16: 2^20 + 2^4 is no shift, and does not wait for the units of shifts and selections.
     """
-    times, more = {"e5m3": ("16", "0x70107010"), "e8m0": ("128", "0")}[KIND]
+    times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
+    times *= 0x10001 if TWICE else 1
     apart = f"prmt.b32 b0, $2, 0, 0x{FIRST};\nprmt.b32 b1, $2, 0, 0x{SECOND};"
     moved = f"mad.lo.u32 $0, b0, {times}, {more};\nmad.lo.u32 $1, b1, {times}, {more};"
     return f"{{.reg .b32 b<2>;\n{apart}\n{moved}}}"

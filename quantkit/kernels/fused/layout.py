@@ -44,11 +44,11 @@ from quantkit.kernels.fused.expressions import (
     planes,
     registers,
 )
-from quantkit.kernels.fused.scales import carrying, lowered, scale_kind
+from quantkit.kernels.fused.scales import carrying, lowered, padding, scale_kind
 from quantkit.kernels.launcher import Launch
 from quantkit.packing.formats import FittedFormat, FloatFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
-from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.tensor import CHUNK_WEIGHTS, PackedTensor
 from quantkit.packing.words import parts
 
 #: Rows of a tile, columns of a run, and 16-bit lanes of a tile.
@@ -56,9 +56,6 @@ ROWS = 16
 RUN = 32
 LANES = 256
 _VERIFY = "Run `quantkit verify` on the checkpoint, and download or quantize it again."
-_FLIP = "Quantize it again, or make them positive and flip the sign bits of their codes."
-#: Weights whose codes are ordered at a time: on a CPU their int32 copies take 64 bytes each.
-CHUNK_WEIGHTS = 1 << 25
 #: Spans that a program of the layout builder has.
 SPANS_AT_ONCE = 4
 
@@ -159,6 +156,8 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     Raises `FormatError` for codes and 8-bit scales that are no numbers, within `building` when that ends.
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
+    if shape.carried != 1.0:
+        weight = weight.with_positive_scales()
     codes = _placed(weight, shape)
     scale, factor, values = weight.row_scale(), weight.part("global_scale"), weight.part("codebook")
     if scale.itemsize == 1:
@@ -167,17 +166,16 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         values = _values(weight.scheme.format, shape.carried, weight.device)
     if shape.carried != 1.0:
         found = carrying(scale)
-        refuse_if(found.negative, f"a {weight.scheme} weight has negative scales, expected none. {_FLIP}")
         scale, divisor = found.scale, (found.unit / shape.carried).float().reshape(1)
         factor = divisor if factor is None else divisor * factor
     elif scale.itemsize == 1:
         scale = scale.to(torch.bfloat16) if shape.on_weights else scale.view(torch.int8)
     size = weight.scheme.group_columns(shape.k)
 
-    def by_lane(per_group: torch.Tensor) -> torch.Tensor:
+    def by_lane(per_group: torch.Tensor, beyond: int = 0) -> torch.Tensor:
         if size != shape.group:
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
-        return _by_lane(per_group, shape.in_block)
+        return _by_lane(per_group, shape.in_block, beyond)
 
     zero_point = weight.zero_points()
     zero = codes.new_empty(0)
@@ -188,7 +186,7 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         zero = by_lane(zero_point.to(torch.float32) + lowest).to(dtype)
     if factor is None:
         factor = torch.empty(0, device=codes.device)
-    return codes, by_lane(scale), zero, factor, values
+    return codes, by_lane(scale, padding(shape.scale_kind)), zero, factor, values
 
 
 def restore(layout: Sequence[torch.Tensor], scheme: Scheme, shape: tuple[int, int]) -> torch.Tensor:
@@ -430,12 +428,12 @@ def read_codes(words: torch.Tensor, number_format: NumberFormat, shape: Geometry
     return axes.permute(2, 7, 4, 3, 0, *in_run).reshape(len(words) * ROWS, -1)
 
 
-def _by_lane(per_group: torch.Tensor, in_block: int) -> torch.Tensor:
-    """One value per row and group, [N, groups], in the order of `scale` above; both are padded with zeros."""
+def _by_lane(per_group: torch.Tensor, in_block: int, beyond: int) -> torch.Tensor:
+    """One value per row and group, [N, groups], in the order of `scale` above; `beyond` both are others."""
     rows, groups = per_group.shape
-    beyond = -rows % ROWS, -groups % in_block
-    if any(beyond):
-        padded = per_group.new_zeros(rows + beyond[0], groups + beyond[1])
+    more = -rows % ROWS, -groups % in_block
+    if any(more):
+        padded = per_group.new_full((rows + more[0], groups + more[1]), beyond)
         padded[:rows, :groups] = per_group
         per_group = padded
     lanes = per_group.view(-1, 2, 8, per_group.shape[1] // in_block, in_block)

@@ -7,7 +7,7 @@ Written in Gluon, for kernels whose lane 4 r + t has row r; `S` is the `Streamed
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.fused.blocks import scale_value
+from quantkit.kernels.fused.blocks import bfloat16_of_bytes, scale_value
 from quantkit.kernels.fused.held import pair, pair_of, quads_of
 
 
@@ -71,14 +71,8 @@ def of_rows(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _twice(KIND, NUMBER):  # type: ignore[no-untyped-def]
-    """PTX that makes of value NUMBER of a word what rows r and r + 8 have, each twice.
-
-    A byte times 2^20 + 2^4, or 2^23 + 2^7: products that are no shift do not wait for the units of shifts.
-    """
-    times, more = {"e5m3": ("0x00100010", "0x70107010"), "e8m0": ("0x00800080", "0")}[KIND]
-    bytes_of = [f"prmt.b32 b{i}, $2, 0, 0x444{2 * NUMBER + i};" for i in (0, 1)]
-    moved = [f"mad.lo.u32 ${i}, b{i}, {times}, {more};" for i in (0, 1)]
-    return "{.reg .b32 b<2>;\n" + "\n".join([*bytes_of, *moved]) + "}"
+    """PTX that makes of value NUMBER of a word what rows r and r + 8 have, each twice."""
+    return bfloat16_of_bytes(KIND, f"444{2 * NUMBER}", f"444{2 * NUMBER + 1}", TWICE=True)
 
 
 @gluon.jit

@@ -1,12 +1,13 @@
 """How the fragment layout stores scales, and which powers of two those can take on that it moved.
 
-Scales that multiply sums are as they were stored; those that multiply weights are bfloat16. Some of these
-carry a factor, too (`Geometry.carried`): they are moved by a power of two to where bfloat16 ends. They stay
-bytes, of which a shift and an addition make the bits of a bfloat16, and 16 places further of a float32:
+They keep their dtype, those of 8 bits as int8. Of the latter those that multiply weights become bfloat16, but
+for some that carry a factor, too (`Geometry.carried`): these are moved by a power of two to where bfloat16
+ends, and stay bytes, of which a shift and an addition make the bits of a bfloat16, or 16 places further of a
+float32:
 
     e8m0            b << 7       0 bbbbbbbb 0000000    an exponent, as before; 0 is zero
     e5m3   0x7010 + (b << 4)     0 111..... ...0000    five bits of the exponent and three of the mantissa,
-                                                       plus 1 in the last place: 255 is -0
+                                                       to which 0x10 is added: 255 gives -0
 
 The latter is an e4m3 times 2^117, with which all above zero, bytes 87 to 229, are 1.m times a power of two.
 There is none for a negative scale.
@@ -20,7 +21,8 @@ import torch
 #: carry a factor. Others are floats of Triton's own.
 _AS_STORED = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 _CARRYING = {torch.float8_e4m3fn: "e5m3", torch.float8_e8m0fnu: "e8m0"}
-#: The exponent that the largest e8m0 has at least: all products with weights are normal, and finite.
+#: The exponent that the largest e8m0 has at least: its products with weights are finite, and normal. Those of
+#: scales more than 2^120 smaller are zero.
 _LARGEST = 252
 #: What e4m3 are multiplied with; the bits of a bfloat16 that byte 0 stands for, and its byte for zero.
 _UNIT, _BASE, _ZERO = 117, 0x7010, 255
@@ -37,37 +39,39 @@ def scale_kind(dtype: torch.dtype, on_weights: bool, carries: bool) -> str:
     return "" if on_weights else _AS_STORED.get(dtype, "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Carrying:
-    """Scales as bytes, int8, that are `unit`, float64 [], times as large; whether some had a sign."""
+    """Scales as bytes, int8, that are `unit`, float64 [], times as large."""
 
     scale: torch.Tensor
     unit: torch.Tensor
-    negative: torch.Tensor
 
 
 def carrying(scale: torch.Tensor) -> Carrying:
-    """e8m0 or e4m3 scales, none of them NaN, as bytes of the kind that carries a factor."""
+    """e8m0 or e4m3 scales, none of them NaN or negative, as bytes of the kind that carries a factor."""
     if scale.dtype == torch.float8_e8m0fnu:
         exponents = scale.view(torch.uint8).int()
         more = (_LARGEST - exponents.amax()).clamp(min=0)
-        return Carrying(_bytes(exponents + more), _power(more), torch.zeros_like(more))
+        return Carrying(_bytes(exponents + more), _power(more))
     values = scale.float()
     bits = (values * 2.0**_UNIT).to(torch.bfloat16).view(torch.int16).int()
     stored = torch.where(values == 0, _ZERO, (bits - _BASE) >> 4)
-    return Carrying(_bytes(stored), _power(stored.new_tensor(_UNIT)), (values < 0).any())
+    return Carrying(_bytes(stored), _power(torch.full((), _UNIT, device=scale.device)))
+
+
+def padding(kind: str) -> int:
+    """What scales are beyond the last row and group: a number of the layout that is zero."""
+    return _ZERO - 256 if kind == "e5m3" else 0
 
 
 def lowered(scale: torch.Tensor, kind: str, binades: int) -> torch.Tensor | None:
     """Scales of the layout times 2^-binades; None where their kind has no such numbers."""
-    if scale.dtype in _WIDE:
-        return scale * 2.0**-binades
-    stored = scale.view(torch.uint8).int()
     if kind == "e8m0":
-        return _bytes((stored - binades).clamp(min=0))
+        return _bytes((scale.view(torch.uint8).int() - binades).clamp(min=0))
     if kind == "e5m3" and binades <= _ROOM:
+        stored = scale.view(torch.uint8).int()
         return _bytes(torch.where(stored == _ZERO, _ZERO, stored - 8 * binades))
-    return None
+    return scale * 2.0**-binades if scale.dtype in _WIDE else None
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from quantkit.kernels.attention import PLANS
+from quantkit.kernels.fused.launch import stream
 from quantkit.kernels.fused.launch.hopper import RESERVED
+from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.packing.schemes import PRESETS
 
 pytest.importorskip("triton")
@@ -469,6 +471,31 @@ def test_turns_norms_and_gates_stay_in_registers(compiled: Compiled, kernel: str
     assert found["products"] > 0 and found["spills"] == 0 and found["registers"] <= 128, found
     # One turn is no loop.
     assert found["loops"] == ("long" not in kernel), found
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("nvfp4", "stream 16 2 1 1 0"),
+        ("fp8", "stream norm gate 16 2 1 1 0"),
+        ("mxfp4", "stream 8 3 1 2 0"),
+        *(
+            pytest.param(name, kernel, marks=pytest.mark.slow)
+            for name in ("nvfp4", "mxfp8", "mxfp6", "mxfp4", "fp8")
+            for kernel in (
+                "stream norm gate 16 2 1 1 0",
+                "stream begin 16 2 1 1 0",
+                "stream end gate 16 2 1 1 0",
+            )
+        ),
+    ],
+)
+def test_more_warps_have_registers(compiled: Compiled, name: str, kernel: str) -> None:
+    """Those of the rules, of which two programs are 32 warps, and a few of the table of the H200."""
+    tile = StreamTile(*[int(number) for number in kernel.split() if number.isdecimal()][:4])
+    (found,) = compiled([(kernel, name, 90, 2)]).values()
+    assert found["products"] > 0 and found["spills"] == 0, found
+    assert found["registers"] <= stream.registers(tile) < 128, found
 
 
 @pytest.mark.parametrize(

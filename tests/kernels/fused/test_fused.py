@@ -500,15 +500,23 @@ def test_what_is_joined_can_be_restored_apart(make_packed: Callable[..., PackedT
 @pytest.mark.parametrize(
     "case", ["int4", "int3 integer", "int4 float", "fp8 tensor", "mxfp4", "nvfp4", "nf4"]
 )
-def test_joined_weights_multiply_as_each_does(make_packed: Callable[..., PackedTensor], case: str) -> None:
-    rows, k, m = (32, 16, 24), 256, 3
+@pytest.mark.parametrize("k", [256, 144])
+def test_joined_weights_multiply_as_each_does(
+    make_packed: Callable[..., PackedTensor], case: str, k: int
+) -> None:
+    rows, m = (32, 16, 24), 3
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPE)
     name, options = case.split(maxsplit=1)[0], dict(CASES[case])
     packed = [make_packed(name, (n, k), **options, seed=n).to(DEVICE) for n in rows]
-    if packed[0].part("global_scale") is not None:
-        # Largest scales that lie powers of two apart, so that each has a factor of its own.
-        packed[1].scale.copy_((packed[1].scale.float() / 4).to(packed[1].scale.dtype))
+    # Factors that lie powers of two apart: those that are stored, or of the largest scales.
+    for one, factor in zip(packed, (1.0, 4.0, 2.0), strict=True):
+        if (part := one.part("global_scale")) is not None:
+            part.mul_(factor)
+        elif case == "mxfp4":
+            one.scale.copy_((one.scale.float() / factor).to(one.scale.dtype))
     built = [build(one, x.dtype) for one in packed]
+    if case in ("mxfp4", "nvfp4"):
+        assert len({float(parts[3]) for parts in built}) == 3
     whole, parts = join(built, rows, packed[0].scheme, k, x.dtype)
     for n, one, part in zip(rows, packed, parts, strict=True):
         assert part[0].untyped_storage().data_ptr() == whole[0].untyped_storage().data_ptr()
@@ -633,15 +641,17 @@ def test_scales_are_lowered_by_powers_of_two(name: str, binades: int) -> None:
     assert torch.equal(carried(less, kind), expected.double() * found.unit * 2.0**-binades)
 
 
-def test_negative_scales_of_weights_are_refused(make_packed: Callable[..., PackedTensor]) -> None:
-    packed = make_packed("nvfp4", (16, 128)).to(DEVICE)
-    packed.scale[3, 1] = -packed.scale[3, 1].float()
-    with pytest.raises(FormatError, match="weight has negative scales, expected none"):
-        build(packed, torch.bfloat16)
-    # As bfloat16 they have a sign.
-    x, bias = torch.ones(1, 128, dtype=torch.float16, device=DEVICE), torch.zeros(16, device=DEVICE)
-    op = Operands(x, build(packed, x.dtype), None, packed.scheme, 16)
-    assert error(skinny.run(op, skinny_tile(op.shape, 1), FEATURES), x, packed, bias) < LIMIT[x.dtype]
+def test_negative_scales_become_signs_of_codes(make_packed: Callable[..., PackedTensor]) -> None:
+    packed = make_packed("nvfp4", (40, 200))
+    packed.scale[3:30:2, 1] = -packed.scale[3:30:2, 1].float()
+    stored = [part.clone() for part in packed.tensors]
+    for dtype, features in RUNS:
+        x = torch.randn(3, 200, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+        op = Operands(x, build(packed.to(DEVICE), dtype), None, packed.scheme, 40)
+        for name, run in kernels(op, features).items():
+            bias = torch.zeros(40, device=DEVICE)
+            assert error(run(), x, packed.to(DEVICE), bias) < LIMIT[dtype], name
+    assert all(map(torch.equal, packed.tensors, stored))
 
 
 def test_codes_that_are_no_numbers_are_refused(make_packed: Callable[..., PackedTensor]) -> None:

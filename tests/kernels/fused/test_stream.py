@@ -345,6 +345,32 @@ def test_rules_take_integers_for_few_rows_of_x() -> None:
     assert not tile.integers
 
 
+def test_rules_take_more_warps_where_sums_are_straight() -> None:
+    rule, many = stream.TILING.rule, StreamTile(16, 2, 1, 1)
+    for name in ("nvfp4", "mxfp8", "mxfp6", "mxfp4", "fp8"):
+        assert [rule(problem(m, name=name)) == many for m in (1, 2, 3)] == [True, True, False], name
+        assert rule(problem(k=1024, name=name)) != many and rule(problem(k=14336, name=name)) != many
+    assert all(rule(problem(name=name)) != many for name in ("int4", "nf4", "fp4", "fp6"))
+    # Zero-points, and codes of longer spans, take registers.
+    zeros = scheme("int8", zero_point="integer")
+    assert rule(replace(problem(2), scheme=zeros)) != many
+    assert rule(replace(problem(2), scheme=scheme("int7", group_size=16))) != many
+    for m, k in ((1, 4096), (2, 4096), (4, 4096), (1, 14336)):
+        asked = problem(m, k=k, name="nvfp4")
+        assert stream.TILING.loses(asked, rule(asked)) is None, (m, k)
+
+
+def test_threads_of_more_warps_have_fewer_registers() -> None:
+    tiles = [(4, 1), (8, 2), (16, 1), (8, 3), (8, 4), (16, 2)]
+    assert [stream.registers(StreamTile(*tile)) for tile in tiles] == [128, 128, 128, 80, 64, 64]
+    for tile in tiles:
+        assert 32 * tile[0] * tile[1] * stream.registers(StreamTile(*tile)) <= 1 << 16
+    assert "has 32 such warps at once" in str(stream.TILING.why_not(problem(), StreamTile(16, 3)))
+    # Numbers of x of a norm: a quarter of the registers.
+    assert stream.why_no_norm(problem(4), StreamTile(16, 1), "whole") is None
+    assert "has registers for 16" in str(stream.why_no_norm(problem(4), StreamTile(16, 2), "whole"))
+
+
 def test_refusals_say_what_is_in_the_way() -> None:
     row = row_named("fused-stream")
     said = {

@@ -104,7 +104,8 @@ def why_no_integers(problem: Problem) -> str | None:
 def _rule(problem: Problem) -> StreamTile:
     long = problem.k > LONG_ROWS
     integers = problem.m <= (1 if long else 2) and why_no_integers(problem) is None
-    if _is_straight(problem) and problem.m <= MOST_WITH_WARPS and not (long or integers):
+    short = shape_of(problem).steps < RESIDENT_WARPS
+    if _is_straight(problem) and problem.m <= MOST_WITH_WARPS and not (long or short or integers):
         tile = StreamTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, 1, 1)
     elif long:
         tile = StreamTile(RESIDENT_WARPS, 1, 2, 1, integers)
@@ -120,9 +121,10 @@ def _rule(problem: Problem) -> StreamTile:
 
 
 def _is_straight(problem: Problem) -> bool:
-    """Whether products are added up to the end as they come, and no table has values."""
-    shape = shape_of(problem)
-    return (shape.groups == 1 or shape.on_weights) and table_bytes(problem.scheme, problem.dtype) == 0
+    """Whether products are added up to the end as they come, and little else takes registers."""
+    shape, scheme = shape_of(problem), problem.scheme
+    straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
+    return straight and scheme.zero_point == "none" and shape.span <= 128
 
 
 def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:
@@ -197,7 +199,8 @@ def _loses(problem: Problem, tile: StreamTile) -> str | None:
         (2 * tile.warps * tile.programs <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
         (tile.together > both, "a program has no more row tiles"),
         (
-            found * both > max(2 * both, ahead_in_registers(problem, tile)),
+            # The count is on the safe side where threads have few: int4 was fastest with one unit more.
+            found * both > max(2 * both, ahead_in_registers(problem, tile) + 1),
             "codes take too many registers",
         ),
         (bool(smaller), "it is the same as with fewer units ahead"),

@@ -309,15 +309,20 @@ class PackedModule(nn.Module):
         return found
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
+        return build_layout(self._to_build(parameter, index, matrix), dtype)
+
+    def _to_build(self, parameter: str, index: int, matrix: Matrix) -> PackedTensor:
+        """`matrix` as kernels want it: its scales, and the signs of its codes, become those of layouts.
+
+        Words that are restored from a layout are those of the scales that are stored then.
+        """
         packed = self._packed(parameter, index, matrix)
-        built = build_layout(packed, dtype)
-        if not can_restore(built) or (positive := packed.with_positive_scales()) is packed:
-            return built
-        # What words are restored to are those of positive scales, whatever the dtype of activations.
+        if packed.words.is_meta or (positive := packed.with_positive_scales()) is packed:
+            return packed
         with torch.no_grad():
             for own, other in zip(packed.tensors, positive.tensors, strict=True):
                 own.copy_(other)
-        return build_layout(packed, dtype)
+        return packed
 
     def _product(
         self, parameter: str, index: int, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None

@@ -21,6 +21,7 @@ from quantkit.kernels.fused.layout import build, geometry, join, read_codes, res
 from quantkit.kernels.linear import build_layout, linear_parts
 from quantkit.kernels.problem import KernelRow, Layout, Problem, always
 from quantkit.kernels.table import FORCE_VARIABLE
+from quantkit.model import experts
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts
 from quantkit.model.modules import PackedLinear, packed_modules
 from quantkit.model.shared_input import shared_inputs
@@ -451,6 +452,39 @@ def test_experts(name):
         for found, expected in zip(module.packed(parameter, 2), before.packed(parameter, 2), strict=True):
             assert torch.equal(found.words, expected.words)
     same_state(module.cpu(), before)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_negative_scales_of_experts_become_positive_ones(monkeypatch, grouped):
+    dense = experts_of("mixtral", "MixtralExperts")
+    schemes = dict.fromkeys((GATE_UP, DOWN), SCHEMES["nvfp4"])
+    module = PackedExperts.replacing(dense, schemes[GATE_UP], schemes[DOWN], "quantkit")
+    pack_into(module, dense, schemes)
+    with torch.no_grad():
+        for parameter in schemes:
+            for packed in module.packed(parameter, 1):
+                scale = packed.part("scale")
+                scale[::3, 1] = -scale[::3, 1].float()
+
+    def numbers():
+        return [
+            packed.dequantize()
+            for one in schemes
+            for expert in (0, 1)
+            for packed in module.packed(one, expert)
+        ]
+
+    expected, seen = numbers(), []
+    if grouped:
+        monkeypatch.setattr(experts, "build_experts_layout", lambda weights, *_: seen.extend(weights))
+        assert module._build_grouped(GATE_UP, torch.float32) is None and len(seen) == 8
+        assert module._build_grouped(DOWN, torch.float32) is None and len(seen) == 12
+    else:
+        module.build_kernel_layouts(torch.float32)
+        assert module.is_released(GATE_UP) and module.is_released(DOWN)
+        seen = [packed for one in schemes for packed in module.packed(one, 1)]
+    assert all((packed.part("scale").float() >= 0).all() for packed in seen)
+    assert all(map(torch.equal, numbers(), expected))
 
 
 @pytest.mark.parametrize(

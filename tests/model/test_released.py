@@ -145,8 +145,9 @@ def test_products_are_those_of_the_weight(launches, name):
     assert launches == [64]
 
 
-def test_negative_scales_become_positive_ones(launches):
-    layer, before = make("nvfp4"), make("nvfp4").packed
+@pytest.mark.parametrize("container", ["quantkit", "compressed-tensors"])
+def test_negative_scales_become_positive_ones(launches, container):
+    layer, before = make("nvfp4", container), make("nvfp4", container).packed
     with torch.no_grad():
         scale = layer.packed.part("scale")
         scale[5:40:3, 2] = -scale[5:40:3, 2].float()
@@ -162,7 +163,7 @@ def test_negative_scales_become_positive_ones(launches):
         torch.testing.assert_close(layer(x), again, rtol=1e-4, atol=1e-4)
     assert launches == [64, 64]
     # What a checkpoint has of it is the same weight.
-    other = make("nvfp4")
+    other = make("nvfp4", container)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other.packed.dequantize(), expected)
 

@@ -6,7 +6,7 @@ A step is one new token of each sequence after `--tokens` of them: by default of
 layers, one with as many as `--layers`, one with half. What the former takes longer, divided by the layers it
 has more, is the time of a layer, and with the bytes of its weights the bandwidth that it reaches. Steps are
 called one after the other without waiting for any, which the host must do faster than the GPU runs them; a
-figure is the median over rounds of `STEPS`.
+figure is the median over rounds of `STEPS`. What there is of them is printed, and stored, as soon as it is.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,10 @@ class Row:
     step_us: float
     layer_us: float
     bandwidth: float
+
+    def __str__(self) -> str:
+        figures = f"{self.step_us:.0f} | {self.layer_us:.1f} | {self.bandwidth:.0%}"
+        return f"| {self.format} | {self.batch} | {figures} |"
 
 
 def made(directory: Path, layers: int) -> Path:
@@ -119,18 +123,6 @@ def _loaded(name: str, source: Path) -> Any:
     return quantkit.load(packed, device="cuda")
 
 
-def text(rows: Sequence[Row]) -> str:
-    lines = [
-        "| format | batch | step, us | layer, us | of the bandwidth |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.format} | {row.batch} | {row.step_us:.0f} | {row.layer_us:.1f} | {row.bandwidth:.0%} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -149,11 +141,12 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
         sources = {layers: made(Path(directory), layers) for layers in (options.layers, options.layers // 2)}
-        for name in options.formats.split(","):
-            rows += measure(name, sources, options)
-    print(text(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        print("| format | batch | step, us | layer, us | of the bandwidth |\n|---|---|---|---|---|")
+        for row in (row for name in options.formats.split(",") for row in measure(name, sources, options)):
+            rows.append(row)
+            print(row, flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ INSTRUCTIONS = {
     "fp4": 3.2,
     "nf4": 3.57,
     "book4": 4.35,
-    "mxfp8": 3.33,
-    "mxfp6": 3.38,
+    "mxfp8": 3.37,
+    "mxfp6": 3.42,
     "mxfp4": 2.82,
     "nvfp4": 3.02,
 }
@@ -70,8 +70,8 @@ STREAMED_FLOATS = {
     "fp6": 3.3,
     "nf4": 2.15,
     "book4": 2.75,
-    "mxfp6": 3.3,
-    "mxfp4": 2.6,
+    "mxfp6": 3.4,
+    "mxfp4": 2.67,
     "nvfp4": 2.95,
 }
 #: Of presets that are decoded alike one each.

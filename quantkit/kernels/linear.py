@@ -158,24 +158,27 @@ def can_restore(layout: KernelLayout | None) -> bool:
     return layout is not None and layout_named(layout.name).restore is not None
 
 
-def restore_words(layout: KernelLayout, scheme: Scheme, shape: tuple[int, int]) -> torch.Tensor:
-    """The words [N, W] of the weight of `shape` that `layout` was built from, which `can_restore`.
+def restore_words(
+    layout: KernelLayout, scheme: Scheme, shape: tuple[int, int], scale: torch.Tensor
+) -> torch.Tensor:
+    """The words [N, W] of the weight of `shape`, with the part `scale`, that `layout` was built from, which
+    `can_restore`.
 
     torch.compile sees one operator.
     """
     words: torch.Tensor = torch.ops.quantkit.restore_words(
-        list(layout.tensors), layout.name, scheme.token, *shape
+        list(layout.tensors), scale, layout.name, scheme.token, *shape
     )
     return words
 
 
 def _restored(
-    layout: Sequence[torch.Tensor], name: str, scheme: Scheme, shape: tuple[int, int]
+    layout: Sequence[torch.Tensor], scale: torch.Tensor, name: str, scheme: Scheme, shape: tuple[int, int]
 ) -> torch.Tensor:
     restore = layout_named(name).restore
     assert restore is not None, name
     with torch.no_grad():
-        return restore(tuple(layout), scheme, shape)
+        return restore(tuple(layout), scheme, shape, scale)
 
 
 def _cache_key(dtype: torch.dtype) -> str:
@@ -239,7 +242,8 @@ torch.library.define(
 )
 torch.library.define(
     "quantkit::restore_words",
-    "(Tensor[] layout, str layout_name, str scheme, int out_features, int in_features) -> Tensor",
+    "(Tensor[] layout, Tensor scale, str layout_name, str scheme, int out_features, int in_features) "
+    "-> Tensor",
 )
 
 
@@ -318,19 +322,29 @@ def _whole(
 ) -> PackedTensor:
     """The weight with all its parts, of which the words may be in its layout only."""
     if layout and len(parts) < len(scheme.part_names):
-        parts = (_restored(layout, layout_name, scheme, shape), *parts)
+        parts = (_restored(layout, parts[0], layout_name, scheme, shape), *parts)
     return PackedTensor(tuple(parts), scheme, shape)
 
 
 @torch.library.impl("quantkit::restore_words", "default")
 def _restore_words(
-    layout: list[torch.Tensor], layout_name: str, scheme: str, out_features: int, in_features: int
+    layout: list[torch.Tensor],
+    scale: torch.Tensor,
+    layout_name: str,
+    scheme: str,
+    out_features: int,
+    in_features: int,
 ) -> torch.Tensor:
-    return _restored(layout, layout_name, parse_token(scheme), (out_features, in_features))
+    return _restored(layout, scale, layout_name, parse_token(scheme), (out_features, in_features))
 
 
 def _restore_words_fake(
-    layout: list[torch.Tensor], layout_name: str, scheme: str, out_features: int, in_features: int
+    layout: list[torch.Tensor],
+    scale: torch.Tensor,
+    layout_name: str,
+    scheme: str,
+    out_features: int,
+    in_features: int,
 ) -> torch.Tensor:
     words = parse_token(scheme).words_per_row(in_features)
     return layout[0].new_empty(out_features, words, dtype=torch.int32)

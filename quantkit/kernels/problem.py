@@ -137,7 +137,8 @@ class Layout:
     `build(weight, activation dtype)` makes its tensors from the storage layout, once per weight.
     `join(weights, their rows, scheme, K, activation dtype)` puts weights of one scheme and K one above the
     other: the tensors of the whole, and of each weight as views of them; None where these cannot be joined.
-    `restore(tensors, scheme, [N, K])` gives back the words that a weight had; without it they are kept.
+    `restore(tensors, scheme, [N, K], scale)` gives back the words that a weight with this part had; without
+    it they are kept.
     """
 
     name: str
@@ -146,7 +147,7 @@ class Layout:
         [Sequence[LayoutTensors], Sequence[int], Scheme, int, torch.dtype],
         tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None,
     ] = unjoinable
-    restore: Callable[[LayoutTensors, Scheme, tuple[int, int]], torch.Tensor] | None = None
+    restore: Callable[[LayoutTensors, Scheme, tuple[int, int], torch.Tensor], torch.Tensor] | None = None
 
     @property
     def whole(self) -> bool:

@@ -126,7 +126,7 @@ class PackedExperts(PackedModule):
             matrices = list(self._all_matrices(parameter))
             layouts = [self._layout(parameter, i, matrix, dtype) for i, matrix in enumerate(matrices)]
             if matrices:
-                self._release(parameter, matrices[0], layouts)
+                self._release(parameter, matrices, layouts)
 
     def is_grouped(self, dtype: torch.dtype) -> bool:
         """Whether activations of `dtype` are multiplied with all their experts at once."""
@@ -196,7 +196,7 @@ class PackedExperts(PackedModule):
         return self._kept(parameter, _ALL, dtype, lambda: self._build_grouped(parameter, dtype))
 
     def _build_grouped(self, parameter: str, dtype: torch.dtype) -> ExpertsLayout | None:
-        weights = [self._to_build(parameter, i, m) for i, m in enumerate(self._all_matrices(parameter))]
+        weights = [self._packed(parameter, i, m) for i, m in enumerate(self._all_matrices(parameter))]
         halves = 2 if parameter == GATE_UP else 1
         return build_experts_layout(weights, len(weights) // halves, halves, dtype)
 

@@ -112,7 +112,7 @@ class PackedLinear(PackedModule):
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         layout = super()._build(parameter, index, matrix, dtype)
-        self._release(parameter, matrix, [layout])
+        self._release(parameter, [matrix], [layout])
         return layout
 
     def share(self, shared: SharedInput, index: int) -> None:

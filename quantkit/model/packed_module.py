@@ -94,25 +94,30 @@ class _Entry:
 
 @dataclass(frozen=True, eq=False)
 class _Released:
-    """Words that are nowhere but in kernel layouts, one for each matrix of a parameter.
+    """Words that are nowhere but in kernel layouts, one for each matrix of a parameter, with their scales.
 
     `placeholder` is the parameter that stands for them: it has their shape and dtype, and no memory.
     """
 
     placeholder: nn.Parameter
     layouts: tuple[KernelLayout, ...]
+    scales: tuple[torch.Tensor, ...]
     scheme: Scheme
     shape: tuple[int, int]
 
     def words(self) -> torch.Tensor:
         """The words of all matrices, one above the other."""
-        first = restore_words(self.layouts[0], self.scheme, self.shape)
+        first = self.words_of(0)
         if len(self.layouts) == 1:
             return first
         words = first.new_empty(len(self.layouts), *first.shape)
-        for one, layout in zip(words, self.layouts, strict=True):
-            one.copy_(restore_words(layout, self.scheme, self.shape))
+        for index, one in enumerate(words):
+            one.copy_(self.words_of(index))
         return words.flatten(0, 1)
+
+    def words_of(self, index: int) -> torch.Tensor:
+        """Those of one matrix."""
+        return restore_words(self.layouts[index], self.scheme, self.shape, self.scales[index])
 
 
 class PackedModule(nn.Module):
@@ -241,8 +246,10 @@ class PackedModule(nn.Module):
         with torch.inference_mode(False):
             return nn.Parameter(self.stored_words(parameter), requires_grad=False)
 
-    def _release(self, parameter: str, matrix: Matrix, layouts: Sequence[KernelLayout | None]) -> None:
-        """Let the words go if `layouts`, of all matrices of `parameter`, have them; all are like `matrix`."""
+    def _release(
+        self, parameter: str, matrices: Sequence[Matrix], layouts: Sequence[KernelLayout | None]
+    ) -> None:
+        """Let the words go if `layouts`, of all `matrices` of `parameter`, have them."""
         words = self._words(parameter)
         found = tuple(layout for layout in layouts if layout is not None and can_restore(layout))
         # What ranks divide is a tensor of another kind, of which transformers has the rest to gather.
@@ -251,7 +258,8 @@ class PackedModule(nn.Module):
             return
         with torch.inference_mode(False):
             placeholder = nn.Parameter(torch.empty_like(words, device="meta"), requires_grad=False)
-        self._released[parameter] = _Released(placeholder, found, matrix.scheme, matrix.shape)
+        scales, first = tuple(matrix.stored[0] for matrix in matrices), matrices[0]
+        self._released[parameter] = _Released(placeholder, found, scales, first.scheme, first.shape)
         self._parameters[self._words_name(parameter)] = placeholder
         self._layout_owners[parameter] = weakref.ref(placeholder)
 
@@ -259,7 +267,7 @@ class PackedModule(nn.Module):
         """`matrix`, number `index` of `parameter`, with its words, restored where they were released."""
         if not self.is_released(parameter):
             return matrix.packed
-        words = restore_words(self._released[parameter].layouts[index], matrix.scheme, matrix.shape)
+        words = self._released[parameter].words_of(index)
         return PackedTensor((words, *matrix.stored), matrix.scheme, matrix.shape)
 
     def _words_name(self, parameter: str) -> str:
@@ -309,20 +317,7 @@ class PackedModule(nn.Module):
         return found
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
-        return build_layout(self._to_build(parameter, index, matrix), dtype)
-
-    def _to_build(self, parameter: str, index: int, matrix: Matrix) -> PackedTensor:
-        """`matrix` as kernels want it: its scales, and the signs of its codes, become those of layouts.
-
-        Words that are restored from a layout are those of the scales that are stored then.
-        """
-        packed = self._packed(parameter, index, matrix)
-        if packed.words.is_meta or (positive := packed.with_positive_scales()) is packed:
-            return packed
-        with torch.no_grad():
-            for own, other in zip(packed.tensors, positive.tensors, strict=True):
-                own.copy_(other)
-        return packed
+        return build_layout(self._packed(parameter, index, matrix), dtype)
 
     def _product(
         self, parameter: str, index: int, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -332,7 +327,7 @@ class PackedModule(nn.Module):
         if parts[0].is_meta and layout is not None:
             parts = matrix.stored
             if layout.dtype != x.dtype:
-                parts = (restore_words(layout, matrix.scheme, matrix.shape), *parts)
+                parts = (restore_words(layout, matrix.scheme, matrix.shape, parts[0]), *parts)
         elif parts[0].is_meta and not x.is_meta:
             raise KernelError(
                 f"the words of {self._words_name(parameter)!r} are not in memory: they were never loaded, or "

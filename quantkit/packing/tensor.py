@@ -7,12 +7,9 @@ from typing import Any
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.packing.formats import FloatFormat, IntFormat
+from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.words import pack, unpack
-
-#: Weights whose codes are unpacked at a time.
-CHUNK_WEIGHTS = 1 << 25
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,27 +125,6 @@ class PackedTensor:
     @property
     def scale(self) -> torch.Tensor:
         return self.tensors[1]
-
-    def with_positive_scales(self) -> "PackedTensor":
-        """The same numbers with no negative e4m3 scale, as kernels for nvfp4 have it: codes change signs.
-
-        Itself where no scale is negative, or where codes are not those of a small float, which have a sign.
-        """
-        scheme, (rows, columns) = self.scheme, self.shape
-        small = isinstance(scheme.format, FloatFormat) and scheme.scale_dtype == torch.float8_e4m3fn
-        if not small or scheme.planes > 1 or scheme.zero_point != "none":
-            return self
-        negative = self.row_scale().float() < 0
-        if not bool(negative.any()):
-            return self
-        words, sign = torch.empty_like(self.words), scheme.format.bits - 1
-        step = max(1, CHUNK_WEIGHTS // columns)
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            wide = negative[start:stop].repeat_interleave(scheme.group_columns(columns), dim=1)[:, :columns]
-            words[start:stop] = scheme.pack(self.codes(start, stop) ^ (wide.to(torch.uint8) << sign))
-        scale = self.scale.float().abs().to(self.scale.dtype)
-        return replace(self, tensors=(words, scale, *self.tensors[2:]), kernel_cache={})
 
     def codes(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Codes of rows `start:stop`, uint8 [rows, K]."""

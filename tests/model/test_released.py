@@ -21,7 +21,6 @@ from quantkit.kernels.fused.layout import build, geometry, join, read_codes, res
 from quantkit.kernels.linear import build_layout, linear_parts
 from quantkit.kernels.problem import KernelRow, Layout, Problem, always
 from quantkit.kernels.table import FORCE_VARIABLE
-from quantkit.model import experts
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts
 from quantkit.model.modules import PackedLinear, packed_modules
 from quantkit.model.shared_input import shared_inputs
@@ -146,26 +145,22 @@ def test_products_are_those_of_the_weight(launches, name):
 
 
 @pytest.mark.parametrize("container", ["quantkit", "compressed-tensors"])
-def test_negative_scales_become_positive_ones(launches, container):
-    layer, before = make("nvfp4", container), make("nvfp4", container).packed
+def test_negative_scales_come_back_with_their_words(launches, container):
+    layer, before = make("nvfp4", container), make("nvfp4", container)
     with torch.no_grad():
-        scale = layer.packed.part("scale")
-        scale[5:40:3, 2] = -scale[5:40:3, 2].float()
-    expected = layer.packed.dequantize()
-    assert not torch.equal(expected, before.dequantize())
+        for one in (layer, before):
+            scale = one.packed.part("scale")
+            scale[5:40:3, 2] = -scale[5:40:3, 2].float()
+    expected = before.packed.dequantize()
+    assert not torch.equal(expected, make("nvfp4").packed.dequantize())
     x = torch.randn(3, 96)
     for dtype in (torch.float16, torch.float32):
         layer.build_kernel_layouts(dtype)
         assert layer.is_released("weight")
-        assert (layer.packed.part("scale").float() >= 0).all()
-        assert torch.equal(layer.packed.dequantize(), expected)
+        same_state(layer, before)
         again = nn.functional.linear(x, expected, layer.bias)
         torch.testing.assert_close(layer(x), again, rtol=1e-4, atol=1e-4)
     assert launches == [64, 64]
-    # What a checkpoint has of it is the same weight.
-    other = make("nvfp4", container)
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other.packed.dequantize(), expected)
 
 
 def test_what_is_odd_comes_back_too():
@@ -335,7 +330,7 @@ def test_the_operators_keep_their_contracts():
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (torch.ops.quantkit.linear, (x, parts, tensors, None, token, 64, layout.name)),
         (torch.ops.quantkit.linear_grad_x, (torch.randn(2, 64), parts, tensors, token, 96, layout.name)),
-        (torch.ops.quantkit.restore_words, (tensors, layout.name, token, 64, 96)),
+        (torch.ops.quantkit.restore_words, (tensors, packed.scale, layout.name, token, 64, 96)),
     ]
     for operator, operands in calls:
         torch.library.opcheck(operator, operands)
@@ -455,37 +450,26 @@ def test_experts(name):
     same_state(module.cpu(), before)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_negative_scales_of_experts_become_positive_ones(monkeypatch, grouped):
+def test_negative_scales_of_experts_come_back_with_their_words():
     dense = experts_of("mixtral", "MixtralExperts")
     schemes = dict.fromkeys((GATE_UP, DOWN), SCHEMES["nvfp4"])
-    module = PackedExperts.replacing(dense, schemes[GATE_UP], schemes[DOWN], "quantkit")
-    pack_into(module, dense, schemes)
-    with torch.no_grad():
-        for parameter in schemes:
-            for packed in module.packed(parameter, 1):
-                scale = packed.part("scale")
-                scale[::3, 1] = -scale[::3, 1].float()
-
-    def numbers():
-        return [
-            packed.dequantize()
-            for one in schemes
-            for expert in (0, 1)
-            for packed in module.packed(one, expert)
-        ]
-
-    expected, seen = numbers(), []
-    if grouped:
-        monkeypatch.setattr(experts, "build_experts_layout", lambda weights, *_: seen.extend(weights))
-        assert module._build_grouped(GATE_UP, torch.float32) is None and len(seen) == 8
-        assert module._build_grouped(DOWN, torch.float32) is None and len(seen) == 12
-    else:
-        module.build_kernel_layouts(torch.float32)
-        assert module.is_released(GATE_UP) and module.is_released(DOWN)
-        seen = [packed for one in schemes for packed in module.packed(one, 1)]
-    assert all((packed.part("scale").float() >= 0).all() for packed in seen)
-    assert all(map(torch.equal, numbers(), expected))
+    modules = [PackedExperts.replacing(dense, schemes[GATE_UP], schemes[DOWN], "quantkit") for _ in "ab"]
+    for module in modules:
+        pack_into(module, copy.deepcopy(dense), schemes)
+        for buffer in module.buffers():
+            buffer.zero_()
+        with torch.no_grad():
+            for parameter in schemes:
+                for packed in module.packed(parameter, 1):
+                    scale = packed.part("scale")
+                    scale[::3, 1] = -scale[::3, 1].float()
+    module, before = modules
+    module.build_kernel_layouts(torch.float32)
+    assert module.is_released(GATE_UP) and module.is_released(DOWN)
+    same_state(module, before)
+    for parameter in schemes:
+        for found, expected in zip(module.packed(parameter, 1), before.packed(parameter, 1), strict=True):
+            assert torch.equal(found.words, expected.words)
 
 
 @pytest.mark.parametrize(

@@ -46,31 +46,6 @@ BEYOND_PACK_QUANTIZED = [
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fp6", "fp8", "fp8-e5m2"])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 70), (33, 64)])
-def test_scales_without_signs_are_of_the_same_numbers(name: str, shape: tuple[int, int]) -> None:
-    chosen = scheme(name, group_size=16, scale_dtype=E4M3)
-    codes, scale, _ = random_parts(chosen, shape)
-    packed = PackedTensor.from_codes(codes, scale.float(), None, chosen, torch.ones(1))
-    assert packed.with_positive_scales() is packed
-    signs = torch.randint(0, 2, scale.shape, generator=torch.Generator().manual_seed(3)).float() * 2 - 1
-    signs[0, 0] = -1
-    signed = PackedTensor.from_codes(codes, scale.float() * signs, None, chosen, torch.ones(1))
-    kept = [part.clone() for part in signed.tensors]
-    found = signed.with_positive_scales()
-    assert (found.scale.float() >= 0).all() and torch.equal(found.dequantize(), signed.dequantize())
-    assert all(torch.equal(a, b) for a, b in zip(signed.tensors, kept, strict=True))
-
-
-def test_other_scales_keep_their_signs() -> None:
-    for chosen in (scheme("int4", scale_dtype=E4M3), scheme("fp4"), scheme("mxfp4")):
-        codes, scale, _ = random_parts(chosen, (4, 64))
-        sign = -1 if chosen.scale_type.signed else 1
-        factor = torch.ones(1) if chosen.global_scale else None
-        packed = PackedTensor.from_codes(codes, scale.float() * sign, None, chosen, factor)
-        assert packed.with_positive_scales() is packed
-
-
 def random_parts(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> Parts:
     """Codes, scales as stored and zero-points."""
     generator = torch.Generator().manual_seed(seed)

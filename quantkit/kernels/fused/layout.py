@@ -44,11 +44,11 @@ from quantkit.kernels.fused.expressions import (
     planes,
     registers,
 )
-from quantkit.kernels.fused.scales import carrying, lowered, padding, scale_kind
+from quantkit.kernels.fused.scales import carrying, lowered, padding, scale_kind, signs_of
 from quantkit.kernels.launcher import Launch
 from quantkit.packing.formats import FittedFormat, FloatFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
-from quantkit.packing.tensor import CHUNK_WEIGHTS, PackedTensor
+from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.words import parts
 
 #: Rows of a tile, columns of a run, and 16-bit lanes of a tile.
@@ -56,6 +56,8 @@ ROWS = 16
 RUN = 32
 LANES = 256
 _VERIFY = "Run `quantkit verify` on the checkpoint, and download or quantize it again."
+#: Weights whose codes are ordered at a time: on a CPU their int32 copies take 64 bytes each.
+CHUNK_WEIGHTS = 1 << 25
 #: Spans that a program of the layout builder has.
 SPANS_AT_ONCE = 4
 
@@ -156,8 +158,6 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     Raises `FormatError` for codes and 8-bit scales that are no numbers, within `building` when that ends.
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
-    if shape.carried != 1.0:
-        weight = weight.with_positive_scales()
     codes = _placed(weight, shape)
     scale, factor, values = weight.row_scale(), weight.part("global_scale"), weight.part("codebook")
     if scale.itemsize == 1:
@@ -189,21 +189,24 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return codes, by_lane(scale, padding(shape.scale_kind)), zero, factor, values
 
 
-def restore(layout: Sequence[torch.Tensor], scheme: Scheme, shape: tuple[int, int]) -> torch.Tensor:
-    """The words [N, W] of a weight of `shape` of which `build` made `layout`, for activations of any dtype.
+def restore(
+    layout: Sequence[torch.Tensor], scheme: Scheme, shape: tuple[int, int], scale: torch.Tensor
+) -> torch.Tensor:
+    """The words [N, W] of a weight of `shape` and `scale` that `build` made `layout` of, for any activations.
 
     They are the same bits, but that those which no code has are zero, as `docs/format.md` demands.
     """
     n, k = shape
     # All dtypes of activations have the codes in the same order.
     sizes = geometry(n, k, scheme, torch.bfloat16)
-    codes = layout[0]
+    codes, turned = layout[0], layout[1].dtype == torch.int8 and sizes.scale_kind == "e5m3"
     words = torch.empty(n, scheme.words_per_row(k), dtype=torch.int32, device=codes.device)
     step = _rows_at_once(sizes)
     for start in range(0, n, step):
         stop = min(start + step, n)
         rows = read_codes(codes[start // ROWS : -(-stop // ROWS)], scheme.format, sizes)
-        words[start:stop] = scheme.pack(rows[: stop - start, :k])
+        rows = rows[: stop - start, :k]
+        words[start:stop] = scheme.pack(rows ^ signs_of(scale[start:stop], scheme, k) if turned else rows)
     return words
 
 
@@ -274,16 +277,22 @@ def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
     words = torch.empty(shape.row_tiles, shape.spans, shape.tiles, LANES, dtype=torch.int16, device=device)
     reserved = _reserved(number_format, device)
     found = None if reserved is None else torch.zeros(1, dtype=torch.int32, device=device)
+    place, step = place_codes if words.is_cuda else place_codes_by_torch, _rows_at_once(shape)
     if words.is_cuda and weight.scheme.packing == "bits":
         place_words(words, 0, weight.words, number_format, shape, found)
     else:
-        place = place_codes if words.is_cuda else place_codes_by_torch
-        step = _rows_at_once(shape)
         for start in range(0, n, step):
             place(words, start // ROWS, weight.codes(start, start + step), number_format, shape, found)
     if found is not None:
         # Unpack expressions would make up values for them.
         refuse_if(found, f"a {weight.scheme} weight has codes that stand for no number. {_VERIFY}")
+    if shape.scale_kind == "e5m3":
+        # Codes have the signs of scales. To know whether any is negative, the host would have to wait.
+        turned = torch.empty_like(words)
+        for start in range(0, n, step):
+            signs = signs_of(weight.row_scale(start, start + step), weight.scheme, shape.k)
+            place(turned, start // ROWS, signs, number_format, shape)
+        words ^= turned
     return words
 
 

@@ -10,12 +10,14 @@ float32:
                                                        to which 0x10 is added: 255 gives -0
 
 The latter is an e4m3 times 2^117, with which all above zero, bytes 87 to 229, are 1.m times a power of two.
-There is none for a negative scale.
+There is none for a negative scale: codes take its sign.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from quantkit.packing.schemes import Scheme
 
 #: How 8-bit scales are to be read (`quantkit.kernels.fused.blocks.scale_value`): as stored, and where they
 #: carry a factor. Others are floats of Triton's own.
@@ -48,15 +50,21 @@ class Carrying:
 
 
 def carrying(scale: torch.Tensor) -> Carrying:
-    """e8m0 or e4m3 scales, none of them NaN or negative, as bytes of the kind that carries a factor."""
+    """e8m0 or e4m3 scales, none of them NaN, as bytes of the kind that carries a factor, without signs."""
     if scale.dtype == torch.float8_e8m0fnu:
         exponents = scale.view(torch.uint8).int()
         more = (_LARGEST - exponents.amax()).clamp(min=0)
         return Carrying(_bytes(exponents + more), _power(more))
-    values = scale.float()
+    values = scale.float().abs()
     bits = (values * 2.0**_UNIT).to(torch.bfloat16).view(torch.int16).int()
     stored = torch.where(values == 0, _ZERO, (bits - _BASE) >> 4)
     return Carrying(_bytes(stored), _power(torch.full((), _UNIT, device=scale.device)))
+
+
+def signs_of(scale: torch.Tensor, scheme: Scheme, k: int) -> torch.Tensor:
+    """What codes [rows, K] of stored scales [rows, groups] are turned around by: sign bits, uint8."""
+    negative = (scale.float() < 0).to(torch.uint8) << scheme.format.bits - 1
+    return negative.repeat_interleave(scheme.group_columns(k), dim=1)[:, :k]
 
 
 def padding(kind: str) -> int:

@@ -468,7 +468,7 @@ def test_the_words_come_back(
     packed = make_packed(case.split(maxsplit=1)[0], size, **CASES[case]).to(DEVICE)
     for dtype in (torch.bfloat16, torch.float16):
         built = build(packed, dtype)
-        words = restore(built, packed.scheme, packed.shape)
+        words = restore(built, packed.scheme, packed.shape, packed.scale)
         assert words.is_contiguous() and torch.equal(words, packed.words)
 
 
@@ -478,7 +478,7 @@ def test_radix_words_come_back(k: int) -> None:
     codes = torch.randint(0, 3, (40, k), dtype=torch.uint8)
     scale = torch.rand(40, row.groups(k))
     packed = PackedTensor.from_codes(codes, scale, None, row).to(DEVICE)
-    assert torch.equal(restore(build(packed, torch.bfloat16), row, packed.shape), packed.words)
+    assert torch.equal(restore(build(packed, torch.bfloat16), row, packed.shape, packed.scale), packed.words)
 
 
 def test_what_is_joined_can_be_restored_apart(make_packed: Callable[..., PackedTensor]) -> None:
@@ -492,8 +492,8 @@ def test_what_is_joined_can_be_restored_apart(make_packed: Callable[..., PackedT
         torch.bfloat16,
     )
     for one, part in zip(packed, parts, strict=True):
-        assert torch.equal(restore(part, one.scheme, one.shape), one.words)
-    together = restore(whole, packed[0].scheme, (72, 256))
+        assert torch.equal(restore(part, one.scheme, one.shape, one.scale), one.words)
+    together = restore(whole, packed[0].scheme, (72, 256), torch.cat([one.scale for one in packed]))
     assert torch.equal(together, torch.cat([one.words for one in packed]))
 
 
@@ -651,6 +651,8 @@ def test_negative_scales_become_signs_of_codes(make_packed: Callable[..., Packed
         for name, run in kernels(op, features).items():
             bias = torch.zeros(40, device=DEVICE)
             assert error(run(), x, packed.to(DEVICE), bias) < LIMIT[dtype], name
+        words = restore(op.layout, packed.scheme, packed.shape, packed.scale.to(DEVICE))
+        assert torch.equal(words.cpu(), packed.words)
     assert all(map(torch.equal, packed.tensors, stored))
 
 

@@ -76,14 +76,7 @@ def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W
     ASM: gl.constexpr = bfloat16_of_bytes(KIND, "4140", "4342")
     word = words.to(gl.int32)
     first, second = gl.inline_asm_elementwise(ASM, "=r,=r,r", [word], (gl.int32, gl.int32), True, 1)
-    if V == 1:
-        values = gl.join(_field(first, 0, DTYPE), _field(first, 1, DTYPE))
-    else:
-        values = gl.join(
-            gl.join(_field(first, 0, DTYPE), _field(second, 0, DTYPE)),
-            gl.join(_field(first, 1, DTYPE), _field(second, 1, DTYPE)),
-        )
-    return _rows_first(values, V, W)
+    return values_of(first if V == 1 else gl.join(first, second), DTYPE, V, W)
 
 
 @gluon.jit

@@ -61,6 +61,8 @@ CASES = {
     },
     "int4 e4m3": {"group_size": 32, "scale_dtype": e4m3},
     "int4 g16 integer": {"group_size": 16, "zero_point": "integer"},
+    "fp4 g64 e4m3": {"group_size": 64, "scale_dtype": e4m3},
+    "fp6 g128 e4m3": {"group_size": 128, "scale_dtype": e4m3},
     "int3 channel": {"group_size": "channel"},
     "fp8 tensor": {"group_size": "tensor"},
     "int4 tensor": {"group_size": "tensor", "scale_dtype": torch.float16},

@@ -142,11 +142,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         sources = {layers: made(Path(directory), layers) for layers in (options.layers, options.layers // 2)}
         print("| format | batch | step, us | layer, us | of the bandwidth |\n|---|---|---|---|---|")
-        for row in (row for name in options.formats.split(",") for row in measure(name, sources, options)):
-            rows.append(row)
-            print(row, flush=True)
-            if options.json is not None:
-                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        for name in options.formats.split(","):
+            for row in measure(name, sources, options):
+                rows.append(row)
+                print(row, flush=True)
+                if options.json is not None:
+                    options.json.write_text(json.dumps([asdict(one) for one in rows], indent=1))
 
 
 if __name__ == "__main__":

@@ -162,11 +162,10 @@ def positive_scales(rows: Rows, rounded: Rounded) -> Rounded:
 
     To refit a scale may turn it around, and NVFP4's have no sign.
     """
-    if not rows.scheme.format.is_symmetric or rows.zero_point is not None:
+    turned = rounded.scale < 0
+    if not rows.scheme.format.is_symmetric or rows.zero_point is not None or not bool(turned.any()):
         return rounded
-    if not bool((rounded.scale < 0).any()):
-        return rounded
-    sign = torch.where(rounded.scale < 0, -1.0, 1.0)
+    sign = torch.where(turned, -1.0, 1.0)
     return Rounded(rounded.values * rows.wide(sign), rounded.scale * sign, rounded.errors)
 
 

@@ -112,7 +112,7 @@ class _Released:
             return first
         words = first.new_empty(len(self.layouts), *first.shape)
         for index, one in enumerate(words):
-            one.copy_(self.words_of(index))
+            one.copy_(self.words_of(index) if index else first)
         return words.flatten(0, 1)
 
     def words_of(self, index: int) -> torch.Tensor:

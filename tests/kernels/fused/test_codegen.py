@@ -495,7 +495,7 @@ def test_more_warps_have_registers(compiled: Compiled, name: str, kernel: str) -
     tile = StreamTile(*[int(number) for number in kernel.split() if number.isdecimal()][:4])
     (found,) = compiled([(kernel, name, 90, 2)]).values()
     assert found["products"] > 0 and found["spills"] == 0, found
-    assert found["registers"] <= stream.registers(tile) < 128, found
+    assert found["registers"] <= stream.thread_registers(tile) < 128, found
 
 
 @pytest.mark.parametrize(

@@ -362,9 +362,9 @@ def test_rules_take_more_warps_where_sums_are_straight() -> None:
 
 def test_threads_of_more_warps_have_fewer_registers() -> None:
     tiles = [(4, 1), (8, 2), (16, 1), (8, 3), (8, 4), (16, 2)]
-    assert [stream.registers(StreamTile(*tile)) for tile in tiles] == [128, 128, 128, 80, 64, 64]
+    assert [stream.thread_registers(StreamTile(*tile)) for tile in tiles] == [128, 128, 128, 80, 64, 64]
     for tile in tiles:
-        assert 32 * tile[0] * tile[1] * stream.registers(StreamTile(*tile)) <= 1 << 16
+        assert 32 * tile[0] * tile[1] * stream.thread_registers(StreamTile(*tile)) <= 1 << 16
     assert "has 32 such warps at once" in str(stream.TILING.why_not(problem(), StreamTile(16, 3)))
     # Numbers of x of a norm: a quarter of the registers.
     assert stream.why_no_norm(problem(4), StreamTile(16, 1), "whole") is None

@@ -71,8 +71,8 @@ def unit_registers(problem: Problem) -> int:
     return codes + shape.unit // 128 * words
 
 
-def registers(tile: StreamTile) -> int:
-    """Registers of a thread, a multiple of 8."""
+def thread_registers(tile: StreamTile) -> int:
+    """Those that a thread has, a multiple of 8."""
     return min(MOST_REGISTERS, ALL_REGISTERS // (32 * tile.warps * tile.programs) // 8 * 8)
 
 
@@ -80,7 +80,7 @@ def ahead_in_registers(problem: Problem, tile: StreamTile) -> int:
     """How many units there are registers for, beside those that are made of the codes of a span."""
     planes = shape_of(problem).planes
     made = 4 * (planes // 2 if tile.integers else planes)
-    return (registers(tile) - OTHER_REGISTERS - made) // unit_registers(problem)
+    return (thread_registers(tile) - OTHER_REGISTERS - made) // unit_registers(problem)
 
 
 def shared_memory(tile: StreamTile, problem: Problem, gate: str = "", norm: Norm | None = None) -> int:
@@ -136,7 +136,7 @@ def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:
     if problem.m > COLUMNS:
         return f"norms are computed for up to {COLUMNS} rows of x, not for {problem.m}"
     # Beside them it has as many of what is added to them, and weights.
-    numbers, most = power_of_two(problem.m) * problem.k // (32 * tile.warps), registers(tile) // 4
+    numbers, most = power_of_two(problem.m) * problem.k // (32 * tile.warps), thread_registers(tile) // 4
     if numbers > most:
         return f"each thread would have {numbers} numbers of x, and has registers for {most}"
     return None
@@ -234,7 +234,9 @@ def _launch(
     known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate)
     shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate))
     grid = (shared_out.programs,)
-    return Launch(kernel, grid, S=known, num_warps=tile.warps, maxnreg=registers(tile), **options), shared_out
+    return Launch(
+        kernel, grid, S=known, num_warps=tile.warps, maxnreg=thread_registers(tile), **options
+    ), shared_out
 
 
 def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> torch.Tensor:

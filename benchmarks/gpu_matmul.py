@@ -6,8 +6,6 @@
 Each figure is the median of CUDA-graph replays over as many different weights as exceed the L2 cache several
 times, divided by their number. Up to M = 16 it is given as a multiple of the floor, above as a multiple of
 dense speed. `--jobs` processes compile the kernels first. With QUANTKIT_TILES=none, rules choose all tiles.
-With `--in-order`, columns of x are in the order that the kernel would put them in first, as norms and gates
-of a model leave them.
 
 Peers are int4 in groups of 128: torch's own kernel (tinygemm, up to M = 64), and GemLite where
 `pip install gemlite` put it, tuned in its default mode ("fast") before it is timed. `--from` needs no GPU.
@@ -29,11 +27,8 @@ from matmul_report import Row, Run, draw, markdown, plotted, text
 
 import quantkit
 from quantkit.errors import UsageError
-from quantkit.kernels import glue
 from quantkit.kernels.measure import copies, graph_time, read_time
-from quantkit.kernels.problem import Problem
 from quantkit.kernels.shapes import shapes_named
-from quantkit.kernels.table import choose
 from quantkit.packing.tensor import PackedTensor
 
 #: What is measured unless options say otherwise.
@@ -114,22 +109,6 @@ def quantized(name: str, n: int, k: int) -> PackedTensor:
     return quantkit.quantize_tensor(weight, name, method="rtn", group_size=GROUPS.get(name))
 
 
-def products(
-    x: torch.Tensor, weights: Sequence[PackedTensor], in_order: bool
-) -> list[Callable[[], torch.Tensor]]:
-    """Calls that multiply x with each of some weights, of one scheme and shape."""
-    problem = Problem.on(x.device, x.shape[0], *weights[0].shape, weights[0].scheme, x.dtype)
-    chosen = choose(problem)
-    order = chosen.row.order(problem) if in_order else ""
-    if not order:
-        return [partial(quantkit.linear, x, weight) for weight in weights]
-    ordered = glue.in_order(x, order)
-    return [
-        partial(chosen.launch, ordered, weight, chosen.row.layout.build(weight, x.dtype), None, ordered=True)
-        for weight in weights
-    ]
-
-
 def compile_format(name: str, shape: tuple[int, int], ms: Sequence[int]) -> None:
     packed = quantized(name, *shape)
     for m in ms:
@@ -166,7 +145,6 @@ def time_formats(
     sides: tuple[int, int],
     dense_us: Mapping[int, float],
     floors: Floors,
-    in_order: bool,
 ) -> Iterator[Row]:
     n, k = sides
     for name in names:
@@ -177,8 +155,8 @@ def time_formats(
             for _ in range(copies(nbytes))
         ]
         for m in dense_us:
-            used = weights if m < 1024 else weights[:3]
-            us = time_of(products(activations(m, k), used, in_order))
+            x, used = activations(m, k), weights if m < 1024 else weights[:3]
+            us = time_of([partial(quantkit.linear, x, weight) for weight in used])
             yield Row(name, shape, m, us, floors[nbytes], dense_us[m], nbytes)
         del weights
         torch.cuda.empty_cache()
@@ -221,14 +199,11 @@ def measure(
     ms: Sequence[int],
     jobs: int,
     path: Path | None,
-    in_order: bool,
 ) -> Run:
     """The run, stored at `path` after every format and peer."""
     run = Run(
         machine(), shapes, notes=[f"{name} is not installed." for name in peers if not PEERS[name].installed]
     )
-    if in_order:
-        run.notes.append("Columns of x are in the order of the kernel, where it has one.")
     peers = [name for name in peers if PEERS[name].installed]
     run.notes += [f"{name}: {PEERS[name].tuning}." for name in peers if PEERS[name].tuning]
     todo = [partial(compile_format, name, shape, ms) for shape in shapes.values() for name in formats]
@@ -240,7 +215,7 @@ def measure(
     floors = Floors()
     for shape, sides in shapes.items():
         dense_us = {m: dense(*sides, m) for m in ms}
-        ours = (time_formats([name], shape, sides, dense_us, floors, in_order) for name in formats)
+        ours = (time_formats([name], shape, sides, dense_us, floors) for name in formats)
         theirs = (time_peer(name, shape, sides, dense_us, floors) for name in peers)
         for found in (*ours, *theirs):
             rows: list[Row] = []
@@ -277,7 +252,7 @@ def new_run(options: argparse.Namespace) -> Run:
         raise UsageError(f"unknown peers {', '.join(unknown)}; known are {', '.join(PEERS)}")
     shapes = shapes_named(options.shapes or names(SHAPES))
     formats, ms = options.formats or names(FORMATS), options.m or numbers(MS)
-    return measure(formats, peers, shapes, ms, options.jobs, options.json, options.in_order)
+    return measure(formats, peers, shapes, ms, options.jobs, options.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -292,7 +267,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--m", type=numbers, metavar="1,2", help=f"default {MS}")
     parser.add_argument("--peers", type=names, metavar="A,B", help=f"default {PEER_NAMES}; '' for none")
     parser.add_argument("--jobs", type=int, default=8)
-    parser.add_argument("--in-order", action="store_true", help="x as norms and gates of a model leave it")
     parser.add_argument("--markdown", action="store_true", help="tables as docs/kernels-measured.md has them")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw those of --formats, else eight well-known ones"

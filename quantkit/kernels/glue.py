@@ -4,13 +4,11 @@ Beside each function is its twin: what models of transformers compute in torch, 
 """
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
-from quantkit.kernels.problem import COLUMN_ORDERS
 
 #: The most numbers of a row that a norm is taken of: a program has them in registers.
 MOST_COLUMNS = 32768
@@ -73,22 +71,13 @@ def slow_offset_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
 NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.0), "gemma": (False, 1.0)}
 
 
-def in_order(x: torch.Tensor, order: str) -> torch.Tensor:
-    """`x` [..., N] with columns in one of `COLUMN_ORDERS`: what the functions here do for it in passing."""
-    shape, axes = COLUMN_ORDERS[order]
-    runs = x.reshape(-1, *shape)
-    return runs.permute(0, *(1 + axis for axis in axes)).reshape(x.shape)
-
-
-def norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False, order: str = ""
-) -> torch.Tensor:
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) times `weight` [N], for rows of `x` [..., N] (RMSNorm, arXiv 1910.07467).
 
     `weight` is read while the kernels before this one may still run, and what the kernel after it reads early
-    as well, unless that is to start `late`. The result is `in_order` if one is named: N is a multiple of 32.
+    as well, unless that is to start `late`.
     """
-    return _norm(x, None, weight, eps, kind, late, order)[1]
+    return _norm(x, None, weight, eps, kind, late)[1]
 
 
 def add_norm(
@@ -98,10 +87,9 @@ def add_norm(
     eps: float,
     kind: str,
     late: bool = False,
-    order: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + other, of one shape, and the norm of it, which may be `in_order`."""
-    return _norm(x, other, weight, eps, kind, late, order)
+    """x + other, of one shape, and the norm of it."""
+    return _norm(x, other, weight, eps, kind, late)
 
 
 def _norm(
@@ -111,7 +99,6 @@ def _norm(
     eps: float,
     kind: str,
     late: bool,
-    order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     columns, parts = x.shape[-1], [x] if other is None else [x, other]
     laid = [_rows(part) for part in parts]
@@ -123,7 +110,7 @@ def _norm(
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if other is not None else y
     features = launch_features(x.device)
     programs, adds = x.numel() // columns, other is not None
-    launch = _norm_launch(programs, rows, columns, eps, adds, kind, late, order, features)
+    launch = _norm_launch(programs, rows, columns, eps, adds, kind, late, features)
     with launching_on(x.device):
         launch(x, added, weight, total, y, outer, inner, o_outer, o_inner, weight.stride(0))
     return total, y
@@ -139,17 +126,14 @@ def slow_gelu_gate(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh") * up
 
 
-def gate(x: torch.Tensor, up: torch.Tensor, kind: str, order: str = "") -> torch.Tensor:
-    """silu(x) * up, or gelu(x) * up, of `x` and `up` [..., N] (GLU variants, arXiv 2002.05202).
-
-    The result is `in_order` if one is named, with N a multiple of 32.
-    """
+def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """silu(x) * up, or gelu(x) * up, of `x` and `up` [..., N] (GLU variants, arXiv 2002.05202)."""
     columns = x.shape[-1]
     flat, flat_up = (part.reshape(-1, columns) for part in (x, up))
     if flat.stride(-1) != 1 or flat_up.stride(-1) != 1:
         flat, flat_up = flat.contiguous(), flat_up.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch = _gate_launch(len(flat), -(-columns // GATED), kind, order, launch_features(x.device))
+    launch = _gate_launch(len(flat), -(-columns // GATED), kind, launch_features(x.device))
     with launching_on(x.device):
         launch(flat, flat_up, y, flat.stride(0), flat_up.stride(0), columns)
     return y
@@ -346,7 +330,6 @@ def _norm_launch(
     add: bool,
     kind: str,
     late: bool,
-    order: str,
     features: frozenset[str],
 ) -> Launch:
     from quantkit.kernels.fused.glue import rms_norm
@@ -363,7 +346,6 @@ def _norm_launch(
         ADD=add,
         ROUND=rounded,
         OFFSET=offset,
-        **_ordering(order),
         LATE=late,
         **overlap(features),
         # Eight numbers of a thread.
@@ -372,19 +354,10 @@ def _norm_launch(
 
 
 @lru_cache(maxsize=256)
-def _gate_launch(rows: int, parts: int, kind: str, order: str, features: frozenset[str]) -> Launch:
+def _gate_launch(rows: int, parts: int, kind: str, features: frozenset[str]) -> Launch:
     from quantkit.kernels.fused.glue import gate
 
-    known = {"KIND": kind, **_ordering(order), "B": GATED}
-    return Launch(gate, (rows, parts), **known, **overlap(features), num_warps=4)
-
-
-def _ordering(order: str) -> dict[str, Any]:
-    if not order:
-        return {"SHAPE": None, "AXES": None}
-    from quantkit.kernels.fused.launch.columns import ordering
-
-    return ordering(order)
+    return Launch(gate, (rows, parts), KIND=kind, B=GATED, **overlap(features), num_warps=4)
 
 
 @lru_cache(maxsize=256)

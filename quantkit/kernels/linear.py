@@ -256,12 +256,11 @@ def run_linear(
     out_features: int,
     layout_name: str,
     *,
-    ordered: bool = False,
     normed: Normed | None = None,
     gate: str = "",
 ) -> torch.Tensor:
-    """What the operator computes, of x `ordered`, with the part of a norm that is `normed`, or of that the
-    `gate`, as `KernelRow` has them.
+    """What the operator computes, with the part of a norm that is `normed`, or of that the `gate`, as
+    `KernelRow` has them.
     """
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
@@ -284,11 +283,6 @@ def run_linear(
             f"{layout_name}. Set {FORCE_VARIABLE} before the model is loaded."
         )
     log_choice(problem, chosen)
-    if ordered and (parsed.column_scale or not chosen.row.order(problem)):
-        raise KernelError(
-            f"columns of x are in the order of another kernel than {chosen.row.name}, which runs {problem}. "
-            f"{_NOT_BETWEEN_RUNS}"
-        )
     if normed is not None and (reason := chosen.row.no_norm(problem, chosen.tile, normed.part)) is not None:
         raise KernelError(
             f"{chosen.row.name}, which runs {problem}, does not do a norm ({normed.part}): {reason}. "
@@ -302,8 +296,7 @@ def run_linear(
     # The whole weight only where it is used: to check its parts takes longer than to launch most kernels.
     outlined = not parts or (chosen.row.layout is not None and chosen.row.layout.whole)
     weight = Outline(parsed, shape) if outlined else _whole(parts, layout, layout_name, parsed, shape)
-    options: dict[str, Any] = {"ordered": True} if ordered else {}
-    options |= {} if normed is None else {"normed": normed}
+    options: dict[str, Any] = {} if normed is None else {"normed": normed}
     options |= {"gate": gate} if gate else {}
     given = tuple(layout) if chosen.row.layout is not None else ()
     y = chosen.launch(flat, weight, given, bias, **options)

@@ -1,8 +1,6 @@
-"""The operator `quantkit::linear` in traced graphs, where what comes before prepares x for the kernel.
+"""The operator `quantkit::linear` in traced graphs, whose kernels can take norms, and gate what they compute.
 
-Norms and gates can write the columns of x in the order that a kernel wants, and kernels can take norms, and
-gate what they compute. `weight` is what the operator takes after x, or of it what is no tensor: scheme,
-out_features, layout_name.
+`weight` is what the operator takes after x, or of it what is no tensor: scheme, out_features, layout_name.
 """
 
 from typing import Any
@@ -24,17 +22,6 @@ def _runs(
         return None
     problem = Problem.on(device, rows, n, columns, parsed, dtype, layout_name)
     return problem, choose(problem)
-
-
-def order_of(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> str:
-    """The order that the operator would put columns of x [rows, columns] in first, `KernelRow.order`."""
-    found = _runs(rows, columns, dtype, device, *weight)
-    return "" if found is None else found[1].row.order(found[0])
-
-
-def linear_in_order(x: torch.Tensor, *weight: Any) -> torch.Tensor:
-    """What the operator computes, of x whose columns are in the order that `order_of` names."""
-    return run_linear(x, *weight, ordered=True)
 
 
 def does_norm(

@@ -102,18 +102,6 @@ def one_plane(problem: Problem) -> str | None:
 #: The tensors of a weight in a kernel layout.
 LayoutTensors = tuple[torch.Tensor, ...]
 
-#: By name, orders that kernels take columns of x in: the shape of each run of 32, and its axes in order.
-COLUMN_ORDERS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    # (t, p0, e1, e0) becomes (p0, e1, t, e0); in groups of 16 (p0, t, e1, e0) does.
-    "fragments": ((4, 2, 2, 2), (1, 2, 0, 3)),
-    "fragments of 16": ((2, 4, 2, 2), (0, 2, 1, 3)),
-}
-
-
-def as_it_is(_: "Problem") -> str:
-    """The `KernelRow.order` of a row that takes columns of x in no other order."""
-    return ""
-
 
 def never_normed(_: "Problem", __: Any, ___: str) -> str | None:
     """The `KernelRow.no_norm` of a row that has nothing to do with norms."""
@@ -229,9 +217,6 @@ class KernelRow:
     y [m, n] of x's dtype, for m >= 1 and contiguous x; with a `tiling` it takes a `tile` too. A column scale
     is in x already. Where the layout is `whole`, `weight` is only the `Outline`.
 
-    `order(problem)` names the order that the kernel puts columns of x in first, "" for none. What makes x can
-    do that in passing (`COLUMN_ORDERS`): `launch` takes such x with `ordered=True`.
-
     `no_norm(problem, tile, part)` says why the kernel cannot do a part of a norm. Where it can, `launch`
     takes such a `normed`. `no_gate(problem, tile)` says so of a gate: the first half of columns of y is what
     gates the others, and `launch` with the kind of a `gate` returns [m, n / 2]: `quantkit.kernels.glue.gate`.
@@ -245,7 +230,6 @@ class KernelRow:
     layout: Layout | None
     launch: Callable[..., torch.Tensor]
     tiling: Tiling | None = None
-    order: Callable[[Problem], str] = as_it_is
     no_norm: Callable[[Problem, Any, str], str | None] = never_normed
     no_gate: Callable[[Problem, Any], str | None] = never_gated
 

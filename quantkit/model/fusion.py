@@ -19,7 +19,7 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.table import is_verbose
 from quantkit.model.constants import hold_constants
 from quantkit.model.pattern import Match, Pattern, matched, pattern_of
-from quantkit.model.products import hold_back, order_columns, split_norms, take_gates, take_norms
+from quantkit.model.products import hold_back, split_norms, take_gates, take_norms
 from quantkit.model.step_attention import take_rotations
 from quantkit.model.trace import META, Memory, part, trace
 
@@ -239,7 +239,6 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
     split_norms(graph, memory, inputs[0].device)
     take_norms(graph, memory, inputs[0].device)
     hold_back(graph, memory)
-    order_columns(graph, memory, inputs[0].device)
     # Last, as twins have such operations too.
     hold_constants(module, memory)
     if is_verbose():

@@ -1,6 +1,4 @@
-"""Packed products in traced steps: norms and gates that they compute, columns in their order, and when norms
-start.
-"""
+"""Packed products in traced steps: norms and gates that they compute, and when norms start."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -15,11 +13,9 @@ from quantkit.kernels.prepared import (
     does_norm,
     gated_linear,
     gates,
-    linear_in_order,
     linear_of_begun,
     linear_of_norm,
     linear_then_norm,
-    order_of,
 )
 from quantkit.model.trace import META, OFFSET, Memory, between, part
 
@@ -36,7 +32,7 @@ def take_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -> bool:
-    """Whether `gate` is of the halves of the columns of `product`, and what multiplies it wants no order."""
+    """Whether `gate` is of the halves of the columns of `product`, which can gate them."""
     made = product.meta[META]
     half = made.shape[-1] // 2
     parts = [(one.meta[META], one.meta[OFFSET]) for one in gate.all_input_nodes]
@@ -46,7 +42,6 @@ def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -
         and made.shape[-1] == 2 * half
         and [offset for _, offset in parts] == [0, half]
         and all(one.shape == (*made.shape[:-1], half) and one.stride() == made.stride() for one, _ in parts)
-        and not any(_order_of(memory, user, gate, device) for user in _used(memory, gate))
         and gates(*_asked(product, device))
     )
 
@@ -213,35 +208,6 @@ def hold_back(graph: Graph, memory: Memory) -> None:
             node.update_kwarg("late", True)
 
 
-def order_columns(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Have norms and gates write columns in the order that the products of them all want them in."""
-    for target in (glue.norm, glue.add_norm, glue.gate):
-        for node in graph.find_nodes(op="call_function", target=target):
-            made = _made(node)[-1:]
-            products = [user for one in made for user in _used(memory, one)]
-            orders = {_order_of(memory, user, made[0], device) for user in products}
-            if len(orders) == 1 and (order := orders.pop()):
-                node.update_kwarg("order", order)
-                for product in products:
-                    product.target = linear_in_order
-
-
-def _order_of(memory: Memory, node: Node, made: Node, device: torch.device) -> str:
-    """The order that a product of rows of `made` wants their columns in; "" if it is another operation."""
-    if node.target is not OPERATOR or not _multiplies(memory, node, made):
-        return ""
-    given, rows = _x(node), made.meta[META]
-    columns = given.shape[-1]
-    # A view of whole rows.
-    if (
-        columns != rows.shape[-1]
-        or given.stride(-1) != 1
-        or any(step % columns for step in given.stride()[:-1])
-    ):
-        return ""
-    return order_of(*_asked(node, device))
-
-
 def _x(product: Node) -> torch.Tensor:
     """What a product multiplies the rows of."""
     x: torch.Tensor = cast(Node, product.args[0]).meta[META]
@@ -249,7 +215,7 @@ def _x(product: Node) -> torch.Tensor:
 
 
 def _asked(product: Node, device: torch.device) -> tuple[Any, ...]:
-    """What `does_norm`, `gates` and `order_of` are asked of a product."""
+    """What `does_norm` and `gates` are asked of a product."""
     of: Any = product.args
     given = _x(product)
     columns = given.shape[-1]

@@ -3,13 +3,9 @@
 import importlib
 import json
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
-import torch
-
-import quantkit
-from quantkit.kernels import glue
 
 MS = (1, 16, 64, 1024)
 
@@ -169,23 +165,3 @@ def test_a_peer_that_fails_for_an_m_is_noted_and_the_rest_is_measured(
         (1, 7.0, 3.0, "other int4"),
         (64, 7.0, 3.0, "other int4"),
     ]
-
-
-def test_x_in_order_is_multiplied_with_the_same_weights(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = [quantkit.quantize_tensor(torch.randn(16, 128), "int4") for _ in range(3)]
-    x, order = torch.randn(5, 128), "fragments"
-
-    def launch(
-        x: torch.Tensor, weight: object, layout: torch.Tensor, bias: None, ordered: bool
-    ) -> torch.Tensor:
-        assert ordered and bias is None
-        return x @ glue.in_order(layout, order).T
-
-    layout = SimpleNamespace(build=lambda weight, dtype: weight.dequantize(dtype))
-    row = SimpleNamespace(order=lambda problem: order, layout=layout)
-    monkeypatch.setattr(benchmark, "choose", lambda problem: SimpleNamespace(row=row, launch=launch))
-    for in_order in (False, True):
-        for call, weight in zip(benchmark.products(x, weights, in_order), weights, strict=True):
-            torch.testing.assert_close(call(), x @ weight.dequantize().T)

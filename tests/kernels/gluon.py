@@ -389,6 +389,10 @@ def inline_asm(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool,
     if asm.startswith("mma."):
         assert pack == 4
         return tensor(ptx.multiply(asm, *(one.handle.data for one in args)), dtype)
+    if "shfl.sync.bfly" in asm:
+        assert pack == 4
+        (words,) = (one.handle.data for one in args)
+        return tensor(ptx.exchange(asm, words), dtype)
     kind = "bf16x2" if "bf16x2" in asm else "f16x2"
     if "cvt.u32.u64" in asm:
         return tensor(ptx.of_lanes(asm, number(args[0])).astype(np.uint32), dtype)
@@ -440,15 +444,6 @@ def _halves(words: Any) -> Any:
     return tensor(halves[..., 0], tl.int16), tensor(halves[..., 1], tl.int16)
 
 
-def _loaded_where(at: Any, there: Any) -> Any:
-    """Eight elements of 16 bits, two to a register; what is not there could be anything, such as NaN."""
-    from triton import language as tl
-
-    at = at.to(tl.pointer_type(tl.int16), bitcast=True)
-    pairs = (tl.load(at + i + tl.arange(0, 2), mask=there != 0, other=-1) for i in (0, 2, 4, 6))
-    return tuple(pairs)
-
-
 #: Inline PTX of the kernels that is no expression: what it gives for its inputs.
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "griddepcontrol.wait; // $0": _nothing,
@@ -459,7 +454,6 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "{wgmma.wait_group.sync.aligned 7; mov.b32 $0, $1;}": _same,
     "mov.b32 {$0, $1}, $2;": _halves,
     "ld.acquire.gpu.global.b64 $0, [$1];": _loaded,
-    "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }": _loaded_where,
 }
 
 

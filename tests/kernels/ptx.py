@@ -16,6 +16,7 @@ SHARED_AT = 1024
 #: What instructions of addresses compute.
 COUNTED: dict[str, Callable[..., np.ndarray]] = {
     "mov.u32": lambda a, b, c: a,
+    "mov.b32": lambda a, b, c: a,
     "add.u32": lambda a, b, c: a + b,
     "and.b32": lambda a, b, c: a & b,
     "shl.b32": lambda a, b, c: a << b,
@@ -151,6 +152,24 @@ def held(table: str, values: np.ndarray, ptx: str) -> np.ndarray:
     assert f"cvt.rn.{ptx}.f32 $0, value, value;" in table
     mine = values[np.arange(32) % table_size(table)]
     return as_register([mine, mine], ptx)
+
+
+def exchange(asm: str, words: np.ndarray) -> np.ndarray:
+    """What PTX by which lanes exchange words [W warps, 32 lanes, 4] makes of them."""
+    known = {f"${4 + i}": words[..., i] for i in range(4)}
+    known["%laneid"] = np.broadcast_to(np.arange(32), words.shape[:2])
+    for op, to, *operands in instructions(asm):
+        a, b, c, *_ = [*(known[one] if one in known else int(one, 0) for one in operands), 0, 0]
+        if op == "shfl.sync.bfly.b32":
+            assert operands[2:] == ["31", "0xFFFFFFFF"]
+            known[to] = a[:, np.arange(32) ^ b]
+        elif op == "setp.ne.u32":
+            known[to] = a != b
+        elif op == "selp.b32":
+            known[to] = np.where(c, a, b)
+        else:
+            known[to] = COUNTED[op](a, b, c)
+    return np.stack([known[f"${i}"] for i in range(4)], axis=-1)
 
 
 def of_lanes(table: str, address: int) -> np.ndarray:

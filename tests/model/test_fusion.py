@@ -4,7 +4,6 @@ import collections
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,14 @@ import quantkit
 from quantkit import linear, quantize_tensor
 from quantkit.errors import KernelError
 from quantkit.kernels import glue
-from quantkit.kernels.building import building
-from quantkit.kernels.fused.rows import FRAGMENTS
 from quantkit.kernels.linear import OPERATOR
 from quantkit.kernels.prepared import (
     gated_linear,
-    linear_in_order,
     linear_of_begun,
     linear_of_norm,
     linear_then_norm,
 )
-from quantkit.kernels.problem import Problem
-from quantkit.kernels.table import FORCE_VARIABLE
-from quantkit.model import fused_forward, fusion, products, prompt_graphs
+from quantkit.model import fused_forward, products, prompt_graphs
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 from quantkit.model.fusion import fused
 from quantkit.model.graphs import NotRecorded
@@ -452,81 +446,6 @@ def test_what_follows_a_norm_waits_for_longer_products_than_itself(larger: str) 
 
 
 @torch.no_grad()
-def test_norms_and_gates_write_columns_in_the_order_of_the_products_after_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    order = "fragments"
-    source = glue.in_order(torch.arange(64), order).to(DEVICE)
-    asked: list[tuple[int, int]] = []
-
-    def order_of(rows: int, columns: int, *of: Any) -> str:
-        asked.append((rows, columns))
-        return order
-
-    def in_order(x: torch.Tensor, *of: Any) -> torch.Tensor:
-        back = torch.empty_like(x)
-        back[..., source] = x
-        return OPERATOR(back, *of)
-
-    monkeypatch.setattr(products, "order_of", order_of)
-    monkeypatch.setattr(products, "linear_in_order", in_order)
-    packed = quantize_tensor(numbers(64, 64), "int4")
-
-    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        total = x + x.flip(0)
-        y = glue.slow_norm(total, weight, 1e-5)
-        gated = glue.slow_silu_gate(linear(y, packed), linear(y.view(1, 6, 64), packed)[0].view(2, 3, 64))
-        once = glue.slow_norm(linear(gated, packed), weight, 1e-5)
-        # The order of what anything else takes too is its own.
-        kept = glue.slow_norm(total + once, weight, 1e-5)
-        return linear(once[:, -1:], packed) + linear(kept, packed).flip(1) * kept + total
-
-    given = [numbers(2, 3, 64), numbers(64)]
-    step(*given)  # Layouts are built before a step is recorded.
-    module = fused(step, given, "steps")
-    names = {node.target.__name__: node for node in module.graph.nodes if node.op == "call_function"}
-    assert calls(module)["in_order"] == 3 and calls(module)["linear.default"] == 2
-    assert sum(node.kwargs.get("order") == order for node in module.graph.nodes) == 2
-    assert asked and names["gate"].kwargs["order"] == order
-    close(module(*given), step(*given))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("scheme", ["int4", "nvfp4"])
-def test_products_are_the_same_of_columns_in_order(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
-    """By the kernels that take them so, which a tile table of the GPU may not name."""
-    monkeypatch.setenv(FORCE_VARIABLE, "fused-tiled")
-    on = Problem.on
-    if DEVICE == "cpu":
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-        features = frozenset({"triton"})
-        as_gpu = partial(replace, device="cuda", features=features)
-        monkeypatch.setattr(Problem, "on", lambda *of: as_gpu(on(*of)))
-    layouts = []
-    for n, k in ((128, 256), (128, 256), (256, 128)):
-        packed = quantize_tensor(numbers(n, k) / 16, scheme)
-        with building():
-            layouts.append((list(FRAGMENTS.build(packed, torch.float16)), None, packed.scheme.token, n))
-
-    def product(x: torch.Tensor, number: int) -> torch.Tensor:
-        return OPERATOR(x, [], *layouts[number], FRAGMENTS.name)
-
-    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        total = x + x.flip(0)
-        y = glue.slow_norm(total, weight, 1e-5)
-        return total + product(glue.slow_silu_gate(product(y, 0), product(y, 1)), 2)
-
-    given = [numbers(2, 10, 256).half(), numbers(256).half()]
-    ordered = fused(step, given, "steps")
-    assert calls(ordered)["linear_in_order"] == 3
-    monkeypatch.setattr(fusion, "order_columns", lambda *_: None)
-    plain = fused(step, given, "steps")
-    assert calls(plain)["linear.default"] == 3
-    assert torch.equal(ordered(*given), plain(*given))
-    assert fused_forward._relative(step(*given), ordered(*given)) < 0.01
-
-
-@torch.no_grad()
 def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
 
@@ -671,9 +590,6 @@ def test_products_gate_what_nobody_else_needs(monkeypatch: pytest.MonkeyPatch) -
     assert calls(module)["gated"] == 2 and calls(module)["gate"] == 4
     assert asked == [(6, 64), (6, 64)]
     close(module(*given), step(*given))
-    # What multiplies it next wants its columns in an order that only a gate by itself writes.
-    monkeypatch.setattr(products, "order_of", lambda *_: "fragments")
-    assert calls(fused(step, given, "steps"))["gate"] == 6
 
 
 @torch.no_grad()
@@ -698,29 +614,6 @@ def test_products_compute_norms_and_gates(monkeypatch: pytest.MonkeyPatch) -> No
     found = calls(module)
     assert found["of_norm"] == found["linear.default"] == 1 and not found["gate"] + found["add_norm"]
     close(module(*given), step(*given))
-
-
-@torch.no_grad()
-def test_norms_that_are_a_bias_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "order_of", lambda *_: "fragments")
-    packed = quantize_tensor(numbers(64, 64), "int4")
-
-    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return linear(x, packed, glue.slow_norm(x, weight, 1e-5)[0])
-
-    given = [numbers(2, 64), numbers(64)]
-    step(*given)  # Layouts are built before a step is recorded.
-    module = fused(step, given, "steps")
-    assert calls(module)["norm"] == 1 and calls(module)["linear.default"] == 1
-    close(module(*given), step(*given))
-
-
-@torch.no_grad()
-def test_columns_in_the_order_of_another_kernel_are_refused() -> None:
-    packed = quantize_tensor(numbers(64, 64), "int4")
-    given: Any = (numbers(2, 64), list(packed.tensors), [], None, packed.scheme.token, 64, "")
-    with pytest.raises(KernelError, match="in the order of another kernel than unpack"):
-        linear_in_order(*given)
 
 
 @torch.no_grad()

@@ -16,17 +16,6 @@ def segment(segments, number):
 
 
 @triton.jit
-def in_order(x, SHAPE: tl.constexpr, AXES: tl.constexpr):
-    """`x` [K] with each run of 32 columns in an order of `quantkit.kernels.problem.COLUMN_ORDERS`.
-
-    Threads load and store whole vectors: what moves between them goes through shared memory.
-    """
-    x = tl.reshape(x, (x.numel // 32, SHAPE[0], SHAPE[1], SHAPE[2], SHAPE[3]))
-    x = tl.permute(x, (0, AXES[0] + 1, AXES[1] + 1, AXES[2] + 1, AXES[3] + 1))
-    return tl.reshape(x, (x.numel,))
-
-
-@triton.jit
 def of_matrix(
     codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr,
     PLANES: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,

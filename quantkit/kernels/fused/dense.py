@@ -30,10 +30,7 @@ def dequantize(
     q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE).to(tl.float32)
     # W, span, r, t, e1, row // 8, e0, run, p0
     q = tl.reshape(q, (W, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
-    if GROUP == 16:
-        q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 3, 4, 6)), (W * 16, COLUMNS))
-    else:
-        q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 3, 8, 4, 6)), (W * 16, COLUMNS))
+    q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (W * 16, COLUMNS))
     block = (tl.program_id(1) * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
     rows = tl.reshape(tl.broadcast_to(rows_in[:, None], (W, B)), (W * B,))
     which = tl.reshape(tl.broadcast_to(block[None, :], (W, B)), (1, W * B))
@@ -58,8 +55,7 @@ def _spread(v, W: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr):
     """Values by lane, [4, 8, 1, W * B, V, 2], for weights [16 * W, COLUMNS]."""
     G: tl.constexpr = B * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, W, G, 2)), (2, 4, 1, 3, 0))
-    # Columns that lane t has in a row: four in groups of 16, else eight.
-    L: tl.constexpr = 4 if COLUMNS // G == 16 else 8
+    # Lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (16 * W, G, 1, 4, 1))
-    v = tl.broadcast_to(v, (16 * W, G, COLUMNS // (4 * L * G), 4, L))
+    v = tl.broadcast_to(v, (16 * W, G, COLUMNS // (8 * G), 4, 2))
     return tl.reshape(v, (16 * W, COLUMNS))

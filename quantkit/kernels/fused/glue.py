@@ -7,8 +7,6 @@ kernel for each operation.
 import triton
 import triton.language as tl
 
-from quantkit.kernels.fused.blocks import in_order
-
 
 @triton.jit
 def embed(ids, weight, y, V, N, w_v, w_n, B: tl.constexpr, PDL: tl.constexpr):
@@ -28,13 +26,12 @@ def embed(ids, weight, y, V, N, w_v, w_n, B: tl.constexpr, PDL: tl.constexpr):
 def rms_norm(
     x, other, weight, total, y, x_o, x_i, o_o, o_i, w_i,
     ROWS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
-    ROUND: tl.constexpr, OFFSET: tl.constexpr, SHAPE: tl.constexpr, AXES: tl.constexpr, LATE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROUND: tl.constexpr, OFFSET: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) of rows of N numbers; with ADD that of x + other.
 
     Row number r of `x` is at r // ROWS * x_o + r % ROWS * x_i. With ROUND, numbers are rounded to the dtype
-    of `y` before they are multiplied by weights. With SHAPE, columns of `y` are `in_order`.
+    of `y` before they are multiplied by weights.
     """
     n = tl.arange(0, NP)
     inside = n < N
@@ -57,8 +54,6 @@ def rms_norm(
     if ROUND:
         scaled = scaled.to(y.dtype.element_ty).to(tl.float32)
     scaled = (scaled * factor).to(y.dtype.element_ty)
-    if SHAPE is not None:
-        scaled = in_order(scaled, SHAPE, AXES)
     tl.store(y + row * N + n, scaled, mask=inside)
 
 
@@ -76,11 +71,8 @@ def gated(x, up, KIND: tl.constexpr):
 
 
 @triton.jit
-def gate(
-    x, up, y, x_r, u_r, N, KIND: tl.constexpr, SHAPE: tl.constexpr, AXES: tl.constexpr, B: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """`y` = f(x) * up, rows of N numbers, where f is silu or gelu by tanh; with SHAPE `in_order`."""
+def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    """`y` = f(x) * up, rows of N numbers, where f is silu or gelu by tanh."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -89,8 +81,6 @@ def gate(
     inside = n < N
     numbers = tl.load(x + row * x_r + n, mask=inside, other=0.0)
     found = gated(numbers, tl.load(up + row * u_r + n, mask=inside, other=0.0), KIND)
-    if SHAPE is not None:
-        found = in_order(found, SHAPE, AXES)
     tl.store(y + row * N + n, found, mask=inside)
 
 

@@ -3,9 +3,10 @@
 A quad is 16 bytes of a lane: operand B of two products. Lane 4 n + t has column n of eight, which is a row of
 x or one of its digits. A piece is as many columns as lanes 4 n to 4 n + 3 have in a quad:
 
-    floats     32 columns of x, as they lie in memory; or, where registers are of two planes, a word for each
-               two columns that these multiply, which lie 4 apart, or 16 for groups of 16
-    integers   64 columns, a byte for each: x is three digits of 8 bits,
+    floats     32 columns of x as they lie in memory, [column n | word of a quad | lane t], of which
+               `ldmatrix` makes quads; or, where registers are of two planes, quads [column n | lane t | word]
+               with a word for each two columns that these multiply, which lie 16 apart
+    integers   64 columns, a byte for each, as either: x is three digits of 8 bits,
 
                    x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
 
@@ -38,6 +39,33 @@ xor.b32 $1, $1, 0x80808080;
 xor.b32 $2, $2, 0x80808080;}""")
 
 
+#: PTX by which lanes 4 n + t exchange words: word i of lane t becomes word t of lane i.
+_EXCHANGE = gl.constexpr("""{
+.reg .b32 lane, bit<2>, give<2>, own<4>;
+.reg .pred p<2>;
+mov.u32 lane, %laneid;
+and.b32 bit0, lane, 1;
+and.b32 bit1, lane, 2;
+setp.ne.u32 p0, bit0, 0;
+setp.ne.u32 p1, bit1, 0;
+selp.b32 give0, $4, $5, p0;
+selp.b32 give1, $6, $7, p0;
+shfl.sync.bfly.b32 give0, give0, 1, 31, 0xFFFFFFFF;
+shfl.sync.bfly.b32 give1, give1, 1, 31, 0xFFFFFFFF;
+selp.b32 own0, give0, $4, p0;
+selp.b32 own1, $5, give0, p0;
+selp.b32 own2, give1, $6, p0;
+selp.b32 own3, $7, give1, p0;
+selp.b32 give0, own0, own2, p1;
+selp.b32 give1, own1, own3, p1;
+shfl.sync.bfly.b32 give0, give0, 2, 31, 0xFFFFFFFF;
+shfl.sync.bfly.b32 give1, give1, 2, 31, 0xFFFFFFFF;
+selp.b32 $0, give0, own0, p1;
+selp.b32 $1, give1, own1, p1;
+selp.b32 $2, own2, give0, p1;
+selp.b32 $3, own3, give1, p1;}""")
+
+
 @gluon.constexpr_function
 def quads_of(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
     """[W warps, 32 lanes, WORDS]: a thread has its words in registers."""
@@ -45,6 +73,32 @@ def quads_of(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
     lanes = [[0, 1 << bit, 0] for bit in range(5)]
     warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
     return gl.DistributedLinearLayout(words, lanes, warps, [], [W, 32, WORDS])
+
+
+@gluon.constexpr_function
+def _bits(SIZES):  # type: ignore[no-untyped-def]
+    """The bits of numbers [..., t] that count all of `SIZES`, the lowest first."""
+    bits = []
+    for axis, size in list(enumerate(SIZES))[::-1]:
+        step = 1
+        while step < size:
+            bits.append([step if other == axis else 0 for other, _ in enumerate(SIZES)])
+            step *= 2
+    return bits
+
+
+@gluon.constexpr_function
+def _stored(SIZES, AS_QUADS):  # type: ignore[no-untyped-def]
+    """Where words of `SIZES` are in shared memory.
+
+    Where they are no quads, words of a column n have an order of their own, so that both a word of eight
+    columns, and all of two, are in all banks.
+    """
+    bases = _bits(SIZES)
+    for number, word in ((5, 1), (6, 2)) if not AS_QUADS else ():
+        if number < len(bases):
+            bases[number][-2] = word
+    return gl.SharedLinearLayout(bases)
 
 
 @gluon.jit
@@ -84,15 +138,19 @@ def hold(x, other, weights, total, M, S: gl.constexpr):
 def columns(held, number, S: gl.constexpr):
     """Quads [W, 32, 4] by their number; lanes have the same ones where there are fewer than eight columns."""
     PARTS: gl.constexpr = 8 // S.bm
-    WIDE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
+    WORDS: gl.constexpr = 1 if S.as_quads else 4
     LANES: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1, 4], [1, PARTS, S.bm, 4, 1], [S.warps, 1, 1, 1, 1], [4, 3, 2, 1, 0]
+        [1, 1, 1, WORDS, 4 // WORDS],
+        [1, PARTS, S.bm, 4 // WORDS, WORDS],
+        [S.warps, 1, 1, 1, 1],
+        [4, 3, 2, 1, 0],
     )
-    stored = held.index(number)._reinterpret(
-        gl.int32, [S.warps, S.stored_quads // S.group_rows, S.group_rows, 4, 4], WIDE
-    )
+    stored = held.index(number)._reinterpret(gl.int32, S.quad_sizes, _stored(S.quad_sizes, S.as_quads))
     quads, _ = gl.broadcast(stored.load(LANES), gl.full([S.warps, PARTS, S.bm, 4, 4], 0, gl.int32, LANES))
-    return gl.convert_layout(gl.reshape(quads, (S.warps, 32, 4)), quads_of(S.warps), assert_trivial=True)
+    if not S.as_quads:
+        quads = gl.permute(quads, (0, 1, 2, 4, 3))
+    quads = gl.reshape(quads, (S.warps, 32, 4))
+    return gl.convert_layout(quads, quads_of(S.warps), assert_trivial=True)
 
 
 @gluon.jit
@@ -116,17 +174,17 @@ def pair(low, high, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _copy(x, M, held, S: gl.constexpr):
-    """Have x copied, 16 bytes at a time, or 8 for groups of 16, to [piece, rows // 8, warp, row, t, word]."""
-    SIZE: gl.constexpr = S.room * S.column_groups * S.warps * S.stored_quads * 16
-    i = gl.arange(0, SIZE, gl.BlockedLayout([4], [32], [S.warps], [0]))
-    number, warp = i // (16 * S.group_rows * S.warps), i // (16 * S.group_rows) % S.warps
+    """Have x copied, 16 bytes at a time, to [number of a quad, warp, 1, row, word, t]."""
+    SIZES: gl.constexpr = S.copied_sizes
+    LAYOUT: gl.constexpr = _in_line(SIZES, S.warps)
+    number, warp = _along(0, SIZES, LAYOUT), _along(1, SIZES, LAYOUT)
     piece, group = number // S.column_groups, number % S.column_groups
     # Two columns to a word.
-    column = (warp * S.pieces + piece) * 16 + _of_run(i // 4 % 4, i % 4, S)
-    row = gl.minimum(group * S.group_rows + i // 16 % S.group_rows, M - 1).to(gl.int64)
+    column = (warp * S.pieces + piece) * 16 + _along(4, SIZES, LAYOUT) * 4 + _along(5, SIZES, LAYOUT)
+    row = gl.minimum(group * S.group_rows + _along(3, SIZES, LAYOUT), M - 1).to(gl.int64)
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
     async_copy.async_copy_global_to_shared(
-        held._reinterpret(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        held._reinterpret(gl.int32, SIZES, _stored(SIZES, False)),
         at,
         mask=(piece < S.pieces) & (column < S.k // 2),
     )
@@ -134,10 +192,31 @@ def _copy(x, M, held, S: gl.constexpr):
     async_copy.wait_group(0)
 
 
+@gluon.constexpr_function
+def _in_line(SIZES, W):  # type: ignore[no-untyped-def]
+    """Four numbers of a thread, threads side by side."""
+    bits, threads = _bits(SIZES), 6 + W.bit_length()
+    bits += [[0] * len(SIZES)] * (threads - len(bits))
+    return gl.DistributedLinearLayout(bits[:2] + bits[threads:], bits[2:7], bits[7:threads], [], SIZES)
+
+
+@gluon.constexpr_function
+def _axis_of(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
+    for other, _ in list(enumerate(SIZES))[::-1]:
+        if other != AXIS:
+            LAYOUT = gl.SliceLayout(other, LAYOUT)
+    return LAYOUT
+
+
 @gluon.jit
-def _of_run(t, word, S: gl.constexpr):
-    """Which two columns of a run a word of lane t has, of eight in a row or, of groups of 16, twice four."""
-    return word // 2 * 8 + t * 2 + word % 2 if S.group == 16 else t * 4 + word
+def _along(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Numbers along an axis of a tensor of `SIZES`."""
+    RANK: gl.constexpr = len(SIZES)
+    numbers = gl.arange(0, SIZES[AXIS], _axis_of(LAYOUT, AXIS, SIZES))
+    for other in gl.static_range(RANK):
+        if other != AXIS:
+            numbers = gl.expand_dims(numbers, other)
+    return numbers
 
 
 @gluon.constexpr_function
@@ -148,8 +227,8 @@ def _tasks_of(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _place(x, M, number: gl.constexpr, S: gl.constexpr):
-    """Where quads [W, 32 = (piece of a turn, row, t), 4] of the columns of each warp are in rows of x, and
-    which there are.
+    """Where the words [W, 32 = (piece of a turn, row, number of 16 bytes), 4] of each warp are in rows of x,
+    and which there are.
 
     A turn of integers has two numbers, one for each half of its pieces.
     """
@@ -166,14 +245,14 @@ def _place(x, M, number: gl.constexpr, S: gl.constexpr):
     run = piece
     if S.integers:
         run = _run(piece, number % HALVES, S.apart)
-    column = warp * (S.pieces * S.product) + run * 16 + _of_run(lane % 4, word, S)
+    column = warp * (S.pieces * S.product) + run * 16 + lane % 4 * 4 + word
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
     return at, (column < S.k // 2) & (piece < S.pieces)
 
 
 @gluon.jit
 def _own(x, M, S: gl.constexpr):
-    """All words that `_place` names, quads by their number; zeros beyond K."""
+    """All words that `_place` names, by their number; zeros beyond K."""
     NUMBERS: gl.constexpr = S.room // S.at_once * (S.product // 16)
     words = ()
     for number in gl.static_range(NUMBERS):
@@ -245,27 +324,35 @@ def _ones(S: gl.constexpr):
 
 
 @gluon.jit
+def _quads(words):
+    """Quads (p0, e1) of what lanes have as 16 bytes of x."""
+    return gl.inline_asm_elementwise(_EXCHANGE, "=r,=r,=r,=r,r,r,r,r", [words], gl.int32, True, 4)
+
+
+@gluon.jit
 def _hold_floats(words, held, S: gl.constexpr):
     """Words of `_own` to shared memory, where `_copy` has them; the unit of x.
 
     For `S.shared_table` they are (e0, e1) of numbers p0 instead of (p0, e1) of e0.
     """
     TURNS: gl.constexpr = S.room // S.at_once
+    SIZES: gl.constexpr = S.float_sizes
     turns = held._reinterpret(gl.int32, [TURNS, S.at_once * S.warps * S.rows * 16], held.type.layout)
     for turn in gl.static_range(TURNS):
-        quads = words[turn]
         if S.shared_table:
-            first, second = _split_words(quads, S.warps)
+            first, second = _split_words(_quads(words[turn]), S.warps)
             low = gl.inline_asm_elementwise(
                 "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second], gl.int32, True, 1
             )
             high = gl.inline_asm_elementwise(
                 "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, second], gl.int32, True, 1
             )
-            quads = gl.permute(gl.join(low, high), (0, 1, 3, 2))
-        quads = gl.reshape(quads, (S.warps, S.at_once, S.rows * 16))
-        turns.index(turn).store(
-            gl.reshape(gl.permute(quads, (1, 0, 2)), (S.at_once * S.warps * S.rows * 16,))
+            stored = gl.permute(gl.join(low, high), (0, 1, 3, 2))
+        else:
+            stored = words[turn]
+        stored = gl.reshape(stored, (S.warps, S.at_once, 1, S.rows, 4, 4))
+        turns.index(turn)._reinterpret(gl.int32, SIZES, _stored(SIZES, S.as_quads)).store(
+            gl.permute(stored, (1, 0, 2, 3, 4, 5))
         )
     return _ones(S)
 
@@ -275,16 +362,20 @@ def _hold_digits(words, held, S: gl.constexpr):
     """Digits of x to shared memory; the units of x."""
     GROUPS: gl.constexpr = S.column_groups
     TURNS: gl.constexpr = S.room // S.at_once
+    SIZES: gl.constexpr = S.digit_sizes
     unit, inverse = _units(words, S)
     for turn in gl.static_range(TURNS):
-        digits = _digits(words[2 * turn], words[2 * turn + 1], inverse, S)
+        first, second = words[2 * turn], words[2 * turn + 1]
+        if S.apart == 1:
+            first, second = _quads(first), _quads(second)
+        digits = _digits(first, second, inverse, S)
         high = gl.join(digits[0], digits[2])
         low = gl.join(digits[1], gl.zeros_like(digits[1]))
         # Digits in the order of columns: groups, and those of a group.
-        value = gl.reshape(gl.join(high, low), (S.warps, S.at_once, S.rows * 16, GROUPS, 2 // GROUPS, 2))
-        value = gl.reshape(gl.permute(value, (1, 3, 0, 4, 5, 2)), (S.at_once * S.warps * S.rows * 64,))
+        value = gl.reshape(gl.join(high, low), (S.warps, S.at_once, S.rows, 4, 4, GROUPS, 2 // GROUPS, 2))
+        value = gl.permute(value, (1, 5, 0, 6, 7, 2, 3, 4))
         turns = held._reinterpret(gl.int32, [TURNS, S.at_once * S.warps * S.rows * 64], held.type.layout)
-        turns.index(turn).store(value)
+        turns.index(turn)._reinterpret(gl.int32, SIZES, _stored(SIZES, S.as_quads)).store(value)
     return unit
 
 
@@ -321,9 +412,10 @@ def _units(words, S: gl.constexpr):
 
 @gluon.jit
 def _digits(first, second, inverse, S: gl.constexpr):
-    """Quads (product, e1) of the three digits of two runs, each with words (p0, e1) and numbers e0.
+    """The three digits of two runs, of numbers e0 of words, as words of four digits.
 
-    Bytes are (e0, run) where planes of different runs share registers, and (e0, p0) where those of a run do.
+    Bytes are (e0, run) where planes of different runs share registers. Where those of a run do they are
+    (e0, p0): quads (run, e1) of quads (p0, e1).
     """
     first_low, first_high = _fixed(first, inverse, S.dtype)
     second_low, second_high = _fixed(second, inverse, S.dtype)

@@ -36,7 +36,7 @@ def hopper(
     PLANES: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`x` describes [M, SPANS * span] in the order of the fragments, by `order_columns`, in blocks [BM, 128].
+    """`x` describes [M, K] in blocks [BM, 128], zeros beyond.
 
     A tile is ROWS rows of the weight times BM rows of x, a step two units, each of 128 columns, or of a span
     where that is longer. Codes are loaded AHEAD units before they are decoded, one or two. GROUPS only says

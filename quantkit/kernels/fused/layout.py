@@ -1,14 +1,12 @@
 """The fragment layout: packed codes in the order in which tensor cores want them in registers.
 
 The weights are operand A of `mma.m16n8k16`, W [16, 16] times x^T [16, 8]. Lane 4 r + t of a warp holds, of
-rows r and r + 8, four of the 16 columns. Any order of the columns gives the same product as long as x has it
-too. Here 32 consecutive columns are one run, of which lane t has eight in a row, so that x is loaded as it
-lies in memory:
+rows r and r + 8, four of the 16 columns. 32 consecutive columns are one run, of two products:
 
-    column in its run = 8 t + 4 p0 + 2 e1 + e0        p0: the first or second of the run's two products
+    column in its run = 16 p0 + 8 e1 + 2 t + e0       p0: the first or second of the run's two products
                                                       e1, e0: which of the lane's four columns of a product
 
-With groups of 16 columns, a product is a group, and the column 16 p0 + 4 t + 2 e1 + e0.
+So x is operand B as it lies in memory: `ldmatrix` and `wgmma` take its rows as they are.
 
 A lane of 16 bits holds one field of each plane (`quantkit.kernels.fused.expressions`), plane = 2 run + p0. A
 tile is 16 rows times 256 lanes of 16 bits, 512 bytes, in the order (r, t, e1, row // 8, e0): a warp reads 16
@@ -373,7 +371,6 @@ def order_constants(
         "TILES": shape.tiles,
         "PLANES": shape.planes,
         "FIELDS": tuple(number for numbers in fields for number in numbers),
-        "HALVES": shape.group == RUN // 2,
         "CHECK": check,
         "C": SPANS_AT_ONCE,
     }
@@ -406,12 +403,9 @@ def place_codes_by_torch(
         found |= reserved[codes.int()].any()
     rows, columns = codes.shape
     padded = F.pad(codes, (0, shape.spans * shape.span - columns, 0, -rows % ROWS))
-    halves = shape.group == RUN // 2
-    in_run = (2, 4, 2, 2) if halves else (4, 2, 2, 2)
-    axes = padded.view(-1, 2, 8, shape.spans, shape.planes // 2, *in_run)
-    # rows 16 | row // 8, r | span | run, p0, t, e1, e0
-    axes = axes if halves else axes.transpose(5, 6)
-    by_plane = axes.permute(4, 5, 0, 3, 2, 6, 7, 1, 8).reshape(shape.planes, -1, shape.spans, LANES).int()
+    # rows 16 | row // 8, r | span | run, p0, e1, t, e0
+    axes = padded.view(-1, 2, 8, shape.spans, shape.planes // 2, 2, 2, 4, 2)
+    by_plane = axes.permute(4, 5, 0, 3, 2, 7, 6, 1, 8).reshape(shape.planes, -1, shape.spans, LANES).int()
     wide = by_plane.new_zeros(by_plane.shape[1], shape.spans, shape.tiles, LANES)
     for plane, fields in zip(by_plane, placement(number_format), strict=True):
         for field in fields:
@@ -432,9 +426,7 @@ def read_codes(words: torch.Tensor, number_format: NumberFormat, shape: Geometry
             by_plane[plane] |= bits.to(torch.uint8) << field.first
     # run, p0, rows 16, span, r, t, e1, row // 8, e0
     axes = by_plane.view(shape.planes // 2, 2, -1, shape.spans, 8, 4, 2, 2, 2)
-    halves = shape.group == RUN // 2
-    in_run = (1, 5, 6, 8) if halves else (5, 1, 6, 8)
-    return axes.permute(2, 7, 4, 3, 0, *in_run).reshape(len(words) * ROWS, -1)
+    return axes.permute(2, 7, 4, 3, 0, 1, 6, 5, 8).reshape(len(words) * ROWS, -1)
 
 
 def _by_lane(per_group: torch.Tensor, in_block: int, beyond: int) -> torch.Tensor:

@@ -27,11 +27,14 @@ from quantkit.kernels.fused.units import (
     wait_for_kernel_before,
 )
 
+#: Rows of 256 bytes of x in shared memory, in places from which `ldmatrix` takes 16 of eight rows at once.
+_ROWS_OF_X = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+
 
 @gluon.jit(do_not_specialize=["M", "ROW_TILES"])
 def narrow(
     x, squares, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES,
-    K: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    K: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr,
@@ -96,12 +99,11 @@ def narrow(
         wait_for_kernel_before()
     if ENDS is not None:
         of_norm = load_squares(squares, M, K, BM, W)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    chunks = gl.allocate_shared_memory(DTYPE, [ROOM, CHUNK * PIECES * 128 * BM], FLAT)
-    _copy(x, chunks, begin * UNIT, M, K, GROUP == 16, CHUNK * PIECES, BM, CHUNKS, W)
+    chunks = gl.allocate_shared_memory(DTYPE, [ROOM, CHUNK * PIECES * BM, 128], _ROWS_OF_X)
+    _copy(x, chunks, begin * UNIT, M, K, CHUNK * PIECES, BM, CHUNKS, W)
     if ENDS is not None:
         held_roots = hold_roots(of_norm, K, ENDS)
-    held = chunks._reinterpret(DTYPE, [UNITS * PIECES, 128 * BM], FLAT)
+    held = chunks._reinterpret(DTYPE, [UNITS * PIECES, BM, 128], _ROWS_OF_X)
     total = gl.zeros([16 * W, BM], gl.float32, _sums_of(W))
     if LOOP:
         async_copy.wait_group(CHUNKS - 1)
@@ -180,32 +182,16 @@ def _sums_of(W: int) -> gl.NVMMADistributedLayout:
     return gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
 
 
-@gluon.constexpr_function
-def _everywhere(W: int, SIZE: int) -> gl.DistributedLinearLayout:
-    """SIZE numbers of x in each warp: lanes have 16 bytes each, side by side."""
-    bits = [[1 << bit] for bit in range(SIZE.bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        bits[:3] + bits[8:], bits[3:8], [[0]] * (W.bit_length() - 1), [], [SIZE]
-    )
-
-
 @gluon.jit
 def _copy(
-    x, chunks, column, M, K: gl.constexpr, HALVES: gl.constexpr, BLOCKS: gl.constexpr, BM: gl.constexpr,
-    CHUNKS: gl.constexpr, W: gl.constexpr,
+    x, chunks, column, M, K: gl.constexpr, BLOCKS: gl.constexpr, BM: gl.constexpr, CHUNKS: gl.constexpr,
+    W: gl.constexpr,
 ):  # fmt: skip
-    """Have x copied from `column` on, in chunks of BLOCKS times 128 columns [run, m // 8, m % 8, 32].
-
-    Lane t of four has eight columns of a run, of which a product takes four. With HALVES, those are 4 t and
-    on of the first 16, and of the others.
-    """
-    SIZE: gl.constexpr = BLOCKS * 128 * BM
-    i = gl.arange(0, SIZE, gl.BlockedLayout([8], [32], [W], [0]))
-    of_run = i % 32
-    if HALVES:
-        of_run = i // 4 % 2 * 16 + i // 8 % 4 * 4 + i % 4
-    column += i // (32 * BM) * 32 + of_run
-    at = x + gl.minimum(i // 256 % (BM // 8) * 8 + i // 32 % 8, M - 1).to(gl.int64) * K + column
+    """Have x copied from `column` on, in chunks of BLOCKS times 128 columns: rows [block, m] of 128."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [W, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
+    column += row // BM * 128 + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, LAYOUT)), 0)
+    at = x + gl.minimum(row % BM, M - 1).to(gl.int64) * K + column
     for chunk in gl.static_range(CHUNKS):
         inside = column + chunk * (BLOCKS * 128) < K
         async_copy.async_copy_global_to_shared(chunks.index(chunk), at + chunk * (BLOCKS * 128), mask=inside)
@@ -256,6 +242,7 @@ def _multiply(
     C: gl.constexpr = unit_columns(PLANES) // (16 * PLANES)
     SUMS: gl.constexpr = _sums_of(W)
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     # Weights [16 W rows, V groups, their columns] where operand A has them.
     like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
@@ -293,7 +280,7 @@ def _multiply(
                     of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
                     q *= gl.expand_dims(of_rows, 2)
             q = gl.convert_layout(gl.reshape(q, (16 * W, 128)), A, assert_trivial=True)
-            columns = _columns(held.index((number + unit) * PIECES + piece), BM, W)
+            columns = held.index((number + unit) * PIECES + piece).permute((1, 0)).load(B)
             if ON_SUMS:
                 of_rows = gl.convert_layout(
                     gl.reshape(of_rows, (16 * W,)), gl.SliceLayout(1, SUMS), assert_trivial=True
@@ -304,16 +291,6 @@ def _multiply(
             else:
                 total = mma_v2(q, columns, total)
     return total, units, values
-
-
-@gluon.jit
-def _columns(held, BM: gl.constexpr, W: gl.constexpr):
-    """x^T as operand B, [128, BM]."""
-    B: gl.constexpr = gl.DotOperandLayout(1, _sums_of(W), 2)
-    # run, m // 8, m % 8, t, p0, e1, e0
-    x = gl.reshape(held.load(_everywhere(W, 128 * BM)), (4, BM // 8, 8, 4, 2, 2, 2))
-    x = gl.reshape(gl.permute(x, (0, 4, 5, 3, 6, 1, 2)), (128, BM))
-    return gl.convert_layout(x, B, assert_trivial=True)
 
 
 @gluon.jit

@@ -27,7 +27,7 @@ def _part(
 def order_codes(
     stored, words, reserved, found, first, N, K, STRIDE, SPANS,
     BITS: tl.constexpr, TILES: tl.constexpr, PLANES: tl.constexpr, FIELDS: tl.constexpr,
-    HALVES: tl.constexpr, CHECK: tl.constexpr, C: tl.constexpr,
+    CHECK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """`stored` uint8 [N, STRIDE] are the rows from 16 * `first` on, of K codes of `BITS` bits in the storage
     layout; `words` int16 those of the whole weight in the order of fragments.
@@ -40,8 +40,7 @@ def order_codes(
     lane = tl.arange(0, 256)
     # r, t, e1, row // 8, e0, from the highest bits of a lane's number on.
     row = tl.program_id(0) * 16 + lane // 2 % 2 * 8 + lane // 32
-    t = lane // 8 % 4
-    of_four = lane // 4 % 2 * 2 + lane % 2
+    of_product = lane // 4 % 2 * 8 + lane // 8 % 4 * 2 + lane % 2
     span = (tl.program_id(1) * C + tl.arange(0, C))[:, None]
     rows = stored + (row.to(tl.int64) * STRIDE)[None, :]
     at = words + ((first + tl.program_id(0)).to(tl.int64) * SPANS + span) * (TILES * 256) + lane[None, :]
@@ -50,7 +49,7 @@ def order_codes(
         word = tl.zeros((C, 256), tl.int32)
         for f in tl.static_range(FIELD_COUNT):
             if FIELDS[8 * f + 1] == register:
-                in_run = FIELDS[8 * f] % 2 * (16 if HALVES else 4) + t * (4 if HALVES else 8) + of_four
+                in_run = FIELDS[8 * f] % 2 * 16 + of_product
                 block = span * (PLANES // 2) + FIELDS[8 * f] // 2
                 inside = (row < N)[None, :] & (block * 32 + in_run[None, :] < K)
                 bits = _part(
@@ -61,7 +60,7 @@ def order_codes(
         tl.store(at + register * 256, word.to(tl.int16), mask=span < SPANS)
     if CHECK:
         for plane in tl.static_range(PLANES):
-            in_run = plane % 2 * (16 if HALVES else 4) + t * (4 if HALVES else 8) + of_four
+            in_run = plane % 2 * 16 + of_product
             block = span * (PLANES // 2) + plane // 2
             inside = (row < N)[None, :] & (block * 32 + in_run[None, :] < K)
             code = tl.zeros((C, 256), tl.int32)

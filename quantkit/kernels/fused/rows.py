@@ -13,7 +13,6 @@ import torch
 from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
-from quantkit.kernels.fused.launch.columns import column_order
 from quantkit.kernels.fused.launch.gpu import FEW_ROWS, has_few_rows, processors
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, shape_of
 from quantkit.kernels.fused.launch.pairs import SKINNY_SEGMENT, segment_rows
@@ -259,12 +258,6 @@ def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) ->
         return run(features)
 
 
-def _tiled_order(problem: Problem) -> str:
-    """Nothing but the kernel itself adds the zeros that it has beyond the last columns."""
-    shape = shape_of(problem)
-    return column_order(shape) if shape.spans * shape.span == problem.k else ""
-
-
 _RUNS: dict[str, _Run] = {
     "fused-stream": stream.run,
     "fused-skinny": skinny.run,
@@ -396,7 +389,6 @@ FUSED_ROWS = (
         layout=FRAGMENTS,
         launch=_launch(hopper.run),
         tiling=hopper.TILING,
-        order=_tiled_order,
     ),
     KernelRow(
         name="fused-tiled",
@@ -408,7 +400,6 @@ FUSED_ROWS = (
         layout=FRAGMENTS,
         launch=_launch(tiled.run),
         tiling=tiled.TILING,
-        order=_tiled_order,
     ),
     KernelRow(
         name="dequantize",

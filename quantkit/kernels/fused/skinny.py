@@ -107,12 +107,10 @@ def skinny(
                 )  # fmt: skip
             # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
             tl.debug_barrier()
-            columns = _activations(x, rows_of_x, step, count, K, WHOLE, DOT, W, NG, BM, HALVES, PRESENT).to(
-                DTYPE
-            )
+            columns = _activations(x, rows_of_x, step, count, K, WHOLE, DOT, W, NG, BM, PRESENT).to(DTYPE)
             q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
             q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
-            # In this order of the columns the two registers of a product of x lie side by side as loaded.
+            # In this order of the columns lane t has its own of a run one after the other.
             q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 6, 5, 11, 8))
             q = tl.reshape(q, (NG * W, 16 * R, DOT))
             if HAS_ZERO:
@@ -197,7 +195,7 @@ def _rows_of_x(order, M, SLOTS: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 def _activations(
     x, rows, step, M, K: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
-    NG: tl.constexpr, BM: tl.constexpr, HALVES: tl.constexpr, PRESENT: tl.constexpr,
+    NG: tl.constexpr, BM: tl.constexpr, PRESENT: tl.constexpr,
 ):  # fmt: skip
     """x^T as operand B, [NG * W, DOT, BM], zeros beyond K; rows beyond M repeat the last one.
 
@@ -205,16 +203,14 @@ def _activations(
     """
     RUNS: tl.constexpr = DOT // 32
     MH: tl.constexpr = BM // 8
-    # What a lane has in a row, 16 bytes or twice 8, is last; the lanes come first.
-    LAST: tl.constexpr = 4 if HALVES else 8
+    # What a lane has in a row, two columns, is last; the lanes come first.
     t = tl.arange(0, 4)[:, None, None, None, None, None]
     m = tl.arange(0, 8)[:, None, None, None, None]
     w = tl.arange(0, W)[:, None, None, None]
     i = tl.arange(0, NG * RUNS * MH)[:, None, None]
-    p = tl.arange(0, 8 // LAST)[:, None]
     run = ((step * W + w) * NG + i // (RUNS * MH)) * RUNS + i // MH % RUNS
-    k = run * 32 + p * 16 + t * LAST + tl.arange(0, LAST)
-    WHERE: tl.constexpr = PRESENT and EVEN and not HALVES
+    k = run * 32 + tl.arange(0, 4)[:, None] * 8 + t * 2 + tl.arange(0, 2)
+    WHERE: tl.constexpr = PRESENT and EVEN
     if rows is not None:
         row = tl.broadcast_to(tl.reshape(rows, (1, 8, 1, 1, MH, 1, 1)), (1, 8, 1, NG * RUNS, MH, 1, 1))
         row = tl.reshape(row, (1, 8, 1, NG * RUNS * MH, 1, 1)).to(tl.int64)
@@ -223,7 +219,8 @@ def _activations(
     else:
         row = tl.minimum(i % MH * 8 + m, M - 1)
     if WHERE:
-        v = _load_present(x + row * K + run * 32 + p * 16 + t * LAST, row < M)
+        # Of what is not loaded, anything.
+        v = tl.load(x + row * K + k, mask=row < M)
     elif EVEN:
         v = tl.load(x + row * K + k)
     else:
@@ -231,23 +228,3 @@ def _activations(
     # t, m, warp, group, run, m // 8, p0, e1, e0
     v = tl.reshape(v, (4, 8, W, NG, RUNS, MH, 2, 2, 2))
     return tl.reshape(tl.permute(v, (3, 2, 4, 7, 0, 6, 8, 5, 1)), (NG * W, DOT, BM))
-
-
-#: PTX that loads 16 bytes where a flag says so.
-_LOAD_WHERE = tl.constexpr("""{
-.reg .pred p;
-setp.ne.b32 p, $6, 0;
-@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
-}""")
-
-
-@triton.jit
-def _load_present(at, there):
-    """Eight 16-bit elements from `at` [4, 8, W, I, 1, 1] on, where `there`; anything elsewhere."""
-    at = tl.broadcast_to(at, (at.shape[0], at.shape[1], at.shape[2], at.shape[3], 1, 2))
-    q = tl.inline_asm_elementwise(
-        _LOAD_WHERE, "=r,=r,=r,=r,l,l,r,r", [at, there.to(tl.int32)],
-        (tl.int16, tl.int16, tl.int16, tl.int16), True, 2,
-    )  # fmt: skip
-    v = tl.join(tl.join(q[0], q[2]), tl.join(q[1], q[3]))
-    return tl.permute(v, (0, 1, 2, 3, 4, 6, 7, 5)).to(at.dtype.element_ty, bitcast=True)

@@ -7,8 +7,8 @@ A program has one or two chains of row tiles. With two, the weights of one are d
 multiply with those of the other. Where there are more programs than run at once, those that would run last
 and leave processors idle may be split by columns: they write float32 sums, which `combine` adds up.
 
-With `segments`, x has a row for each pair of a token and an expert in the order of the experts, which
-`quantkit.kernels.fused.pairs` makes, and y one for each pair, MATRICES matrices of its expert side by side.
+With `segments`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
+`quantkit.kernels.fused.pairs` describes, and MATRICES matrices of its expert, whose outputs lie side by side.
 """
 
 import triton
@@ -17,7 +17,6 @@ import triton.language as tl
 from quantkit.kernels.fused.blocks import (
     decode,
     finish,
-    in_order,
     load_by_lane,
     of_matrix,
     scales_by_lane,
@@ -36,10 +35,10 @@ def tiled(
     PLANES: tl.constexpr, DTYPE: tl.constexpr,
     RT: tl.constexpr, BM: tl.constexpr, CHAINS: tl.constexpr, SPLIT: tl.constexpr,
     SOME_WHOLE: tl.constexpr, STAGES: tl.constexpr, RASTER: tl.constexpr, HALF: tl.constexpr,
-    WAIT: tl.constexpr, HOLD: tl.constexpr, TILES_OF_SEGMENT: tl.constexpr, MATRICES: tl.constexpr,
-    PDL: tl.constexpr,
+    WAIT: tl.constexpr, HOLD: tl.constexpr, TILES_OF_SEGMENT: tl.constexpr, SLOTS: tl.constexpr,
+    MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`x` is [M, SPANS * span] in the order of the fragments, by `order_columns`. A chain has RT row tiles.
+    """A chain has RT row tiles.
 
     The tiles from FULL on are divided by columns into SPLIT programs each, which write `sums`, float32
     [SPLIT, tiles, BM, rows]; without SOME_WHOLE, FULL is 0. Unless HALF is None, a step is summed in
@@ -83,7 +82,6 @@ def tiled(
         codes, scale, zero, factor, lut = of_matrix(
             codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
         )
-        x += first.to(tl.int64) * KP
         y += which * N
         order += first
     row_tiles = ()
@@ -96,10 +94,16 @@ def tiled(
         at = at + (codes + (spans * (TILES * 256))[:, :, None] + tl.arange(0, 256),)
         sums_of = sums_of + (tl.zeros((16 * RT, BM), tl.float32),)
     m = pm * BM + tl.arange(0, BM)
-    xs = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * KP + tl.arange(0, COLUMNS)[:, None]
-    xs += begin * COLUMNS
+    row_of_x = tl.minimum(m, M - 1)
+    if segments is not None:
+        row_of_x = tl.load(order + row_of_x) // SLOTS
+    k = begin * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    xs = x + row_of_x.to(tl.int64)[None, :] * K + k
     for i in tl.range(0, steps, num_stages=STAGES):
-        columns = tl.load(xs)
+        if K == KP:
+            columns = tl.load(xs)
+        else:
+            columns = tl.load(xs, mask=k + i * COLUMNS < K, other=0.0)
         next_sums = ()
         next_at = ()
         for chain in tl.static_range(CHAINS):
@@ -247,27 +251,6 @@ def combine(
     rows = pn * ROWS + tl.arange(0, ROWS)
     m = pm * BM + local
     store(total, y, rows, m, m, N, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-
-
-@triton.jit
-def order_columns(
-    x, out, K, KP, order, SLOTS: tl.constexpr, SHAPE: tl.constexpr, AXES: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """x [M, K] `in_order` as [M, KP], zeros beyond K.
-
-    With `order`, row i of the result is that of pair order[i], row order[i] // SLOTS of x.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    m = tl.program_id(0).to(tl.int64)
-    row = m
-    if order is not None:
-        row = tl.load(order + m).to(tl.int64) // SLOTS
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + row * K + k, mask=k < K, other=0.0)
-    tl.store(out + m * KP + k, in_order(v, SHAPE, AXES), mask=k < KP)
 
 
 @triton.jit

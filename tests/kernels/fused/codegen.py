@@ -26,7 +26,7 @@ from triton.runtime.cache import get_cache_manager
 from quantkit.kernels import attention, cache, choice, glue
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.hopper import hopper
-from quantkit.kernels.fused.launch import columns, dense, narrow, stream, streamed
+from quantkit.kernels.fused.launch import dense, narrow, stream, streamed
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.hopper import (
     COLUMNS,
@@ -106,7 +106,7 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
         check = any(map(math.isnan, row.format.values))
         return Source(order_codes, order_constants(row.format, shape, row.format.bits, check), 4, 3, None)
     experts = case.kernel.endswith("experts")
-    known = dict(known, HAS_BIAS=not experts, MATRICES=2 if experts else 1)
+    known = dict(known, HAS_BIAS=not experts, MATRICES=2 if experts else 1, SLOTS=2 if experts else 1)
     if not experts:
         known |= {"order": None, "segments": None}
     if case.kernel.startswith("skinny") or case.kernel == "present":
@@ -117,7 +117,6 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
             "UNROLL": unrolled(tile, shape),
             "PRESENT": tile.present,
             "TOGETHER": tile.together,
-            "SLOTS": 2 if experts else 1,
             "PDL": 90 <= case.capability < 942,
         }
         return Source(skinny, known, tile.warps, 1, None)
@@ -137,12 +136,8 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
     launch = {
         "embed": lambda: glue._embed_launch(1, 1, features),
-        "norm": lambda: glue._norm_launch(1, 1, case.m, 1e-5, True, "llama", False, "", features),
-        "norm in order": lambda: glue._norm_launch(
-            1, 1, case.m, 1e-5, True, "llama", False, "fragments", features
-        ),
-        "gate": lambda: glue._gate_launch(1, 1, "silu", "", features),
-        "gate in order": lambda: glue._gate_launch(1, 1, "silu", "fragments of 16", features),
+        "norm": lambda: glue._norm_launch(1, 1, case.m, 1e-5, True, "llama", False, features),
+        "gate": lambda: glue._gate_launch(1, 1, "silu", features),
         "cos_sin": lambda: glue._cos_sin_launch(1, case.m // 2, 1.0, features),
         "rotate": lambda: glue._rotate_launch(1, 8, case.m // 2, features),
         "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, features),
@@ -150,9 +145,6 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "fill": lambda: cache._launch(1, 2, 1, case.m * 2 // cache.WORD),
         "largest of parts": lambda: choice._launches(1, 64, features)[0],
         "largest of rows": lambda: choice._launches(1, 64, features)[1],
-        "order_columns": lambda: columns.order_launch(
-            1, geometry(N, case.m, scheme("int4"), torch.bfloat16), features
-        ),
     }[case.name]()
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}

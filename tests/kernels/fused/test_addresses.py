@@ -34,7 +34,7 @@ FAR = 2**31
 #: Rows that a test computes, those of the last programs.
 LAST = 64
 #: Programs along the first axis of the grid that compute them, where they are not one.
-PROGRAMS = {"order_columns": LAST, "weigh_pairs": 2}
+PROGRAMS = {"weigh_pairs": 2}
 
 
 @pytest.fixture

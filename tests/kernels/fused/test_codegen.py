@@ -29,27 +29,27 @@ NAMES = [
 ]
 #: Instructions per weight of the kernel for few rows on sm_90, a few hundredths above those of Triton 3.6.
 INSTRUCTIONS = {
-    "int8": 2.75,
-    "int7": 2.6,
-    "int6": 2.55,
-    "int5": 2.5,
-    "int4": 2.37,
-    "int3": 2.23,
-    "int2": 2.06,
-    "ternary": 2.06,
-    "binary": 2.05,
-    "binary-rank1": 1.82,
-    "fp8": 3.25,
-    "fp8-e5m2": 3.25,
-    "fp6": 3.48,
-    "fp6-e3m2": 3.68,
-    "fp4": 3.2,
-    "nf4": 3.57,
-    "book4": 4.35,
-    "mxfp8": 3.37,
-    "mxfp6": 3.42,
-    "mxfp4": 2.82,
-    "nvfp4": 3.02,
+    "int8": 2.87,
+    "int7": 2.73,
+    "int6": 2.66,
+    "int5": 2.62,
+    "int4": 2.5,
+    "int3": 2.38,
+    "int2": 2.21,
+    "ternary": 2.21,
+    "binary": 2.16,
+    "binary-rank1": 1.97,
+    "fp8": 3.37,
+    "fp8-e5m2": 3.37,
+    "fp6": 3.58,
+    "fp6-e3m2": 3.77,
+    "fp4": 3.38,
+    "nf4": 3.69,
+    "book4": 4.53,
+    "mxfp8": 3.56,
+    "mxfp6": 3.6,
+    "mxfp4": 3.02,
+    "nvfp4": 3.15,
 }
 #: The same in the loop over row tiles of `fused-stream`, with products of integers, and of floats.
 STREAMED = {
@@ -82,8 +82,6 @@ SOME_KINDS = {"int7", "int4", "nf4", "mxfp4"}
 TABLES = {"book4", "nf4"}
 #: The compute capability by which the scripts call AMD's MI300.
 AMD = 942
-#: Instructions of the kernel for few rows that spill a register or fetch it back; all others have none.
-SPILLS = {"int3": 2}
 #: The same of the kernel for many rows, at the begin and the end of a tile.
 HOPPER_SPILLS = 20
 
@@ -164,7 +162,7 @@ def test_on_hopper_kernels_are_what_makes_them_fast(compiled: Compiled, name: st
     of = compiled([skinny, tiled])
     case, found = skinny, of[skinny]
     assert_few_rows_stay_in_registers(case, found)
-    assert found["spills"] == SPILLS.get(name, 0), (case, found)
+    assert found["spills"] == 0, (case, found)
     assert found["per_weight"] <= INSTRUCTIONS[name], (case, found)
     case, found = tiled, of[tiled]
     assert_tiles_wait_for_products(case, found)
@@ -418,7 +416,7 @@ def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> No
         assert found["shuffles"] == 0 or "end" in case[0], (case, found)
         assert found["registers"] <= 128 and found["shared"] == found["bound"], (case, found)
         # x is copied 16 bytes at a time; in groups of 16 a lane has twice 8 bytes of a run.
-        assert found["wide_copies"] == (0.0 if name == "nvfp4" else 1.0), (case, found)
+        assert found["wide_copies"] == 1.0, (case, found)
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
@@ -444,12 +442,11 @@ def test_streamed_codes_stay_in_registers(compiled: Compiled, name: str, integer
     # Of nf4 an address is put away before the loop, and fetched after it.
     assert found["spills"] <= 2 * (name == "nf4") and found["spills_in_loops"] == 0, found
     assert found["registers"] <= 128 and found["shared"] == found["bound"], found
-    # Floats of x are copied 16 bytes at a time; in groups of 16 a lane has twice 8 bytes of a run. What the
-    # values of a table are multiplied with goes through registers.
+    # Floats of x are copied 16 bytes at a time. What a table is multiplied with goes through registers.
     through = integers or name in TABLES
-    assert found["wide_copies"] == (None if through else 0.0 if name == "nvfp4" else 1.0), found
-    # Those of sums; none of values.
-    assert integers or found["shuffles"] <= 8, found
+    assert found["wide_copies"] == (None if through else 1.0), found
+    # Those of sums, and of x where words of it are exchanged; none of values.
+    assert integers or found["shuffles"] <= (12 if name in TABLES else 8), found
     # A warp has 16 rows of 512 columns in each turn.
     most = (STREAMED if integers else STREAMED_FLOATS)[name]
     assert found["looped"] <= most * 16 * 512 / 32, (found["looped"] * 32 / (16 * 512), most)
@@ -532,12 +529,11 @@ def test_streams_compile_for_every_nvidia_gpu(compiled: Compiled, capability: in
 
 @pytest.mark.parametrize("targets", [(80, 90, AMD), pytest.param((89, 100), marks=pytest.mark.slow)], ids=str)
 def test_glue_compiles_for_every_target(compiled: Compiled, targets: tuple[int, ...]) -> None:
-    sizes = {"embed": 1, "norm": 4096, "norm in order": 4096, "gate": 1, "gate in order": 1}
+    sizes = {"embed": 1, "norm": 4096, "gate": 1}
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
-    sizes |= {"order_columns": 4096, "largest of parts": 1, "largest of rows": 1}
+    sizes |= {"largest of parts": 1, "largest of rows": 1}
     # Loads of 16 bytes: of rows; of x, other and weight; of x and up; of both halves of numbers and angles.
-    wide = {"embed": 1, "norm": 3, "norm in order": 3, "gate": 2, "gate in order": 2}
-    wide |= {"rotate": 6, "order_columns": 1}
+    wide = {"embed": 1, "norm": 3, "gate": 2, "rotate": 6}
     # Of 16 numbers of a thread.
     wide["largest of parts"] = 2
     cases: list[Case] = [("glue", name, capability, m) for name, m in sizes.items() for capability in targets]

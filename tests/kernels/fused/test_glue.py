@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from quantkit.kernels import glue
-from quantkit.kernels.problem import COLUMN_ORDERS
 
 pytest.importorskip("triton")
 
@@ -122,23 +121,6 @@ def test_gates_of_what_is_no_number(kind: str) -> None:
     x = torch.tensor([[math.nan, math.inf, -1e30, 200.0]], device=DEVICE)
     up = torch.tensor([[1.0, 2.0, 2.0, math.inf]], device=DEVICE)
     torch.testing.assert_close(glue.gate(x, up, kind), GATES[kind](x, up), equal_nan=True)
-
-
-@pytest.mark.parametrize("order", COLUMN_ORDERS)
-@pytest.mark.parametrize("columns", [32, 96, 4640])
-def test_columns_in_an_order(poisoned: None, columns: int, order: str) -> None:
-    # Where each column comes from.
-    source = glue.in_order(torch.arange(columns), order).to(DEVICE)
-    assert torch.equal(source.sort().values, torch.arange(columns, device=DEVICE))
-    # Triton itself launches a kernel only the first time.
-    for dtype in DTYPES * 2:
-        x, other, weight = (numbers(*shape, columns, dtype=dtype) for shape in ((2, 3), (2, 3), ()))
-        y = glue.norm(x, weight, 1e-5, "llama")
-        assert torch.equal(glue.norm(x, weight, 1e-5, "llama", order=order), y[..., source])
-        total, y = glue.add_norm(x, other, weight, 1e-5, "llama")
-        found = glue.add_norm(x, other, weight, 1e-5, "llama", order=order)
-        assert torch.equal(found[0], total) and torch.equal(found[1], y[..., source])
-        assert torch.equal(glue.gate(x, other, "silu", order), glue.gate(x, other, "silu")[..., source])
 
 
 def angles(batch: int, tokens: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,7 +43,12 @@ INTEGERS = [name for name, number_format in FORMATS.items() if as_bytes(number_f
 #: What is said in the kernel, and what instead.
 CHANGES: dict[str, tuple[str, str, str]] = {
     "x is not waited for": (HELD, "async_copy.wait_group(0)", "pass"),
-    "columns are not those of groups of 16": (HELD, "if S.group == 16 else", "if S.group == 999 else"),
+    "lanes keep words of 16 bytes": (HELD, "selp.b32 $0, give0, own0, p1;", "mov.b32 $0, own0;"),
+    "eight columns are those after them": (
+        HELD,
+        "_along(4, SIZES, LAYOUT) * 4",
+        "_along(4, SIZES, LAYOUT) * 4 + 4",
+    ),
     "x ends after its last column": (HELD, "& (column < S.k // 2)", "& (column < S.k // 2 + 8)"),
     "words are of neighbours": (HELD, "gl.join(low, high), (0, 1, 3, 2)", "gl.join(low, high), (0, 1, 2, 3)"),
     "x of digits ends after it": (HELD, "(column < S.k // 2) & (piece", "(column < S.k) & (piece"),

@@ -7,8 +7,8 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from quantkit.kernels.fused.launch.columns import in_order, order_launch
 from quantkit.kernels.fused.launch.gpu import (
     H200_PROCESSORS,
     HOPPER_SHARED,
@@ -17,6 +17,7 @@ from quantkit.kernels.fused.launch.gpu import (
 from quantkit.kernels.fused.launch.operands import (
     RASTER,
     Operands,
+    aligned,
     constants,
     empty,
     outputs,
@@ -236,9 +237,7 @@ class _Launches:
     weight has so many `spans` and `blocks`.
     """
 
-    order: Launch
     kernel: Launch
-    columns: int
     layout: Any
     shares: tuple[int, int, int]
     spans: int
@@ -288,9 +287,7 @@ def _launches(
         **overlap(features),
     )
     return _Launches(
-        order_launch(m, shape, features),
         main,
-        columns,
         NVMMASharedLayout(128, 16, 2),
         (full, share, width),
         shape.spans,
@@ -316,9 +313,10 @@ def run(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset()) 
     m, k = op.x.shape
     has_bias, programs = op.bias is not None, op.multiprocessors
     launches = _launches(m, op.n, k, op.scheme, op.x.dtype, has_bias, tile, features, programs)
-    y, columns = outputs(op), launches.columns
-    x = in_order(op, launches.order, m, columns)
-    blocks = TensorDescriptor(x, [m, columns], [columns, 1], [tile.m, COLUMNS], launches.layout)
+    y, x = outputs(op), aligned(op.x)
+    # Rows begin at multiples of 16 bytes, too.
+    x = F.pad(x, (0, -k % 8)) if k % 8 else x
+    blocks = TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.m, COLUMNS], launches.layout)
     launches.kernel(
         blocks,
         *op.layout,

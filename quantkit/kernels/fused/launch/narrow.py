@@ -9,6 +9,7 @@ import torch
 from quantkit.kernels.fused.launch.gpu import processors, program_memory, unasked
 from quantkit.kernels.fused.launch.operands import (
     Operands,
+    aligned,
     constants,
     empty,
     no_pairs,
@@ -222,8 +223,7 @@ def _launches(
 
 def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """y [m, n] for m up to 32, on NVIDIA GPUs that copy to shared memory asynchronously."""
-    # 16 bytes of x are copied at a time.
-    x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
+    x = aligned(op.x)
     m, k = x.shape
     has_bias, count = op.bias is not None, op.multiprocessors
     main, last, mine = _launches(

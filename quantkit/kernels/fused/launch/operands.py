@@ -68,7 +68,7 @@ class Operands:
     """x [m, k] and a weight [n, k] in the fragment layout: codes, scale, zero, factor, values.
 
     Kernels take besides what the device can do, of `GPU_FEATURES`. With `pairs`, the parts of the layout have
-    a first dimension more, that of matrices of experts. Columns of x may be `ordered` as `column_order` says.
+    a first dimension more, that of matrices of experts.
     With `normed`, they do a part of a norm; with the kind of a `gate`, y are the gated columns.
     """
 
@@ -78,7 +78,6 @@ class Operands:
     scheme: Scheme
     n: int
     pairs: Pairs | None = None
-    ordered: bool = False
     normed: Normed | None = None
     gate: str = ""
     #: Multiprocessors of the GPU that kernels are compiled for, where x is on none.
@@ -176,8 +175,8 @@ def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int
 def known_of(grouping: Grouping | None) -> dict[str, Any]:
     """What kernels know of pairs at compile time."""
     if grouping is None:
-        return {"order": None, "segments": None, "MATRICES": 1}
-    return {"MATRICES": grouping.matrices}
+        return {"order": None, "segments": None, "MATRICES": 1, "SLOTS": 1}
+    return {"MATRICES": grouping.matrices, "SLOTS": grouping.slots}
 
 
 def shape_of(problem: Problem) -> Geometry:
@@ -204,6 +203,11 @@ def no_pairs(problem: Problem) -> str | None:
     if problem.n % (2 * ROWS):
         return f"halves of {problem.n} rows are no multiples of {ROWS}"
     return None
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """`x`, copied unless it begins at a multiple of 16 bytes, which is how many kernels copy at a time."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def outputs(op: Operands) -> torch.Tensor:

@@ -164,7 +164,6 @@ def _launch(
         TOGETHER=tile.together,
         PRESENT=tile.present and m < 8 and "ptx" in features and grouping is None,
         **known_of(grouping),
-        SLOTS=1 if grouping is None else grouping.slots,
         num_warps=tile.warps,
         num_stages=1,
         **overlap(features),

@@ -10,6 +10,7 @@ from quantkit.kernels.fused.integers import as_bytes
 from quantkit.kernels.fused.launch.gpu import processors, program_memory
 from quantkit.kernels.fused.launch.operands import (
     Operands,
+    aligned,
     no_pairs,
     outputs,
     shape_of,
@@ -241,8 +242,7 @@ def _launch(
 
 def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs that copy to shared memory asynchronously."""
-    # 16 bytes of x are loaded at a time.
-    x = op.x if op.x.data_ptr() % 16 == 0 else op.x.clone()
+    x = aligned(op.x)
     m, k = x.shape
     has_bias, count = op.bias is not None, op.multiprocessors
     y, norm = outputs(op), None

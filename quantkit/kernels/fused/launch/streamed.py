@@ -108,7 +108,6 @@ class Streamed:
     tiles: int
     planes: int
     dot: int
-    group: int
     groups: int
     per_block: int
     in_block: int
@@ -159,6 +158,11 @@ class Streamed:
     def ends(self) -> bool:
         """Whether the norm that x was begun to become is ended."""
         return self._does("end")
+
+    @property
+    def as_quads(self) -> bool:
+        """Whether x is in shared memory as quads, as words have columns that lie 16 apart."""
+        return self.shared_table or (self.integers and self.apart == 1)
 
     @property
     def shared_table(self) -> bool:
@@ -255,6 +259,27 @@ class Streamed:
     def stored_quads(self) -> int:
         """Quads of a lane t in shared memory, for a group of columns of a piece."""
         return (8 // self.bm if self.integers else 1) * self.group_rows
+
+    @property
+    def quad_sizes(self) -> tuple[int, ...]:
+        """Words in shared memory that are a quad of each lane: columns n, words and t in either order."""
+        return self.warps, self.stored_quads // self.group_rows, self.group_rows, 4, 4
+
+    @property
+    def copied_sizes(self) -> tuple[int, ...]:
+        """All of them, of floats."""
+        return self.room * self.column_groups, *self.quad_sizes
+
+    @property
+    def float_sizes(self) -> tuple[int, ...]:
+        """Those of a turn of floats."""
+        return self.at_once, self.warps, 1, self.rows, 4, 4
+
+    @property
+    def digit_sizes(self) -> tuple[int, ...]:
+        """Those of a turn of digits: groups of columns, and the digits of a group."""
+        groups = self.column_groups
+        return self.at_once, groups, self.warps, 2 // groups, 2, self.rows, 4, 4
 
     @property
     def held_rows(self) -> int:
@@ -374,7 +399,6 @@ def streamed(
         tiles=shape.tiles,
         planes=shape.planes,
         dot=shape.dot,
-        group=shape.group,
         groups=shape.groups,
         per_block=shape.per_block,
         in_block=shape.in_block,

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.fused.launch.columns import in_order, order_launch
 from quantkit.kernels.fused.launch.gpu import (
     H200_PROCESSORS,
     HALF_RATE,
@@ -194,11 +193,9 @@ class _Launches:
     `combine` adds up what `rest` tiles, those split by columns, have of each part; None where none is split.
     """
 
-    order: Launch
     kernel: Launch
     combine: Launch | None
     m: int
-    width: int
     full: int
     rest: int
 
@@ -242,8 +239,6 @@ def _launches(
     shape = geometry(n, k, scheme, dtype)
     assert shape.steps % tile.split == 0 and (grouping is None or tile.split == 1), (shape, tile)
     known = constants(n, k, scheme, dtype, "ptx" in features)
-    width = shape.spans * shape.span
-    order = order_launch(m, shape, features, grouping)
     of_segment = 1 if grouping is None else -(-grouping.rows // tile.m)
     if grouping is not None:
         m = grouping.segments * of_segment * tile.m
@@ -272,7 +267,7 @@ def _launches(
         num_stages=tile.stages,
     )
     if not rest:
-        return _Launches(order, main, None, m, width, full, rest)
+        return _Launches(main, None, m, full, rest)
     part = max(1, min(tile.m, COMBINED // tile.rows))
     last = Launch(
         combine,
@@ -286,7 +281,7 @@ def _launches(
         PART=part,
         **overlap(features),
     )
-    return _Launches(order, main, last, m, width, full, rest)
+    return _Launches(main, last, m, full, rest)
 
 
 def run(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
@@ -305,12 +300,11 @@ def run(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -
         op.grouping,
     )
     y = outputs(op)
-    x = in_order(op, launches.order, y.shape[0], launches.width)
     bias = y if op.bias is None else op.bias
     sums = y
     if launches.rest:
         sums = empty(op, tile.split, launches.rest, tile.m, tile.rows, dtype=torch.float32)
-    launches.kernel(x, *op.layout, bias, y, sums, launches.m, op.n, launches.full, *op.grouped)
+    launches.kernel(op.x, *op.layout, bias, y, sums, launches.m, op.n, launches.full, *op.grouped)
     if launches.combine is not None:
         _, scale, _, factor, _ = op.layout
         launches.combine(sums, scale, factor, bias, y, launches.m, op.n, launches.full)

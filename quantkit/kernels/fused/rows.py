@@ -124,8 +124,9 @@ def _shared_by_warps(problem: Problem) -> bool:
 
 
 def _stream_pays(problem: Problem) -> str | None:
-    if problem.m > 8:
-        return "from M=9 on each program copies so much x that it is faster only on some measured weights"
+    small = has_few_rows(problem.n, processors(problem), LEAST_ROWS) and problem.k <= skinny.LONG_ROWS
+    if problem.m > 8 and not small:
+        return "from M=9 on each program copies so much x that it is faster only on small weights"
     if _scales_often(problem) and _shared_by_warps(problem):
         return "from M=3 on `fused-narrow` is faster for groups of 16"
     return None
@@ -145,7 +146,6 @@ def _narrow_pays(problem: Problem) -> str | None:
             problem.m <= 8 and not often and not (few and problem.k > MANY_COLUMNS),
             "up to M=8 it pays for few rows of many columns",
         ),
-        (problem.m <= 16 and shape_of(problem).span > 128, "up to M=16 it has few registers for 256 columns"),
         (least, f"it has too few row tiles of {problem.n} rows"),
         (not most, "each multiprocessor would read all of x for many rows, as tiles do not"),
         (
@@ -189,8 +189,8 @@ def _hopper_pays(problem: Problem) -> str | None:
         return (
             f"dequantizing and the library's product are mostly faster from M={LONG_PROMPT} on at such a size"
         )
-    if problem.m > 512 and shape.group == 16:
-        return "dequantizing and the library's product are faster from M=513 on for groups of 16"
+    if problem.m > 1024 and shape.group == 16:
+        return "dequantizing and the library's product are faster from M=1025 on for groups of 16"
     return None
 
 

@@ -392,6 +392,10 @@ def test_refusals_say_what_is_in_the_way() -> None:
         assert reason is not None and text in reason, reason
     assert row.supports(problem()) is None and row.supports(problem(16)) is None
     assert row.pays(problem(8)) is None and "from M=9 on" in str(row.pays(problem(9)))
+    # Of small weights, which have too few row tiles for `fused-narrow`.
+    assert row.pays(problem(16, n=1024)) is None and "from M=9 on" in str(
+        row.pays(problem(16, n=1024, k=9216))
+    )
     tile = StreamTile(16, 1)
     assert "up to 8 rows of x, not for 9" in str(stream.why_no_norm(problem(9, k=512), tile, "whole"))
     assert stream.why_no_norm(problem(8, k=512), tile, "whole") is None

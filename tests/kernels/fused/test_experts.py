@@ -416,7 +416,7 @@ def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_segments_grow_with_the_pairs_of_an_expert() -> None:
-    assert [segment_rows(pairs, 8) for pairs in (1, 2, 42, 43, 128, 1024, 9999)] == [
+    assert [segment_rows(pairs, 8) for pairs in (1, 2, 31, 32, 128, 1024, 9999)] == [
         8, 8, 8, 16, 32, 128, 128,
     ]  # fmt: skip
     for tokens in (1, 64, 4096):

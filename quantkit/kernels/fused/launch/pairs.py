@@ -9,6 +9,8 @@ from quantkit.kernels.launcher import Launch, overlap, power_of_two
 
 #: Pairs of a segment: all that `fused-skinny` takes, and the most there are.
 SKINNY_SEGMENT, TILED_SEGMENT = 8, 128
+#: Pairs that experts have on average from which on `fused-tiled` is faster (112 in docs/kernels-log.md).
+TILED_PAIRS = 4
 #: Numbers that a program which orders pairs has at a time: its pairs times the experts.
 ORDERED = 8192
 #: Outputs that a program of `weigh_pairs` has.
@@ -21,7 +23,8 @@ def segment_rows(pairs: int, experts: int) -> int:
     Up to `SKINNY_SEGMENT` it is `fused-skinny` that does.
     """
     usual = -(-3 * pairs // (2 * experts))
-    return min(max(1 << (usual - 1).bit_length(), SKINNY_SEGMENT), TILED_SEGMENT)
+    least = SKINNY_SEGMENT if pairs < TILED_PAIRS * experts else 2 * SKINNY_SEGMENT
+    return min(max(1 << (usual - 1).bit_length(), least), TILED_SEGMENT)
 
 
 @dataclass(frozen=True)

@@ -38,32 +38,21 @@ xor.b32 $0, $0, 0x80808080;
 xor.b32 $1, $1, 0x80808080;
 xor.b32 $2, $2, 0x80808080;}""")
 
-
 #: PTX by which lanes 4 n + t exchange words: word i of lane t becomes word t of lane i.
 _EXCHANGE = gl.constexpr("""{
 .reg .b32 lane, bit<2>, give<2>, own<4>;
 .reg .pred p<2>;
 mov.u32 lane, %laneid;
-and.b32 bit0, lane, 1;
-and.b32 bit1, lane, 2;
-setp.ne.u32 p0, bit0, 0;
-setp.ne.u32 p1, bit1, 0;
-selp.b32 give0, $4, $5, p0;
-selp.b32 give1, $6, $7, p0;
-shfl.sync.bfly.b32 give0, give0, 1, 31, 0xFFFFFFFF;
-shfl.sync.bfly.b32 give1, give1, 1, 31, 0xFFFFFFFF;
-selp.b32 own0, give0, $4, p0;
-selp.b32 own1, $5, give0, p0;
-selp.b32 own2, give1, $6, p0;
-selp.b32 own3, $7, give1, p0;
-selp.b32 give0, own0, own2, p1;
-selp.b32 give1, own1, own3, p1;
-shfl.sync.bfly.b32 give0, give0, 2, 31, 0xFFFFFFFF;
-shfl.sync.bfly.b32 give1, give1, 2, 31, 0xFFFFFFFF;
-selp.b32 $0, give0, own0, p1;
-selp.b32 $1, give1, own1, p1;
-selp.b32 $2, own2, give0, p1;
-selp.b32 $3, own3, give1, p1;}""")
+and.b32 bit0, lane, 1; setp.ne.u32 p0, bit0, 0;
+and.b32 bit1, lane, 2; setp.ne.u32 p1, bit1, 0;
+selp.b32 give0, $4, $5, p0; shfl.sync.bfly.b32 give0, give0, 1, 31, 0xFFFFFFFF;
+selp.b32 give1, $6, $7, p0; shfl.sync.bfly.b32 give1, give1, 1, 31, 0xFFFFFFFF;
+selp.b32 own0, give0, $4, p0; selp.b32 own1, $5, give0, p0;
+selp.b32 own2, give1, $6, p0; selp.b32 own3, $7, give1, p0;
+selp.b32 give0, own0, own2, p1; shfl.sync.bfly.b32 give0, give0, 2, 31, 0xFFFFFFFF;
+selp.b32 give1, own1, own3, p1; shfl.sync.bfly.b32 give1, give1, 2, 31, 0xFFFFFFFF;
+selp.b32 $0, give0, own0, p1; selp.b32 $1, give1, own1, p1;
+selp.b32 $2, own2, give0, p1; selp.b32 $3, own3, give1, p1;}""")
 
 
 @gluon.constexpr_function

@@ -30,7 +30,7 @@ from quantkit.kernels.unpack import block_rows
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
 
-#: What to do where x was prepared for another kernel than the one that runs.
+#: What to do where a part of a norm, or a gate, is meant for another kernel than the one that runs.
 _NOT_BETWEEN_RUNS = (
     f"Set {FORCE_VARIABLE} and what else chooses kernels before a model runs, not between two runs."
 )

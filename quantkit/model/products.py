@@ -149,7 +149,7 @@ def take_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _made(node: Node) -> list[Node]:
-    """What norms and gates make that is used: that of `glue.add_norm` after the sum; none without it."""
+    """What norms make that is used: that of `glue.add_norm` after the sum; none without it."""
     if node.target is not glue.add_norm:
         return [node]
     parts = {user.args[1]: user for user in node.users}

@@ -20,6 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from quantkit.kernels.fused.places import side_by_side, stored
+
 #: 1.5 * 2**23: what a float32 is added to for its last place to be 1, and its bits, less 0x808080.
 ROUNDING = gl.constexpr(12582912.0)
 ROUNDED = gl.constexpr(0x4B400000 - 0x808080)
@@ -62,32 +64,6 @@ def quads_of(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
     lanes = [[0, 1 << bit, 0] for bit in range(5)]
     warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
     return gl.DistributedLinearLayout(words, lanes, warps, [], [W, 32, WORDS])
-
-
-@gluon.constexpr_function
-def _bits(SIZES):  # type: ignore[no-untyped-def]
-    """The bits of numbers [..., t] that count all of `SIZES`, the lowest first."""
-    bits = []
-    for axis, size in list(enumerate(SIZES))[::-1]:
-        step = 1
-        while step < size:
-            bits.append([step if other == axis else 0 for other, _ in enumerate(SIZES)])
-            step *= 2
-    return bits
-
-
-@gluon.constexpr_function
-def _stored(SIZES, AS_QUADS):  # type: ignore[no-untyped-def]
-    """Where words of `SIZES` are in shared memory.
-
-    Where they are no quads, words of a column n have an order of their own, so that both a word of eight
-    columns, and all of two, are in all banks.
-    """
-    bases = _bits(SIZES)
-    for number, word in ((5, 1), (6, 2)) if not AS_QUADS else ():
-        if number < len(bases):
-            bases[number][-2] = word
-    return gl.SharedLinearLayout(bases)
 
 
 @gluon.jit
@@ -134,8 +110,8 @@ def columns(held, number, S: gl.constexpr):
         [S.warps, 1, 1, 1, 1],
         [4, 3, 2, 1, 0],
     )
-    stored = held.index(number)._reinterpret(gl.int32, S.quad_sizes, _stored(S.quad_sizes, S.as_quads))
-    quads, _ = gl.broadcast(stored.load(LANES), gl.full([S.warps, PARTS, S.bm, 4, 4], 0, gl.int32, LANES))
+    words = held.index(number)._reinterpret(gl.int32, S.quad_sizes, stored(S.quad_sizes, S))
+    quads, _ = gl.broadcast(words.load(LANES), gl.full([S.warps, PARTS, S.bm, 4, 4], 0, gl.int32, LANES))
     if not S.as_quads:
         quads = gl.permute(quads, (0, 1, 2, 4, 3))
     quads = gl.reshape(quads, (S.warps, 32, 4))
@@ -165,7 +141,7 @@ def pair(low, high, DTYPE: gl.constexpr):
 def _copy(x, M, held, S: gl.constexpr):
     """Have x copied, 16 bytes at a time, to [number of a quad, warp, 1, row, word, t]."""
     SIZES: gl.constexpr = S.copied_sizes
-    LAYOUT: gl.constexpr = _in_line(SIZES, S.warps)
+    LAYOUT: gl.constexpr = side_by_side(SIZES, S.warps)
     number, warp = _along(0, SIZES, LAYOUT), _along(1, SIZES, LAYOUT)
     piece, group = number // S.column_groups, number % S.column_groups
     # Two columns to a word.
@@ -173,20 +149,12 @@ def _copy(x, M, held, S: gl.constexpr):
     row = gl.minimum(group * S.group_rows + _along(3, SIZES, LAYOUT), M - 1).to(gl.int64)
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
     async_copy.async_copy_global_to_shared(
-        held._reinterpret(gl.int32, SIZES, _stored(SIZES, False)),
+        held._reinterpret(gl.int32, SIZES, stored(SIZES, S)),
         at,
         mask=(piece < S.pieces) & (column < S.k // 2),
     )
     async_copy.commit_group()
     async_copy.wait_group(0)
-
-
-@gluon.constexpr_function
-def _in_line(SIZES, W):  # type: ignore[no-untyped-def]
-    """Four numbers of a thread, threads side by side."""
-    bits, threads = _bits(SIZES), 6 + W.bit_length()
-    bits += [[0] * len(SIZES)] * (threads - len(bits))
-    return gl.DistributedLinearLayout(bits[:2] + bits[threads:], bits[2:7], bits[7:threads], [], SIZES)
 
 
 @gluon.constexpr_function
@@ -336,12 +304,12 @@ def _hold_floats(words, held, S: gl.constexpr):
             high = gl.inline_asm_elementwise(
                 "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, second], gl.int32, True, 1
             )
-            stored = gl.permute(gl.join(low, high), (0, 1, 3, 2))
+            own = gl.permute(gl.join(low, high), (0, 1, 3, 2))
         else:
-            stored = words[turn]
-        stored = gl.reshape(stored, (S.warps, S.at_once, 1, S.rows, 4, 4))
-        turns.index(turn)._reinterpret(gl.int32, SIZES, _stored(SIZES, S.as_quads)).store(
-            gl.permute(stored, (1, 0, 2, 3, 4, 5))
+            own = words[turn]
+        own = gl.reshape(own, (S.warps, S.at_once, 1, S.rows, 4, 4))
+        turns.index(turn)._reinterpret(gl.int32, SIZES, stored(SIZES, S)).store(
+            gl.permute(own, (1, 0, 2, 3, 4, 5))
         )
     return _ones(S)
 
@@ -360,11 +328,11 @@ def _hold_digits(words, held, S: gl.constexpr):
         digits = _digits(first, second, inverse, S)
         high = gl.join(digits[0], digits[2])
         low = gl.join(digits[1], gl.zeros_like(digits[1]))
-        # Digits in the order of columns: groups, and those of a group.
+        # Digits as columns n have them: groups, and those of a group.
         value = gl.reshape(gl.join(high, low), (S.warps, S.at_once, S.rows, 4, 4, GROUPS, 2 // GROUPS, 2))
         value = gl.permute(value, (1, 5, 0, 6, 7, 2, 3, 4))
         turns = held._reinterpret(gl.int32, [TURNS, S.at_once * S.warps * S.rows * 64], held.type.layout)
-        turns.index(turn)._reinterpret(gl.int32, SIZES, _stored(SIZES, S.as_quads)).store(value)
+        turns.index(turn)._reinterpret(gl.int32, SIZES, stored(SIZES, S)).store(value)
     return unit
 
 

@@ -90,10 +90,6 @@ def skinny(
     if PDL and segments is None:
         # Only x is written by the kernel before this one.
         tl.extra.cuda.gdc_wait()
-    count = M
-    if PRESENT:
-        # What is loaded where there are so many rows cannot be loaded before the wait.
-        count = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [M], tl.int32, False, 1)
     for outer in tl.range(0, STEPS // UNROLL):
         for inner in tl.static_range(UNROLL):
             step = outer * UNROLL + inner
@@ -107,10 +103,10 @@ def skinny(
                 )  # fmt: skip
             # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
             tl.debug_barrier()
-            columns = _activations(x, rows_of_x, step, count, K, WHOLE, DOT, W, NG, BM, PRESENT).to(DTYPE)
+            columns = _activations(x, rows_of_x, step, M, K, WHOLE, DOT, W, NG, BM, PRESENT).to(DTYPE)
             q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
             q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
-            # In this order of the columns lane t has its own of a run one after the other.
+            # Columns of a run in the order (e1, t, p0, e0), so that lane t has four in a row.
             q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 6, 5, 11, 8))
             q = tl.reshape(q, (NG * W, 16 * R, DOT))
             if HAS_ZERO:

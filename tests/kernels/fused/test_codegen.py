@@ -415,7 +415,7 @@ def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> No
         assert found["stores"] == table or "end" in case[0], (case, found)
         assert found["shuffles"] == 0 or "end" in case[0], (case, found)
         assert found["registers"] <= 128 and found["shared"] == found["bound"], (case, found)
-        # x is copied 16 bytes at a time; in groups of 16 a lane has twice 8 bytes of a run.
+        # x is copied 16 bytes at a time.
         assert found["wide_copies"] == 1.0, (case, found)
 
 
@@ -512,7 +512,7 @@ def test_streams_past_sixteen_rows_stay_in_registers(compiled: Compiled, name: s
     (found,) = compiled([(f"stream small {tile}", name, 90, 16)]).values()
     assert found["products"] > 0 and found["spills"] == 0 and found["registers"] <= 128, found
     assert found["shared"] == found["bound"] <= found["limit"], found
-    assert found["wide_copies"] == (0.0 if name == "nvfp4" else 1.0), found
+    assert found["wide_copies"] == 1.0, found
 
 
 @pytest.mark.parametrize("capability", [80, 89, 100])

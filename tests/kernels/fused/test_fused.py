@@ -223,19 +223,29 @@ def test_scales_of_whole_steps_multiply_sums(
 
 
 @pytest.mark.parametrize("first", [0, 1, 4])
-def test_x_may_begin_anywhere(
-    make_packed: Callable[..., PackedTensor], monkeypatch: pytest.MonkeyPatch, first: int
+@pytest.mark.parametrize("k", [5, 37, 256, 260, 391])
+def test_x_may_begin_and_end_anywhere(
+    make_packed: Callable[..., PackedTensor], poisoned: None, k: int, first: int
 ) -> None:
-    """Loads of rows of x that are present are of 16 bytes, whatever Triton knows of the address."""
-    found, tiles = skinny._launch, []
-    monkeypatch.setattr(skinny, "_launch", lambda *given: tiles.append(given[6]) or found(*given))
-    for dtype, features in RUNS:
-        op, packed = operands(make_packed, "int4", 16, 256, 2, dtype)
-        memory = torch.zeros(2 * 256 + 8, dtype=dtype, device=DEVICE)
-        x = memory[first : first + 2 * 256].view(2, 256).copy_(op.x)
-        y = skinny.run(replace(op, x=x), SkinnyTile(present=True), features)
-        assert error(y, x, packed, op.bias) < LIMIT[dtype]
-    assert [tile.present for tile in tiles] == [first * dtype.itemsize % 16 == 0 for dtype, _ in RUNS]
+    """Kernels copy 16 bytes of a row of x at a time, and blocks of it."""
+
+    def x_at(op: Operands) -> Operands:
+        memory = torch.full((op.x.numel() + first + 300,), math.nan, dtype=op.x.dtype, device=DEVICE)
+        return replace(op, x=memory[first : first + op.x.numel()].view(op.x.shape).copy_(op.x))
+
+    for name in ("int3 channel", "int4 tensor"):
+        for dtype, features in RUNS:
+            op, packed = operands(make_packed, name, 40, k, 7, dtype)
+            op, steps = x_at(op), op.shape.steps
+            found = [skinny.run(op, SkinnyTile(2, max(op.shape.span, 128), 1, present=True), features)]
+            for split in (one for one in (1, 2, 4) if steps % one == 0):
+                found.append(tiled.run(op, TiledTile(4, 16, split=split, stages=2), features))
+            for y in found:
+                assert error(y, op.x, packed, op.bias) < LIMIT[dtype]
+        if HOPPER is not None:
+            op, packed = operands(make_packed, name, 40, k, 19, HOPPER[0])
+            y = hopper.run(x_at(op), HopperTile(64, ahead=2, share=True), HOPPER[1])
+            assert error(y, op.x, packed, op.bias) < LIMIT[HOPPER[0]]
 
 
 @each_case

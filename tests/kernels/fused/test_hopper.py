@@ -9,6 +9,9 @@ import torch
 
 from quantkit.kernels.fused.launch import hopper
 from quantkit.kernels.fused.launch.hopper import HopperTile
+from quantkit.kernels.problem import GPU_FEATURES, Problem
+from quantkit.kernels.table import row_named
+from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
 from ..conftest import GLUON
@@ -131,3 +134,22 @@ def test_nothing_is_read_outside_of_a_weight(
     path = changed(tmp_path, LOADS[change])
     with pytest.raises(InterpreterError, match="OutOfBoundsError"):
         multiply(make_packed, path, 0, *CASES[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "reason"),
+    [
+        ("int4", 64, 28672, 4096, "up to M=64"),
+        ("int4", 65, 28672, 4096, None),
+        ("int4", 512, 1024, 4096, "too few tiles of a weight of 1024 x 4096"),
+        ("int4", 2048, 4096, 4096, "from M=2048 on at such a size"),
+        ("int4", 2048, 28672, 4096, None),
+        ("nvfp4", 1024, 28672, 4096, None),
+        ("nvfp4", 1025, 28672, 4096, "from M=1025 on for groups of 16"),
+    ],
+)
+def test_it_pays_by_its_rules(name: str, m: int, n: int, k: int, reason: str | None) -> None:
+    found = row_named("fused-hopper").pays(
+        Problem(m, n, k, scheme(name).for_columns(k), torch.bfloat16, "cuda", GPU_FEATURES)
+    )
+    assert found is None if reason is None else reason in str(found)

@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -259,6 +259,38 @@ def test_formats_without_bytes_are_multiplied_as_floats() -> None:
             asked = replace(asked, scheme=scheme("int4", zero_point="integer").for_columns(4096))
         reason = stream.TILING.why_not(asked, StreamTile(integers=True))
         assert reason is not None and name in reason
+
+
+@needs_gluon
+@pytest.mark.parametrize("warps", stream.VALUES["warps"])
+def test_x_is_read_where_it_was_written(warps: int) -> None:
+    """The interpreter knows of no layouts."""
+    from quantkit.kernels.fused.places import stored
+
+    for name, integers in (("int4", True), ("int4", False), ("int8", True), ("nf4", False), ("nvfp4", False)):
+        for m, k in ((1, 1024), (1, 4096), (2, 4096), (3, 4096), (8, 1024), (16, 1024)):
+            if m > 2 and integers:
+                continue
+            asked = scheme(name).for_columns(k)
+            tile = StreamTile(warps, 1, 1, 1, integers)
+            known = streamed.streamed(m, 64, k, asked, torch.bfloat16, False, tile, False, 4)
+            sizes = [known.digit_sizes] if integers else [known.float_sizes] if m <= 8 else []
+            sizes += [] if integers or known.as_quads else [known.copied_sizes]
+            bases = stored(known.quad_sizes, known).offset_bases
+            read = [numbers_of(basis, known.quad_sizes) for basis in bases]
+            for written in sizes:
+                found = [numbers_of(basis, written) for basis in stored(written, known).offset_bases]
+                # Numbers of quads follow each other.
+                numbers = [1 << bit for bit in range(len(read), len(found))]
+                assert found == [*read, *numbers], (name, m, k, written)
+
+
+def numbers_of(basis: Sequence[int], sizes: Sequence[int]) -> int:
+    """The number of an element of a tensor of `sizes`."""
+    number = 0
+    for at, size in zip(basis, sizes, strict=True):
+        number = number * size + at
+    return number
 
 
 @needs_gluon

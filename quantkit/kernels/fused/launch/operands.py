@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch.gpu import multiprocessors_of
@@ -208,6 +209,14 @@ def no_pairs(problem: Problem) -> str | None:
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """`x`, copied unless it begins at a multiple of 16 bytes, which is how many kernels copy at a time."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def whole_rows(x: torch.Tensor, least: int = 0) -> torch.Tensor:
+    """`x` [m, k] of 16 bits, with zeros after its columns where rows would not begin at multiples
+    of 16 bytes without, or have fewer columns than `least`.
+    """
+    more = max(-(-x.shape[1] // 8) * 8, least) - x.shape[1]
+    return F.pad(x, (0, more)) if more else aligned(x)
 
 
 def outputs(op: Operands) -> torch.Tensor:

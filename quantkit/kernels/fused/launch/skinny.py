@@ -1,7 +1,7 @@
 """`fused-skinny`: its tiles, the rules for them, those worth measuring, and its launch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -175,9 +175,6 @@ def run(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) 
     m, k = op.x.shape
     y = outputs(op)
     m = m if op.grouping is None else op.grouping.rows
-    # What is present is loaded 16 bytes at a time.
-    if tile.present and op.x.data_ptr() % 16:
-        tile = replace(tile, present=False)
     launch = _launch(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, op.grouping)
     launch(op.x, *op.layout, y if op.bias is None else op.bias, y, m, op.n, *op.grouped)
     return y

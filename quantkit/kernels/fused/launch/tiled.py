@@ -26,6 +26,7 @@ from quantkit.kernels.fused.launch.operands import (
     outputs,
     shape_of,
     unknown_value,
+    whole_rows,
 )
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.launcher import Launch, overlap
@@ -238,7 +239,8 @@ def _launches(
 
     shape = geometry(n, k, scheme, dtype)
     assert shape.steps % tile.split == 0 and (grouping is None or tile.split == 1), (shape, tile)
-    known = constants(n, k, scheme, dtype, "ptx" in features)
+    # Rows of x are padded to whole 16 bytes.
+    known = constants(n, k, scheme, dtype, "ptx" in features) | {"K": -(-k // 8) * 8}
     of_segment = 1 if grouping is None else -(-grouping.rows // tile.m)
     if grouping is not None:
         m = grouping.segments * of_segment * tile.m
@@ -304,7 +306,7 @@ def run(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -
     sums = y
     if launches.rest:
         sums = empty(op, tile.split, launches.rest, tile.m, tile.rows, dtype=torch.float32)
-    launches.kernel(op.x, *op.layout, bias, y, sums, launches.m, op.n, launches.full, *op.grouped)
+    launches.kernel(whole_rows(op.x), *op.layout, bias, y, sums, launches.m, op.n, launches.full, *op.grouped)
     if launches.combine is not None:
         _, scale, _, factor, _ = op.layout
         launches.combine(sums, scale, factor, bias, y, launches.m, op.n, launches.full)

@@ -69,8 +69,8 @@ class Operands:
     """x [m, k] and a weight [n, k] in the fragment layout: codes, scale, zero, factor, values.
 
     Kernels take besides what the device can do, of `GPU_FEATURES`. With `pairs`, the parts of the layout have
-    a first dimension more, that of matrices of experts.
-    With `normed`, they do a part of a norm; with the kind of a `gate`, y are the gated columns.
+    a first dimension more, that of matrices of experts. With `normed`, they do a part of a norm; with the
+    kind of a `gate`, y are the gated columns.
     """
 
     x: torch.Tensor
@@ -211,11 +211,14 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def whole_columns(k: int) -> int:
+    """Columns of rows of k numbers of 16 bits that take multiples of 16 bytes."""
+    return -(-k // 8) * 8
+
+
 def whole_rows(x: torch.Tensor, least: int = 0) -> torch.Tensor:
-    """`x` [m, k] of 16 bits, with zeros after its columns where rows would not begin at multiples
-    of 16 bytes without, or have fewer columns than `least`.
-    """
-    more = max(-(-x.shape[1] // 8) * 8, least) - x.shape[1]
+    """`x` [m, k], `aligned`, with zeros up to `whole_columns`, or up to `least` columns."""
+    more = max(whole_columns(x.shape[1]), least) - x.shape[1]
     return F.pad(x, (0, more)) if more else aligned(x)
 
 

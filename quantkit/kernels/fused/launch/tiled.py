@@ -26,6 +26,7 @@ from quantkit.kernels.fused.launch.operands import (
     outputs,
     shape_of,
     unknown_value,
+    whole_columns,
     whole_rows,
 )
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
@@ -239,8 +240,7 @@ def _launches(
 
     shape = geometry(n, k, scheme, dtype)
     assert shape.steps % tile.split == 0 and (grouping is None or tile.split == 1), (shape, tile)
-    # Rows of x are padded to whole 16 bytes.
-    known = constants(n, k, scheme, dtype, "ptx" in features) | {"K": -(-k // 8) * 8}
+    known = constants(n, k, scheme, dtype, "ptx" in features) | {"K": whole_columns(k)}
     of_segment = 1 if grouping is None else -(-grouping.rows // tile.m)
     if grouping is not None:
         m = grouping.segments * of_segment * tile.m

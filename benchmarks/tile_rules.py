@@ -73,7 +73,7 @@ def main() -> None:
     taken = Counter[str]()
     for key in table.entries:
         measured = choose(asked(key)).measured
-        if measured is not None and measured.key != key:
+        if measured is not None and measured.m != key.m:
             taken[key.scheme.format.name] += 1
     named = ", ".join(f"{name} {count}" for name, count in taken.most_common(3))
     print(f"{taken.total()} problems take what was sooner for more rows of x: {named}, ...")

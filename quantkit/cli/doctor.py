@@ -61,12 +61,8 @@ def doctor(
         say(f"{name:16} {value}")
     if "gpu 0" in machine:
         say(f"{'float16 sums':16} {_half_sums()}")
-    for found in tables:
-        say(
-            f"{'tile table':16} {found['source']}: {found['entries']} entries, made with {found['made_with']}"
-        )
-    if "gpu 0" in machine and not tables:
-        say(f"{'tile table':16} none for this GPU, rules choose; `quantkit tune` measures")
+    if "gpu 0" in machine:
+        _say_tables(tables)
     table = Table(box=None, pad_edge=False, header_style="bold")
     # Every format has the one shape.
     shape = [] if directory is None else ["NxK"]
@@ -88,6 +84,17 @@ def doctor(
                 say(f"  not {name}: {reason}")
             ungrouped = entry["experts_ungrouped"]
             say(f"  experts: {'grouped' if ungrouped is None else f'one after the other: {ungrouped}'}")
+
+
+def _say_tables(tables: list[dict[str, Any]]) -> None:
+    for found in tables:
+        say(
+            f"{'tile table':16} {found['source']}: {found['entries']} entries, made with {found['made_with']}"
+        )
+    if not tables:
+        say(f"{'tile table':16} none for this GPU, rules choose; `quantkit tune` measures")
+    elif all(found["source"].startswith("shipped, ") for found in tables):
+        say(f"{'':16} of a GPU like this one; `quantkit tune` measures on this one")
 
 
 def _by_weight(kernels: list[dict[str, Any]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:

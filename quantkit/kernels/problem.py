@@ -162,8 +162,7 @@ class Tiling:
 
     `values` is what each field may be, `rule(problem)` the tile where none was measured. `why_not(problem,
     tile)` says why the kernel cannot take a tile, `loses(problem, tile)` why it is not worth measuring.
-    `fitted(problem, tile, measured)` is the tile where `tile` was measured fastest for another problem, with
-    more rows of x or a weight of similar size.
+    `fitted(problem, tile, measured)` is the tile where `tile` was measured fastest for more rows of x.
     """
 
     record: type[Any]

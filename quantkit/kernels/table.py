@@ -1,7 +1,6 @@
 """The kernel table: every row, which one runs a problem, and why the others do not."""
 
 import logging
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,12 +20,6 @@ from quantkit.kernels.unpack import UNPACK_ROW
 FORCE_VARIABLE = "QUANTKIT_KERNEL"
 VERBOSE_VARIABLE = "QUANTKIT_VERBOSE"
 
-#: From so many rows of x on, what is fastest for a weight of similar size beats the rules
-#: (docs/kernels-log.md, 16).
-SIMILAR_FROM = 16
-#: But not if the row of the rules took up to so many times as long for that: for another size it may take
-#: less.
-TIE = 1.05
 #: What took less than this part of the time for more rows of x is taken instead, as it takes no longer for
 #: fewer.
 SOONER = 0.9
@@ -61,27 +54,20 @@ def forced_row() -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a tile table has of a problem, with the key of `asked`, or else of one like it: with a weight of
-    similar size, or with more rows of x.
+    """What a tile table has of a problem: the entry of `m`, the bucket of its M or one of more rows of x.
+
+    `gpu` names the GPU that it was measured on if that is another one, which is like this one.
     """
 
     asked: Key
-    key: Key
+    m: int
     entry: Entry
-
-    @property
-    def exact(self) -> bool:
-        return self.key == self.asked
+    gpu: str = ""
 
     @property
     def where(self) -> str:
-        """What to add where it is not the problem itself that was measured."""
-        size = (
-            ""
-            if (self.key.n, self.key.k) == (self.asked.n, self.asked.k)
-            else f" for {self.key.n}x{self.key.k}"
-        )
-        return size + ("" if self.key.m == self.asked.m else f" at M={self.key.m}")
+        """On which GPU, and with how many rows of x if those are others."""
+        return f"on {self.gpu or 'this GPU'}{'' if self.m == self.asked.m else f' at M={self.m}'}"
 
 
 @dataclass(frozen=True)
@@ -103,25 +89,23 @@ class Chosen:
 
     @property
     def us(self) -> float | None:
-        """Microseconds that the row was measured to take for this weight in this tile.
+        """Microseconds that the row was measured to take on this GPU for this weight in this tile.
 
         With as many rows of x, or up to the next power of two.
         """
-        if self.measured is None or not self.measured.exact or self.is_fitted:
+        measured = self.measured
+        if measured is None or measured.gpu or measured.m != measured.asked.m or self.is_fitted:
             return None
-        return self.measured.entry.us
+        return measured.entry.us
 
     @property
     def source(self) -> str:
         """Where the tile is from, if a table has a part in it and does not say how long it takes."""
         if self.measured is None or self.us is not None:
             return ""
-        key = self.measured.key
-        return (
-            f"fitted to what was measured for {key.n}x{key.k} at M={key.m}"
-            if self.is_fitted
-            else f"measured{self.measured.where}"
-        )
+        if self.is_fitted:
+            return f"fitted to what was measured on {self.measured.gpu or 'this GPU'} at M={self.measured.m}"
+        return f"measured {self.measured.where}"
 
 
 def choose(problem: Problem) -> Chosen:
@@ -162,7 +146,7 @@ def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, st
 
 
 def _slower(row: KernelRow, problem: Problem, measured: Measured) -> str:
-    entry, where = measured.entry, f"on this GPU{measured.where}"
+    entry, where = measured.entry, measured.where
     us = entry.others.get(row.name)
     if us is not None:
         return f"measured slower {where}: {us:.1f} us against {entry.us:.1f} us"
@@ -186,48 +170,34 @@ def _measured(problem: Problem, forced: str = "") -> Measured | None:
     """What a tile table says of `problem`, if the row that it names can run it, or of a forced row."""
     if problem.gpu is None:
         return None
-    asked, tables = Key.of(problem), [stored.table for stored in tile_tables(problem.gpu)]
-    own = next((table for table in tables if asked in table.entries), None)
-    if own is not None:
-        found = _soonest(own, asked, asked, problem, forced)
-        if found is not None or not forced:
-            return found
-    if problem.m < SIMILAR_FROM:
-        return None
-    kin = (_soonest(table, asked, like, problem, forced) for table in tables for like in table.similar(asked))
-    found = next((one for one in kin if one is not None), None)
-    return None if found is None or (not forced and _ties(found.entry, problem)) else found
+    asked = Key.of(problem)
+    for table in (stored.table for stored in tile_tables(problem.gpu)):
+        if asked in table.entries:
+            return _soonest(table, asked, problem, forced)
+    return None
 
 
-def _soonest(table: TileTable, asked: Key, key: Key, problem: Problem, forced: str) -> Measured | None:
-    """What a table has for `key`, or for more rows of x if that took less time; of a forced row, if there is
-    one.
+def _soonest(table: TileTable, asked: Key, problem: Problem, forced: str) -> Measured | None:
+    """What a table has for `asked`, or for more rows of x if that took less time; of a forced row, if there
+    is one.
 
-    None where the row of `key` cannot run `problem`.
+    None where the row of `asked` cannot run `problem`.
     """
-    own = table.entries[key]
+    own = table.entries[asked]
 
     def is_able(one: Key) -> bool:
         entry = table.entries[one]
-        comparable = problem.m > SAME_KERNEL_UP_TO or problem.m == key.m or entry.row == own.row
+        comparable = problem.m > SAME_KERNEL_UP_TO or problem.m == asked.m or entry.row == own.row
         return (entry.row == forced if forced else comparable) and _runs(entry, problem)
 
-    able = [one for one in (key, *table.with_more_rows(key)) if is_able(one)]
-    if not able or (not forced and key not in able):
+    able = [one for one in (asked, *table.with_more_rows(asked)) if is_able(one)]
+    if not able or (not forced and asked not in able):
         return None
     least = min(able, key=lambda one: table.entries[one].us)
-    if key in able and table.entries[least].us >= SOONER * own.us:
-        least = key
-    return Measured(asked, least, table.entries[least])
-
-
-def _ties(entry: Entry, problem: Problem) -> bool:
-    """Whether the row that rules choose took hardly longer than that of the entry, which knows the times of
-    rows before its own.
-    """
-    verdicts = zip(ROWS, _explain(problem, None), strict=True)
-    ruled = next((row.name for row, (_, reason) in verdicts if reason is None), entry.row)
-    return entry.others.get(ruled, math.inf) <= TIE * entry.us
+    if asked in able and table.entries[least].us >= SOONER * own.us:
+        least = asked
+    name = table.gpu.name if problem.gpu is not None and table.gpu.name != problem.gpu.name else ""
+    return Measured(asked, least.m, table.entries[least], name)
 
 
 def _runs(entry: Entry, problem: Problem) -> bool:
@@ -268,9 +238,7 @@ def _chosen(row: KernelRow, problem: Problem, measured: Measured | None) -> Chos
     if row.tiling is not None and measured is None:
         tile = row.tiling.rule(problem)
     elif row.tiling is not None and measured is not None:
-        key = measured.key
-        like = replace(problem, m=key.m, n=key.n, k=key.k)
-        tile = row.tiling.fitted(problem, measured.entry.tile, like)
+        tile = row.tiling.fitted(problem, measured.entry.tile, replace(problem, m=measured.m))
     return Chosen(row, tile, measured, row.launch if tile is None else partial(row.launch, tile=tile))
 
 

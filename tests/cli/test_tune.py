@@ -21,7 +21,7 @@ from quantkit.kernels.tiles import gpu as gpu_module
 from quantkit.kernels.tiles.search import Candidate, Weight
 from quantkit.kernels.tiles.store import user_path, user_table
 
-GPU = Gpu("Test GPU 3000", (9, 0), 132, 227 << 10)
+GPU = Gpu("Test GPU 3000", (9, 0), 130, 227 << 10)
 BEST = {"fused-skinny": SkinnyTile(8, 512, 1, True), "fused-tiled": TiledTile(4, 64, 4, 4, 2)}
 
 

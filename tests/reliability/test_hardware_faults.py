@@ -6,6 +6,7 @@ Nothing here needs a GPU: what one would raise or lack is simulated where quantk
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +170,11 @@ def test_without_a_gpu_the_cpu_is_used_unless_a_gpu_was_asked_for(
     assert run("generate", out, "Once", "-n", 2).code == 0
 
 
-GPU = Gpu("Test GPU 3000", (9, 0), 132, 227 << 10)
+GPU = Gpu("Test GPU 3000", (9, 0), 130, 227 << 10)
 
 
 def problem(features: frozenset[str] = GPU_FEATURES, capability: tuple[int, int] = (9, 0)) -> Problem:
-    gpu = Gpu(GPU.name, capability, 132, 227 << 10)
+    gpu = replace(GPU, capability=capability)
     return Problem(1, 4096, 4096, scheme("int4"), torch.bfloat16, "cuda", features, None, gpu)
 
 

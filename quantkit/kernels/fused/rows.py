@@ -43,6 +43,10 @@ MIDDLE_WEIGHT, LONG_PROMPT = 1 << 25, 2048
 #: More columns than this are many for `fused-narrow`. Of the least rows of a weight, or fewer, it has too few
 #: row tiles, and for more than the most tiles are faster, on an H200; few rows are those of `has_few_rows`.
 MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
+#: With up to 8 rows of x `fused-stream` is as fast as `fused-narrow` for so many bits, or where warps have at
+#: most so many columns of all their row tiles: the former number if its idleness is more than that, the
+#: latter if not (115 in docs/kernels-log.md).
+STREAMED_BITS, UNEVEN, STREAMED_COLUMNS = (2, 5, 7), 1.2, (512, 768)
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -110,12 +114,31 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
     return supports
 
 
-def _scales_often(problem: Problem) -> bool:
-    """Whether groups are so small that `fused-narrow` is sooner with a few rows of x, too: as nvfp4 is (103
-    in docs/kernels-log.md). In groups of 64 it is later for two bits.
+def _streams(problem: Problem) -> str | None:
+    """Why `fused-stream` is as soon as `fused-narrow` with up to 8 rows of x; None where it is not, as where
+    it has no room for x and sums.
     """
-    shape = shape_of(problem)
-    return problem.m > 2 and shape.group == 16 and shape.bits >= 4
+    if _stream_supports(problem) is not None:
+        return None
+    tile, bits = stream.TILING.rule(problem), shape_of(problem).bits
+    uneven = stream.idleness(problem, tile) > UNEVEN
+    most = STREAMED_COLUMNS[0 if uneven else 1]
+    reasons = (
+        (problem.m <= 2, "up to M=2 `fused-stream` is faster"),
+        (
+            problem.m <= 4 and not (uneven and problem.k > MANY_COLUMNS),
+            "up to M=4 it pays for many columns that `fused-stream` divides unevenly",
+        ),
+        (
+            problem.m > 4 and bits in STREAMED_BITS,
+            f"up to M=8 `fused-stream` is as fast for {bits} bits",
+        ),
+        (
+            problem.m > 4 and stream.columns_of_warp(problem, tile) <= most,
+            f"up to M=8 `fused-stream` is as fast where warps have up to {most} columns",
+        ),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
 
 
 def _shared_by_warps(problem: Problem) -> bool:
@@ -127,11 +150,12 @@ def _stream_pays(problem: Problem) -> str | None:
     small = has_few_rows(problem.n, processors(problem), LEAST_ROWS) and problem.k <= skinny.LONG_ROWS
     if problem.m > 8 and not small:
         return "from M=9 on each program copies so much x that it is faster only on small weights"
-    if _scales_often(problem) and _shared_by_warps(problem):
-        return "from M=3 on `fused-narrow` is faster for groups of 16"
+    if _shared_by_warps(problem):
+        return "warps of `fused-narrow` share x, where those of a program copy all of it"
     return None
 
 
+_stream_supports = _shares_x(stream.MOST_ROWS, stream.why_no_tile)
 _narrow_supports = _shares_x(narrow.MOST_ROWS, narrow.why_no_tile)
 
 
@@ -139,21 +163,19 @@ def _narrow_pays(problem: Problem) -> str | None:
     least, few, most = (
         has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
     )
-    often = _scales_often(problem)
     reasons = (
-        (problem.m <= 4 and not often, "up to M=4 `fused-stream` is faster"),
-        (
-            problem.m <= 8 and not often and not (few and problem.k > MANY_COLUMNS),
-            "up to M=8 it pays for few rows of many columns",
-        ),
         (least, f"it has too few row tiles of {problem.n} rows"),
-        (not most, "each multiprocessor would read all of x for many rows, as tiles do not"),
+        (
+            problem.m > 8 and not most,
+            "each multiprocessor would read all of x for many rows, as tiles do not",
+        ),
         (
             problem.m > 16 and not (few and problem.k <= MANY_COLUMNS),
             "from M=17 on each warp would read much of x from shared memory",
         ),
     )
-    return next((reason for loses, reason in reasons if loses), None)
+    reason = next((reason for loses, reason in reasons if loses), None)
+    return _streams(problem) if reason is None and problem.m <= 8 else reason
 
 
 def _skinny_pays(problem: Problem) -> str | None:
@@ -179,10 +201,8 @@ def _hopper_supports(problem: Problem) -> str | None:
 
 def _hopper_pays(problem: Problem) -> str | None:
     shape = shape_of(problem)
-    # Tiles of `fused-tiled` are slow for int7 and int5: with 64 rows of x as slow as these with 128.
-    limit = 32 if shape.span > 128 and shape.bits >= 5 else 64
-    if problem.m <= limit:
-        return f"smaller tiles are faster up to M={limit}"
+    if problem.m <= 32:
+        return "smaller tiles are faster up to M=32"
     if problem.n * problem.k <= SMALL_WEIGHT:
         return f"it has too few tiles of a weight of {problem.n} x {problem.k}"
     if problem.m >= LONG_PROMPT and problem.n * problem.k <= MIDDLE_WEIGHT:
@@ -349,7 +369,7 @@ FUSED_ROWS = (
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
         devices=("cuda",),
-        supports=_shares_x(stream.MOST_ROWS, stream.why_no_tile),
+        supports=_stream_supports,
         pays=_stream_pays,
         layout=FRAGMENTS,
         launch=_launch(stream.run),

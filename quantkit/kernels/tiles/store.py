@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files as package_files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -25,7 +25,7 @@ logger = logging.getLogger("quantkit.kernels")
 
 @dataclass(frozen=True)
 class StoredTable:
-    """A table and where it came from: a path, or "shipped"."""
+    """A table and where it came from: a path, or "shipped", and the GPU if it was measured on another."""
 
     table: TileTable
     source: str
@@ -44,7 +44,10 @@ def stored_tables(gpu: Gpu, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...
     users = None if path is None else _parsed(_read(path), str(path), gpu, rows)
     shipped = shipped_table(gpu, rows)
     found = () if users is None else (StoredTable(users, str(path)),)
-    return found if shipped is None else (*found, StoredTable(shipped, "shipped"))
+    if shipped is None:
+        return found
+    elsewhere = "" if shipped.gpu.name == gpu.name else f", measured on {shipped.gpu.name}"
+    return (*found, StoredTable(shipped, f"shipped{elsewhere}"))
 
 
 def named_tables(name: str, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...]:
@@ -76,9 +79,22 @@ def named_tables(name: str, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...
 
 
 def shipped_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:
-    """The table that ships with quantkit for a GPU, if there is one."""
-    file = _shipped() / file_name(gpu)
-    return _parsed(file.read_bytes() if file.is_file() else None, "shipped", gpu, tuple(rows))
+    """The table that ships with quantkit for a GPU, or else for one that is like it, as `TileTable.gpu` says:
+    of its compute capability, with as many multiprocessors. None where there is neither.
+
+    Such GPUs differ in how fast they read memory, which kernels wait for in the same tiles (114 in
+    docs/kernels-log.md).
+    """
+    rows, own = tuple(rows), _shipped() / file_name(gpu)
+    if own.is_file():
+        return _parsed(own.read_bytes(), "shipped", gpu, rows)
+    for file in sorted(_shipped().iterdir(), key=lambda one: one.name):
+        if file.name.endswith(".json"):
+            data = file.read_bytes()
+            found = gpu_in(data)
+            if (found.capability, found.multiprocessors) == (gpu.capability, gpu.multiprocessors):
+                return _parsed(data, "shipped", replace(gpu, name=found.name), rows)
+    return None
 
 
 def user_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:

@@ -17,12 +17,10 @@ every value, because it may be anyone's.
 """
 
 import json
-import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,8 +34,6 @@ from quantkit.packing.schemes import Scheme
 VERSION = 10
 #: The largest M that has a bucket.
 MAX_M = 1 << 16
-#: Sides of weights are similar up to this factor.
-SIMILAR = 1.5
 #: N and K are no larger.
 MAX_SIDE = 1 << 24
 
@@ -87,15 +83,6 @@ class TileTable:
     made_with: Mapping[str, str]
     entries: Mapping[Key, Entry]
 
-    def similar(self, key: Key) -> Iterator[Key]:
-        """The keys of weights that are like that of `key` but for their sides, which are similar, closest
-        first.
-        """
-        kin = self._kin.get((key.scheme, key.dtype, key.half_sums, key.m), ())
-        near = [(distance(other, key), other.n, other.k, other) for other in kin]
-        close = sorted(one for one in near if one[0] <= math.log2(SIMILAR))
-        return (other for _, _, _, other in close)
-
     def with_more_rows(self, key: Key) -> Iterator[Key]:
         """The keys of the same weight for more rows of x, up to all that there are, the fewest first."""
         m = 2 * key.m
@@ -105,21 +92,9 @@ class TileTable:
                 yield more
             m *= 2
 
-    @cached_property
-    def _kin(self) -> Mapping[tuple[Any, ...], Sequence[Key]]:
-        found: dict[tuple[Any, ...], list[Key]] = {}
-        for key in self.entries:
-            found.setdefault((key.scheme, key.dtype, key.half_sums, key.m), []).append(key)
-        return found
-
     def with_entries(self, entries: Mapping[Key, Entry]) -> "TileTable":
         """The table with `entries` added, in place of those that it has for the same keys."""
         return replace(self, entries={**self.entries, **entries})
-
-
-def distance(a: Key, b: Key) -> float:
-    """The larger of the logarithms to base 2 of how many times longer a side of one weight is."""
-    return max(abs(math.log2(a.n / b.n)), abs(math.log2(a.k / b.k)))
 
 
 class OtherTable(Exception):

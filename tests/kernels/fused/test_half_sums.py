@@ -30,7 +30,8 @@ SIMPLE = {name for name in PRESETS if scheme(name).planes == 1 and not scheme(na
 
 
 def asked(m: int = 64, gpu: Gpu = GEFORCE, half_sums: bool = True, name: str = "int4") -> Problem:
-    return Problem(m, 4096, 4096, scheme(name), torch.float16, "cuda", GPU_FEATURES, None, gpu, half_sums)
+    features = GPU_FEATURES if gpu.capability == (9, 0) else GPU_FEATURES - {"wgmma"}
+    return Problem(m, 4096, 4096, scheme(name), torch.float16, "cuda", features, None, gpu, half_sums)
 
 
 def product(x: torch.Tensor, packed: PackedTensor, half_sums: bool) -> torch.Tensor:
@@ -150,7 +151,7 @@ def test_the_switch_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ("problem", "text"),
     [
         (asked(), "half_sums=True chains=1 at_once=0, sums of a step in float16"),
-        (asked(gpu=HOPPER), "at_once=0, sums in float32 (float16 is allowed, but brings nothing here)"),
+        (asked(gpu=HOPPER), "share=True, sums in float32 (float16 is allowed, but brings nothing here)"),
         (
             asked(m=1),
             "integers=True, sums in float32 (float16 is allowed, but brings nothing here)",

@@ -139,8 +139,8 @@ def test_nothing_is_read_outside_of_a_weight(
 @pytest.mark.parametrize(
     ("name", "m", "n", "k", "reason"),
     [
-        ("int4", 64, 28672, 4096, "up to M=64"),
-        ("int4", 65, 28672, 4096, None),
+        ("int4", 32, 28672, 4096, "up to M=32"),
+        ("int4", 33, 28672, 4096, None),
         ("int4", 512, 1024, 4096, "too few tiles of a weight of 1024 x 4096"),
         ("int4", 2048, 4096, 4096, "from M=2048 on at such a size"),
         ("int4", 2048, 28672, 4096, None),

@@ -181,10 +181,18 @@ def test_refusals_say_what_is_in_the_way() -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k", "reason"),
     [
+        (2, 3584, 18944, "up to M=2"),
         (4, 4096, 14336, "up to M=4"),
-        (8, 28672, 4096, "few rows of many columns"),
-        (8, 28672, 14336, "few rows of many columns"),
+        # Three row tiles for some programs of `fused-stream`, of 2.4 on average.
+        (4, 5120, 13824, None),
+        # No room in `fused-stream`: for x, and for sums of many row tiles.
+        (4, 3584, 18944, None),
         (8, 4096, 14336, None),
+        (8, 128256, 4096, None),
+        (8, 28672, 4096, None),
+        (8, 4096, 4096, "up to 768 columns"),
+        (8, 6144, 4096, "up to 768 columns"),
+        (8, 4608, 3584, None),
         (16, 28672, 4096, None),
         (16, 57344, 8192, "for many rows"),
         (16, 1024, 4096, "too few row tiles of 1024 rows"),
@@ -210,23 +218,17 @@ def test_it_pays_where_warps_share_x_and_read_little_of_it(
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "row"),
-    [
-        (2, 4096, "fused-stream"),
-        (3, 4096, "fused-narrow"),
-        (8, 28672, "fused-narrow"),
-        (4, 57344, "fused-stream"),
-        (4, 1024, "fused-stream"),
-    ],
+    ("name", "row"), [("int2", "stream"), ("int5", "stream"), ("int3", "narrow"), ("nvfp4", "narrow")]
 )
-def test_groups_of_16_pay_from_three_rows_of_x_on(m: int, n: int, row: str) -> None:
-    asked = replace(problem(m, n, 4096, name="nvfp4"), gpu=None)
-    reasons = dict(explain(asked))
-    assert choose_by_rules(asked).row.name == row
-    assert ("groups of 16" in str(reasons["fused-stream"])) == (row == "fused-narrow")
-    # Groups of 32 do not, and what has fewer bits was not measured.
-    for name in ("mxfp4", "int2"):
-        assert choose_by_rules(replace(asked, scheme=scheme(name))).row.name == "fused-stream"
+def test_for_some_bits_it_is_no_sooner_with_eight_rows_of_x(name: str, row: str) -> None:
+    asked = replace(problem(8, 28672, 4096, name=name), gpu=None)
+    assert choose_by_rules(asked).row.name == f"fused-{row}"
+    assert ("as fast for" in str(dict(explain(asked))["fused-narrow"])) == (row == "stream")
+
+
+def test_where_scales_are_bytes_one_program_of_idle_warps_is_sooner() -> None:
+    rules = {name: narrow.TILING.rule(problem(16, 5120, 5120, name=name)) for name in ("int4", "mxfp4")}
+    assert rules == {"int4": NarrowTile(8, 4), "mxfp4": NarrowTile(16, 4)}
 
 
 @pytest.mark.parametrize("name", ["nf4", "book4"])

@@ -12,7 +12,8 @@ from quantkit.kernels.tiles.store import save
 from quantkit.kernels.tiles.table import Entry, Key, TileTable
 from quantkit.packing.schemes import scheme
 
-GPU = Gpu("Test GPU 3000", (9, 0), 132, 227 << 10)
+#: Like none that a table ships for.
+GPU = Gpu("Test GPU 3000", (9, 0), 130, 227 << 10)
 VERSIONS = {"quantkit": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"}
 
 

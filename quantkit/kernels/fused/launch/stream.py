@@ -26,6 +26,7 @@ from quantkit.kernels.fused.launch.streamed import (
     share,
     streamed,
     together,
+    units,
 )
 from quantkit.kernels.fused.layout import geometry
 from quantkit.kernels.glue import NORMS
@@ -49,8 +50,12 @@ MOST_ENDED = 2
 _ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
 #: Registers of a thread that are not for codes: with fewer, sums and addresses would be spilled.
 OTHER_REGISTERS = 40
-#: The most rows of x with which more warps, of fewer registers, are faster (106 in docs/kernels-log.md).
-MOST_WITH_WARPS = 2
+#: The most rows of x with which more warps, of fewer registers, are faster (106 and 115 in
+#: docs/kernels-log.md).
+MOST_WITH_WARPS = 4
+#: Few rows of x. With more, a multiprocessor has two programs only if x, which both copy, has up to so many
+#: numbers, and if by `idleness` they take up to so many times as long as one (115 in docs/kernels-log.md).
+FEW_OF_X, COPIED_TWICE, AS_EVEN = 2, (1 << 15) - 1, 1.12
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
@@ -103,22 +108,51 @@ def why_no_integers(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> StreamTile:
-    long = problem.k > LONG_ROWS
-    integers = problem.m <= (1 if long else 2) and why_no_integers(problem) is None
-    short = shape_of(problem).steps < RESIDENT_WARPS
-    if _is_straight(problem) and problem.m <= MOST_WITH_WARPS and not (long or short or integers):
-        tile = StreamTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, 1, 1)
-    elif long:
-        tile = StreamTile(RESIDENT_WARPS, 1, 2, 1, integers)
-    elif problem.m > 2:
-        tile = StreamTile(RESIDENT_WARPS, 1, 1, 2, integers)
+    long, short = problem.k > LONG_ROWS, shape_of(problem).steps < RESIDENT_WARPS
+    integers = problem.m <= (1 if long else FEW_OF_X) and why_no_integers(problem) is None
+    # Codes that could be bytes leave registers for more units, whether they become bytes or not.
+    wide = integers or (problem.m > FEW_OF_X and as_bytes(problem.scheme.format) is not None)
+    one, two = StreamTile(RESIDENT_WARPS, 1, ahead=2), StreamTile(ahead=4 if wide else 2)
+    if long or not (problem.m <= FEW_OF_X or _copies_twice(problem, one, two)):
+        tile = one
+    elif _is_straight(problem) and problem.m <= MOST_WITH_WARPS and not (short or integers):
+        tile = StreamTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, ahead=1)
     else:
-        tile = StreamTile(ahead=4 if integers else 2, integers=integers)
+        tile = two
+    slow = integers and tile.programs > 1 and shape_of(problem).span > 128
+    if tile.programs * tile.warps == RESIDENT_WARPS and _row_tiles(problem, tile) == 2 and not slow:
+        # Both at once, and what is loaded ahead is that of both.
+        tile = replace(tile, together=2, ahead=1 if long else 2)
+    tile = replace(tile, integers=integers)
     most = max(1, ahead_in_registers(problem, tile) // tile.together)
     tile = replace(tile, ahead=max(number for number in VALUES["ahead"] if number <= min(most, tile.ahead)))
     # With less shared memory floats, which take less, and fewer programs.
     smaller = replace(tile, integers=False), replace(tile, programs=1, integers=False)
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
+
+
+def _copies_twice(problem: Problem, one: StreamTile, two: StreamTile) -> bool:
+    """Whether a multiprocessor has two programs, which copy all of x each, rather than one."""
+    even = idleness(problem, two) <= AS_EVEN * idleness(problem, one)
+    return problem.m * problem.k <= COPIED_TWICE and even
+
+
+def _row_tiles(problem: Problem, tile: StreamTile) -> int:
+    """The most that a program has."""
+    return share(tile, shape_of(problem), processors(problem)).row_tiles
+
+
+def columns_of_warp(problem: Problem, tile: StreamTile) -> int:
+    """The most columns that a warp has, of all its row tiles."""
+    shape = shape_of(problem)
+    return _row_tiles(problem, tile) * units(tile, shape) * shape.unit
+
+
+def idleness(problem: Problem, tile: StreamTile) -> float:
+    """How many times as many columns as the average the warp with the most has: 1 where none is ever idle."""
+    shape = shape_of(problem)
+    warps = processors(problem) * tile.programs * tile.warps
+    return columns_of_warp(problem, tile) * warps / (shape.row_tiles * shape.steps * shape.unit)
 
 
 def _is_straight(problem: Problem) -> bool:

@@ -1,9 +1,9 @@
 """`quantkit bench`: speed, memory, and latency under load."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -13,9 +13,13 @@ from quantkit.cli.files import check_writable, make_directory, write_file
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
+    from quantkit.bench.figures import Serving, Speed
     from quantkit.bench.serving import Traffic
     from quantkit.bench.speed import Settings
     from quantkit.eval.document import Table
+    from quantkit.progress import Progress
+
+    _Figures = TypeVar("_Figures", Speed, Serving)
 
 
 def bench(
@@ -154,23 +158,21 @@ def bench(
 def _time(
     sources: list[str], settings: "Settings", profile: Path | None, json: Path | None, report: Path | None
 ) -> None:
-    from quantkit.bench.figures import to_json
     from quantkit.bench.report import models_table, speed_table, write_speed
     from quantkit.bench.worker import speed_of
 
-    found = []
-    for number, source in enumerate(sources):
-        with progress("measuring") as advance:
-            trace = profile if number == 0 else None
-            found.append(speed_of(source, settings, profile=trace, progress=advance))
-    _print(models_table(found))
-    _print(speed_table(found), _BRIEF)
-    for one in found:
-        for line in one.notes:
-            note(f"{one.label}: {line}")
-    if json is not None:
-        write_file(json, to_json(found))
-        say(f"wrote {json}")
+    def measure(number: int, advance: "Progress") -> "Speed":
+        trace = profile if number == 0 else None
+        return speed_of(sources[number], settings, profile=trace, progress=advance)
+
+    def show(found: "Sequence[Speed]") -> None:
+        _print(models_table(found))
+        _print(speed_table(found), _BRIEF)
+        for one in found:
+            for line in one.notes:
+                note(f"{one.label}: {line}")
+
+    found = _each(len(sources), measure, show, json, "measuring")
     if report is not None:
         write_speed(report, found, ["quantkit", *sys.argv[1:]])
         say(f"wrote {report / 'bench.md'}")
@@ -179,21 +181,44 @@ def _time(
 
 
 def _serve(sources: list[str], traffic: "Traffic", json: Path | None, report: Path | None) -> None:
-    from quantkit.bench.figures import to_json
     from quantkit.bench.report import serving_table, write_serving
     from quantkit.bench.worker import serving_of
 
-    found = []
-    for source in sources:
-        with progress("replaying") as advance:
-            found.append(serving_of(source, traffic, progress=advance))
-    _print(serving_table(found))
-    if json is not None:
-        write_file(json, to_json(found))
-        say(f"wrote {json}")
+    def measure(number: int, advance: "Progress") -> "Serving":
+        return serving_of(sources[number], traffic, progress=advance)
+
+    found = _each(len(sources), measure, lambda found: _print(serving_table(found)), json, "replaying")
     if report is not None:
         write_serving(report, found, ["quantkit", *sys.argv[1:]])
         say(f"wrote {report / 'serve.md'}")
+
+
+def _each(
+    count: int,
+    measure: "Callable[[int, Progress], _Figures]",
+    show: "Callable[[Sequence[_Figures]], None]",
+    json: Path | None,
+    doing: str,
+) -> "list[_Figures]":
+    """The figures of `count` models, stored as soon as there are those of another, and shown at the end.
+
+    Where a later model fails, or is interrupted, those before it are shown all the same.
+    """
+    from quantkit.bench.figures import to_json
+
+    found: list[_Figures] = []
+    try:
+        for number in range(count):
+            with progress(doing) as advance:
+                found.append(measure(number, advance))
+            if json is not None:
+                write_file(json, to_json(found))
+    finally:
+        if found:
+            show(found)
+            if json is not None:
+                say(f"wrote {json}")
+    return found
 
 
 #: What of the table of speeds fits a terminal.

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quantkit.bench import machine, worker
-from quantkit.bench.figures import read_benchmark
+from quantkit.bench.figures import Speed, read_benchmark
 from quantkit.bench.speed import measure_speed
+from quantkit.errors import UsageError
 
 from .conftest import SOURCE, Run
 
@@ -36,6 +38,35 @@ def test_bench_writes_what_it_prints(
         assert f"{cell.decode.median:.3g} ({cell.decode.low:.3g} to" in done.out
     assert f"quantkit bench {packed} --against" in (report / "bench.md").read_text()
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(("error", "code"), [(UsageError("no such model"), 2), (KeyboardInterrupt(), 130)])
+def test_what_was_measured_before_a_failure_is_shown_and_stored(
+    run: Run,
+    packed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+) -> None:
+    monkeypatch.setattr(machine, "_READ_BYTES", 1 << 20)
+
+    def measured(source: str, *given: Any, **named: Any) -> Speed:
+        if source == str(SOURCE):
+            raise error
+        return measure_speed(source, *given, **named)
+
+    monkeypatch.setattr(worker, "speed_of", measured)
+    file = tmp_path / "bench.json"
+    done = run(
+        *("bench", packed, "--against", SOURCE, "--batch", "1", "--prompt", "4", "--new-tokens", 2),
+        *("--repeats", 1, "--device", "cpu", "--json", file),
+    )
+    assert done.code == code
+    found = read_benchmark(file).speed
+    assert found is not None and [one.label for one in found] == ["int4"]
+    assert f"wrote {file}" in done.out
+    assert f"{found[0].cells[0].decode.median:.3g} (" in done.out
 
 
 def test_serve_like(run: Run, packed: Path, tmp_path: Path) -> None:

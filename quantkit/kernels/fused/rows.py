@@ -3,6 +3,7 @@
 Where they pay was measured on one H200 (docs/kernels-measured.md); other GPUs use the same rules.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -14,7 +15,7 @@ from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch.gpu import FEW_ROWS, has_few_rows, processors
-from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, shape_of
+from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, shape_of, table_bytes
 from quantkit.kernels.fused.launch.pairs import SKINNY_SEGMENT, segment_rows
 from quantkit.kernels.fused.layout import build, join, restore
 from quantkit.kernels.fused.ptx import expression
@@ -47,6 +48,8 @@ MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
 #: most so many columns of all their row tiles: the former number if its idleness is more than that, the
 #: latter if not (115 in docs/kernels-log.md).
 STREAMED_BITS, UNEVEN, STREAMED_COLUMNS = (2, 5, 7), 1.2, (512, 768)
+#: The part of its last round of programs from which on `fused-tiled` is as fast as `fused-hopper` (115).
+FULL = 0.8
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -199,10 +202,25 @@ def _hopper_supports(problem: Problem) -> str | None:
     return None
 
 
+def _fills_rounds(problem: Problem) -> bool:
+    """Whether `fused-tiled`, of which a multiprocessor runs two programs, is hardly ever idle at its end, and
+    decodes as fast as `fused-hopper` does.
+    """
+    shape = shape_of(problem)
+    slow = shape.span > 128 or shape.group < 64 or table_bytes(problem.scheme, problem.dtype) > 0
+    if slow or has_few_rows(problem.n, processors(problem)):
+        return False
+    tile = tiled.TILING.rule(problem)
+    rounds = tiled.programs(tile, shape, problem.m) / (2 * processors(problem))
+    return tile.split == 1 and rounds > FULL * math.ceil(rounds)
+
+
 def _hopper_pays(problem: Problem) -> str | None:
     shape = shape_of(problem)
     if problem.m <= 32:
         return "smaller tiles are faster up to M=32"
+    if problem.m <= 64 and _fills_rounds(problem):
+        return "up to M=64 tiles of `fused-tiled` are as fast where they leave no multiprocessor idle"
     if problem.n * problem.k <= SMALL_WEIGHT:
         return f"it has too few tiles of a weight of {problem.n} x {problem.k}"
     if problem.m >= LONG_PROMPT and problem.n * problem.k <= MIDDLE_WEIGHT:

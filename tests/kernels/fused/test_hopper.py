@@ -140,7 +140,16 @@ def test_nothing_is_read_outside_of_a_weight(
     ("name", "m", "n", "k", "reason"),
     [
         ("int4", 32, 28672, 4096, "up to M=32"),
-        ("int4", 33, 28672, 4096, None),
+        ("int4", 33, 24576, 4096, None),
+        # 224 tiles of `fused-tiled`, of 264 at once; 444 and 300 of 528.
+        ("int4", 64, 28672, 4096, "no multiprocessor idle"),
+        ("int4", 65, 28672, 4096, None),
+        ("int4", 64, 56832, 4096, "no multiprocessor idle"),
+        ("int4", 64, 38400, 4096, None),
+        # Those take fewer instructions in `fused-hopper`.
+        ("mxfp8", 64, 28672, 4096, None),
+        ("int3", 64, 28672, 4096, None),
+        ("nf4", 64, 28672, 4096, None),
         ("int4", 512, 1024, 4096, "too few tiles of a weight of 1024 x 4096"),
         ("int4", 2048, 4096, 4096, "from M=2048 on at such a size"),
         ("int4", 2048, 28672, 4096, None),

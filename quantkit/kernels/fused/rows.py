@@ -1,9 +1,5 @@
-"""The fused kernels as rows of the kernel table: what they take, when they pay, and how they launch.
+"""The fused kernels as rows of the kernel table, and how they launch."""
 
-Where they pay was measured on one H200 (docs/kernels-measured.md); other GPUs use the same rules.
-"""
-
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -12,44 +8,23 @@ from typing import Any, TypeVar
 import torch
 
 from quantkit.kernels.building import wait_for
-from quantkit.kernels.fused.expressions import portable
+from quantkit.kernels.fused import verdicts
 from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
-from quantkit.kernels.fused.launch.gpu import FEW_ROWS, has_few_rows, processors
-from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, shape_of, table_bytes
+from quantkit.kernels.fused.launch.gpu import processors
+from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
 from quantkit.kernels.fused.launch.pairs import SKINNY_SEGMENT, segment_rows
 from quantkit.kernels.fused.layout import build, join, restore
-from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.problem import (
     KernelRow,
     Layout,
     Outline,
     Problem,
     TileError,
-    Verdict,
     always,
     device_features,
-    one_plane,
 )
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
-
-#: The most rows of x that `fused-skinny` takes.
-SKINNY_ROWS = 32
-#: The most scales of a weight, with their padding: they alone are addressed in 32 bits.
-MOST_SCALES = 1 << 30
-#: Weights of so many numbers or fewer have no use for the tiles of `fused-hopper`, as `quantkit tune` found.
-SMALL_WEIGHT = 1 << 23
-#: And those of so many, or fewer, mostly have none from so many rows of x on.
-MIDDLE_WEIGHT, LONG_PROMPT = 1 << 25, 2048
-#: More columns than this are many for `fused-narrow`. Of the least rows of a weight, or fewer, it has too few
-#: row tiles, and for more than the most tiles are faster, on an H200; few rows are those of `has_few_rows`.
-MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
-#: With up to 8 rows of x `fused-stream` is as fast as `fused-narrow` for so many bits, or where warps have at
-#: most so many columns of all their row tiles: the former number if its idleness is more than that, the
-#: latter if not (115 in docs/kernels-log.md).
-STREAMED_BITS, UNEVEN, STREAMED_COLUMNS = (2, 5, 7), 1.2, (512, 768)
-#: The part of its last round of programs from which on `fused-tiled` is as fast as `fused-hopper` (115).
-FULL = 0.8
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -62,189 +37,6 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
 
 
 FRAGMENTS = Layout("fragments", _build, join, restore)
-
-
-def _unpackable(problem: Problem) -> str | None:
-    """Why the fragment layout cannot hold a weight."""
-    if "triton" not in problem.features:
-        return "Triton is not installed"
-    if problem.scheme.planes > 1:
-        return one_plane(problem)
-    size = problem.scheme.group_columns(problem.k)
-    if size not in (16, problem.k) and size % 32:
-        return f"it takes groups of 16 or of multiples of 32 columns, not of {size}"
-    scales = problem.n * -(-problem.k // size)
-    if scales > MOST_SCALES:
-        return f"it takes up to 2^30 scales of a weight, not {scales}"
-    return None
-
-
-def _unmultipliable(problem: Problem) -> str | None:
-    if problem.dtype == torch.float32:
-        return "it multiplies bfloat16 or float16 activations; cast x to one of them"
-    return _unpackable(problem)
-
-
-def _skinny_supports(problem: Problem) -> str | None:
-    if problem.m > SKINNY_ROWS:
-        return f"it takes up to {SKINNY_ROWS} rows of x, not {problem.m}"
-    return _unmultipliable(problem)
-
-
-def _looked_up(problem: Problem) -> bool:
-    """Whether the values of a format are looked up in memory rather than computed."""
-    if "ptx" in problem.features:
-        return expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None
-    return portable(problem.scheme.format)[0].looked_up
-
-
-def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
-    """What a row says whose programs have up to so many rows of x in shared memory."""
-
-    def supports(problem: Problem) -> str | None:
-        if problem.m > most:
-            return f"it takes up to {most} rows of x, not {problem.m}"
-        if (reason := _unmultipliable(problem)) is not None:
-            return reason
-        if not {"ptx", "gluon"} <= problem.features:
-            return "it is for NVIDIA GPUs from compute capability 8.0 on, and the Gluon of Triton 3.6"
-        if problem.k % 8:
-            return f"it loads 16 bytes of x at a time, of whose {problem.k} columns some begin between them"
-        if _looked_up(problem):
-            return f"it would look up every value of {problem.scheme.format.name} in memory"
-        return why_no_tile(problem)
-
-    return supports
-
-
-def _streams(problem: Problem) -> str | None:
-    """Why `fused-stream` is as soon as `fused-narrow` with up to 8 rows of x; None where it is not, as where
-    it has no room for x and sums.
-    """
-    if _stream_supports(problem) is not None:
-        return None
-    tile, bits = stream.TILING.rule(problem), shape_of(problem).bits
-    uneven = stream.idleness(problem, tile) > UNEVEN
-    most = STREAMED_COLUMNS[0 if uneven else 1]
-    reasons = (
-        (problem.m <= 2, "up to M=2 `fused-stream` is faster"),
-        (
-            problem.m <= 4 and not (uneven and problem.k > MANY_COLUMNS),
-            "up to M=4 it pays for many columns that `fused-stream` divides unevenly",
-        ),
-        (
-            problem.m > 4 and bits in STREAMED_BITS,
-            f"up to M=8 `fused-stream` is as fast for {bits} bits",
-        ),
-        (
-            problem.m > 4 and stream.columns_of_warp(problem, tile) <= most,
-            f"up to M=8 `fused-stream` is as fast where warps have up to {most} columns",
-        ),
-    )
-    return next((reason for loses, reason in reasons if loses), None)
-
-
-def _shared_by_warps(problem: Problem) -> bool:
-    """Whether `fused-narrow` can run, and pays by its rules."""
-    return _narrow_supports(problem) is None and _narrow_pays(problem) is None
-
-
-def _stream_pays(problem: Problem) -> str | None:
-    small = has_few_rows(problem.n, processors(problem), LEAST_ROWS) and problem.k <= skinny.LONG_ROWS
-    if problem.m > 8 and not small:
-        return "from M=9 on each program copies so much x that it is faster only on small weights"
-    if _shared_by_warps(problem):
-        return "warps of `fused-narrow` share x, where those of a program copy all of it"
-    return None
-
-
-_stream_supports = _shares_x(stream.MOST_ROWS, stream.why_no_tile)
-_narrow_supports = _shares_x(narrow.MOST_ROWS, narrow.why_no_tile)
-
-
-def _narrow_pays(problem: Problem) -> str | None:
-    least, few, most = (
-        has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
-    )
-    reasons = (
-        (least, f"it has too few row tiles of {problem.n} rows"),
-        (
-            problem.m > 8 and not most,
-            "each multiprocessor would read all of x for many rows, as tiles do not",
-        ),
-        (
-            problem.m > 16 and not (few and problem.k <= MANY_COLUMNS),
-            "from M=17 on each warp would read much of x from shared memory",
-        ),
-    )
-    reason = next((reason for loses, reason in reasons if loses), None)
-    return _streams(problem) if reason is None and problem.m <= 8 else reason
-
-
-def _skinny_pays(problem: Problem) -> str | None:
-    if "ptx" not in problem.features and _looked_up(problem):
-        return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
-    limit = 16 if has_few_rows(problem.n, processors(problem)) and problem.k <= skinny.LONG_ROWS else 8
-    if problem.m > limit:
-        return f"tensor cores are busier in tiles from M={limit + 1} on"
-    if _shared_by_warps(problem):
-        return "warps of `fused-narrow` share x, where these each load it"
-    return None
-
-
-def _hopper_supports(problem: Problem) -> str | None:
-    if (reason := _unmultipliable(problem)) is not None:
-        return reason
-    if not {"wgmma", "gluon"} <= problem.features:
-        return "it is for compute capability 9, and the Gluon of Triton 3.6"
-    if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:
-        return f"it would look up every value of {problem.scheme.format.name} in memory"
-    return None
-
-
-def _fills_rounds(problem: Problem) -> bool:
-    """Whether `fused-tiled`, of which a multiprocessor runs two programs, is hardly ever idle at its end, and
-    decodes as fast as `fused-hopper` does.
-    """
-    shape = shape_of(problem)
-    slow = shape.span > 128 or shape.group < 64 or table_bytes(problem.scheme, problem.dtype) > 0
-    if slow or has_few_rows(problem.n, processors(problem)):
-        return False
-    tile = tiled.TILING.rule(problem)
-    rounds = tiled.programs(tile, shape, problem.m) / (2 * processors(problem))
-    return tile.split == 1 and rounds > FULL * math.ceil(rounds)
-
-
-def _hopper_pays(problem: Problem) -> str | None:
-    shape = shape_of(problem)
-    if problem.m <= 32:
-        return "smaller tiles are faster up to M=32"
-    if problem.m <= 64 and _fills_rounds(problem):
-        return "up to M=64 tiles of `fused-tiled` are as fast where they leave no multiprocessor idle"
-    if problem.n * problem.k <= SMALL_WEIGHT:
-        return f"it has too few tiles of a weight of {problem.n} x {problem.k}"
-    if problem.m >= LONG_PROMPT and problem.n * problem.k <= MIDDLE_WEIGHT:
-        return (
-            f"dequantizing and the library's product are mostly faster from M={LONG_PROMPT} on at such a size"
-        )
-    if problem.m > 1024 and shape.group == 16:
-        return "dequantizing and the library's product are faster from M=1025 on for groups of 16"
-    return None
-
-
-def _tiled_pays(problem: Problem) -> str | None:
-    shape = shape_of(problem)
-    if _looked_up(problem):
-        return f"it would look up every value of {problem.scheme.format.name} once for each tile of x"
-    if shape.span > 128:
-        limit = 128
-    elif "wgmma" in problem.features:
-        limit = 256 if shape.on_weights else 1024
-    else:
-        limit = 256 if has_few_rows(problem.n, processors(problem)) else 512
-    if problem.m <= limit:
-        return None
-    return f"dequantizing and the library's product are faster from M={limit + 1} on"
 
 
 #: Computes y of operands on a device with some features, in a tile where its row has tiles.
@@ -312,9 +104,9 @@ def ungroupable(problem: Problem) -> str | None:
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
         return "each expert scales the columns of x by factors of its own"
-    if (reason := _unmultipliable(problem)) is not None:
+    if (reason := verdicts.unmultipliable(problem)) is not None:
         return reason
-    if _looked_up(problem):
+    if verdicts.looked_up(problem):
         return f"they would look up every value of {problem.scheme.format.name} in memory"
     return None
 
@@ -387,8 +179,8 @@ FUSED_ROWS = (
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
         devices=("cuda",),
-        supports=_stream_supports,
-        pays=_stream_pays,
+        supports=verdicts.stream_supports,
+        pays=verdicts.stream_pays,
         layout=FRAGMENTS,
         launch=_launch(stream.run),
         tiling=stream.TILING,
@@ -399,8 +191,8 @@ FUSED_ROWS = (
         name="fused-skinny",
         summary="Triton: reads every packed byte once and multiplies in registers, for a few rows of x",
         devices=("cuda",),
-        supports=_skinny_supports,
-        pays=_skinny_pays,
+        supports=verdicts.skinny_supports,
+        pays=verdicts.skinny_pays,
         layout=FRAGMENTS,
         launch=_launch(skinny.run),
         tiling=skinny.TILING,
@@ -410,8 +202,8 @@ FUSED_ROWS = (
         summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for up to "
         "32 rows of x",
         devices=("cuda",),
-        supports=_narrow_supports,
-        pays=_narrow_pays,
+        supports=verdicts.narrow_supports,
+        pays=verdicts.narrow_pays,
         layout=FRAGMENTS,
         launch=_launch(narrow.run),
         tiling=narrow.TILING,
@@ -422,8 +214,8 @@ FUSED_ROWS = (
         name="fused-hopper",
         summary="Gluon, for Hopper: decodes weights in registers while other warps copy and multiply",
         devices=("cuda",),
-        supports=_hopper_supports,
-        pays=_hopper_pays,
+        supports=verdicts.hopper_supports,
+        pays=verdicts.hopper_pays,
         layout=FRAGMENTS,
         launch=_launch(hopper.run),
         tiling=hopper.TILING,
@@ -433,8 +225,8 @@ FUSED_ROWS = (
         summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
         devices=("cuda",),
-        supports=_unmultipliable,
-        pays=_tiled_pays,
+        supports=verdicts.unmultipliable,
+        pays=verdicts.tiled_pays,
         layout=FRAGMENTS,
         launch=_launch(tiled.run),
         tiling=tiled.TILING,
@@ -443,7 +235,7 @@ FUSED_ROWS = (
         name="dequantize",
         summary="Triton: writes the weight in the dtype of x, 2^27 at a time, for the library to multiply",
         devices=("cuda",),
-        supports=_unpackable,
+        supports=verdicts.unpackable,
         pays=always,
         layout=FRAGMENTS,
         launch=_launch(dense.run),

@@ -211,12 +211,14 @@ def _each(
         for number in range(count):
             with progress(doing) as advance:
                 found.append(measure(number, advance))
-            if json is not None:
+            # A pipe has them once.
+            if json is not None and json.is_file():
                 write_file(json, to_json(found))
     finally:
         if found:
             show(found)
             if json is not None:
+                write_file(json, to_json(found))
                 say(f"wrote {json}")
     return found
 

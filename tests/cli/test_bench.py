@@ -1,6 +1,8 @@
 """`quantkit bench`: what it prints and writes, and what it refuses."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,26 @@ def test_what_was_measured_before_a_failure_is_shown_and_stored(
     assert found is not None and [one.label for one in found] == ["int4"]
     assert f"wrote {file}" in done.out
     assert f"{found[0].cells[0].decode.median:.3g} (" in done.out
+
+
+def test_a_pipe_has_the_figures_of_all_models_once(
+    packed: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "speed_of", measure_speed)
+    monkeypatch.setattr(machine, "_READ_BYTES", 1 << 20)
+    pipe, read = tmp_path / "pipe", list[str]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.extend(pipe.read_text() for _ in range(2)))
+    reader.start()
+    done = run(
+        *("bench", packed, "--against", SOURCE, "--batch", "1", "--prompt", "4", "--new-tokens", 2),
+        *("--repeats", 1, "--device", "cpu", "--json", pipe),
+    )
+    reader.join()
+    assert done.code == 0
+    # That it can be written is seen by opening it.
+    assert read[0] == ""
+    assert len(json.loads(read[1])["speed"]) == 2
 
 
 def test_serve_like(run: Run, packed: Path, tmp_path: Path) -> None:

@@ -93,16 +93,19 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
 
 
 def _streams(problem: Problem) -> str | None:
-    """Why `fused-stream` is as soon as `fused-narrow` with up to 8 rows of x; None where it is not, as where
-    it has no room for x and sums.
+    """Why `fused-stream`, or without room for its x `fused-skinny`, is as fast as `fused-narrow` with up to 8
+    rows of x; None where it is not, as where there is no room for all the warps of `fused-stream`.
     """
+    if problem.m <= 2:
+        return "up to M=2 it was not seen to be faster"
     if stream_supports(problem) is not None:
         return None
     tile, bits = stream.TILING.rule(problem), shape_of(problem).bits
+    if tile.warps * tile.programs < stream.RESIDENT_WARPS:
+        return None
     uneven = stream.idleness(problem, tile) > UNEVEN
     most = UNEVEN_COLUMNS if uneven else EVEN_COLUMNS
     reasons = (
-        (problem.m <= 2, "up to M=2 `fused-stream` is faster"),
         (
             problem.m <= 4 and not (uneven and problem.k > MANY_COLUMNS),
             "up to M=4 it pays for many columns that `fused-stream` divides unevenly",

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files as package_files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -89,11 +89,12 @@ def shipped_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:
     if own.is_file():
         return _parsed(own.read_bytes(), "shipped", gpu, rows)
     for file in sorted(_shipped().iterdir(), key=lambda one: one.name):
-        if file.name.endswith(".json"):
+        if file.name.endswith(".json") and file.is_file():
             data = file.read_bytes()
-            found = gpu_in(data)
+            found = _gpu_in(data, str(file))
             if (found.capability, found.multiprocessors) == (gpu.capability, gpu.multiprocessors):
-                return _parsed(data, "shipped", replace(gpu, name=found.name), rows)
+                # Tiles that are too large for this GPU's memory are refused when they are chosen.
+                return _parsed(data, str(file), None, rows)
     return None
 
 
@@ -113,13 +114,25 @@ def _parsed(
     """The table of a file, for `gpu` or for whatever GPU it is for; None where there is none."""
     if data is None:
         return None
+    gpu = gpu or _gpu_in(data, source)
     try:
-        return from_json(data, gpu or gpu_in(data), rows)
+        return from_json(data, gpu, rows)
     except OtherTable as error:
         logger.warning("the tile table %s is not used: %s. %s", source, error, _REMEDY)
         return None
     except KernelError as error:
-        raise KernelError(f"the tile table {source} is damaged: {error}. {_REMEDY}") from None
+        raise _damaged(source, error) from None
+
+
+def _gpu_in(data: bytes, source: str) -> Gpu:
+    try:
+        return gpu_in(data)
+    except KernelError as error:
+        raise _damaged(source, error) from None
+
+
+def _damaged(source: str, error: KernelError) -> KernelError:
+    return KernelError(f"the tile table {source} is damaged: {error}. {_REMEDY}")
 
 
 def save(table: TileTable, rows: Iterable[KernelRow]) -> Path:

@@ -21,7 +21,7 @@ from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.kernels.fused.layout import build
 from quantkit.kernels.fused.ptx import shared_bytes, shared_table
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
-from quantkit.kernels.table import row_named
+from quantkit.kernels.table import choose_by_rules, row_named
 from quantkit.packing.schemes import PRESETS, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -395,6 +395,51 @@ def test_rules_take_more_warps_where_sums_are_straight() -> None:
     for m, k in ((1, 4096), (2, 4096), (4, 4096), (1, 14336)):
         asked = problem(m, k=k, name="nvfp4")
         assert stream.TILING.loses(asked, rule(asked)) is None, (m, k)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "name", "tile"),
+    [
+        # 24 units of columns: three for each of 8 warps, for some of 16 two, for some one.
+        (4, 16384, 3072, "int4", StreamTile(8, 2, 1, 4)),
+        (4, 16384, 3072, "nf4", StreamTile(8, 2, 1, 2)),
+        # 384 row tiles, of which 264 programs have two or one, and 132 three or two.
+        (4, 6144, 4096, "int4", StreamTile(16, 1, 1, 2)),
+        # Both would copy eight rows of x.
+        (8, 4096, 5120, "int4", StreamTile(16, 1, 2, 2)),
+        # Two row tiles for some programs, as integers and as floats, and of long rows.
+        (1, 6144, 4096, "int4", StreamTile(8, 2, 2, 2, integers=True)),
+        (8, 4096, 4096, "int4", StreamTile(16, 1, 2, 2)),
+        (1, 4096, 14336, "fp8", StreamTile(16, 1, 2, 1)),
+        # Three, and one.
+        (1, 5120, 13824, "fp8", StreamTile(16, 1, 1, 2)),
+        (1, 4096, 4096, "int4", StreamTile(8, 2, 1, 4, integers=True)),
+        # Spans of 256 columns as integers.
+        (2, 8192, 8192, "int3", StreamTile(8, 2, 1, 4, integers=True)),
+        (2, 8192, 8192, "int4", StreamTile(8, 2, 2, 2, integers=True)),
+    ],
+)
+def test_rules_leave_few_warps_idle(m: int, n: int, k: int, name: str, tile: StreamTile) -> None:
+    assert stream.TILING.rule(problem(m, n, k, name)) == tile
+
+
+def test_rules_have_all_warps_where_they_fit() -> None:
+    """Two programs of 8 warps may need more shared memory than one of 16, which has one x."""
+    small = Gpu("small", (8, 9), 128, 99 << 10)
+    for m, n, k, name in ((6, 2560, 5120, "int2"), (4, 57344, 5120, "nf4"), (4, 28672, 5120, "int4")):
+        for gpu in (None, small):
+            asked = replace(problem(m, n, k, name), gpu=gpu)
+            tile = stream.TILING.rule(asked)
+            fits = stream.TILING.why_not(asked, StreamTile(16, 1, ahead=1)) is None
+            assert not fits or tile.warps * tile.programs >= 16, (asked, tile)
+    # Without room for them warps that share x do it, if there are more rows of x than two.
+    for asked, row in (
+        (replace(problem(2, 128256, 5120, "int8"), gpu=small), "fused-stream"),
+        (problem(4, 128256, 4096, "nf4"), "fused-narrow"),
+    ):
+        assert stream.TILING.why_not(asked, StreamTile(16, 1, ahead=1)) is not None
+        assert stream.TILING.rule(asked) == StreamTile(8, 1, ahead=4 if asked.m == 2 else 2)
+        assert choose_by_rules(asked).row.name == row
 
 
 def test_threads_of_more_warps_have_fewer_registers() -> None:

@@ -320,6 +320,30 @@ def test_the_users_table_wins_over_the_shipped_one(
     assert user_table(gpu, ROWS) is not None
 
 
+def test_a_gpu_without_a_table_has_that_of_one_like_it(
+    table: TileTable, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    (shipped / "a.json").mkdir()
+    (shipped / "notes.txt").write_text("no table")
+    file = shipped / file_name(gpu)
+    file.write_bytes(to_json(table, ROWS))
+    monkeypatch.setattr(store, "package_files", lambda package: shipped)
+    like = replace(gpu, name="Like it")
+    (found,) = stored_tables(like, ROWS)
+    assert (found.source, found.table.gpu.name) == ("shipped, measured on Test GPU 3000", gpu.name)
+    assert found.table.entries == table.entries
+    # Of less memory some tiles are too large, which is found where they are chosen.
+    (found,) = stored_tables(replace(like, shared_memory=48 << 10), ROWS)
+    assert found.table.entries == table.entries
+    for unlike in (replace(like, multiprocessors=114), replace(like, capability=(10, 0))):
+        assert stored_tables(unlike, ROWS) == ()
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(KernelError, match=rf"the tile table {file} is damaged: .*Delete it"):
+        stored_tables(like, ROWS)
+
+
 def test_tables_by_name(table: TileTable, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a GPU that is not here, the user's before the shipped one."""
     shipped = tmp_path / "shipped"

@@ -88,16 +88,16 @@ def row_tiles(tile: NarrowTile, shape: Geometry, multiprocessors: int, gated: bo
 
 
 def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> tuple[float, float]:
-    """How long programs take, in units of a warp, and warps that are idle: the fewer the better.
+    """How long programs take, in units of a warp, and what tells tiles apart that take as long.
 
-    But where scales are bytes two programs with idle warps take up to 1.3 times as long as one, for which the
-    reason is not known (115 in docs/kernels-log.md).
+    It is how many warps are idle; but of e2m1 with scales that are bytes two programs with idle warps take up
+    to 1.3 times as long as one, for a reason that is not known (115 in docs/kernels-log.md).
     """
     mine = row_tiles(tile, shape, multiprocessors)
     programs = -(-shape.row_tiles // mine) * tile.parts
     rounds = -(-programs * tile.warps // (multiprocessors * RESIDENT_WARPS))
     length = rounds * (units(tile, shape)[0] + BEGIN_UNITS) + (SUMS_UNITS if tile.parts > 1 else 0)
-    return length, -tile.warps if shape.scale_kind else tile.warps - mine
+    return length, -tile.warps if shape.scale_kind and shape.bits == 4 else tile.warps - mine
 
 
 def _rule(problem: Problem) -> NarrowTile:

@@ -126,8 +126,9 @@ def _rule(problem: Problem) -> StreamTile:
     tile = replace(tile, integers=integers)
     most = max(1, ahead_in_registers(problem, tile) // tile.together)
     tile = replace(tile, ahead=max(number for number in VALUES["ahead"] if number <= min(most, tile.ahead)))
-    # With less shared memory floats, which take less, and fewer programs.
-    smaller = replace(tile, integers=False), replace(tile, programs=1, integers=False)
+    # With less shared memory floats, which take less, and one x; half of the warps where that is too much.
+    floats = replace(tile, integers=False)
+    smaller = floats, replace(one, ahead=1), replace(floats, programs=1)
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
 
 

@@ -108,20 +108,22 @@ def why_no_integers(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> StreamTile:
-    long, short = problem.k > LONG_ROWS, shape_of(problem).steps < RESIDENT_WARPS
+    few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
+    short = shape_of(problem).steps < RESIDENT_WARPS
     integers = problem.m <= (1 if long else FEW_OF_X) and why_no_integers(problem) is None
     # Codes that could be bytes leave registers for more units, whether they become bytes or not.
-    wide = integers or (problem.m > FEW_OF_X and as_bytes(problem.scheme.format) is not None)
+    wide = integers or (not few and as_bytes(problem.scheme.format) is not None)
     one, two = StreamTile(RESIDENT_WARPS, 1, ahead=2), StreamTile(ahead=4 if wide else 2)
-    if long or not (problem.m <= FEW_OF_X or _copies_twice(problem, one, two)):
+    many = StreamTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, ahead=1)
+    if long or not (few or _copies_twice(problem, one, two)):
         tile = one
     elif _is_straight(problem) and problem.m <= MOST_WITH_WARPS and not (short or integers):
-        tile = StreamTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, ahead=1)
+        tile = many
     else:
         tile = two
-    slow = integers and tile.programs > 1 and shape_of(problem).span > 128
-    if tile.programs * tile.warps == RESIDENT_WARPS and _row_tiles(problem, tile) == 2 and not slow:
-        # Both at once, and what is loaded ahead is that of both.
+    # Pairs of integers in spans of 256 columns take up to 1.3 times as long.
+    pairs = tile is one or (tile is two and not (integers and shape_of(problem).span > 128))
+    if pairs and _row_tiles(problem, tile) == 2:
         tile = replace(tile, together=2, ahead=1 if long else 2)
     tile = replace(tile, integers=integers)
     most = max(1, ahead_in_registers(problem, tile) // tile.together)

@@ -19,7 +19,11 @@ from quantkit.errors import EnvironmentProblem, QuantkitError
 from quantkit.files import from_json
 from quantkit.progress import Progress
 
-_PROGRAM = "from quantkit.bench.worker import main; main()"
+#: Ctrl-C in a terminal reaches both processes: the one that started this one ends it.
+_PROGRAM = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "from quantkit.bench.worker import main; main()"
+)
 
 
 def speed_of(

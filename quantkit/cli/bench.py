@@ -9,7 +9,7 @@ import typer
 
 from quantkit.cli import options
 from quantkit.cli.console import note, out, printable, progress, say
-from quantkit.cli.files import check_writable, make_directory, write_file
+from quantkit.cli.files import check_writable, is_pipe, make_directory, write_file
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _each(
             with progress(doing) as advance:
                 found.append(measure(number, advance))
             # A pipe has them once.
-            if json is not None and json.is_file():
+            if json is not None and not is_pipe(json):
                 write_file(json, to_json(found))
     finally:
         if found:

@@ -15,19 +15,27 @@ def make_directory(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """`OutputError` before the work, not after it, if `path` cannot be written; makes it where it is not."""
+    """`OutputError` before the work, not after it, if `path` cannot be written; leaves it as it is."""
     try:
+        existed = path.exists()
         path.open("a").close()
+        if not existed:
+            # Of a link what it points to.
+            path.resolve().unlink()
     except OSError as error:
         raise _refused(f"write {path}", error) from error
+
+
+def is_pipe(path: Path) -> bool:
+    """Whether `path` is written to and not replaced, as a pipe or /dev/stdout is."""
+    return path.exists() and not path.is_file()
 
 
 def write_file(path: Path, data: str | bytes) -> None:
     """Write `path`, text as UTF-8; `OutputError` leaves what was there."""
     content = data.encode() if isinstance(data, str) else data
     try:
-        # /dev/stdout, or a pipe, is written to and not replaced.
-        if path.exists() and not path.is_file():
+        if is_pipe(path):
             path.write_bytes(content)
         else:
             replace_file(path, content)

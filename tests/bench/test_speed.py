@@ -1,7 +1,11 @@
 """What is timed is what transformers generates, and figures count what they say; speed is not tested."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,6 +220,27 @@ def test_a_fresh_process_gives_the_same_kind_of_figures(packed: Path, tmp_path: 
 def test_errors_of_a_fresh_process_are_those_of_this_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
         speed_of(str(tmp_path), Settings("cpu"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="signals that are ignored are in /proc")
+def test_ctrl_c_is_for_the_process_that_was_started_by_hand(tmp_path: Path) -> None:
+    import quantkit.bench.worker as worker
+
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", worker._PROGRAM], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        status, ignored = Path(f"/proc/{process.pid}/status"), 0
+        for _ in range(3000):
+            ignored = int(status.read_text().split("SigIgn:")[1].split()[0], 16) >> (signal.SIGINT - 1) & 1
+            if ignored:
+                break
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        wanted = {"source": str(tmp_path), "speed": asdict(Settings("cpu")), "profile": None}
+        out, err = process.communicate(json.dumps(wanted))
+    assert ignored and process.returncode == 0 and "Traceback" not in err
+    assert "config.json" in json.loads(out)["error"]
 
 
 def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

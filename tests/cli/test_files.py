@@ -43,3 +43,8 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(tmp_path: Pat
         write_file(tmp_path, "x")
     check_writable(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
+    check_writable(tmp_path / "new")
+    assert not (tmp_path / "new").exists(), "whoever is interrupted leaves no empty file"
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    check_writable(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "new").exists()

@@ -200,7 +200,7 @@ def _each(
     json: Path | None,
     doing: str,
 ) -> "list[_Figures]":
-    """The figures of `count` models, stored as soon as there are those of another, and shown at the end.
+    """The figures of `count` models, stored before another is measured, and shown at the end.
 
     Where a later model fails, or is interrupted, those before it are shown all the same.
     """
@@ -209,11 +209,11 @@ def _each(
     found: list[_Figures] = []
     try:
         for number in range(count):
+            # A pipe has them once, at the end.
+            if found and json is not None and not is_pipe(json):
+                write_file(json, to_json(found))
             with progress(doing) as advance:
                 found.append(measure(number, advance))
-            # A pipe has them once.
-            if json is not None and not is_pipe(json):
-                write_file(json, to_json(found))
     finally:
         if found:
             show(found)

@@ -61,7 +61,6 @@ def doctor(
         say(f"{name:16} {value}")
     if "gpu 0" in machine:
         say(f"{'float16 sums':16} {_half_sums()}")
-    if "gpu 0" in machine:
         _say_tables(tables)
     table = Table(box=None, pad_edge=False, header_style="bold")
     # Every format has the one shape.

@@ -65,9 +65,14 @@ class Measured:
     gpu: str = ""
 
     @property
+    def on(self) -> str:
+        """On which GPU."""
+        return f"on {self.gpu or 'this GPU'}"
+
+    @property
     def where(self) -> str:
         """On which GPU, and with how many rows of x if those are others."""
-        return f"on {self.gpu or 'this GPU'}{'' if self.m == self.asked.m else f' at M={self.m}'}"
+        return self.on if self.m == self.asked.m else f"{self.on} at M={self.m}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Chosen:
         if self.measured is None or self.us is not None:
             return ""
         if self.is_fitted:
-            return f"fitted to what was measured on {self.measured.gpu or 'this GPU'} at M={self.measured.m}"
+            return f"fitted to what was measured {self.measured.on} at M={self.measured.m}"
         return f"measured {self.measured.where}"
 
 

@@ -3,10 +3,11 @@
     python benchmarks/gpu_experts.py --formats int4,nvfp4 --tokens 1,4,16,64,512 --json o.json
 
 Microseconds of a call of the experts module: random weights, bfloat16 activations, and for every token other
-experts, drawn anew for each of the calls of a round. `grouped` and transformers' `grouped_mm` and
-`batched_mm` are medians of CUDA-graph replays. The loops, of which the host reads which experts are chosen,
-are no graph: they are timed call by call, with the launches and waits of a model without graphs. So is
-`grouped eager`, to compare with them. The floor is a kernel that only reads the packed bytes of the experts
+experts, drawn anew for each of the calls of a round. `grouped`, the same `in a step`, with as few launches as
+in a model of `quantkit.load`, and transformers' `grouped_mm` and `batched_mm` are medians of CUDA-graph
+replays. The loops, of which the host reads which experts are chosen, are no graph: they are timed call by
+call, with the launches and waits of a model without graphs. So is `grouped eager`, to compare with them. The
+floor is a kernel that only reads the packed bytes of the experts
 that are chosen.
 """
 
@@ -27,6 +28,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from quantkit.kernels.measure import graph_time, random_packed, read_time
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts
+from quantkit.model.fusion import fused
 from quantkit.packing.schemes import Scheme, scheme
 
 #: Experts, hidden and intermediate size, and experts per token.
@@ -145,6 +147,8 @@ def measure_packed(shape: str, name: str, counts: Sequence[int]) -> list[Row]:
         if module.is_grouped(torch.bfloat16):
             agree(module, operands[0], name)
             found.append(timed(shape, f"{name} grouped", module, operands, True))
+            step = fused(module, operands[0], "experts")
+            found.append(timed(shape, f"{name} grouped in a step", step, operands, True))
             found.append(timed(shape, f"{name} grouped eager", module, operands, False))
         found.append(timed(shape, f"{name} loop", module._one_by_one, operands, False))
         show(found)

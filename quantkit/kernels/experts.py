@@ -7,6 +7,7 @@ sees three operators. They have no gradients.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,15 +15,15 @@ from quantkit.errors import KernelError
 from quantkit.kernels.building import building
 from quantkit.kernels.fused import rows
 from quantkit.kernels.fused.launch import pairs as launch_pairs
-from quantkit.kernels.fused.launch.operands import Pairs
+from quantkit.kernels.fused.launch.operands import Grouping, Pairs
 from quantkit.kernels.linear import KernelLayout
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
 from quantkit.kernels.table import FORCE_VARIABLE, forced_row, log_grouped, row_named, warn_looped
-from quantkit.packing.schemes import Scheme, parse_token
+from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
 
 #: Rows of the kernel table whose kernels multiply with several experts at once.
-GROUPED_ROWS = ("fused-skinny", "fused-tiled")
+GROUPED_ROWS = ("fused-narrow", "fused-skinny", "fused-tiled")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,12 +88,17 @@ def order_pairs(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
 
 
 def experts_linear(
-    x: torch.Tensor, order: torch.Tensor, segments: torch.Tensor, layout: ExpertsLayout
+    x: torch.Tensor,
+    order: torch.Tensor,
+    segments: torch.Tensor,
+    layout: ExpertsLayout,
+    chained: bool = False,
 ) -> torch.Tensor:
     """For each pair, its row of x times the matrices of its expert: [P, matrices * n] in x's dtype.
 
     `x` is [T, K], a row per token, or [P, K], a row per pair. Rows of pairs without an expert are undefined.
-    Raises `KernelError` where dtypes do not fit.
+    The product is `chained` if x is made of what this function gave for the same segments, which its kernel
+    then reads while the one before it still runs. Raises `KernelError` where dtypes do not fit.
     """
     if x.dtype != layout.dtype:
         raise KernelError(f"x is {x.dtype} and the layout for {layout.dtype}; build one for x's dtype.")
@@ -105,6 +111,7 @@ def experts_linear(
         layout.experts,
         layout.matrices,
         layout.n,
+        chained,
     )
     return y
 
@@ -122,7 +129,7 @@ torch.library.define("quantkit::order_pairs", "(Tensor index, int experts) -> (T
 torch.library.define(
     "quantkit::experts_linear",
     "(Tensor x, Tensor order, Tensor segments, Tensor[] layout, str scheme, int experts, int matrices, "
-    "int out_features) -> Tensor",
+    "int out_features, bool chained) -> Tensor",
 )
 torch.library.define(
     "quantkit::weigh_pairs", "(Tensor y, Tensor index, Tensor weights, int experts) -> Tensor"
@@ -159,8 +166,7 @@ def _order_pairs_fake(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, 
     return index.new_empty(pairs, dtype=torch.int32), index.new_empty(pairs, 3, dtype=torch.int32)
 
 
-@torch.library.impl("quantkit::experts_linear", "default")
-def _experts_linear(
+def run_experts(
     x: torch.Tensor,
     order: torch.Tensor,
     segments: torch.Tensor,
@@ -169,17 +175,53 @@ def _experts_linear(
     experts: int,
     matrices: int,
     out_features: int,
+    chained: bool,
+    *,
+    gate: str = "",
 ) -> torch.Tensor:
+    """What the operator `quantkit::experts_linear` computes; with the kind of a `gate` the second of two
+    matrices gated by the first (`glue.gate`), where `gates_experts` says so.
+    """
     _check(x, order)
     if order.shape[0] == 0:
-        return x.new_empty(0, matrices * out_features)
-    parsed: Scheme = parse_token(scheme)
-    problem = Problem.on(x.device, order.shape[0], out_features, x.shape[1], parsed, x.dtype)
-    slots = order.shape[0] // x.shape[0]
-    row, grouping, tile = rows.group(problem, experts, matrices, slots, _forced())
+        return x.new_empty(0, (1 if gate else matrices) * out_features)
+    problem, row, grouping, tile = _grouped(
+        x.device, x, order, scheme, experts, matrices, out_features, chained
+    )
+    if gate and (reason := rows.why_no_gated_experts(row, matrices, tile)) is not None:
+        raise KernelError(f"{row}, which runs experts of {problem}, does not gate y: {reason}.")
     log_grouped(problem, experts, row, tile)
     pairs = Pairs(order, segments, grouping)
-    return rows.grouped(row, x.contiguous(), tuple(layout), parsed, out_features, pairs, tile)
+    return rows.grouped(row, x.contiguous(), tuple(layout), problem.scheme, out_features, pairs, tile, gate)
+
+
+torch.library.impl("quantkit::experts_linear", "default", run_experts)
+
+
+def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *weight: Any) -> bool:
+    """Whether the kernel that the operator would run on a device can gate what it computes, as `run_experts`
+    does. `weight` is what the operator takes after the layout.
+    """
+    if order.shape[0] == 0:
+        return False
+    _, row, grouping, tile = _grouped(device, x, order, *weight)
+    return rows.why_no_gated_experts(row, grouping.matrices, tile) is None
+
+
+def _grouped(
+    device: torch.device,
+    x: torch.Tensor,
+    order: torch.Tensor,
+    scheme: str,
+    experts: int,
+    matrices: int,
+    out_features: int,
+    chained: bool,
+) -> tuple[Problem, str, Grouping, Any]:
+    """The problem of one matrix, the row that runs it, how pairs are grouped, and the tile."""
+    pairs, columns = order.shape[0], x.shape[1]
+    problem = Problem.on(device, pairs, out_features, columns, parse_token(scheme), x.dtype)
+    return problem, *rows.group(problem, experts, matrices, pairs // x.shape[0], _forced(), chained)
 
 
 def _check(x: torch.Tensor, order: torch.Tensor) -> None:
@@ -201,6 +243,7 @@ def _experts_linear_fake(
     experts: int,
     matrices: int,
     out_features: int,
+    chained: bool,
 ) -> torch.Tensor:
     return x.new_empty(order.shape[0], matrices * out_features)
 
@@ -222,3 +265,5 @@ def _weigh_pairs_fake(
 torch.library.register_fake("quantkit::order_pairs", _order_pairs_fake)
 torch.library.register_fake("quantkit::experts_linear", _experts_linear_fake)
 torch.library.register_fake("quantkit::weigh_pairs", _weigh_pairs_fake)
+#: The operator, as it is in traced graphs.
+EXPERTS_OPERATOR = torch.ops.quantkit.experts_linear.default

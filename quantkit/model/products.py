@@ -1,6 +1,7 @@
 """Packed products in traced steps: norms and gates that they compute, and when norms start."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from quantkit.kernels import glue
+from quantkit.kernels.experts import EXPERTS_OPERATOR, gates_experts, run_experts
 from quantkit.kernels.linear import OPERATOR
 from quantkit.kernels.prepared import (
     does_norm,
@@ -23,11 +25,34 @@ from quantkit.model.trace import META, OFFSET, Memory, between, part
 _PRODUCTS = (OPERATOR, gated_linear)
 
 
+@dataclass(frozen=True)
+class Gated:
+    """What runs instead of a product whose halves are gated, and whether its kernel on a device can."""
+
+    run: Callable[..., torch.Tensor]
+    can: Callable[[Node, torch.device], bool]
+
+
+def _gates(product: Node, device: torch.device) -> bool:
+    return gates(*_asked(product, device))
+
+
+def _gates_experts(product: Node, device: torch.device) -> bool:
+    of: Any = product.args
+    return gates_experts(device, of[0].meta[META], of[1].meta[META], *of[4:])
+
+
+GATED: dict[Any, Gated] = {
+    OPERATOR: Gated(gated_linear, _gates),
+    EXPERTS_OPERATOR: Gated(run_experts, _gates_experts),
+}
+
+
 def take_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Have products gate what they compute, where nobody else needs that and their kernels can."""
     for node in graph.find_nodes(op="call_function", target=glue.gate):
         product = _source(memory, node.args[0])
-        if product.target is OPERATOR and _can_gate(memory, product, node, device):
+        if product.target in GATED and _can_gate(memory, product, node, device):
             _take_gate(graph, memory, product, node)
 
 
@@ -42,14 +67,14 @@ def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -
         and made.shape[-1] == 2 * half
         and [offset for _, offset in parts] == [0, half]
         and all(one.shape == (*made.shape[:-1], half) and one.stride() == made.stride() for one, _ in parts)
-        and gates(*_asked(product, device))
+        and GATED[product.target].can(product, device)
     )
 
 
 def _take_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
     """Replace a product and the gate of it by one call, at the place of the product."""
     with graph.inserting_after(product):
-        call = graph.call_function(gated_linear, product.args, {"gate": gate.kwargs["kind"]})
+        call = graph.call_function(GATED[product.target].run, product.args, {"gate": gate.kwargs["kind"]})
     memory.replace(gate, call)
     graph.erase_node(gate)
     _erase(graph, product)

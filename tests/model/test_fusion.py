@@ -4,6 +4,7 @@ import collections
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,14 @@ import quantkit
 from quantkit import linear, quantize_tensor
 from quantkit.errors import KernelError
 from quantkit.kernels import glue
+from quantkit.kernels.experts import (
+    EXPERTS_OPERATOR,
+    ExpertsLayout,
+    experts_linear,
+    order_pairs,
+    weigh_pairs,
+)
+from quantkit.kernels.fused import rows
 from quantkit.kernels.linear import OPERATOR
 from quantkit.kernels.prepared import (
     gated_linear,
@@ -567,7 +576,7 @@ def test_products_gate_what_nobody_else_needs(monkeypatch: pytest.MonkeyPatch) -
         return glue.gate(*OPERATOR(x, *of).chunk(2, dim=-1), gate)
 
     monkeypatch.setattr(products, "gates", gates)
-    monkeypatch.setattr(products, "gated_linear", gated)
+    monkeypatch.setitem(products.GATED, OPERATOR, replace(products.GATED[OPERATOR], run=gated))
     monkeypatch.setattr(products, "_PRODUCTS", (OPERATOR, gated))
     packed, narrower = (quantize_tensor(numbers(n, 64) / 8, "int4") for n in (128, 64))
     up = quantize_tensor(numbers(64, 64) / 8, "nf4")
@@ -589,6 +598,51 @@ def test_products_gate_what_nobody_else_needs(monkeypatch: pytest.MonkeyPatch) -
     module = fused(step, given, "steps")
     assert calls(module)["gated"] == 2 and calls(module)["gate"] == 4
     assert asked == [(6, 64), (6, 64)]
+    close(module(*given), step(*given))
+
+
+@torch.no_grad()
+def test_products_with_experts_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def gates(device: Any, x: Any, order: Any, scheme: str, *sizes: int) -> bool:
+        asked.append((*x.shape, *order.shape, *sizes))
+        return True
+
+    def gated(*of: Any, gate: str) -> Any:
+        return glue.gate(*EXPERTS_OPERATOR(*of).chunk(2, dim=-1), gate)
+
+    monkeypatch.setattr(products, "gates_experts", gates)
+    monkeypatch.setitem(
+        products.GATED, EXPERTS_OPERATOR, replace(products.GATED[EXPERTS_OPERATOR], run=gated)
+    )
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    packed = [quantize_tensor(numbers(32, 64) / 8, "int4") for _ in range(6)]
+    narrower = [quantize_tensor(numbers(64, 32) / 8, "int4", group_size=32) for _ in range(3)]
+    layouts = [
+        ExpertsLayout(
+            torch.bfloat16,
+            weights[0].scheme.token,
+            3,
+            len(weights) // 3,
+            weights[0].shape[0],
+            rows.stacked(weights, len(weights), torch.bfloat16),
+        )
+        for weights in (packed, narrower)
+    ]
+    index = torch.tensor([[0, 2], [1, 0]], device=DEVICE)
+
+    def step(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        pairs = order_pairs(index, 3)
+        gate, up = experts_linear(x, *pairs, layouts[0]).chunk(2, -1)
+        y = experts_linear(glue.slow_silu_gate(gate, up), *pairs, layouts[1], chained=True)
+        return weigh_pairs(y, index, weights, 3)
+
+    given = [numbers(2, 64).to(torch.bfloat16), numbers(2, 2)]
+    module = fused(step, given, "steps")
+    assert calls(module)["gated"] == 1 and not calls(module)["gate"]
+    assert asked == [(2, 64, 4, 3, 2, 32, False)]
     close(module(*given), step(*given))
 
 

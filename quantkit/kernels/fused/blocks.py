@@ -16,6 +16,16 @@ def segment(segments, number):
 
 
 @triton.jit
+def row_of_y(order, m, M):
+    """The rows of y that are computed as numbers `m` of M: those, or those of the pairs of a segment, which
+    begins at `order`.
+    """
+    if order is not None:
+        m = tl.load(order + m, mask=m < M, other=0)
+    return m.to(tl.int64)
+
+
+@triton.jit
 def of_matrix(
     codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr,
     PLANES: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,

@@ -5,6 +5,9 @@ with x as all warps have it. Nothing is added up between warps, and after x has 
 Where a weight has few rows its columns are divided into parts, whose sums `quantkit.kernels.fused.parts` adds
 up.
 
+With `segments`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
+`quantkit.kernels.fused.pairs` describes, and MATRICES matrices of its expert, whose rows are those of one.
+
 Written in Gluon, as Triton itself has no way to say that warps share operand B but no operand A.
 """
 
@@ -12,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from quantkit.kernels.fused.blocks import finish
+from quantkit.kernels.fused.blocks import finish, of_matrix, row_of_y, segment
 from quantkit.kernels.fused.glue import gated
 from quantkit.kernels.fused.tile_values import places_of, scales_of, values_of, words_of
 from quantkit.kernels.fused.units import (
@@ -33,22 +36,24 @@ _ROWS_OF_X = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 @gluon.jit(do_not_specialize=["M", "ROW_TILES"])
 def narrow(
-    x, squares, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES,
+    x, squares, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES, order, segments,
     K: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr,
     FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, ENDS: gl.constexpr, GATE: gl.constexpr,
     W: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, CHUNK: gl.constexpr,
-    ROOM: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr, PDL: gl.constexpr,
+    ROOM: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr, SLOTS: gl.constexpr,
+    MATRICES: gl.constexpr, CHAINED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A program has ROW_TILES row tiles, up to one for each of its W warps, and UNITS units of columns.
 
     x comes in chunks of CHUNK units, zeros beyond K, of which shared memory has ROOM. Codes are loaded AHEAD
     units before they are decoded.
     With LOOP chunks after the first are one loop, which waits for all of x; without, there is code for each.
-    Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16]. With GATE row tiles are pairs
-    of what gates and what is gated. With ENDS, its eps, the norm that x was begun to become is ended.
+    Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16], for each segment. With GATE
+    row tiles are pairs of what gates and what is gated. With ENDS, its eps, the norm that x was begun to
+    become is ended.
     """
     UNIT: gl.constexpr = unit_columns(PLANES)
     PIECES: gl.constexpr = UNIT // 128
@@ -57,10 +62,24 @@ def narrow(
     LAST_UNIT: gl.constexpr = SPANS // C - 1
     CODES: gl.constexpr = codes_of(W, C)
     VALUES: gl.constexpr = places_of(W, 1)
-    if PDL:
+    if PDL and segments is None:
         let_next_start()
-    part = gl.program_id(0) % PARTS
-    first = gl.program_id(0) // PARTS * ROW_TILES
+    program = gl.program_id(0)
+    if segments is not None:
+        if PDL and not CHAINED:
+            # The kernel before this one may have written the segments.
+            wait_for_kernel_before()
+        expert, its_first, M = segment(segments, program)
+        if M == 0:
+            return
+        codes, scale, zero, factor, lut = of_matrix(
+            codes, scale, zero, factor, lut, expert * MATRICES, N // MATRICES, SPANS, TILES, PLANES, BLOCKS, V
+        )
+        order += its_first
+        sums += program.to(gl.int64) * (PARTS * ((N + 15) // 16) * (BM * 16))
+        program = gl.program_id(1)
+    part = program % PARTS
+    first = program // PARTS * ROW_TILES
     begin = part * UNITS
     last = (N + 15) // 16 - 1
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
@@ -94,13 +113,16 @@ def narrow(
         units = units + (_codes(given, gl.minimum(ahead, end), TILES, C),)
     values = _values(given, 0, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, EVEN, W)
     given = given + (filled(lut, FILL),)
-    if PDL:
+    if PDL and (segments is None or CHAINED):
         # Only x, and sums of its squares, are written by kernels before this one.
         wait_for_kernel_before()
+    if PDL and segments is not None:
+        # Who reads the same segments before it waits relies on this wait.
+        let_next_start()
     if ENDS is not None:
         of_norm = load_squares(squares, M, K, BM, W)
     chunks = gl.allocate_shared_memory(DTYPE, [ROOM, CHUNK * PIECES * BM, 128], _ROWS_OF_X)
-    _copy(x, chunks, begin * UNIT, M, K, CHUNK * PIECES, BM, CHUNKS, W)
+    _copy(x, chunks, begin * UNIT, M, order, SLOTS, K, CHUNK * PIECES, BM, CHUNKS, W)
     if ENDS is not None:
         held_roots = hold_roots(of_norm, K, ENDS)
     held = chunks._reinterpret(DTYPE, [UNITS * PIECES, BM, 128], _ROWS_OF_X)
@@ -134,21 +156,24 @@ def narrow(
     rows = gl.expand_dims(row_tile_of(number, N, GATE != "") * 16 + local % 16, 1)
     mine = gl.expand_dims((local < 16 * ROW_TILES) & (number <= last), 1) & (rows < N)
     m = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, _sums_of(W))), 0)
-    if PARTS == 1:
-        out = finish(total, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-        out = out.to(y.dtype.element_ty)
-        if GATE == "":
-            gl.store(y + m.to(gl.int64) * N + rows, out, mask=(m < M) & mine)
-        else:
-            _write_gated(out, first, last, y, M, N, ROW_TILES, GATE, W, BM)
-    else:
+    if MATRICES > 1:
+        factor += gl.minimum(rows, N - 1) // (N // MATRICES)
+    if PARTS == 1 or segments is not None:
+        total = finish(total, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    if PARTS > 1:
         to = sums + (part.to(gl.int64) * (last + 1) + rows // 16) * (BM * 16) + m * 16 + rows % 16
         gl.store(to, total, mask=(m < BM) & mine)
+    elif GATE == "":
+        out = total.to(y.dtype.element_ty)
+        gl.store(y + row_of_y(order, m, M) * N + rows, out, mask=(m < M) & mine)
+    else:
+        out = total.to(y.dtype.element_ty)
+        _write_gated(out, first, last, y, M, N, ROW_TILES, order, GATE, W, BM)
 
 
 @gluon.jit
 def _write_gated(
-    out, first, last, y, M, N, ROW_TILES, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
+    out, first, last, y, M, N, ROW_TILES, order, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
     """Write y [M, N / 2] of what gates and what is gated, row tile after row tile [16 W, BM]."""
     PAIRS: gl.constexpr = _pairs_of(W, BM)
@@ -163,7 +188,7 @@ def _write_gated(
     m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
     m = gl.expand_dims(gl.expand_dims(m, 0), 1)
     mine = (2 * pair < ROW_TILES) & (first + 2 * pair < last) & (m < M)
-    gl.store(y + m.to(gl.int64) * (N // 2) + (first // 2 + pair) * 16 + row, out, mask=mine)
+    gl.store(y + row_of_y(order, m, M) * (N // 2) + (first // 2 + pair) * 16 + row, out, mask=mine)
 
 
 @gluon.constexpr_function
@@ -184,16 +209,21 @@ def _sums_of(W: int) -> gl.NVMMADistributedLayout:
 
 @gluon.jit
 def _copy(
-    x, chunks, column, M, K: gl.constexpr, BLOCKS: gl.constexpr, BM: gl.constexpr, CHUNKS: gl.constexpr,
-    W: gl.constexpr,
+    x, chunks, column, M, order, SLOTS: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
+    BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Have x copied from `column` on, in chunks of BLOCKS times 128 columns: rows [block, m] of 128."""
+    """Have x copied from `column` on, in chunks of BLOCKS times 128 columns: rows [block, m] of 128, zeros
+    from M on.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [W, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
     column += row // BM * 128 + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, LAYOUT)), 0)
-    at = x + gl.minimum(row % BM, M - 1).to(gl.int64) * K + column
+    m = gl.minimum(row % BM, M - 1)
+    if order is not None:
+        m = gl.load(order + m) // SLOTS
+    at = x + m.to(gl.int64) * K + column
     for chunk in gl.static_range(CHUNKS):
-        inside = column + chunk * (BLOCKS * 128) < K
+        inside = (column + chunk * (BLOCKS * 128) < K) & (row % BM < M)
         async_copy.async_copy_global_to_shared(chunks.index(chunk), at + chunk * (BLOCKS * 128), mask=inside)
         async_copy.commit_group()
 

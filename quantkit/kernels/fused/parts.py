@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from quantkit.kernels.fused.blocks import begun, finish
+from quantkit.kernels.fused.blocks import begun, finish, row_of_y, segment
 
 
 @triton.jit(do_not_specialize=["M"])
 def add_parts(
-    sums, scale, factor, bias, y, other, norm, total, squares, M, N,
+    sums, scale, factor, bias, y, other, norm, total, squares, M, N, order, segments,
     GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, PARTS: tl.constexpr, MR: tl.constexpr, BEGINS: tl.constexpr,
     PDL: tl.constexpr,
@@ -16,15 +16,26 @@ def add_parts(
     """y [M, N] from `sums` [PARTS, row tiles, BM, 16], in the order of the parts: a row tile of MR rows of x.
 
     With BEGINS, what is added to weights, a norm of y + `other` is begun (`quantkit.kernels.problem.Normed`).
+    With `segments` there are such sums of each of them, finished but for being parts, and rows of y are those
+    of pairs (`quantkit.kernels.fused.pairs`).
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
+    if segments is not None:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        _, its_first, M = segment(segments, tl.program_id(2))
+        if M == 0:
+            return
+        order += its_first
+        sums += tl.program_id(2).to(tl.int64) * (PARTS * BM * 16) * tiles
     rows = tile * 16 + tl.arange(0, 16)
     m = tl.program_id(1) * MR + tl.arange(0, MR)
     inside = (rows < N)[:, None] & (m < M)[None, :]
-    at = m.to(tl.int64)[None, :] * N + rows[:, None]
+    at = row_of_y(order, m, M)[None, :] * N + rows[:, None]
     if BEGINS is not None:
         weights = tl.load(norm + rows, mask=rows < N, other=0.0)
-    if PDL:
+    if PDL and segments is None:
         # Sums, and what is added to them, are written by kernels before this one.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

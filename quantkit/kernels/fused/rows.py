@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from quantkit.errors import KernelError
 from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused import verdicts
 from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch.gpu import processors
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
-from quantkit.kernels.fused.launch.pairs import SKINNY_SEGMENT, segment_rows
+from quantkit.kernels.fused.launch.pairs import FEW_PAIRS, TILED_PAIRS, segment_rows
 from quantkit.kernels.fused.layout import build, join, restore
 from quantkit.kernels.problem import (
     KernelRow,
@@ -126,24 +127,53 @@ def stacked(weights: Iterable[PackedTensor], count: int, dtype: torch.dtype) -> 
 def pairs_of_segment(pairs: int, experts: int, forced: str = "") -> int:
     """`segment_rows`, with as many as the kernels of a forced row take."""
     usual = segment_rows(pairs, experts)
-    return {"fused-skinny": SKINNY_SEGMENT, "fused-tiled": max(usual, 2 * SKINNY_SEGMENT)}.get(forced, usual)
+    few, many = FEW_PAIRS, max(usual, 2 * FEW_PAIRS)
+    return {"fused-narrow": few, "fused-skinny": few, "fused-tiled": many}.get(forced, usual)
 
 
 @lru_cache(maxsize=4096)
 def group(
-    problem: Problem, experts: int, matrices: int, slots: int, forced: str = ""
+    problem: Problem, experts: int, matrices: int, slots: int, forced: str = "", chained: bool = False
 ) -> tuple[str, Grouping, Any]:
     """The row that multiplies m pairs with their experts, how it groups them, and the tile of the rules.
 
     `problem` is that of one matrix. Tile tables have no part in it: they were measured with one weight.
     """
     size = pairs_of_segment(problem.m, experts, forced)
-    grouping = Grouping(problem.m, experts, size, matrices, slots)
+    grouping = Grouping(problem.m, experts, size, matrices, slots, chained)
+    row = _row_of_segments(replace(problem, m=size), grouping, forced)
+    expert = replace(problem, m=size, n=problem.n * matrices)
+    if row == "fused-narrow":
+        return row, grouping, narrow.experts_tile(expert, grouping.usual)
     # All segments keep processors busy together.
-    asked = replace(problem, m=size, n=problem.n * matrices * grouping.segments)
-    if size == SKINNY_SEGMENT:
-        return "fused-skinny", grouping, skinny.TILING.rule(asked)
-    return "fused-tiled", grouping, replace(tiled.TILING.rule(asked), split=1)
+    every = replace(expert, n=expert.n * grouping.segments)
+    if row == "fused-tiled":
+        return row, grouping, replace(tiled.TILING.rule(every), split=1)
+    return row, grouping, skinny.TILING.rule(every)
+
+
+def _row_of_segments(problem: Problem, grouping: Grouping, forced: str) -> str:
+    """The row that multiplies segments with one of their matrices, that of the problem."""
+    if grouping.rows > FEW_PAIRS:
+        return "fused-tiled"
+    reason = verdicts.why_not_narrow_experts(problem, grouping.matrices)
+    if forced == "fused-narrow" and reason is not None:
+        raise KernelError(
+            f"QUANTKIT_KERNEL={forced} cannot run experts of {problem}: {reason}. Unset it, or name another "
+            "row, before the model is loaded."
+        )
+    if forced or reason is None:
+        return forced or "fused-narrow"
+    return "fused-tiled" if grouping.count >= TILED_PAIRS * grouping.experts else "fused-skinny"
+
+
+def why_no_gated_experts(row: str, matrices: int, tile: Any) -> str | None:
+    """Why the kernel of a row, in a tile, does not gate y of experts with so many matrices."""
+    if row != "fused-narrow":
+        return "it gives y as it is"
+    if matrices != 2:
+        return f"experts have one matrix that gates and one that is gated, not {matrices}"
+    return narrow.PARTS_APART if tile.parts > 1 else None
 
 
 def grouped(
@@ -154,12 +184,14 @@ def grouped(
     n: int,
     pairs: Pairs,
     tile: Any,
+    gate: str = "",
 ) -> torch.Tensor:
     """y [P, matrices * n] of pairs, by the kernel of `row`; those without an expert are not written.
 
-    `layout` is from `stacked`. Nothing waits for the device.
+    `layout` is from `stacked`. With the kind of a `gate`, y [P, n] are the gated columns, where
+    `why_no_gated_experts` has no reason. Nothing waits for the device.
     """
-    return _started(_RUNS[row], Operands(x, layout, None, scheme, n, pairs), tile)
+    return _started(_RUNS[row], Operands(x, layout, None, scheme, n, pairs, gate=gate), tile)
 
 
 def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:

@@ -17,6 +17,7 @@ from quantkit.kernels.fused.blocks import (
     load_by_lane,
     load_tiles,
     of_matrix,
+    row_of_y,
     scales_by_lane,
     segment,
 )
@@ -50,7 +51,7 @@ def skinny(
     HALVES: tl.constexpr = GROUP == 16
     # Dots of a block of scales.
     IN_BLOCK: tl.constexpr = 128 // DOT
-    if PDL:
+    if PDL and segments is None:
         # The next kernel may start loading its weights.
         tl.extra.cuda.gdc_launch_dependents()
     last_tile = (N + 15) // 16 - 1
@@ -59,8 +60,9 @@ def skinny(
         program = tl.program_id(0)
     else:
         if PDL:
-            # The kernel before this one may have written the segments.
+            # The kernel before this one may have written the segments, which the next may read at once.
             tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         expert, first, M = segment(segments, tl.program_id(0))
         if M == 0:
             return
@@ -135,9 +137,7 @@ def skinny(
     m = tl.arange(0, BM)
     out = finish(out, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
     mask = (rows < N)[:, None] & (m < M)[None, :]
-    if segments is not None:
-        m = tl.load(order + m, mask=m < M, other=0)
-    to = y + m.to(tl.int64)[None, :] * (N * MATRICES) + rows[:, None]
+    to = y + row_of_y(order, m, M)[None, :] * (N * MATRICES) + rows[:, None]
     tl.store(to, out.to(y.dtype.element_ty), mask=mask)
 
 

@@ -4,6 +4,7 @@ Where they pay was measured on an H200 (docs/kernels-measured.md) and an H100; o
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch import narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch.gpu import FEW_ROWS, has_few_rows, processors
 from quantkit.kernels.fused.launch.operands import shape_of, table_bytes
+from quantkit.kernels.fused.layout import ROWS
 from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.problem import Problem, Verdict, one_plane
 
@@ -139,6 +141,19 @@ def stream_pays(problem: Problem) -> str | None:
 
 stream_supports = _shares_x(stream.MOST_ROWS, stream.why_no_tile)
 narrow_supports = _shares_x(narrow.MOST_ROWS, narrow.why_no_tile)
+
+
+def why_not_narrow_experts(problem: Problem, matrices: int) -> str | None:
+    """Why `fused-narrow` does not multiply with experts of so many matrices, of which the problem has one."""
+    if (reason := narrow_supports(replace(problem, n=problem.n * matrices))) is not None:
+        return reason
+    if matrices > 1 and problem.n % ROWS:
+        return (
+            f"matrices of an expert lie next to each other for multiples of {ROWS} rows, not for {problem.n}"
+        )
+    if problem.scheme.is_fitted:
+        return "matrices of an expert have values of their own"
+    return None
 
 
 def narrow_pays(problem: Problem) -> str | None:

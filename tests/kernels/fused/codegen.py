@@ -38,7 +38,7 @@ from quantkit.kernels.fused.launch.hopper import (
     residence,
     stages,
 )
-from quantkit.kernels.fused.launch.operands import RASTER, constants, table_bytes
+from quantkit.kernels.fused.launch.operands import RASTER, Grouping, constants, table_bytes
 from quantkit.kernels.fused.launch.skinny import rows_of_x, skinny_tile, unrolled
 from quantkit.kernels.fused.launch.tiled import HOLD, half_unit, shared_memory, tiled_tile
 from quantkit.kernels.fused.layout import ROWS, geometry, order_constants
@@ -245,7 +245,8 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for some rows of x, in the tile that its name has the numbers of, with a bias.
 
     With "long", it is for a weight with long rows, with "gate" y is gated, with "end" a norm ended. With
-    "begin", it is the kernel that adds up parts and begins a norm.
+    "begin", it is the kernel that adds up parts and begins a norm. With "experts", it is for pairs, and the
+    two matrices of their experts.
     """
     row, dtype = scheme(case.name), torch.bfloat16
     _, *numbers = case.kernel.split()
@@ -255,8 +256,10 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     tile = narrow.NarrowTile(*map(int, [one for one in numbers if one.isdecimal()]))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     ends, begins = 1e-5 if "end" in numbers else None, 0.0 if "begin" in numbers else None
+    grouping = Grouping(2, 8, case.m, 2, 2) if "experts" in numbers else None
+    n, has_bias = (N, True) if grouping is None else (2 * N, False)
     launches = narrow._launches(
-        case.m, N, k, row, dtype, True, tile, features, H200_PROCESSORS, gate, begins, ends
+        case.m, n, k, row, dtype, has_bias, tile, features, H200_PROCESSORS, gate, begins, ends, grouping
     )
     launch = launches[0 if begins is None else 1]
     names, options = launch._kernel.arg_names, launch._options
@@ -266,6 +269,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "codes": "*i16",
         "scale": "*i8" if shape.scale_kind else "*bf16",
         **dict.fromkeys(("factor", "lut", "sums", "squares"), "*fp32"),
+        **dict.fromkeys(("order", "segments"), "*i32"),
         **dict.fromkeys(("M", "N", "ROW_TILES"), "i32"),
         **dict.fromkeys(known, "constexpr"),
     }

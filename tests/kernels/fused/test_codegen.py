@@ -405,15 +405,18 @@ def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> No
     cases += [("narrow 16 1 2", "int4", capability, 16) for capability in (80, 89, 90, 100)]
     cases += [("narrow 16 1 4", "int4", 90, 8), ("narrow 16 1 2", "mxfp6", 90, 16)]
     cases += [("narrow end 8 8 2", "fp6", 90, 16), ("narrow end 8 8 2", "nf4", 90, 16)]
-    gated = ("narrow gate end 16 1 2", "int4", 90, 16)
-    for case, found in compiled([*cases, gated]).items():
+    cases += [("narrow experts 8 1 2", name, 90, 8) for name in ("int8", "nvfp4", "nf4")]
+    cases += [("narrow experts 16 1 2", "int4", 80, 8), ("narrow experts 16 4 2 long", "int4", 90, 8)]
+    gated = [("narrow gate end 16 1 2", "int4", 90, 16), ("narrow experts gate 16 1 2", "int4", 90, 8)]
+    for case, found in compiled([*cases, *gated]).items():
         name = case[1]
         assert found["products"] > 0 and found["spills"] == 0, (case, found)
         # Operand A is decoded, and operand B loaded, where products want them; but for the 2048 times 16
         # bytes of a table of values.
         table = 8 if name in TABLES else 0
-        assert found["stores"] == table or "end" in case[0], (case, found)
-        assert found["shuffles"] == 0 or "end" in case[0], (case, found)
+        ends, gates = "end" in case[0], "gate" in case[0]
+        assert found["stores"] == table or ends or gates, (case, found)
+        assert found["shuffles"] == 0 or ends, (case, found)
         assert found["registers"] <= 128 and found["shared"] == found["bound"], (case, found)
         # x is copied 16 bytes at a time.
         assert found["wide_copies"] == 1.0, (case, found)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,18 +12,20 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels import experts
+from quantkit.kernels import experts, glue
 from quantkit.kernels.experts import (
     ExpertsLayout,
     build_experts_layout,
     experts_linear,
     order_pairs,
+    run_experts,
     weigh_pairs,
     why_not_grouped,
 )
-from quantkit.kernels.fused import rows
+from quantkit.kernels.fused import rows, verdicts
+from quantkit.kernels.fused.launch import narrow, skinny, tiled
 from quantkit.kernels.fused.launch import pairs as launch_pairs
-from quantkit.kernels.fused.launch import skinny, tiled
+from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, most_segments
 from quantkit.kernels.fused.launch.pairs import segment_rows
 from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
@@ -44,6 +47,7 @@ DTYPE = torch.bfloat16
 LIMIT = 4e-3
 #: Tokens, of which the interpreter takes long.
 MANY = 40 if DEVICE == "cuda" else 9
+RUNS = {SkinnyTile: skinny.run, NarrowTile: narrow.run, TiledTile: tiled.run}
 FORMATS = ("int4", "int8", "int3", "fp6", "nvfp4", "mxfp4", "nf4")
 
 
@@ -136,7 +140,13 @@ def test_no_more_segments_than_the_bound(count: int) -> None:
 
 
 def run_with(
-    made: Experts, x: torch.Tensor, index: torch.Tensor, size: int, features: frozenset[str], tile: Any
+    made: Experts,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    size: int,
+    features: frozenset[str],
+    tile: Any,
+    gate: str = "",
 ) -> torch.Tensor:
     """`experts_linear` in a tile of one's own."""
     first = made.weights[0][0]
@@ -146,14 +156,20 @@ def run_with(
     slots = flat.shape[0] // x.shape[0]
     grouping = Grouping(flat.shape[0], layout.experts, size, layout.matrices, slots)
     pairs = Pairs(order, segments, grouping)
-    operands = Operands(x, layout.tensors, None, first.scheme, layout.n, pairs)
-    run = skinny.run if isinstance(tile, SkinnyTile) else tiled.run
-    return run(operands, tile, features)
+    operands = Operands(x, layout.tensors, None, first.scheme, layout.n, pairs, gate=gate)
+    return RUNS[type(tile)](operands, tile, features)
 
 
-def tiles(made: Experts) -> Iterator[tuple[int, SkinnyTile | TiledTile]]:
+def tiles(
+    made: Experts, features: frozenset[str]
+) -> Iterator[tuple[int, SkinnyTile | NarrowTile | TiledTile]]:
     """Pairs of a segment, and a tile for them: those of the rules and others."""
-    shape = geometry(made.layout.n, made.weights[0][0].shape[1], made.weights[0][0].scheme, DTYPE)
+    n, k = made.weights[0][0].shape
+    shape = geometry(n, k, made.weights[0][0].scheme, DTYPE)
+    asked = Problem(8, n, k, made.weights[0][0].scheme, DTYPE, "cuda", features)
+    if verdicts.why_not_narrow_experts(asked, made.layout.matrices) is None:
+        yield 8, NarrowTile(8, 1)
+        yield 16, NarrowTile(8, min(2, shape.steps), 4)
     yield 8, skinny_tile(shape, 8)
     # Several tiles of a segment.
     yield 32, TiledTile(4, 16, stages=2)
@@ -177,7 +193,7 @@ def product(made: Experts, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("size", [(1, 2, 40, 200), (MANY, 2, 17, 128)], ids=str)
+@pytest.mark.parametrize("size", [(1, 2, 40, 200), (3, 2, 48, 328), (MANY, 2, 17, 128)], ids=str)
 def test_kernels_multiply_each_pair_with_its_expert(
     make_experts: Callable[..., Experts], poisoned: None, name: str, size: tuple[int, ...]
 ) -> None:
@@ -186,10 +202,26 @@ def test_kernels_multiply_each_pair_with_its_expert(
     x, index = numbers(tokens, k), choices(tokens, slots, 4)
     expected = product(made, x, index)
     for features in FEATURES:
-        for rows_, tile in tiles(made):
+        for rows_, tile in tiles(made, features):
             y = run_with(made, x, index, rows_, features, tile)
             assert relative(y, expected) < LIMIT, tile
             assert DEVICE == "cpu" or torch.equal(y, run_with(made, x, index, rows_, features, tile)), tile
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu"])
+@pytest.mark.parametrize(("name", "warps"), [("int4", 16), ("int3", 8), ("nvfp4", 8)])
+def test_products_that_are_gated_are_those_gated_next(
+    make_experts: Callable[..., Experts], poisoned: None, name: str, warps: int, kind: str
+) -> None:
+    made = make_experts(name, 4, 2, (176, 136))
+    x, index = numbers(11, 136), choices(11, 2, 4)
+    index[2, 1] = 4
+    written = (index < 4).reshape(-1)
+    run = partial(run_with, made, x, index, 8, EVERY, NarrowTile(warps))
+    expected = glue.gate(*run().chunk(2, dim=1), kind)
+    y = run(gate=kind)
+    assert torch.equal(y[written], expected[written])
+    assert y.shape == (22, 176) and y[~written].isnan().all()
 
 
 def relative(y: torch.Tensor, expected: torch.Tensor) -> float:
@@ -207,7 +239,7 @@ def test_sums_of_powers_of_two_are_those_of_one_expert_after_the_other(
     expected = product(made, x, index).to(DTYPE)
     written = (index < 3).reshape(-1)
     for features in FEATURES:
-        for size, tile in tiles(made):
+        for size, tile in tiles(made, features):
             y = run_with(made, x, index, size, features, tile)
             assert torch.equal(y[written], expected[written]), tile
             # What no program writes is left as it was.
@@ -224,7 +256,7 @@ def test_zero_points_and_factors_are_those_of_the_expert(
     # A row of x for each pair.
     expected = torch.cat([product(made, x[i : i + 1], index.reshape(-1)[i : i + 1]) for i in range(len(x))])
     for features in FEATURES:
-        for size, tile in tiles(made):
+        for size, tile in tiles(made, features):
             assert relative(run_with(made, x, index, size, features, tile), expected) < LIMIT, tile
 
 
@@ -243,7 +275,7 @@ def test_code_books_are_those_of_the_expert(
     x, index = numbers(tokens, 128), choices(tokens, 2, 3)
     expected = product(made, x, index)
     for features in FEATURES:
-        for size, tile in tiles(made):
+        for size, tile in tiles(made, features):
             assert relative(run_with(made, x, index, size, features, tile), expected) < LIMIT, tile
 
 
@@ -251,8 +283,8 @@ def test_all_tokens_may_choose_one_expert(make_experts: Callable[..., Experts], 
     made = make_experts("int4", 8, 1, (16, 128))
     x, index = numbers(40, 128), torch.full((40, 1), 5, device=DEVICE)
     expected = product(made, x, index)
-    for size, tile in tiles(made):
-        assert relative(run_with(made, x, index, size, FEATURES[0], tile), expected) < LIMIT, tile
+    for size, tile in tiles(made, EVERY):
+        assert relative(run_with(made, x, index, size, EVERY, tile), expected) < LIMIT, tile
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a GPU captures graphs")
@@ -262,8 +294,12 @@ def test_graphs_capture_them_and_see_later_choices(make_experts: Callable[..., E
     x, weights = numbers(tokens, 256), numbers(tokens, 2)
     index = torch.zeros(tokens, 2, dtype=torch.int64, device=DEVICE)
 
+    down = make_experts("nvfp4", 8, 1, (256, 256))
+
     def forward() -> torch.Tensor:
-        y = experts_linear(x, *order_pairs(index, 8), made.layout)
+        pairs = order_pairs(index, 8)
+        gate, up = experts_linear(x, *pairs, made.layout).chunk(2, -1)
+        y = experts_linear(glue.gate(gate, up, "silu"), *pairs, down.layout, chained=True)
         return weigh_pairs(y, index, weights, 8)
 
     forward()
@@ -300,7 +336,7 @@ def test_opcheck(make_experts: Callable[..., Experts]) -> None:
     order, segments = order_pairs(index, 4)
     y = experts_linear(x, order, segments, made.layout)
     layout = made.layout
-    product_of = (x, order, segments, list(layout.tensors), layout.scheme, 4, 2, 24)
+    product_of = (x, order, segments, list(layout.tensors), layout.scheme, 4, 2, 24, False)
     for op, operands in (
         (torch.ops.quantkit.order_pairs, (index, 4)),
         (torch.ops.quantkit.experts_linear, product_of),
@@ -416,16 +452,46 @@ def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_segments_grow_with_the_pairs_of_an_expert() -> None:
-    assert [segment_rows(pairs, 8) for pairs in (1, 2, 31, 32, 128, 1024, 9999)] == [
+    assert [segment_rows(pairs, 8) for pairs in (1, 2, 63, 64, 128, 1024, 9999)] == [
         8, 8, 8, 16, 32, 128, 128,
     ]  # fmt: skip
     for tokens in (1, 64, 4096):
         for name in FORMATS:
-            for features in (frozenset({"triton", "ptx", "wgmma"}), frozenset({"triton"})):
+            for features in (GPU_FEATURES, frozenset({"triton"})):
                 asked = problem(name, m=2 * tokens, features=features)
-                _, grouping, tile = rows.group(asked, 8, 2, 2)
-                assert isinstance(tile, SkinnyTile) == (grouping.rows == 8)
+                row, grouping, tile = rows.group(asked, 8, 2, 2)
+                assert (row == "fused-tiled") == (tokens > 1)
+                assert (row == "fused-narrow") == (tokens == 1 and "gluon" in features)
+                assert (grouping.rows == 8) == (tokens == 1)
                 assert getattr(tile, "split", 1) == 1
+
+
+def test_few_pairs_are_for_the_kernel_that_can() -> None:
+    """Where `fused-narrow` cannot, `fused-tiled` takes its segments from four pairs for each expert on."""
+    for changes, row in (
+        ({}, "fused-narrow"),
+        ({"n": 4104}, "fused-tiled"),
+        ({"k": 4100}, "fused-tiled"),
+        ({"features": frozenset({"triton"})}, "fused-tiled"),
+        ({"m": 31, "n": 4104}, "fused-skinny"),
+    ):
+        chosen, grouping, _ = rows.group(problem(**{"m": 32, "features": GPU_FEATURES} | changes), 8, 2, 2)
+        assert (chosen, grouping.rows) == (row, 8)
+    assert rows.group(problem("book4", features=GPU_FEATURES), 8, 2, 2)[0] == "fused-skinny"
+    asked = problem(n=4104, features=GPU_FEATURES)
+    with pytest.raises(KernelError, match=r"QUANTKIT_KERNEL=fused-narrow cannot run .* multiples of 16 rows"):
+        rows.group(asked, 8, 2, 2, "fused-narrow")
+
+
+def test_tiles_of_experts() -> None:
+    """Parts where all programs run at once, and small programs where many follow each other."""
+    mixtral, qwen = problem(m=8, n=28672), problem(m=8, n=1536, k=2048)
+    assert [narrow.experts_tile(mixtral, weights) for weights in (2, 5)] == [NarrowTile(16), NarrowTile(8)]
+    assert narrow.experts_tile(replace(mixtral, n=4096, k=14336), 7) == NarrowTile(8, 4)
+    assert [narrow.experts_tile(qwen, weights).parts for weights in (8, 16, 64)] == [2, 1, 1]
+    for asked in (mixtral, qwen, problem(m=8, n=4096, k=14336), problem("nf4", m=8, n=2048, k=768)):
+        for weights in (1, 2, 7, 64):
+            assert narrow.TILING.why_not(asked, narrow.experts_tile(asked, weights)) is None
 
 
 @pytest.mark.fault(70)
@@ -458,12 +524,20 @@ def test_verbose_says_what_runs(
         for _ in range(2):
             experts_linear(numbers(1, 128), *order_pairs(index, 4), made.layout)
     (record,) = caplog.records
-    assert "4 experts" in record.message and "grouped fused-skinny warps=4" in record.message
+    assert (
+        "4 experts" in record.message
+        and ("grouped fused-narrow warps=" if DEVICE == "cuda" else "grouped fused-skinny warps=4")
+        in record.message
+    )
 
 
 def test_what_does_not_fit_is_refused(make_experts: Callable[..., Experts]) -> None:
     made = make_experts("int4", 2, 1, (16, 128))
     order, segments = order_pairs(choices(3, 2, 2), 2)
+    layout = made.layout
+    of = (order, segments, list(layout.tensors), layout.scheme, 2, 1, 16, False)
+    with pytest.raises(KernelError, match=r"which runs experts of int4 .* does not gate y"):
+        run_experts(numbers(3, 128), *of, gate="silu")
     with pytest.raises(KernelError, match="build one for x's dtype"):
         experts_linear(numbers(3, 128).to(torch.float32), order, segments, made.layout)
     with pytest.raises(KernelError, match=r"x has shape \(4, 128\) for 6 pairs"):

@@ -1,17 +1,19 @@
 """`fused-narrow`: its tiles, the rules for them, those worth measuring, and its launches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from quantkit.kernels.fused.launch.gpu import processors, program_memory, unasked
 from quantkit.kernels.fused.launch.operands import (
+    Grouping,
     Operands,
     aligned,
     constants,
     empty,
+    known_of,
     no_pairs,
     outputs,
     shape_of,
@@ -32,6 +34,10 @@ LEAST_GATED = 9
 RESIDENT_WARPS = 16
 #: Rows of x that a program adds up parts of, for one row tile.
 ADDED = 8
+#: Why y cannot be gated where there are parts.
+PARTS_APART = "sums of parts are added up in a launch of their own"
+#: Of experts: the most columns of a part, and rounds of large programs up to which those are the faster ones.
+PART_COLUMNS, FEW_ROUNDS = 4096, 2
 #: Up to so many columns of a part there is code for all; more would not fit the instruction cache.
 UNROLLED = 2048
 #: What it takes a program to begin, and a launch to add parts up, in units of a warp.
@@ -76,15 +82,19 @@ def room(tile: NarrowTile, shape: Geometry, m: int, table: int = 0, roots: int =
     return chunks, chunks * size
 
 
-def row_tiles(tile: NarrowTile, shape: Geometry, multiprocessors: int, gated: bool = False) -> int:
-    """Row tiles of a program: as few as it takes for all programs to run at once, up to one for each warp; if
-    they are `gated`, pairs.
+def row_tiles(
+    tile: NarrowTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
+) -> int:
+    """Row tiles of a program: as few as it takes for all programs of so many weights to run at once, up to
+    one for each warp; if they are `gated`, pairs.
     """
     at_once, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
+
+    def programs(count: int) -> int:
+        return -(-shape.row_tiles // count) * tile.parts * weights
+
     counts = range(step, tile.warps, step)
-    return next(
-        (count for count in counts if -(-shape.row_tiles // count) * tile.parts <= at_once), tile.warps
-    )
+    return next((count for count in counts if programs(count) <= at_once), tile.warps)
 
 
 def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> tuple[float, float]:
@@ -107,10 +117,33 @@ def _rule(problem: Problem) -> NarrowTile:
     return min(able or tiles[-1:], key=lambda tile: _time(tile, shape, count))
 
 
+def experts_tile(problem: Problem, weights: int) -> NarrowTile:
+    """The tile for so many weights at once, each that of `problem`, of which some tile fits.
+
+    Where programs run one after the other, some begin while others end: parts only cost then, and from a
+    third round on so do large programs (119 in docs/kernels-log.md).
+    """
+    every, count = replace(problem, n=problem.n * weights), processors(problem)
+    shape = shape_of(every)
+    tiles = [NarrowTile(warps, parts) for parts in VALUES["parts"] for warps in VALUES["warps"][::-1]]
+    tiles = [tile for tile in tiles if _why_not(every, tile) is None]
+    tiles = [tile for tile in tiles if units(tile, shape)[0] * shape.unit <= PART_COLUMNS] or tiles
+
+    def rounds(tile: NarrowTile) -> float:
+        programs = -(-shape.row_tiles // row_tiles(tile, shape, count)) * tile.parts
+        return programs * tile.warps / (count * RESIDENT_WARPS)
+
+    best = min(tiles, key=lambda tile: _time(tile, shape, count))
+    if rounds(best) > 1:
+        fewest = [tile for tile in tiles if tile.parts == tiles[0].parts]
+        best = fewest[0 if rounds(fewest[0]) <= FEW_ROUNDS else -1]
+    return best
+
+
 def why_no_gate(problem: Problem, tile: NarrowTile) -> str | None:
     """Why y cannot be gated, for which a program has whole sums of pairs of row tiles."""
     if tile.parts > 1:
-        return "sums of parts are added up in a launch of their own"
+        return PARTS_APART
     if problem.m < LEAST_GATED:
         return f"it was not seen to be faster than a launch of its own below M={LEAST_GATED}"
     return no_pairs(problem)
@@ -180,6 +213,7 @@ def _launches(
     gate: str = "",
     begins: float | None = None,
     ends: float | None = None,
+    grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
     """The kernel's, that which adds parts up, and the row tiles of a program."""
     from quantkit.kernels.fused.narrow import narrow as kernel
@@ -188,10 +222,13 @@ def _launches(
     shape = geometry(n, k, scheme, dtype)
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
     count, chunk = units(tile, shape)
-    mine, rows = row_tiles(tile, shape, multiprocessors, bool(gate)), rows_of_x(m)
+    segments = () if grouping is None else (grouping.segments,)
+    mine = row_tiles(tile, shape, multiprocessors, bool(gate), 1 if grouping is None else grouping.usual)
+    rows = rows_of_x(m)
     main = Launch(
         kernel,
-        (-(-shape.row_tiles // mine) * tile.parts,),
+        # Segments of an expert run next to each other, and share its weights in the cache.
+        (*segments, -(-shape.row_tiles // mine) * tile.parts),
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
         ENDS=ends,
@@ -204,16 +241,21 @@ def _launches(
         ROOM=room(tile, shape, m, table_bytes(scheme, dtype), 0 if ends is None else root_bytes(m))[0],
         AHEAD=tile.ahead,
         LOOP=count * shape.unit > UNROLLED,
+        **known_of(grouping),
+        CHAINED=grouping is not None and grouping.chained,
         num_warps=tile.warps,
         maxnreg=128,
         **overlap(features),
     )
     if tile.parts == 1:
         return main, None, mine
+    # Parts of segments have had what comes after the last column.
+    after = known if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
     last = Launch(
         add_parts,
-        (shape.row_tiles, rows // ADDED),
-        **{name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
+        (shape.row_tiles, rows // ADDED, *segments),
+        **{name: after[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
+        **{name: value for name, value in known_of(grouping).items() if name in add_parts.arg_names},
         HAS_BIAS=bias,
         BM=rows,
         PARTS=tile.parts,
@@ -229,10 +271,13 @@ def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) 
     """y [m, n] for m up to 32, on NVIDIA GPUs that copy to shared memory asynchronously."""
     x = aligned(op.x)
     m, k = x.shape
-    has_bias, count = op.bias is not None, op.multiprocessors
+    has_bias, count, grouping = op.bias is not None, op.multiprocessors, op.grouping
+    n, segments = op.n, 1
+    if grouping is not None:
+        m, n, segments = grouping.rows, op.n * grouping.matrices, grouping.segments
     main, last, mine = _launches(
         m,
-        op.n,
+        n,
         k,
         op.scheme,
         x.dtype,
@@ -243,14 +288,15 @@ def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) 
         op.gate,
         op.begins,
         op.ends,
+        grouping,
     )
     y, bias, sums = outputs(op), op.bias, None
     bias = y if bias is None else bias
     if last is not None:
-        sums = empty(op, tile.parts, -(-op.n // ROWS), rows_of_x(m), ROWS, dtype=torch.float32)
+        sums = empty(op, segments, tile.parts, -(-n // ROWS), rows_of_x(m), ROWS, dtype=torch.float32)
     squares = y if op.ends is None else op.of_norm(y)[-1]
-    main(x, squares, *op.layout, bias, y, y if sums is None else sums, m, op.n, mine)
+    main(x, squares, *op.layout, bias, y, y if sums is None else sums, m, n, mine, *op.grouped)
     if last is not None:
         _, scale, _, factor, _ = op.layout
-        last(sums, scale, factor, bias, y, *op.of_norm(y), m, op.n)
+        last(sums, scale, factor, bias, y, *op.of_norm(y), m, n, *op.grouped)
     return y

@@ -31,7 +31,8 @@ RASTER = 8
 class Grouping:
     """Sizes of products of `count` pairs, each of a token and one of `experts` with so many matrices.
 
-    A segment has up to `rows` pairs, and a token `slots` of them.
+    A segment has up to `rows` pairs, and a token `slots` of them. If the product is `chained`, kernels before
+    it multiplied with the same segments, which were there before the last of these began.
     """
 
     count: int
@@ -39,11 +40,18 @@ class Grouping:
     rows: int
     matrices: int
     slots: int
+    chained: bool = False
 
     @property
     def segments(self) -> int:
         """No more segments than this have pairs."""
         return most_segments(self.count, self.experts, self.rows)
+
+    @property
+    def usual(self) -> int:
+        """How many have some where tokens choose by chance: as many as experts are chosen, or more."""
+        missed: float = (1 - self.slots / self.experts) ** (self.count / self.slots)
+        return min(self.segments, max(round(self.experts * (1 - missed)), -(-self.count // self.rows)))
 
 
 def most_segments(pairs: int, experts: int, rows: int) -> int:
@@ -226,4 +234,5 @@ def outputs(op: Operands) -> torch.Tensor:
     """Room for y."""
     if op.grouping is None:
         return empty(op, op.x.shape[0], op.n // 2 if op.gate else op.n)
-    return empty(op, op.grouping.count, op.grouping.matrices * op.n)
+    n = op.grouping.matrices * op.n
+    return empty(op, op.grouping.count, n // 2 if op.gate else n)

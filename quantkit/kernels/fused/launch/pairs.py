@@ -7,10 +7,11 @@ import torch
 
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
 
-#: Pairs of a segment: all that `fused-skinny` takes, and the most there are.
-SKINNY_SEGMENT, TILED_SEGMENT = 8, 128
-#: Pairs that experts have on average from which on `fused-tiled` is faster (112 in docs/kernels-log.md).
-TILED_PAIRS = 4
+#: Pairs of a segment: those of `fused-narrow` and `fused-skinny`, and the most there are.
+FEW_PAIRS, MOST_PAIRS = 8, 128
+#: Pairs that experts have on average from which on `fused-tiled` is faster than `fused-skinny` (112 in
+#: docs/kernels-log.md), and segments are larger, as it is faster than `fused-narrow` (120).
+TILED_PAIRS, MANY_PAIRS = 4, 8
 #: Numbers that a program which orders pairs has at a time: its pairs times the experts.
 ORDERED = 8192
 #: Outputs that a program of `weigh_pairs` has.
@@ -18,13 +19,13 @@ WEIGHED = 1024
 
 
 def segment_rows(pairs: int, experts: int) -> int:
-    """How many pairs of one expert a program multiplies with at most: more than most experts have.
-
-    Up to `SKINNY_SEGMENT` it is `fused-skinny` that does.
+    """How many pairs of one expert a program multiplies with at most: more than most experts have, or
+    `FEW_PAIRS`.
     """
     usual = -(-3 * pairs // (2 * experts))
-    least = SKINNY_SEGMENT if pairs < TILED_PAIRS * experts else 2 * SKINNY_SEGMENT
-    return min(max(1 << (usual - 1).bit_length(), least), TILED_SEGMENT)
+    if pairs < MANY_PAIRS * experts:
+        return FEW_PAIRS
+    return min(max(1 << (usual - 1).bit_length(), 2 * FEW_PAIRS), MOST_PAIRS)
 
 
 @dataclass(frozen=True)

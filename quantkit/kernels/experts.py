@@ -17,7 +17,7 @@ from quantkit.kernels.fused import rows
 from quantkit.kernels.fused.launch import pairs as launch_pairs
 from quantkit.kernels.fused.launch.operands import Grouping, Pairs
 from quantkit.kernels.linear import KernelLayout
-from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
+from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, forced_row, log_grouped, row_named, warn_looped
 from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
@@ -136,10 +136,6 @@ torch.library.define(
 )
 
 
-def _segment_rows(pairs: int, experts: int) -> int:
-    return rows.pairs_of_segment(pairs, experts, _forced())
-
-
 def _forced() -> str:
     forced = forced_row()
     if forced not in ("", *GROUPED_ROWS):
@@ -155,7 +151,7 @@ def _order_pairs(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch
     flat = index.reshape(-1).contiguous()
     if flat.shape[0] == 0:
         return _order_pairs_fake(index, experts)
-    size = _segment_rows(flat.shape[0], experts)
+    size = rows.pairs_of_segment(flat.shape[0], experts, device_features(flat.device), _forced())
     return rows.on_device(
         flat.device, lambda features: launch_pairs.order_pairs(flat, experts, size, features)
     )

@@ -124,9 +124,9 @@ def stacked(weights: Iterable[PackedTensor], count: int, dtype: torch.dtype) -> 
     return stacks
 
 
-def pairs_of_segment(pairs: int, experts: int, forced: str = "") -> int:
+def pairs_of_segment(pairs: int, experts: int, features: frozenset[str], forced: str = "") -> int:
     """`segment_rows`, with as many as the kernels of a forced row take."""
-    usual = segment_rows(pairs, experts)
+    usual = segment_rows(pairs, experts, features)
     few, many = FEW_PAIRS, max(usual, 2 * FEW_PAIRS)
     return {"fused-narrow": few, "fused-skinny": few, "fused-tiled": many}.get(forced, usual)
 
@@ -139,7 +139,7 @@ def group(
 
     `problem` is that of one matrix. Tile tables have no part in it: they were measured with one weight.
     """
-    size = pairs_of_segment(problem.m, experts, forced)
+    size = pairs_of_segment(problem.m, experts, problem.features, forced)
     grouping = Grouping(problem.m, experts, size, matrices, slots, chained)
     row = _row_of_segments(replace(problem, m=size), grouping, forced)
     expert = replace(problem, m=size, n=problem.n * matrices)

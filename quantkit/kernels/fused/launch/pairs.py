@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import torch
 
+from quantkit.kernels.fused.launch.gpu import SHARING_FEATURES
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
 
 #: Pairs of a segment: those of `fused-narrow` and `fused-skinny`, and the most there are.
@@ -18,12 +19,11 @@ ORDERED = 8192
 WEIGHED = 1024
 
 
-def segment_rows(pairs: int, experts: int) -> int:
-    """How many pairs of one expert a program multiplies with at most: more than most experts have, or
-    `FEW_PAIRS`.
-    """
+def segment_rows(pairs: int, experts: int, features: frozenset[str]) -> int:
+    """How many pairs of one expert a program multiplies with at most: `FEW_PAIRS`, or more than most have."""
     usual = -(-3 * pairs // (2 * experts))
-    if pairs < MANY_PAIRS * experts:
+    few = MANY_PAIRS if features >= SHARING_FEATURES else TILED_PAIRS
+    if pairs < few * experts:
         return FEW_PAIRS
     return min(max(1 << (usual - 1).bit_length(), 2 * FEW_PAIRS), MOST_PAIRS)
 

@@ -309,11 +309,13 @@ def generate_timed(
     """
     cache.reset()
     _wait(prompt.device)
-    moments = [time.perf_counter()]
+    began = time.perf_counter()
     tokens = prefill(prompt)
     tokens.tolist()
-    moments.append(time.perf_counter())
+    first = time.perf_counter() - began
     before = None if meter is None else meter.joules()
+    # Asking for joules takes milliseconds.
+    moments = [time.perf_counter()]
     running = step(tokens)
     for left in reversed(range(new_tokens - 1)):
         answer = HostCopy(running)
@@ -323,9 +325,9 @@ def generate_timed(
         if left:
             running = step(running) if ahead is None else ahead
     after = None if meter is None else meter.joules()
-    between = [later - earlier for earlier, later in pairwise(moments[1:])]
+    between = [later - earlier for earlier, later in pairwise(moments)]
     used = after - before if after is not None and before is not None else 0.0
-    return Times(moments[1] - moments[0], between, used)
+    return Times(first, between, used)
 
 
 @torch.inference_mode()

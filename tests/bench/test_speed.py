@@ -1,5 +1,6 @@
 """What is timed is what transformers generates, and figures count what they say; speed is not tested."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -105,6 +106,21 @@ def test_figures_count_what_they_say(packed: Path, monkeypatch: pytest.MonkeyPat
     assert found.format.startswith("int4 g128")
     assert found.machine.name == cpu_name() and found.machine.read_bandwidth > 0
     assert (found.label, found.dtype, found.notes) == ("int4", "float32", ())
+
+
+def test_asking_for_joules_is_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+
+    def joules() -> float:
+        # It takes as long as 99 readings of the clock.
+        return float([next(clock) for _ in range(99)][-1])
+
+    cache: Any = SimpleNamespace(reset=lambda: None)
+    meter: Any = SimpleNamespace(joules=joules)
+    prompt = torch.zeros(1, 4, dtype=torch.int64)
+    times = generate_timed(lambda tokens: tokens[:, :1], lambda tokens: tokens, cache, prompt, 4, meter)
+    assert times.first == 1 and times.between == [1, 1, 1] and times.joules > 99
 
 
 @pytest.mark.parametrize("mode", ["eager", "cuda-graph"])

@@ -7,6 +7,7 @@ sees three operators. They have no gradients.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,7 +187,7 @@ def run_experts(
     )
     if gate and (reason := rows.why_no_gated_experts(row, matrices, tile)) is not None:
         raise KernelError(f"{row}, which runs experts of {problem}, does not gate y: {reason}.")
-    log_grouped(problem, experts, row, tile)
+    log_grouped(problem, experts, row, tile, partial(rows.why_not_narrow, problem, grouping))
     pairs = Pairs(order, segments, grouping)
     return rows.grouped(row, x.contiguous(), tuple(layout), problem.scheme, out_features, pairs, tile, gate)
 

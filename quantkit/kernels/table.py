@@ -311,11 +311,15 @@ def warn_looped(problem: Problem, experts: int, reason: str) -> None:
         _say_once((reason, str(problem.scheme), problem.n, problem.k), f"{what}; not grouped: {reason}")
 
 
-def log_grouped(problem: Problem, experts: int, row: str, tile: Any) -> None:
+def log_grouped(
+    problem: Problem, experts: int, row: str, tile: Any, why_not_narrow: Callable[[], str | None]
+) -> None:
     """`log_choice` for M pairs of a token and an expert, by the kernels of `row` for all experts at once."""
     if is_verbose():
         key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))
         what = f"{experts} experts, {problem}: grouped {row} {tile_text(tile)}{sums_text(problem, tile)}"
+        if (reason := why_not_narrow()) is not None:
+            what += f"; not fused-narrow: {reason}"
         _say_once(key, what)
 
 

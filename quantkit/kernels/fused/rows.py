@@ -141,7 +141,7 @@ def group(
     """
     size = pairs_of_segment(problem.m, experts, problem.features, forced)
     grouping = Grouping(problem.m, experts, size, matrices, slots, chained)
-    row = _row_of_segments(replace(problem, m=size), grouping, forced)
+    row = _row_of_segments(problem, grouping, forced)
     expert = replace(problem, m=size, n=problem.n * matrices)
     if row == "fused-narrow":
         return row, grouping, narrow.experts_tile(expert, grouping.usual)
@@ -152,11 +152,18 @@ def group(
     return row, grouping, skinny.TILING.rule(every)
 
 
+def why_not_narrow(problem: Problem, grouping: Grouping) -> str | None:
+    """Why `fused-narrow` does not multiply segments with their matrices, of which the problem has one."""
+    if grouping.rows > FEW_PAIRS:
+        return f"segments of up to {grouping.rows} pairs are faster in tiles"
+    return verdicts.why_not_narrow_experts(replace(problem, m=grouping.rows), grouping.matrices)
+
+
 def _row_of_segments(problem: Problem, grouping: Grouping, forced: str) -> str:
-    """The row that multiplies segments with one of their matrices, that of the problem."""
+    """The row that multiplies segments with their matrices, of which the problem has one."""
     if grouping.rows > FEW_PAIRS:
         return "fused-tiled"
-    reason = verdicts.why_not_narrow_experts(problem, grouping.matrices)
+    reason = why_not_narrow(problem, grouping)
     if forced == "fused-narrow" and reason is not None:
         raise KernelError(
             f"QUANTKIT_KERNEL={forced} cannot run experts of {problem}: {reason}. Unset it, or name another "

@@ -82,7 +82,8 @@ def test_it_is_attention(poisoned, chunks, heads, key_heads, length, size, width
         assert found.shape == (2, 1, heads, width) and found.dtype == dtype
         expected = slow(query, key, value, mask, 0.3)
         assert (found.double() - expected).norm() < limit * expected.norm()
-        assert torch.equal(found, decode_attention(query, key, value, mask, 0.3))
+        # On a CPU there is nothing that could run in another order.
+        assert DEVICE == "cpu" or torch.equal(found, decode_attention(query, key, value, mask, 0.3))
 
 
 def in_two_launches(*given):
@@ -131,7 +132,9 @@ def test_a_token_is_rotated_and_kept(
     poisoned, chunks, heads, key_heads, length, size, width, held, angles, kind
 ):
     """To the bit what kernels one after the other compute, in the results and in the cache."""
-    for dtype in LIMIT:
+    # The interpreter takes long, and masks change nothing of how numbers are rounded.
+    dtypes = {"none": [torch.bfloat16], "float": [torch.float16]} if DEVICE == "cpu" else {}
+    for dtype in dtypes.get(kind, LIMIT):
         given = rotated_inputs(heads, key_heads, length, size, width, held, dtype, angles=angles)
         *new, keys, values, held_of = given
         mask = (torch.arange(length, device=DEVICE) <= held).expand(2, 1, 1, length)
@@ -141,10 +144,12 @@ def test_a_token_is_rotated_and_kept(
             mask = None
             for part in (keys, values):
                 part[:, :, held:] = 1
-        caches = [(keys.clone(), values.clone()) for _ in range(3)]
+        # On a CPU, where no launches overlap, the kernel is the same for both.
+        ways = (False, True) if DEVICE == "cuda" else (True,)
+        caches = [(keys.clone(), values.clone()) for _ in range(1 + len(ways))]
         expected = in_two_launches(*new, *caches[0], held_of, mask, 0.3)
         assert expected.isfinite().all()
-        for settled, cache in zip((False, True), caches[1:], strict=True):
+        for settled, cache in zip(ways, caches[1:], strict=True):
             found = rotated_attention(*new, *cache, held_of, mask, 0.3, settled=settled)
             for one, other in zip((expected, *caches[0]), (found, *cache), strict=True):
                 assert torch.equal(one.view(torch.int16), other.view(torch.int16))

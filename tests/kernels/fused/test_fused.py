@@ -110,10 +110,10 @@ def operands(
     return Operands(x, build(packed, dtype), bias, packed.scheme, n), packed
 
 
-def is_gated(run: Callable[[Operands], torch.Tensor], op: Operands, kind: str) -> bool:
-    """Whether `run` gives for a gate, bit for bit, what a gate makes of its y."""
-    expected = glue.gate(*run(op).chunk(2, dim=1), kind)
-    return torch.equal(run(replace(op, gate=kind)), expected)
+def is_gated(run: Callable[[Operands], torch.Tensor], op: Operands, *kinds: str) -> bool:
+    """Whether `run` gives for gates, bit for bit, what each makes of its y."""
+    halves = run(op).chunk(2, dim=1)
+    return all(torch.equal(run(replace(op, gate=kind)), glue.gate(*halves, kind)) for kind in kinds)
 
 
 def error(y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor) -> float:

@@ -27,7 +27,7 @@ from quantkit.packing.tensor import PackedTensor
 
 from .. import ptx
 from ..conftest import GLUON
-from .test_fused import CASES, DEVICE, LIMIT, RUNS, error, is_gated, operands
+from .test_fused import CASES, DEVICE, LIMIT, RUNS, WIDELY, error, is_gated, operands
 
 np = pytest.importorskip("numpy")
 InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
@@ -40,6 +40,8 @@ VALUES = "quantkit.kernels.fused.row_values"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
 FORMATS = {name: scheme(name).format for name in CASES if name in PRESETS}
 INTEGERS = [name for name, number_format in FORMATS.items() if as_bytes(number_format) is not None]
+#: Cases that run in every shape, which takes the interpreter long: each way to values, scales and zeros.
+ALL_SHAPES = WIDELY | {"fp8", "nf4", "ternary"}
 #: What is said in the kernel, and what instead.
 CHANGES: dict[str, tuple[str, str, str]] = {
     "x is not waited for": (HELD, "async_copy.wait_group(0)", "pass"),
@@ -86,10 +88,18 @@ def tiles(op: Operands, features: frozenset[str]) -> list[StreamTile]:
     return [tile for tile in kinds if stream.TILING.why_not(asked, tile) is None]
 
 
+SHAPES = [(40, 1400, 1), (17, 2312, 2), (200, 640, 4), (16, 264, 7), (56, 520, 11)]
+
+
 @needs_gluon
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    ("n", "k", "m"), [(40, 1400, 1), (17, 2312, 2), (200, 640, 4), (16, 264, 7), (56, 520, 11)]
+    ("case", "n", "k", "m"),
+    [
+        (case, *shape)
+        for case in CASES
+        # `test_fused.py` has all cases with 1, 3 and 13 rows of x.
+        for shape in (SHAPES if DEVICE == "cuda" or case in ALL_SHAPES else (SHAPES[1], SHAPES[3]))
+    ],
 )
 def test_products_are_those_of_the_dequantized_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, n: int, k: int, m: int
@@ -314,7 +324,6 @@ def test_what_the_kernel_says_is_needed(
             patched.setitem(sys.modules, name, modules[name])
         stream._launch.cache_clear()
         try:
-            errors = []
             for name, kind in (
                 ("int4", True),
                 ("int3", True),
@@ -324,13 +333,14 @@ def test_what_the_kernel_says_is_needed(
             ):
                 op, packed = operands(make_packed, name, 100, 1400 if name != "nvfp4" else 1408, 2, RUN[0])
                 y = stream.run(op, replace(tile, integers=kind), RUN[1])
-                errors.append(error(y, op.x, packed, op.bias))
+                if not error(y, op.x, packed, op.bias) < LIMIT[RUN[0]]:
+                    return
         except InterpreterError:
             # Memory of others is read or written.
             return
         finally:
             stream._launch.cache_clear()
-    assert not all(one < LIMIT[RUN[0]] for one in errors)
+    pytest.fail("all products are right")
 
 
 @needs_gluon
@@ -505,7 +515,7 @@ def test_products_of_norms_are_those_of_what_is_normed_first(
     tile = StreamTile(4, 2, 2, 2, integers)
     y = stream.run(replace(op, normed=normed), tile, features)
     assert error(y, twins[kind](added, weight, 1e-5), packed, op.bias) < LIMIT[dtype]
-    assert torch.equal(y, stream.run(replace(op, normed=normed), tile, features))
+    assert DEVICE == "cpu" or torch.equal(y, stream.run(replace(op, normed=normed), tile, features))
     if adds:
         assert torch.equal(total, added)
 
@@ -520,7 +530,6 @@ def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:
 
 
 @needs_gluon
-@pytest.mark.parametrize("kind", ["silu", "gelu"])
 @pytest.mark.parametrize(
     ("name", "integers"), [("int4", True), ("int3 channel", False), ("nf4", False), ("nvfp4", False)]
 )
@@ -530,7 +539,6 @@ def test_products_that_are_gated_are_those_gated_next(
     poisoned: None,
     name: str,
     integers: bool,
-    kind: str,
     n: int,
     k: int,
     m: int,
@@ -539,7 +547,7 @@ def test_products_that_are_gated_are_those_gated_next(
     dtype, features = RUN
     op, _ = operands(make_packed, name, n, k, m, dtype)
     for tile in (StreamTile(8, 2, 1, 4, integers), StreamTile(8, 1, 2, 1, integers)):
-        assert is_gated(partial(stream.run, tile=tile, features=features), op, kind), tile
+        assert is_gated(partial(stream.run, tile=tile, features=features), op, "silu", "gelu"), tile
 
 
 @needs_gluon

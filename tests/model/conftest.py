@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quantkit.calibrate import scaling
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.packing.schemes import Scheme, scheme
@@ -234,6 +235,12 @@ def text(tmp_path: Path) -> Path:
         lines.append(json.dumps({"text": "".join(string.printable[code] for code in codes)}))
     path.write_text("\n".join(lines))
     return path
+
+
+@pytest.fixture
+def few_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWQ tries three exponents: where it is not about which scales it finds, eleven only take longer."""
+    monkeypatch.setattr(scaling, "EXPONENTS", (0.0, 0.5, 1.0))
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("family", "options"), CASES.values(), ids=CASES)
-def test_ranks_write_the_bytes_of_one_process(tmp_path, text, family, options):
+def test_ranks_write_the_bytes_of_one_process(tmp_path, text, few_scales, family, options):
     source = write(tmp_path, family, num_hidden_layers=2)
     options = {"group_size": 32, "calibration": data(text), **options}
     one = quantize(source, tmp_path / "one", **options)

@@ -129,7 +129,7 @@ def test_tensors_are_those_of_matrix_products(tmp_path):
     ("family", "method"),
     [("tied", "mse"), ("tied", "awq"), ("phi3", "gptq"), ("qwen2_moe", "mse"), ("qwen3_moe", "best")],
 )
-def test_quantized_it_is_close_to_the_original_and_verified(tmp_path, text, family, method):
+def test_quantized_it_is_close_to_the_original_and_verified(tmp_path, text, few_scales, family, method):
     source, out = write(tmp_path, family), tmp_path / "out"
     calibration = None if method == "mse" else data(text)
     quantize(source, out, format="int8", method=method, rotate=True, calibration=calibration)

@@ -200,7 +200,7 @@ def test_an_expert_whose_moments_are_singular_is_named(tmp_path, text):
     assert torch.isfinite(model(input_ids=torch.arange(10)[None]).logits).all()
 
 
-def test_rules_mix_methods_of_experts(tmp_path, text):
+def test_rules_mix_methods_of_experts(tmp_path, text, few_scales):
     source = write(tmp_path, "mixtral")
     rules = (
         "*.layers.0.mlp.experts.gate_up_proj=int4:32:gptq",
@@ -240,7 +240,7 @@ def test_attention_with_data_sees_experts_without(tmp_path, text):
     assert errors["int8"] != errors["binary"]
 
 
-def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch):
+def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_scales):
     source = write(tmp_path, "qwen2_moe", num_hidden_layers=2)
     rules = ("*.layers.1.*=int4:32:awq",)
     options = {"method": "best", "group_size": 32, "calibration": data(text, samples=4), "rules": rules}

@@ -55,17 +55,17 @@ COMPRESSED_TENSORS = {("llama", kind) for kind in ("nvfp4", "mxfp4", "mxfp8")} |
 SHARED = {("llama", "nvfp4"), ("llama", "fp8 tensor"), ("qwen3_moe", "fp8 tensor")}
 
 
-def write(directory: Path, family: str) -> Path:
+def write(directory: Path, family: str, **changes: Any) -> Path:
     source = directory / "source"
 
     def make() -> None:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(family)).float()
+        model = AutoModelForCausalLM.from_config(config_of(family, **changes)).float()
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         model.save_pretrained(source)
 
-    made_once(source, ("formats", family), make)
+    made_once(source, ("formats", family, changes), make)
     return source
 
 
@@ -112,7 +112,7 @@ def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, b
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind):
     monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)  # several chunks per tensor share what is per tensor
-    source, out, options = write(tmp_path, family), tmp_path / "out", KINDS[kind]
+    source, out, options = write(tmp_path, family, num_hidden_layers=1), tmp_path / "out", KINDS[kind]
     quantize(source, out, device="cpu", **options)
     method = json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"]
     assert method == ("compressed-tensors" if (family, kind) in COMPRESSED_TENSORS else "quantkit")
@@ -192,7 +192,7 @@ CASTS = (
 @pytest.mark.parametrize("kind", CASTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind):
-    source, out = write(tmp_path, family), tmp_path / "out"
+    source, out = write(tmp_path, family, num_hidden_layers=1), tmp_path / "out"
     quantize(source, out, device="cpu", method="rtn", **KINDS[kind])
     expected = logits_of(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), prompt)
     for dtype in (torch.bfloat16, torch.float16):

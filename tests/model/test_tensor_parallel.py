@@ -83,7 +83,11 @@ REFUSED = {
 def written(directory: Path, case: Case) -> Tiny:
     family, scheme, options, head = case
     return write_tiny(
-        directory, family, SCHEMES[scheme], pack_head=head, **{"intermediate_size": 128, **options}
+        directory,
+        family,
+        SCHEMES[scheme],
+        pack_head=head,
+        **{"intermediate_size": 128, "num_hidden_layers": 1, **options},
     )
 
 

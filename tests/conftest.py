@@ -201,7 +201,7 @@ def hub_of() -> Iterator[Callable[..., str]]:
             repo: str, files: Mapping[str, bytes], kind: str = "model", gated: Sequence[str] = ()
         ) -> str:
             server = ThreadingHTTPServer(("127.0.0.1", 0), partial(StandInHub, repo, files, kind, gated))
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             stack.callback(server.server_close)
             stack.callback(server.shutdown)
             return f"http://127.0.0.1:{server.server_address[1]}"

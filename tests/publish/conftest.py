@@ -129,7 +129,7 @@ def upload_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubState]:
 
     state = HubState()
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(UploadHub, state))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     state.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "ENDPOINT", state.endpoint)

@@ -40,14 +40,20 @@ def serving_of(model: Path | str, format: str = "int4") -> Serving:
     )
 
 
-@pytest.fixture
-def evaluation(packed: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def evaluated(packed: Path) -> str:
     """What `eval --json` writes of `packed`."""
     found = quantkit.evaluate(
         packed, against=SOURCE, texts=[SOURCE.parent / "stories.txt"], window=64, max_windows=2, device="cpu"
     )
+    return found.to_json()
+
+
+@pytest.fixture
+def evaluation(evaluated: str, tmp_path: Path) -> Path:
+    """That in a file of the test's own."""
     path = tmp_path / "eval.json"
-    path.write_text(found.to_json())
+    path.write_text(evaluated)
     return path
 
 

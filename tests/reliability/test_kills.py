@@ -233,10 +233,9 @@ def test_a_signal_as_the_main_thread_takes_a_lock_ends_the_run(run: Run, n: int)
 
 @pytest.mark.parametrize("writers", [2, 3])
 def test_one_of_several_writers_finishes(run: Run, monkeypatch: pytest.MonkeyPatch, writers: int) -> None:
-    # Slowed down, so that all are there at the same time.
-    write_shard = stream.write_shard
-    pause = run.seconds + 0.5
-    monkeypatch.setattr(stream, "write_shard", lambda *a: (time.sleep(pause), write_shard(*a))[1])
+    # Slowed down before its first shard, so that all are there at the same time.
+    write_shard, pauses = stream.write_shard, iter([run.seconds + 0.5])
+    monkeypatch.setattr(stream, "write_shard", lambda *a: (time.sleep(next(pauses, 0)), write_shard(*a))[1])
     children = [run.start("several") for _ in range(writers)]
     codes = [child.wait() for child in children]
     assert sorted(codes) == [0] + [5] * (writers - 1)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,30 +232,36 @@ def test_a_fresh_process_gives_the_same_kind_of_figures(packed: Path, tmp_path: 
     assert found.memory.before < used_bytes(CPU) * 3
 
 
-def test_errors_of_a_fresh_process_are_those_of_this_one(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
-        speed_of(str(tmp_path), Settings("cpu"))
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="signals that are ignored are in /proc")
-def test_ctrl_c_is_for_the_process_that_was_started_by_hand(tmp_path: Path) -> None:
+def test_errors_of_a_fresh_process_are_those_of_this_one_and_ctrl_c_is_not_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     import quantkit.bench.worker as worker
 
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", worker._PROGRAM], stdin=pipe, stdout=pipe, stderr=pipe, text=True
-    ) as process:
-        status, ignored = Path(f"/proc/{process.pid}/status"), 0
-        for _ in range(3000):
-            ignored = int(status.read_text().split("SigIgn:")[1].split()[0], 16) >> (signal.SIGINT - 1) & 1
-            if ignored:
-                break
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        wanted = {"source": str(tmp_path), "speed": asdict(Settings("cpu")), "profile": None}
-        out, err = process.communicate(json.dumps(wanted))
-    assert ignored and process.returncode == 0 and "Traceback" not in err
-    assert "config.json" in json.loads(out)["error"]
+    ended = []
+
+    class Interrupted(subprocess.Popen[str]):
+        """Gets Ctrl-C as soon as it ignores it, and may end by itself."""
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            status, ignored = Path(f"/proc/{self.pid}/status"), 0
+            for _ in range(3000):
+                ignored = int(status.read_text().split("SigIgn:")[1].split()[0], 16)
+                ignored = ignored >> (signal.SIGINT - 1) & 1
+                if ignored:
+                    break
+                time.sleep(0.01)
+            assert ignored
+            self.send_signal(signal.SIGINT)
+
+        def kill(self) -> None:
+            ended.append(self.wait())
+
+    monkeypatch.setattr(worker, "subprocess", SimpleNamespace(Popen=Interrupted, PIPE=subprocess.PIPE))
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        speed_of(str(tmp_path), Settings("cpu"))
+    assert ended == [0] and "Traceback" not in capfd.readouterr().err
 
 
 def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

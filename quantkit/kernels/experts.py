@@ -8,7 +8,7 @@ sees three operators. They have no gradients.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +17,9 @@ from quantkit.kernels.building import building
 from quantkit.kernels.fused import rows
 from quantkit.kernels.fused.launch import pairs as launch_pairs
 from quantkit.kernels.fused.launch.operands import Grouping, Pairs
+from quantkit.kernels.fused.launch.pairs import FEW_PAIRS
 from quantkit.kernels.linear import KernelLayout
-from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
+from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
 from quantkit.kernels.table import FORCE_VARIABLE, forced_row, log_grouped, row_named, warn_looped
 from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
@@ -31,7 +32,7 @@ GROUPED_ROWS = ("fused-narrow", "fused-skinny", "fused-tiled")
 class ExpertsLayout:
     """What grouped kernels read: `matrices` packed matrices [n, k] of each expert, one after the other.
 
-    For one activation dtype and one device.
+    For one activation dtype and one device. `is_narrow` says whether few pairs are for `fused-narrow`.
     """
 
     dtype: torch.dtype
@@ -40,21 +41,36 @@ class ExpertsLayout:
     matrices: int
     n: int
     tensors: tuple[torch.Tensor, ...]
+    is_narrow: bool = False
 
     def of(self, matrix: int) -> KernelLayout:
         """The layout of one matrix, in the same memory."""
         return KernelLayout(rows.FRAGMENTS.name, self.dtype, tuple([part[matrix] for part in self.tensors]))
 
 
-def why_not_grouped(problem: Problem) -> str | None:
+class OrderedPairs(NamedTuple):
+    """Pairs [P] in the order of their experts, and segments [P, 3], in int32 (`kernels/fused/pairs.py`).
+
+    `is_narrow` says whether they are cut as `fused-narrow` takes them.
+    """
+
+    order: torch.Tensor
+    segments: torch.Tensor
+    is_narrow: bool
+
+
+def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
     """Why experts with such weights are multiplied with one after the other; None where they are grouped.
 
-    `problem` is that of one matrix.
+    `problem` is that of one matrix, of which experts have so many.
     """
     forced = forced_row()
     if forced and row_named(forced).name not in GROUPED_ROWS:
         return f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time"
-    return rows.ungroupable(problem)
+    reason = rows.ungroupable(problem)
+    if reason is None and forced == "fused-narrow":
+        return rows.why_not_narrow(problem, matrices)
+    return reason
 
 
 def build_experts_layout(
@@ -69,49 +85,48 @@ def build_experts_layout(
         return None
     first = weights[0]
     problem = Problem.on(first.device, 1, *first.shape, first.scheme, dtype)
-    reason = why_not_grouped(problem)
+    reason = why_not_grouped(problem, matrices)
     if reason is not None:
         warn_looped(problem, experts, reason)
         return None
     # Tensors of inference mode could not be kept for the backward pass of experts one after the other.
     with torch.no_grad(), torch.inference_mode(False), building():
         tensors = rows.stacked(weights, len(weights), dtype)
-    return ExpertsLayout(dtype, first.scheme.token, experts, matrices, first.shape[0], tensors)
+    is_narrow = forced_row() in ("", "fused-narrow") and rows.why_not_narrow(problem, matrices) is None
+    return ExpertsLayout(dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, is_narrow)
 
 
-def order_pairs(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of `index` [T, k] in the order of their experts [T * k], and segments [T * k, 3], in int32.
+def order_pairs(index: torch.Tensor, *layouts: ExpertsLayout) -> OrderedPairs:
+    """The pairs of `index` [T, k] in the order of their experts, for products with these layouts.
 
-    An index that is not one of the `experts` stands for none.
+    An index that is not one of the experts stands for none.
     """
-    order, segments = torch.ops.quantkit.order_pairs(index, experts)
-    return order, segments
+    is_narrow = all(layout.is_narrow for layout in layouts)
+    order, segments = torch.ops.quantkit.order_pairs(index, layouts[0].experts, is_narrow)
+    return OrderedPairs(order, segments, is_narrow)
 
 
 def experts_linear(
-    x: torch.Tensor,
-    order: torch.Tensor,
-    segments: torch.Tensor,
-    layout: ExpertsLayout,
-    chained: bool = False,
+    x: torch.Tensor, pairs: OrderedPairs, layout: ExpertsLayout, chained: bool = False
 ) -> torch.Tensor:
     """For each pair, its row of x times the matrices of its expert: [P, matrices * n] in x's dtype.
 
     `x` is [T, K], a row per token, or [P, K], a row per pair. Rows of pairs without an expert are undefined.
-    The product is `chained` if x is made of what this function gave for the same segments, which its kernel
-    then reads while the one before it still runs. Raises `KernelError` where dtypes do not fit.
+    The product is `chained` if x is made of what this function gave for the same pairs, whose segments its
+    kernel then reads while the one before it still runs. Raises `KernelError` where dtypes do not fit.
     """
     if x.dtype != layout.dtype:
         raise KernelError(f"x is {x.dtype} and the layout for {layout.dtype}; build one for x's dtype.")
     y: torch.Tensor = torch.ops.quantkit.experts_linear(
         x,
-        order,
-        segments,
+        pairs.order,
+        pairs.segments,
         list(layout.tensors),
         layout.scheme,
         layout.experts,
         layout.matrices,
         layout.n,
+        pairs.is_narrow,
         chained,
     )
     return y
@@ -126,11 +141,13 @@ def weigh_pairs(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, exp
     return out
 
 
-torch.library.define("quantkit::order_pairs", "(Tensor index, int experts) -> (Tensor, Tensor)")
+torch.library.define(
+    "quantkit::order_pairs", "(Tensor index, int experts, bool is_narrow) -> (Tensor, Tensor)"
+)
 torch.library.define(
     "quantkit::experts_linear",
     "(Tensor x, Tensor order, Tensor segments, Tensor[] layout, str scheme, int experts, int matrices, "
-    "int out_features, bool chained) -> Tensor",
+    "int out_features, bool is_narrow, bool chained) -> Tensor",
 )
 torch.library.define(
     "quantkit::weigh_pairs", "(Tensor y, Tensor index, Tensor weights, int experts) -> Tensor"
@@ -148,17 +165,19 @@ def _forced() -> str:
 
 
 @torch.library.impl("quantkit::order_pairs", "default")
-def _order_pairs(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _order_pairs(index: torch.Tensor, experts: int, is_narrow: bool) -> tuple[torch.Tensor, torch.Tensor]:
     flat = index.reshape(-1).contiguous()
     if flat.shape[0] == 0:
-        return _order_pairs_fake(index, experts)
-    size = rows.pairs_of_segment(flat.shape[0], experts, device_features(flat.device), _forced())
+        return _order_pairs_fake(index, experts, is_narrow)
+    size = rows.pairs_of_segment(flat.shape[0], experts, is_narrow, _forced())
     return rows.on_device(
         flat.device, lambda features: launch_pairs.order_pairs(flat, experts, size, features)
     )
 
 
-def _order_pairs_fake(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _order_pairs_fake(
+    index: torch.Tensor, experts: int, is_narrow: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     pairs = index.numel()
     return index.new_empty(pairs, dtype=torch.int32), index.new_empty(pairs, 3, dtype=torch.int32)
 
@@ -172,6 +191,7 @@ def run_experts(
     experts: int,
     matrices: int,
     out_features: int,
+    is_narrow: bool,
     chained: bool,
     *,
     gate: str = "",
@@ -183,11 +203,11 @@ def run_experts(
     if order.shape[0] == 0:
         return x.new_empty(0, (1 if gate else matrices) * out_features)
     problem, row, grouping, tile = _grouped(
-        x.device, x, order, scheme, experts, matrices, out_features, chained
+        x.device, x, order, scheme, experts, matrices, out_features, is_narrow, chained
     )
     if gate and (reason := rows.why_no_gated_experts(row, matrices, tile)) is not None:
         raise KernelError(f"{row}, which runs experts of {problem}, does not gate y: {reason}.")
-    log_grouped(problem, experts, row, tile, partial(rows.why_not_narrow, problem, grouping))
+    log_grouped(problem, experts, row, tile, partial(_why_not_narrow, problem, grouping))
     pairs = Pairs(order, segments, grouping)
     return rows.grouped(row, x.contiguous(), tuple(layout), problem.scheme, out_features, pairs, tile, gate)
 
@@ -213,12 +233,22 @@ def _grouped(
     experts: int,
     matrices: int,
     out_features: int,
+    is_narrow: bool,
     chained: bool,
 ) -> tuple[Problem, str, Grouping, Any]:
     """The problem of one matrix, the row that runs it, how pairs are grouped, and the tile."""
     pairs, columns = order.shape[0], x.shape[1]
     problem = Problem.on(device, pairs, out_features, columns, parse_token(scheme), x.dtype)
-    return problem, *rows.group(problem, experts, matrices, pairs // x.shape[0], _forced(), chained)
+    slots = pairs // x.shape[0]
+    return problem, *rows.group(problem, experts, matrices, slots, is_narrow, _forced(), chained)
+
+
+def _why_not_narrow(problem: Problem, grouping: Grouping) -> str | None:
+    """Why `fused-narrow` does not multiply these segments, for who asked to see; None if that is forced."""
+    if grouping.rows > FEW_PAIRS:
+        return f"tiles are faster for segments of up to {grouping.rows} pairs"
+    reason = rows.why_not_narrow(problem, grouping.matrices)
+    return reason or (None if forced_row() else "it cannot multiply with the other matrices of these experts")
 
 
 def _check(x: torch.Tensor, order: torch.Tensor) -> None:
@@ -240,6 +270,7 @@ def _experts_linear_fake(
     experts: int,
     matrices: int,
     out_features: int,
+    is_narrow: bool,
     chained: bool,
 ) -> torch.Tensor:
     return x.new_empty(order.shape[0], matrices * out_features)

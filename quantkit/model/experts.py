@@ -144,9 +144,9 @@ class PackedExperts(PackedModule):
         down = self._grouped_layout(DOWN, x.dtype)
         if gate_up is None or down is None or self._is_trained(hidden_states, top_k_weights):
             return self._one_by_one(hidden_states, top_k_index, top_k_weights)
-        order, segments = order_pairs(top_k_index, gate_up.experts)
-        gate, up = experts_linear(x, order, segments, gate_up).chunk(2, -1)
-        y = experts_linear(autocast(self.act_fn(gate) * up), order, segments, down, chained=True)
+        pairs = order_pairs(top_k_index, gate_up, down)
+        gate, up = experts_linear(x, pairs, gate_up).chunk(2, -1)
+        y = experts_linear(autocast(self.act_fn(gate) * up), pairs, down, chained=True)
         return weigh_pairs(y, top_k_index, top_k_weights, gate_up.experts).to(hidden_states.dtype)
 
     def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:

@@ -634,15 +634,15 @@ def test_products_with_experts_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     index = torch.tensor([[0, 2], [1, 0]], device=DEVICE)
 
     def step(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        pairs = order_pairs(index, 3)
-        gate, up = experts_linear(x, *pairs, layouts[0]).chunk(2, -1)
-        y = experts_linear(glue.slow_silu_gate(gate, up), *pairs, layouts[1], chained=True)
+        pairs = order_pairs(index, *layouts)
+        gate, up = experts_linear(x, pairs, layouts[0]).chunk(2, -1)
+        y = experts_linear(glue.slow_silu_gate(gate, up), pairs, layouts[1], chained=True)
         return weigh_pairs(y, index, weights, 3)
 
     given = [numbers(2, 64).to(torch.bfloat16), numbers(2, 2)]
     module = fused(step, given, "steps")
     assert calls(module)["gated"] == 1 and not calls(module)["gate"]
-    assert asked == [(2, 64, 4, 3, 2, 32, False)]
+    assert asked == [(2, 64, 4, 3, 2, 32, False, False)]
     close(module(*given), step(*given))
 
 

@@ -9,10 +9,15 @@ import triton.language as tl
 
 
 @triton.jit
-def segment(segments, number):
-    """Expert, first pair and number of pairs of a segment (`quantkit.kernels.fused.pairs`)."""
+def segment(segments, number, EARLY: tl.constexpr = False):
+    """Expert, first pair and number of pairs of a segment (`quantkit.kernels.fused.pairs`).
+
+    EARLY, before the wait for the kernel before this one, they do not come from a multiprocessor's cache.
+    """
     at = segments + number * 3
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    first = tl.load(at + 1, cache_modifier=CACHE)
+    return tl.load(at, cache_modifier=CACHE), first, tl.load(at + 2, cache_modifier=CACHE)
 
 
 @triton.jit

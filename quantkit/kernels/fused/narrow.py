@@ -69,7 +69,11 @@ def narrow(
         if PDL and not CHAINED:
             # The kernel before this one may have written the segments.
             wait_for_kernel_before()
-        expert, its_first, M = segment(segments, program)
+        expert, its_first, M = segment(segments, program, CHAINED)
+        if PDL and CHAINED:
+            # If no segment has pairs, some program has to have waited before all end.
+            if (M == 0) & (program == 0):
+                wait_for_kernel_before()
         if M == 0:
             return
         codes, scale, zero, factor, lut = of_matrix(
@@ -117,7 +121,7 @@ def narrow(
         # Only x, and sums of its squares, are written by kernels before this one.
         wait_for_kernel_before()
     if PDL and segments is not None:
-        # Who reads the same segments before it waits relies on this wait.
+        # A chained kernel, or one that adds up parts, reads the segments at once, as this one has waited.
         let_next_start()
     if ENDS is not None:
         of_norm = load_squares(squares, M, K, BM, W)

@@ -13,7 +13,7 @@ from quantkit.kernels.fused import verdicts
 from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch.gpu import processors
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
-from quantkit.kernels.fused.launch.pairs import FEW_PAIRS, TILED_PAIRS, segment_rows
+from quantkit.kernels.fused.launch.pairs import FEW_PAIRS, segment_rows
 from quantkit.kernels.fused.layout import build, join, restore
 from quantkit.kernels.problem import (
     KernelRow,
@@ -40,6 +40,7 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
 FRAGMENTS = Layout("fragments", _build, join, restore)
 
 
+_BEFORE_LOADING = "Set QUANTKIT_KERNEL, if at all, before the model is loaded."
 #: Computes y of operands on a device with some features, in a tile where its row has tiles.
 _Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
@@ -124,54 +125,45 @@ def stacked(weights: Iterable[PackedTensor], count: int, dtype: torch.dtype) -> 
     return stacks
 
 
-def pairs_of_segment(pairs: int, experts: int, features: frozenset[str], forced: str = "") -> int:
+def pairs_of_segment(pairs: int, experts: int, is_narrow: bool, forced: str = "") -> int:
     """`segment_rows`, with as many as the kernels of a forced row take."""
-    usual = segment_rows(pairs, experts, features)
-    few, many = FEW_PAIRS, max(usual, 2 * FEW_PAIRS)
-    return {"fused-narrow": few, "fused-skinny": few, "fused-tiled": many}.get(forced, usual)
+    usual = segment_rows(pairs, experts, is_narrow)
+    return {"": usual, "fused-tiled": max(usual, 2 * FEW_PAIRS)}.get(forced, FEW_PAIRS)
+
+
+def why_not_narrow(problem: Problem, matrices: int) -> str | None:
+    """Why `fused-narrow` does not multiply few pairs with experts of so many matrices, one the problem's."""
+    return verdicts.why_not_narrow_experts(replace(problem, m=FEW_PAIRS), matrices)
 
 
 @lru_cache(maxsize=4096)
 def group(
-    problem: Problem, experts: int, matrices: int, slots: int, forced: str = "", chained: bool = False
+    problem: Problem,
+    experts: int,
+    matrices: int,
+    slots: int,
+    is_narrow: bool,
+    forced: str = "",
+    chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
     """The row that multiplies m pairs with their experts, how it groups them, and the tile of the rules.
 
-    `problem` is that of one matrix. Tile tables have no part in it: they were measured with one weight.
+    `problem` is that of one matrix; `is_narrow` says whether few pairs are for `fused-narrow`, which has to
+    be able to. Tile tables have no part in it: they were measured with one weight.
     """
-    size = pairs_of_segment(problem.m, experts, problem.features, forced)
+    size = pairs_of_segment(problem.m, experts, is_narrow, forced)
     grouping = Grouping(problem.m, experts, size, matrices, slots, chained)
-    row = _row_of_segments(problem, grouping, forced)
     expert = replace(problem, m=size, n=problem.n * matrices)
-    if row == "fused-narrow":
-        return row, grouping, narrow.experts_tile(expert, grouping.usual)
     # All segments keep processors busy together.
     every = replace(expert, n=expert.n * grouping.segments)
-    if row == "fused-tiled":
-        return row, grouping, replace(tiled.TILING.rule(every), split=1)
-    return row, grouping, skinny.TILING.rule(every)
-
-
-def why_not_narrow(problem: Problem, grouping: Grouping) -> str | None:
-    """Why `fused-narrow` does not multiply segments with their matrices, of which the problem has one."""
-    if grouping.rows > FEW_PAIRS:
-        return f"segments of up to {grouping.rows} pairs are faster in tiles"
-    return verdicts.why_not_narrow_experts(replace(problem, m=grouping.rows), grouping.matrices)
-
-
-def _row_of_segments(problem: Problem, grouping: Grouping, forced: str) -> str:
-    """The row that multiplies segments with their matrices, of which the problem has one."""
-    if grouping.rows > FEW_PAIRS:
-        return "fused-tiled"
-    reason = why_not_narrow(problem, grouping)
-    if forced == "fused-narrow" and reason is not None:
-        raise KernelError(
-            f"QUANTKIT_KERNEL={forced} cannot run experts of {problem}: {reason}. Unset it, or name another "
-            "row, before the model is loaded."
-        )
-    if forced or reason is None:
-        return forced or "fused-narrow"
-    return "fused-tiled" if grouping.count >= TILED_PAIRS * grouping.experts else "fused-skinny"
+    if size > FEW_PAIRS:
+        return "fused-tiled", grouping, replace(tiled.TILING.rule(every), split=1)
+    row = forced or ("fused-narrow" if is_narrow else "fused-skinny")
+    if row == "fused-skinny":
+        return row, grouping, skinny.TILING.rule(every)
+    if (reason := why_not_narrow(problem, matrices)) is not None:
+        raise KernelError(f"{row} cannot run experts of {problem}: {reason}. {_BEFORE_LOADING}")
+    return row, grouping, narrow.experts_tile(expert, grouping.usual)
 
 
 def why_no_gated_experts(row: str, matrices: int, tile: Any) -> str | None:

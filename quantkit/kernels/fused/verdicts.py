@@ -10,7 +10,7 @@ import torch
 
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch import narrow, skinny, stream, tiled
-from quantkit.kernels.fused.launch.gpu import FEW_ROWS, SHARING_FEATURES, has_few_rows, processors
+from quantkit.kernels.fused.launch.gpu import FEW_ROWS, has_few_rows, processors
 from quantkit.kernels.fused.launch.operands import shape_of, table_bytes
 from quantkit.kernels.fused.layout import ROWS
 from quantkit.kernels.fused.ptx import expression
@@ -83,7 +83,7 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
             return f"it takes up to {most} rows of x, not {problem.m}"
         if (reason := unmultipliable(problem)) is not None:
             return reason
-        if not problem.features >= SHARING_FEATURES:
+        if not {"ptx", "gluon"} <= problem.features:
             return "it is for NVIDIA GPUs from compute capability 8.0 on, and the Gluon of Triton 3.6"
         if problem.k % 8:
             return f"it loads 16 bytes of x at a time, of whose {problem.k} columns some begin between them"
@@ -152,7 +152,7 @@ def why_not_narrow_experts(problem: Problem, matrices: int) -> str | None:
             f"matrices of an expert lie next to each other for multiples of {ROWS} rows, not for {problem.n}"
         )
     if problem.scheme.is_fitted:
-        return "matrices of an expert have values of their own"
+        return "each matrix has values of its own, of which a program has one table"
     return None
 
 

@@ -246,7 +246,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
     With "long", it is for a weight with long rows, with "gate" y is gated, with "end" a norm ended. With
     "begin", it is the kernel that adds up parts and begins a norm. With "experts", it is for pairs, and the
-    two matrices of their experts.
+    two matrices of their experts; with "chained", not for the first time.
     """
     row, dtype = scheme(case.name), torch.bfloat16
     _, *numbers = case.kernel.split()
@@ -256,7 +256,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     tile = narrow.NarrowTile(*map(int, [one for one in numbers if one.isdecimal()]))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     ends, begins = 1e-5 if "end" in numbers else None, 0.0 if "begin" in numbers else None
-    grouping = Grouping(2, 8, case.m, 2, 2) if "experts" in numbers else None
+    grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
     n, has_bias = (N, True) if grouping is None else (2 * N, False)
     launches = narrow._launches(
         case.m, n, k, row, dtype, has_bias, tile, features, H200_PROCESSORS, gate, begins, ends, grouping

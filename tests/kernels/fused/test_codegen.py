@@ -406,7 +406,7 @@ def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> No
     cases += [("narrow 16 1 4", "int4", 90, 8), ("narrow 16 1 2", "mxfp6", 90, 16)]
     cases += [("narrow end 8 8 2", "fp6", 90, 16), ("narrow end 8 8 2", "nf4", 90, 16)]
     cases += [("narrow experts 8 1 2", name, 90, 8) for name in ("int8", "nvfp4", "nf4")]
-    cases += [("narrow experts 16 1 2", "int4", 80, 8), ("narrow experts 16 4 2 long", "int4", 90, 8)]
+    cases += [("narrow experts 16 1 2", "int4", 80, 8), ("narrow experts chained 16 4 2 long", "int4", 90, 8)]
     gated = [("narrow gate end 16 1 2", "int4", 90, 16), ("narrow experts gate 16 1 2", "int4", 90, 8)]
     for case, found in compiled([*cases, *gated]).items():
         name = case[1]

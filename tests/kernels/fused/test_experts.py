@@ -81,7 +81,10 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
         every = [weight for one in weights for weight in one]
         tensors = rows.stacked(every, len(every), DTYPE)
         token = every[0].scheme.token
-        return Experts(weights, ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors))
+        asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
+        is_narrow = rows.why_not_narrow(asked, matrices) is None
+        layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, is_narrow)
+        return Experts(weights, layout)
 
     return make
 
@@ -260,6 +263,25 @@ def test_zero_points_and_factors_are_those_of_the_expert(
             assert relative(run_with(made, x, index, size, features, tile), expected) < LIMIT, tile
 
 
+@pytest.mark.parametrize("n", [24, 32])
+def test_scales_of_tensors_are_those_of_the_matrix(
+    make_experts: Callable[..., Experts], poisoned: None, n: int
+) -> None:
+    """Powers of two, which are the same for all matrices otherwise, change no digit."""
+    made = make_experts("nvfp4", 3, 2, (n, 128))
+    x, index = numbers(5, 128), choices(5, 2, 3)
+    # What sums are divided by, of each matrix.
+    divisors = 2.0 ** torch.arange(6, device=DEVICE)
+    tensors = list(made.layout.tensors)
+    tensors[3] = tensors[3] * divisors.view(-1, *[1] * (tensors[3].dim() - 1))
+    changed = replace(made, layout=replace(made.layout, tensors=tuple(tensors)))
+    times = (1 / divisors).view(3, 2)[index.reshape(-1)].repeat_interleave(n, 1)
+    for features in FEATURES:
+        for size, tile in tiles(made, features):
+            y = run_with(made, x, index, size, features, tile)
+            assert torch.equal(run_with(changed, x, index, size, features, tile), y * times), tile
+
+
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_code_books_are_those_of_the_expert(
     make_experts: Callable[..., Experts], poisoned: None, tokens: int
@@ -297,9 +319,9 @@ def test_graphs_capture_them_and_see_later_choices(make_experts: Callable[..., E
     down = make_experts("nvfp4", 8, 1, (256, 256))
 
     def forward() -> torch.Tensor:
-        pairs = order_pairs(index, 8)
-        gate, up = experts_linear(x, *pairs, made.layout).chunk(2, -1)
-        y = experts_linear(glue.gate(gate, up, "silu"), *pairs, down.layout, chained=True)
+        pairs = order_pairs(index, made.layout, down.layout)
+        gate, up = experts_linear(x, pairs, made.layout).chunk(2, -1)
+        y = experts_linear(glue.gate(gate, up, "silu"), pairs, down.layout, chained=True)
         return weigh_pairs(y, index, weights, 8)
 
     forward()
@@ -318,8 +340,7 @@ def test_operators(make_experts: Callable[..., Experts], poisoned: None, tokens:
     made = make_experts("int4", 4, 2, (24, 128))
     x, index, weights = numbers(tokens, 128), choices(tokens, 2, 4) if tokens else None, numbers(tokens, 2)
     index = torch.empty(0, 2, dtype=torch.int64, device=DEVICE) if index is None else index
-    order, segments = order_pairs(index, 4)
-    y = experts_linear(x, order, segments, made.layout)
+    y = experts_linear(x, order_pairs(index, made.layout), made.layout)
     found = weigh_pairs(y, index, weights, 4)
     assert y.shape == (2 * tokens, 48) and found.shape == (tokens, 48)
     if tokens:
@@ -333,12 +354,12 @@ def test_operators(make_experts: Callable[..., Experts], poisoned: None, tokens:
 def test_opcheck(make_experts: Callable[..., Experts]) -> None:
     made = make_experts("int4", 4, 2, (24, 128))
     x, index, weights = numbers(3, 128), choices(3, 2, 4), numbers(3, 2)
-    order, segments = order_pairs(index, 4)
-    y = experts_linear(x, order, segments, made.layout)
     layout = made.layout
-    product_of = (x, order, segments, list(layout.tensors), layout.scheme, 4, 2, 24, False)
+    order, segments, is_narrow = pairs = order_pairs(index, layout)
+    y = experts_linear(x, pairs, layout)
+    product_of = (x, order, segments, list(layout.tensors), layout.scheme, 4, 2, 24, is_narrow, False)
     for op, operands in (
-        (torch.ops.quantkit.order_pairs, (index, 4)),
+        (torch.ops.quantkit.order_pairs, (index, 4, is_narrow)),
         (torch.ops.quantkit.experts_linear, product_of),
         (torch.ops.quantkit.weigh_pairs, (y, index, weights, 4)),
     ):
@@ -393,7 +414,7 @@ def test_layouts_are_built_on_the_gpu_that_has_the_weights(monkeypatch: pytest.M
 def test_layouts_built_in_inference_mode_serve_a_backward_pass(
     make_packed: Callable[..., PackedTensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "why_not_grouped", lambda asked: None)
+    monkeypatch.setattr(experts, "why_not_grouped", lambda *asked: None)
     packed = make_packed("int4", (16, 128), exact=True).to(DEVICE)
     with torch.inference_mode():
         layout = build_experts_layout([packed], 1, 1, DTYPE)
@@ -437,7 +458,7 @@ def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
         (2, "", "fused-skinny", 8),
         (2, "fused-tiled", "fused-tiled", 16),
     ):
-        chosen, grouping, _ = rows.group(problem(m=pairs), 8, 2, 2, forced)
+        chosen, grouping, _ = rows.group(problem(m=pairs), 8, 2, 2, False, forced)
         assert (chosen, grouping.rows) == (row, size)
     asked = problem()
     monkeypatch.setenv(FORCE_VARIABLE, "fused-tiled")
@@ -445,42 +466,68 @@ def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(FORCE_VARIABLE, "unpack")
     assert "QUANTKIT_KERNEL=unpack multiplies with one weight at a time" in str(why_not_grouped(asked))
     with pytest.raises(KernelError, match="Set it before the model is loaded"):
-        order_pairs(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 8)
+        torch.ops.quantkit.order_pairs(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 8, False)
     monkeypatch.setenv(FORCE_VARIABLE, "nothing")
     with pytest.raises(KernelError, match="there is no kernel 'nothing'"):
         why_not_grouped(asked)
 
 
 def test_segments_grow_with_the_pairs_of_an_expert() -> None:
-    found = [segment_rows(pairs, 8, GPU_FEATURES) for pairs in (1, 2, 63, 64, 128, 1024, 9999)]
+    found = [segment_rows(pairs, 8, True) for pairs in (1, 2, 63, 64, 128, 1024, 9999)]
     assert found == [8, 8, 8, 16, 32, 128, 128]
     # Where `fused-narrow` does not run, `fused-tiled` does earlier.
-    assert [segment_rows(pairs, 8, frozenset({"triton"})) for pairs in (31, 32, 64)] == [8, 16, 16]
+    assert [segment_rows(pairs, 8, False) for pairs in (31, 32, 64)] == [8, 16, 16]
     for tokens in (1, 64, 4096):
         for name in FORMATS:
-            for features in (GPU_FEATURES, frozenset({"triton"})):
+            for features, is_narrow in ((GPU_FEATURES, True), (frozenset({"triton"}), False)):
                 asked = problem(name, m=2 * tokens, features=features)
-                row, grouping, tile = rows.group(asked, 8, 2, 2)
+                row, grouping, tile = rows.group(asked, 8, 2, 2, is_narrow)
                 assert (row == "fused-tiled") == (tokens > 1)
-                assert (row == "fused-narrow") == (tokens == 1 and "gluon" in features)
+                assert (row == "fused-narrow") == (tokens == 1 and is_narrow)
                 assert (grouping.rows == 8) == (tokens == 1)
                 assert getattr(tile, "split", 1) == 1
 
 
-def test_few_pairs_are_for_the_kernel_that_can() -> None:
-    """Where `fused-narrow` cannot, `fused-tiled` takes its segments from four pairs for each expert on."""
-    for changes, row in (
-        ({}, "fused-narrow"),
-        ({"n": 4104}, "fused-tiled"),
-        ({"k": 4100}, "fused-tiled"),
-        ({"m": 31, "n": 4104}, "fused-skinny"),
+def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
+    for changes, matrices, reason in (
+        ({}, 2, None),
+        ({"n": 4104}, 1, None),
+        ({"n": 4104}, 2, "multiples of 16 rows, not for 4104"),
+        ({"k": 4100}, 1, "16 bytes of x at a time"),
+        ({"features": frozenset({"triton"})}, 1, "from compute capability 8.0 on"),
+        ({"name": "book4"}, 1, "values of its own"),
     ):
-        chosen, grouping, _ = rows.group(problem(**{"m": 32, "features": GPU_FEATURES} | changes), 8, 2, 2)
-        assert (chosen, grouping.rows) == (row, 8)
-    assert rows.group(problem("book4", features=GPU_FEATURES), 8, 2, 2)[0] == "fused-skinny"
+        found = rows.why_not_narrow(problem(**{"features": GPU_FEATURES} | changes), matrices)
+        assert found is None if reason is None else reason in str(found)
     asked = problem(n=4104, features=GPU_FEATURES)
-    with pytest.raises(KernelError, match=r"QUANTKIT_KERNEL=fused-narrow cannot run .* multiples of 16 rows"):
-        rows.group(asked, 8, 2, 2, "fused-narrow")
+    with pytest.raises(KernelError, match=r"fused-narrow cannot run experts of .* multiples of 16 rows"):
+        rows.group(asked, 8, 2, 2, False, "fused-narrow")
+
+
+def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
+    make_packed: Callable[..., PackedTensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def built(rows_of_weight: int, matrices: int = 2) -> ExpertsLayout | None:
+        packed = make_packed("int4", (rows_of_weight, 128)).to(DEVICE)
+        return build_experts_layout([packed] * matrices, 1, matrices, DTYPE)
+
+    monkeypatch.setattr(
+        experts.Problem,
+        "on",
+        lambda device, m, n, k, of, dtype: problem(m=m, n=n, k=k, dtype=dtype, features=GPU_FEATURES),
+    )
+    fine, odd = built(16), built(24)
+    assert fine is not None and fine.is_narrow and odd is not None and not odd.is_narrow
+    index = choices(3, 1, 1)
+    for layouts, is_narrow in (((fine, fine), True), ((fine, odd), False), ((odd,), False)):
+        assert order_pairs(index, *layouts).is_narrow is is_narrow
+    for forced, narrowly in (("fused-narrow", True), ("fused-skinny", False), ("fused-tiled", False)):
+        monkeypatch.setenv(FORCE_VARIABLE, forced)
+        layout = built(16)
+        assert layout is not None and layout.is_narrow is narrowly
+    # What cannot be multiplied as it is forced is not grouped.
+    monkeypatch.setenv(FORCE_VARIABLE, "fused-narrow")
+    assert built(24) is None and built(24, 1) is not None
 
 
 def test_tiles_of_experts() -> None:
@@ -522,7 +569,7 @@ def test_verbose_says_what_runs(
     index = choices(1, 2, 4)
     with caplog.at_level(logging.INFO, logger="quantkit.kernels"):
         for _ in range(2):
-            experts_linear(numbers(1, 128), *order_pairs(index, 4), made.layout)
+            experts_linear(numbers(1, 128), order_pairs(index, made.layout), made.layout)
     (record,) = caplog.records
     slower = "grouped fused-skinny warps=4", "; not fused-narrow: "
     for part in ("4 experts", *(slower if DEVICE == "cpu" else ["grouped fused-narrow warps="])):
@@ -531,12 +578,12 @@ def test_verbose_says_what_runs(
 
 def test_what_does_not_fit_is_refused(make_experts: Callable[..., Experts]) -> None:
     made = make_experts("int4", 2, 1, (16, 128))
-    order, segments = order_pairs(choices(3, 2, 2), 2)
     layout = made.layout
-    of = (order, segments, list(layout.tensors), layout.scheme, 2, 1, 16, False)
+    pairs = order_pairs(choices(3, 2, 2), layout)
+    of = (pairs.order, pairs.segments, list(layout.tensors), layout.scheme, 2, 1, 16, pairs.is_narrow, False)
     with pytest.raises(KernelError, match=r"which runs experts of int4 .* does not gate y"):
         run_experts(numbers(3, 128), *of, gate="silu")
     with pytest.raises(KernelError, match="build one for x's dtype"):
-        experts_linear(numbers(3, 128).to(torch.float32), order, segments, made.layout)
+        experts_linear(numbers(3, 128).to(torch.float32), pairs, layout)
     with pytest.raises(KernelError, match=r"x has shape \(4, 128\) for 6 pairs"):
-        experts_linear(numbers(4, 128), order, segments, made.layout)
+        experts_linear(numbers(4, 128), pairs, layout)

@@ -14,8 +14,6 @@ H200_PROCESSORS = 132
 HOPPER_SHARED = 227 << 10
 #: Bytes of shared memory that a program may have without asking for more.
 USUAL_SHARED = 48 << 10
-#: What a GPU can do that runs `fused-stream` and `fused-narrow`.
-SHARING_FEATURES = frozenset({"ptx", "gluon"})
 #: GPUs whose tensor cores, in GeForce products, sum float16 twice as fast in float16 as in float32.
 HALF_RATE = ((8, 6), (8, 9), (12, 0))
 #: Weights with so many rows or fewer leave processors of an H200 idle unless tiles are split by columns.

@@ -50,7 +50,7 @@ class Grouping:
     @property
     def usual(self) -> int:
         """How many have some where tokens choose by chance: as many as experts are chosen, or more."""
-        missed: float = (1 - self.slots / self.experts) ** (self.count / self.slots)
+        missed: float = max(0.0, 1 - self.slots / self.experts) ** (self.count / self.slots)
         return min(self.segments, max(round(self.experts * (1 - missed)), -(-self.count // self.rows)))
 
 

@@ -5,13 +5,12 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.fused.launch.gpu import SHARING_FEATURES
 from quantkit.kernels.launcher import Launch, overlap, power_of_two
 
 #: Pairs of a segment: those of `fused-narrow` and `fused-skinny`, and the most there are.
 FEW_PAIRS, MOST_PAIRS = 8, 128
 #: Pairs that experts have on average from which on `fused-tiled` is faster than `fused-skinny` (112 in
-#: docs/kernels-log.md), and segments are larger, as it is faster than `fused-narrow` (120).
+#: docs/kernels-log.md), and for most formats than `fused-narrow` (121).
 TILED_PAIRS, MANY_PAIRS = 4, 8
 #: Numbers that a program which orders pairs has at a time: its pairs times the experts.
 ORDERED = 8192
@@ -19,11 +18,13 @@ ORDERED = 8192
 WEIGHED = 1024
 
 
-def segment_rows(pairs: int, experts: int, features: frozenset[str]) -> int:
-    """How many pairs of one expert a program multiplies with at most: `FEW_PAIRS`, or more than most have."""
+def segment_rows(pairs: int, experts: int, is_narrow: bool) -> int:
+    """How many pairs of one expert a program multiplies with at most: `FEW_PAIRS`, or more than most have.
+
+    `is_narrow` says whether it is `fused-narrow` that multiplies with few.
+    """
     usual = -(-3 * pairs // (2 * experts))
-    few = MANY_PAIRS if features >= SHARING_FEATURES else TILED_PAIRS
-    if pairs < few * experts:
+    if pairs < (MANY_PAIRS if is_narrow else TILED_PAIRS) * experts:
         return FEW_PAIRS
     return min(max(1 << (usual - 1).bit_length(), 2 * FEW_PAIRS), MOST_PAIRS)
 

@@ -81,8 +81,15 @@ def doctor(
             say(f"\n{', '.join(what)}: {entry['kernel'] or 'none'}{tile}{measured}")
             for name, reason in entry["refused"].items():
                 say(f"  not {name}: {reason}")
-            ungrouped = entry["experts_ungrouped"]
-            say(f"  experts: {'grouped' if ungrouped is None else f'one after the other: {ungrouped}'}")
+            say(f"  experts: {_of_experts(entry['experts_ungrouped'], entry['experts_not_narrow'])}")
+
+
+def _of_experts(ungrouped: str | None, not_narrow: str | None) -> str:
+    """How experts with such weights are multiplied, whatever M is."""
+    if ungrouped is not None:
+        return f"one after the other: {ungrouped}"
+    few = "fused-narrow" if not_narrow is None else f"fused-skinny, not fused-narrow: {not_narrow}"
+    return f"grouped, few tokens for each in {few}"
 
 
 def _say_tables(tables: list[dict[str, Any]]) -> None:
@@ -184,6 +191,7 @@ def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any
             "us": choice.us,
             "refused": dict(choice.refusals),
             "experts_ungrouped": choice.ungrouped,
+            "experts_not_narrow": choice.not_narrow,
         }
         for scheme, shape in _weights(directory)
         for choice in choices(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kernels.fused.rows import ungroupable
+from quantkit.kernels.fused.rows import ungroupable, why_not_narrow
 from quantkit.kernels.problem import KernelRow, Problem, tile_text
 from quantkit.kernels.table import ROWS, choose_unforced, explain, sums_text
 from quantkit.packing.schemes import Scheme
@@ -26,6 +26,8 @@ class Choice:
     refusals: tuple[tuple[str, str], ...]
     #: Why experts with such weights are multiplied with one after the other; None where they are grouped.
     ungrouped: str | None
+    #: Why few tokens are not multiplied with such experts, grouped, by `fused-narrow`.
+    not_narrow: str | None
 
 
 def choices(
@@ -63,6 +65,7 @@ def choice_of(problem: Problem) -> Choice:
         None if chosen is None else chosen.us,
         tuple((name, reason) for name, reason in verdicts if reason is not None),
         ungroupable(problem),
+        why_not_narrow(problem, 2),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.cli.doctor import _of_experts
 from quantkit.errors import KernelError
 from quantkit.kernels import table as kernel_table
 from quantkit.kernels.fused.launch import hopper, skinny, stream, tiled
@@ -99,6 +100,25 @@ def test_an_entry_for_what_cannot_run_is_not_used(ask: Ask, store_table: Store) 
     assert choose(replace(ask(m=8), layout="")).row.name == "unpack"
     assert choose(replace(ask(m=8), features=frozenset())).row.name == "unpack"
     assert choose(replace(ask(m=8), layout="fragments")).us == 5.0
+
+
+def test_it_is_said_what_runs_experts_with_few_tokens(ask: Ask) -> None:
+    for asked, reason in (
+        (ask(), None),
+        (ask("nf4", m=64), None),
+        (ask(n=4104), "multiples of 16 rows, not for 4104"),
+        (ask("book4"), "values of its own"),
+    ):
+        found = choice_of(asked)
+        assert found.ungrouped is None
+        said = _of_experts(found.ungrouped, found.not_narrow)
+        if reason is None:
+            assert found.not_narrow is None and said == "grouped, few tokens for each in fused-narrow"
+        else:
+            assert reason in str(found.not_narrow)
+            assert said.startswith("grouped, few tokens for each in fused-skinny, not fused-narrow: ")
+    found = choice_of(ask(dtype=torch.float32))
+    assert _of_experts(found.ungrouped, found.not_narrow).startswith("one after the other: it multiplies")
 
 
 def test_weights_that_were_not_measured_are_left_to_the_rules(ask: Ask, store_table: Store) -> None:

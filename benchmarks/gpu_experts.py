@@ -7,8 +7,7 @@ experts, drawn anew for each of the calls of a round. `grouped`, the same `in a 
 in a model of `quantkit.load`, and transformers' `grouped_mm` and `batched_mm` are medians of CUDA-graph
 replays. The loops, of which the host reads which experts are chosen, are no graph: they are timed call by
 call, with the launches and waits of a model without graphs. So is `grouped eager`, to compare with them. The
-floor is a kernel that only reads the packed bytes of the experts
-that are chosen.
+floor is a kernel that only reads the packed bytes of the experts that are chosen.
 """
 
 import argparse

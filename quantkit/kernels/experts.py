@@ -18,6 +18,7 @@ from quantkit.kernels.fused import rows
 from quantkit.kernels.fused.launch import pairs as launch_pairs
 from quantkit.kernels.fused.launch.operands import Grouping, Pairs
 from quantkit.kernels.fused.launch.pairs import FEW_PAIRS
+from quantkit.kernels.fused.verdicts import why_not_narrow_experts
 from quantkit.kernels.linear import KernelLayout
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
 from quantkit.kernels.table import FORCE_VARIABLE, forced_row, log_grouped, row_named, warn_looped
@@ -69,7 +70,7 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
         return f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time"
     reason = rows.ungroupable(problem)
     if reason is None and forced == "fused-narrow":
-        return rows.why_not_narrow(problem, matrices)
+        return why_not_narrow_experts(problem, matrices)
     return reason
 
 
@@ -92,7 +93,7 @@ def build_experts_layout(
     # Tensors of inference mode could not be kept for the backward pass of experts one after the other.
     with torch.no_grad(), torch.inference_mode(False), building():
         tensors = rows.stacked(weights, len(weights), dtype)
-    is_narrow = forced_row() in ("", "fused-narrow") and rows.why_not_narrow(problem, matrices) is None
+    is_narrow = forced_row() in ("", "fused-narrow") and why_not_narrow_experts(problem, matrices) is None
     return ExpertsLayout(dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, is_narrow)
 
 
@@ -187,41 +188,34 @@ def run_experts(
     order: torch.Tensor,
     segments: torch.Tensor,
     layout: list[torch.Tensor],
-    scheme: str,
-    experts: int,
-    matrices: int,
-    out_features: int,
-    is_narrow: bool,
-    chained: bool,
-    *,
+    *of: Any,
     gate: str = "",
 ) -> torch.Tensor:
     """What the operator `quantkit::experts_linear` computes; with the kind of a `gate` the second of two
-    matrices gated by the first (`glue.gate`), where `gates_experts` says so.
+    matrices gated by the first (`glue.gate`), where `gates_experts` says so. `of` is what it takes besides.
     """
     _check(x, order)
     if order.shape[0] == 0:
-        return x.new_empty(0, (1 if gate else matrices) * out_features)
-    problem, row, grouping, tile = _grouped(
-        x.device, x, order, scheme, experts, matrices, out_features, is_narrow, chained
-    )
-    if gate and (reason := rows.why_no_gated_experts(row, matrices, tile)) is not None:
+        y = _experts_linear_fake(x, order, segments, layout, *of)
+        return y.chunk(2, -1)[1] if gate else y
+    problem, row, grouping, tile = _grouped(x.device, x, order, *of)
+    if gate and (reason := rows.why_no_gated_experts(row, grouping.matrices, tile)) is not None:
         raise KernelError(f"{row}, which runs experts of {problem}, does not gate y: {reason}.")
-    log_grouped(problem, experts, row, tile, partial(_why_not_narrow, problem, grouping))
+    log_grouped(problem, grouping.experts, row, tile, partial(_why_not_narrow, problem, grouping))
     pairs = Pairs(order, segments, grouping)
-    return rows.grouped(row, x.contiguous(), tuple(layout), problem.scheme, out_features, pairs, tile, gate)
+    return rows.grouped(row, x.contiguous(), tuple(layout), problem.scheme, problem.n, pairs, tile, gate)
 
 
 torch.library.impl("quantkit::experts_linear", "default", run_experts)
 
 
-def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *weight: Any) -> bool:
+def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *of: Any) -> bool:
     """Whether the kernel that the operator would run on a device can gate what it computes, as `run_experts`
-    does. `weight` is what the operator takes after the layout.
+    does.
     """
     if order.shape[0] == 0:
         return False
-    _, row, grouping, tile = _grouped(device, x, order, *weight)
+    _, row, grouping, tile = _grouped(device, x, order, *of)
     return rows.why_no_gated_experts(row, grouping.matrices, tile) is None
 
 
@@ -247,7 +241,7 @@ def _why_not_narrow(problem: Problem, grouping: Grouping) -> str | None:
     """Why `fused-narrow` does not multiply these segments, for who asked to see; None if that is forced."""
     if grouping.rows > FEW_PAIRS:
         return f"tiles are faster for segments of up to {grouping.rows} pairs"
-    reason = rows.why_not_narrow(problem, grouping.matrices)
+    reason = why_not_narrow_experts(problem, grouping.matrices)
     return reason or (None if forced_row() else "it cannot multiply with the other matrices of these experts")
 
 

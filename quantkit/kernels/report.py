@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kernels.fused.rows import ungroupable, why_not_narrow
+from quantkit.kernels.fused.rows import ungroupable
+from quantkit.kernels.fused.verdicts import why_not_narrow_experts
 from quantkit.kernels.problem import KernelRow, Problem, tile_text
 from quantkit.kernels.table import ROWS, choose_unforced, explain, sums_text
 from quantkit.packing.schemes import Scheme
@@ -65,7 +66,7 @@ def choice_of(problem: Problem) -> Choice:
         None if chosen is None else chosen.us,
         tuple((name, reason) for name, reason in verdicts if reason is not None),
         ungroupable(problem),
-        why_not_narrow(problem, 2),
+        why_not_narrow_experts(problem, 2),
     )
 
 

@@ -131,11 +131,6 @@ def pairs_of_segment(pairs: int, experts: int, is_narrow: bool, forced: str = ""
     return {"": usual, "fused-tiled": max(usual, 2 * FEW_PAIRS)}.get(forced, FEW_PAIRS)
 
 
-def why_not_narrow(problem: Problem, matrices: int) -> str | None:
-    """Why `fused-narrow` does not multiply few pairs with experts of so many matrices, one the problem's."""
-    return verdicts.why_not_narrow_experts(replace(problem, m=FEW_PAIRS), matrices)
-
-
 @lru_cache(maxsize=4096)
 def group(
     problem: Problem,
@@ -161,7 +156,7 @@ def group(
     row = forced or ("fused-narrow" if is_narrow else "fused-skinny")
     if row == "fused-skinny":
         return row, grouping, skinny.TILING.rule(every)
-    if (reason := why_not_narrow(problem, matrices)) is not None:
+    if (reason := verdicts.why_not_narrow_experts(problem, matrices)) is not None:
         raise KernelError(f"{row} cannot run experts of {problem}: {reason}. {_BEFORE_LOADING}")
     return row, grouping, narrow.experts_tile(expert, grouping.usual)
 

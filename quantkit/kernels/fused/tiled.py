@@ -19,6 +19,7 @@ from quantkit.kernels.fused.blocks import (
     finish,
     load_by_lane,
     of_matrix,
+    row_of_y,
     scales_by_lane,
     segment,
 )
@@ -132,14 +133,12 @@ def tiled(
         # What comes next may be launched. This kernel is not launched so itself: its programs would fill the
         # processors that happen to be free, three on one and one on another.
         tl.extra.cuda.gdc_launch_dependents()
-    row_of_y = m
-    if segments is not None:
-        row_of_y = tl.load(order + m, mask=m < M, other=0)
+    to_rows = row_of_y(order, m, M)
     for chain in tl.static_range(CHAINS):
         local = chain * (16 * RT) + tl.arange(0, 16 * RT)
         if SPLIT == 1 or (SOME_WHOLE and program < FULL):
             store(
-                sums_of[chain], y, pn * ROWS + local, m, row_of_y, N * MATRICES, M, N, scale, factor, bias,
+                sums_of[chain], y, pn * ROWS + local, m, to_rows, N * MATRICES, M, N, scale, factor, bias,
                 GROUPS, SCALE, HAS_FACTOR, HAS_BIAS,
             )  # fmt: skip
         else:
@@ -217,12 +216,12 @@ def _half_product(q, columns, HALF: tl.constexpr):
 
 @triton.jit
 def store(
-    sums, y, rows, m, row_of_y, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
+    sums, y, rows, m, to_rows, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Finish sums [rows, m] and write them to rows `row_of_y` [m] of y, for m below M."""
+    """Finish sums [rows, m] and write them to rows `to_rows` [m] of y, for m below M."""
     sums = finish(sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-    to = y + row_of_y.to(tl.int64)[None, :] * stride + rows[:, None]
+    to = y + to_rows.to(tl.int64)[None, :] * stride + rows[:, None]
     tl.store(to, sums.to(y.dtype.element_ty), mask=(rows < N)[:, None] & (m < M)[None, :])
 
 

@@ -12,6 +12,7 @@ from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch import narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch.gpu import FEW_ROWS, has_few_rows, processors
 from quantkit.kernels.fused.launch.operands import shape_of, table_bytes
+from quantkit.kernels.fused.launch.pairs import FEW_PAIRS
 from quantkit.kernels.fused.layout import ROWS
 from quantkit.kernels.fused.ptx import expression
 from quantkit.kernels.problem import Problem, Verdict, one_plane
@@ -144,8 +145,8 @@ narrow_supports = _shares_x(narrow.MOST_ROWS, narrow.why_no_tile)
 
 
 def why_not_narrow_experts(problem: Problem, matrices: int) -> str | None:
-    """Why `fused-narrow` does not multiply with experts of so many matrices, of which the problem has one."""
-    if (reason := narrow_supports(replace(problem, n=problem.n * matrices))) is not None:
+    """Why `fused-narrow` does not multiply few pairs with experts of so many matrices, one the problem's."""
+    if (reason := narrow_supports(replace(problem, m=FEW_PAIRS, n=problem.n * matrices))) is not None:
         return reason
     if matrices > 1 and problem.n % ROWS:
         return (

@@ -82,7 +82,7 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
         tensors = rows.stacked(every, len(every), DTYPE)
         token = every[0].scheme.token
         asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
-        is_narrow = rows.why_not_narrow(asked, matrices) is None
+        is_narrow = verdicts.why_not_narrow_experts(asked, matrices) is None
         layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, is_narrow)
         return Experts(weights, layout)
 
@@ -497,7 +497,7 @@ def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
         ({"features": frozenset({"triton"})}, 1, "from compute capability 8.0 on"),
         ({"name": "book4"}, 1, "values of its own"),
     ):
-        found = rows.why_not_narrow(problem(**{"features": GPU_FEATURES} | changes), matrices)
+        found = verdicts.why_not_narrow_experts(problem(**{"features": GPU_FEATURES} | changes), matrices)
         assert found is None if reason is None else reason in str(found)
     asked = problem(n=4104, features=GPU_FEATURES)
     with pytest.raises(KernelError, match=r"fused-narrow cannot run experts of .* multiples of 16 rows"):

@@ -1,5 +1,6 @@
 """`fused-narrow`: its tiles, the rules for them, those worth measuring, and its launches."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -55,6 +56,10 @@ class NarrowTile:
     ahead: int = 2
 
 
+#: The tiles that rules choose among: fewer parts first, and larger programs.
+_RULED = [NarrowTile(warps, parts) for parts in VALUES["parts"] for warps in VALUES["warps"][::-1]]
+
+
 def rows_of_x(m: int) -> int:
     """Rows of x in a product, of m there are."""
     return next(size for size in (8, 16, MOST_ROWS) if size >= m)
@@ -97,6 +102,12 @@ def row_tiles(
     return next((count for count in counts if programs(count) <= at_once), tile.warps)
 
 
+def _rounds(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> float:
+    """How many times as many programs there are as run at once."""
+    programs = -(-shape.row_tiles // row_tiles(tile, shape, multiprocessors)) * tile.parts
+    return programs * tile.warps / (multiprocessors * RESIDENT_WARPS)
+
+
 def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> tuple[float, float]:
     """How long programs take, in units of a warp, and what tells tiles apart that take as long.
 
@@ -104,17 +115,19 @@ def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> tuple[floa
     to 1.3 times as long as one, for a reason that is not known (115 in docs/kernels-log.md).
     """
     mine = row_tiles(tile, shape, multiprocessors)
-    programs = -(-shape.row_tiles // mine) * tile.parts
-    rounds = -(-programs * tile.warps // (multiprocessors * RESIDENT_WARPS))
+    rounds = math.ceil(_rounds(tile, shape, multiprocessors))
     length = rounds * (units(tile, shape)[0] + BEGIN_UNITS) + (SUMS_UNITS if tile.parts > 1 else 0)
     return length, -tile.warps if shape.scale_kind and shape.bits == 4 else tile.warps - mine
 
 
 def _rule(problem: Problem) -> NarrowTile:
     shape, count = shape_of(problem), processors(problem)
-    tiles = [NarrowTile(warps, parts) for parts in VALUES["parts"] for warps in VALUES["warps"][::-1]]
-    able = [tile for tile in tiles if _why_not(problem, tile) is None]
-    return min(able or tiles[-1:], key=lambda tile: _time(tile, shape, count))
+    return min(_able(problem) or _RULED[-1:], key=lambda tile: _time(tile, shape, count))
+
+
+def _able(problem: Problem) -> list[NarrowTile]:
+    """Those of the rules that can run a problem."""
+    return [tile for tile in _RULED if _why_not(problem, tile) is None]
 
 
 def experts_tile(problem: Problem, weights: int) -> NarrowTile:
@@ -124,19 +137,12 @@ def experts_tile(problem: Problem, weights: int) -> NarrowTile:
     third round on so do large programs (119 in docs/kernels-log.md).
     """
     every, count = replace(problem, n=problem.n * weights), processors(problem)
-    shape = shape_of(every)
-    tiles = [NarrowTile(warps, parts) for parts in VALUES["parts"] for warps in VALUES["warps"][::-1]]
-    tiles = [tile for tile in tiles if _why_not(every, tile) is None]
-    tiles = [tile for tile in tiles if units(tile, shape)[0] * shape.unit <= PART_COLUMNS] or tiles
-
-    def rounds(tile: NarrowTile) -> float:
-        programs = -(-shape.row_tiles // row_tiles(tile, shape, count)) * tile.parts
-        return programs * tile.warps / (count * RESIDENT_WARPS)
-
+    shape, able = shape_of(every), _able(every)
+    tiles = [tile for tile in able if units(tile, shape)[0] * shape.unit <= PART_COLUMNS] or able
     best = min(tiles, key=lambda tile: _time(tile, shape, count))
-    if rounds(best) > 1:
+    if _rounds(best, shape, count) > 1:
         fewest = [tile for tile in tiles if tile.parts == tiles[0].parts]
-        best = fewest[0 if rounds(fewest[0]) <= FEW_ROUNDS else -1]
+        best = fewest[0 if _rounds(fewest[0], shape, count) <= FEW_ROUNDS else -1]
     return best
 
 

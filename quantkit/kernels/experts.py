@@ -264,8 +264,7 @@ def _experts_linear_fake(
     experts: int,
     matrices: int,
     out_features: int,
-    is_narrow: bool,
-    chained: bool,
+    *_: bool,
 ) -> torch.Tensor:
     return x.new_empty(order.shape[0], matrices * out_features)
 

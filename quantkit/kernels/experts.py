@@ -165,12 +165,17 @@ def _forced() -> str:
     return forced
 
 
+def pairs_of_segment(pairs: int, experts: int, is_narrow: bool) -> int:
+    """How many pairs segments have at most, for the kernels that are to run."""
+    return rows.pairs_of_segment(pairs, experts, is_narrow, _forced())
+
+
 @torch.library.impl("quantkit::order_pairs", "default")
 def _order_pairs(index: torch.Tensor, experts: int, is_narrow: bool) -> tuple[torch.Tensor, torch.Tensor]:
     flat = index.reshape(-1).contiguous()
     if flat.shape[0] == 0:
         return _order_pairs_fake(index, experts, is_narrow)
-    size = rows.pairs_of_segment(flat.shape[0], experts, is_narrow, _forced())
+    size = pairs_of_segment(flat.shape[0], experts, is_narrow)
     return rows.on_device(
         flat.device, lambda features: launch_pairs.order_pairs(flat, experts, size, features)
     )
@@ -286,5 +291,6 @@ def _weigh_pairs_fake(
 torch.library.register_fake("quantkit::order_pairs", _order_pairs_fake)
 torch.library.register_fake("quantkit::experts_linear", _experts_linear_fake)
 torch.library.register_fake("quantkit::weigh_pairs", _weigh_pairs_fake)
-#: The operator, as it is in traced graphs.
+#: The operators, as they are in traced graphs.
+ORDER_OPERATOR = torch.ops.quantkit.order_pairs.default
 EXPERTS_OPERATOR = torch.ops.quantkit.experts_linear.default

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from quantkit.kernels import glue
+from quantkit.kernels import glue, router
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.table import is_verbose
 from quantkit.model.constants import hold_constants
 from quantkit.model.pattern import Match, Pattern, matched, pattern_of
 from quantkit.model.products import hold_back, split_norms, take_gates, take_norms
 from quantkit.model.step_attention import take_rotations
+from quantkit.model.step_experts import take_orders
 from quantkit.model.trace import META, Memory, part, trace
 
 logger = logging.getLogger("quantkit.model")
@@ -124,6 +125,23 @@ def _takes_rotated_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
     )
 
 
+def _takes_small(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    x, weight = given["x"], given["weight"]
+    return (
+        x.dim() == weight.dim() == 2
+        and x.dtype == weight.dtype
+        and 0 < weight.shape[0] <= router.SMALL_ROWS
+        and 0 < x.shape[0] * weight.shape[0] <= router.SMALL
+        and 0 < x.shape[1] <= router.MOST_COLUMNS
+        and x.shape[0] * weight.numel() <= router.SMALL_PRODUCTS
+    )
+
+
+def _takes_logits(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    logits = given["logits"]
+    return logits.dim() == 2 and logits.numel() > 0 and logits.shape[1] <= router.MOST_EXPERTS
+
+
 def _slow_padded_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return glue.slow_padded_embed(ids, weight, 47)
 
@@ -142,6 +160,10 @@ def _slow_cos_sin(twin: Callable[..., Any]) -> Callable[..., Any]:
 
 def _slow_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return lambda x, weight: twin(x, weight, 0.0123)
+
+
+def _slow_route(twin: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda logits: twin(logits, 61)
 
 
 def _norm(twin: Callable[..., Any], fast: Callable[..., Any], shapes: _Sizes, kind: str) -> Fusion:
@@ -194,6 +216,11 @@ def _fusions() -> Iterator[Fusion]:
     gates = {"silu": glue.slow_silu_gate, "gelu": glue.slow_gelu_gate}
     for kind, gate in gates.items():
         yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _takes_gate, (), {"kind": kind})
+    small: _Sizes = {"x": (3, 20), "weight": (7, 20)}
+    yield Fusion(router.slow_small_linear, router.small_linear, small, _takes_small, constants=("weight",))
+    for route, options in router.ROUTERS:
+        logits: _Sizes = {"logits": (3, 67)}
+        yield Fusion(_slow_route(route), router.route, logits, _takes_logits, ("slots",), options)
 
 
 FUSIONS = tuple(_fusions())
@@ -235,6 +262,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
                 if not anchor._erased:
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
     take_rotations(graph, memory, inputs[0].device)
+    take_orders(graph, memory)
     take_gates(graph, memory, inputs[0].device)
     split_norms(graph, memory, inputs[0].device)
     take_norms(graph, memory, inputs[0].device)

@@ -21,6 +21,7 @@ _NUMBERS: Mapping[float, str] = {
     41: "tokens",
     43: "batch",
     47: "padding",
+    61: "slots",
 }
 _COMMUTATIVE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
 

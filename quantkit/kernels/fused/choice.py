@@ -16,6 +16,23 @@ import triton.language as tl
 _LOW = tl.constexpr(0x7FFFFFFF)
 #: What is below every number with its place.
 _LEAST = tl.constexpr(-(1 << 63))
+#: What is below the order of every number.
+LEAST_ORDER = tl.constexpr(-(1 << 31))
+
+
+@triton.jit
+def order_of(numbers):
+    """Float32 `numbers` as int32 in their order: -0 as 0, and what is no number after all that are."""
+    order = numbers.to(tl.int32, bitcast=True)
+    order ^= (order >> 31) & _LOW
+    order = tl.where(order == -1, 0, order)
+    return tl.where(numbers != numbers, _LOW, order)
+
+
+@triton.jit
+def number_of(order):
+    """The float32 numbers that have such an order."""
+    return (order ^ ((order >> 31) & _LOW)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -28,12 +45,7 @@ def largest_of_parts(x, found, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
     n = part * B + tl.arange(0, B)
     # Equal to -inf, what is outside is after all that is inside.
     numbers = tl.load(x + row * x_r + n, mask=n < N, other=float("-inf")).to(tl.float32)
-    order = numbers.to(tl.int32, bitcast=True)
-    order ^= (order >> 31) & _LOW
-    # -0 is 0.
-    order = tl.where(order == -1, 0, order)
-    order = tl.where(numbers != numbers, _LOW, order)
-    pairs = (order.to(tl.int64) << 32) | (n ^ _LOW).to(tl.int64)
+    pairs = (order_of(numbers).to(tl.int64) << 32) | (n ^ _LOW).to(tl.int64)
     tl.store(found + row * tl.num_programs(1) + part, tl.max(pairs, 0))
 
 

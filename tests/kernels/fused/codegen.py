@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.runtime.cache import get_cache_manager
 
-from quantkit.kernels import attention, cache, choice, glue
+from quantkit.kernels import attention, cache, choice, glue, router
 from quantkit.kernels.fused.dense import dequantize
 from quantkit.kernels.fused.hopper import hopper
 from quantkit.kernels.fused.launch import dense, narrow, stream, streamed
@@ -43,7 +43,7 @@ from quantkit.kernels.fused.launch.skinny import rows_of_x, skinny_tile, unrolle
 from quantkit.kernels.fused.launch.tiled import HOLD, half_unit, shared_memory, tiled_tile
 from quantkit.kernels.fused.layout import ROWS, geometry, order_constants
 from quantkit.kernels.fused.order import order_codes
-from quantkit.kernels.fused.pairs import count_pairs, order_pairs, weigh_pairs
+from quantkit.kernels.fused.pairs import count_pairs, order_few_pairs, order_pairs, weigh_pairs
 from quantkit.kernels.fused.skinny import skinny
 from quantkit.kernels.fused.tiled import tiled
 from quantkit.packing.schemes import scheme
@@ -61,9 +61,9 @@ class Case(NamedTuple):
 
     It is skinny, present (skinny that loads only rows of x that are there), tiled, halves (tiles with sums in
     float16), dense or order; skinny and tiled with "experts" for several weights at once, skinny with "long"
-    for a weight with long rows; or one of those that work on pairs of tokens and experts, count, sort and
-    weigh. Or it is narrow or stream, and the numbers of a tile. Or it is attend and what `build_attention`
-    says, with a dtype in place of a preset, and the features of a head in place of M.
+    for a weight with long rows; or one of those that work on pairs of tokens and experts, count, sort, sort
+    few and weigh. Or it is narrow or stream, and the numbers of a tile. Or it is attend and what
+    `build_attention` says, with a dtype in place of a preset, and the features of a head in place of M.
     """
 
     kernel: str
@@ -80,10 +80,13 @@ class Source(NamedTuple):
     bound: int | None
 
 
-#: Kernels that work on pairs, which know no weights, with two slots of 8 experts, and 16 pairs at a time.
+#: Tensors of glue that are int64.
+INTEGERS = ("held", "table", "ids", "positions", "found", "tokens", "index")
+#: Kernels that work on pairs, which know no weights, with two slots of 8 experts.
 PAIRS = {
-    "count": (count_pairs, {"CHUNK": 16}),
-    "sort": (order_pairs, {"CHUNK": 16, "ROWS": 8}),
+    "count": (count_pairs, {"CHUNK": 512}),
+    "sort": (order_pairs, {"CHUNK": 2048, "ROWS": 8}),
+    "sort few": (order_few_pairs, {"PADDED": 128, "ROWS": 8}),
     "weigh": (weigh_pairs, {"SLOTS": 2, "BLOCK": 1024}),
 }
 
@@ -145,6 +148,9 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "fill": lambda: cache._launch(1, 2, 1, case.m * 2 // cache.WORD),
         "largest of parts": lambda: choice._launches(1, 64, features)[0],
         "largest of rows": lambda: choice._launches(1, 64, features)[1],
+        "small_linear": lambda: router._small_linear_launch(1, 128, case.m, features),
+        "route": lambda: router._route_launch(1, 4, case.m, 8, True, None, features),
+        "route pairs": lambda: router._route_launch(1, 4, case.m, 8, True, 8, features),
     }[case.name]()
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
@@ -155,9 +161,8 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     types = {
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(tensors, "*bf16"),
-        **{
-            name: "*i64" for name in ("held", "table", "ids", "positions", "found", "tokens") if name in names
-        },
+        **{name: "*i64" for name in INTEGERS if name in names},
+        **{name: "*i32" for name in ("order", "segments") if name in names},
         **({"frequencies": "*fp32"} if "frequencies" in names else {}),
         **dict.fromkeys(known, "constexpr"),
     }
@@ -346,7 +351,7 @@ def build(case: Case) -> tuple[Any, Source]:
         **dict.fromkeys(("x", "bias", "y", "out", "weights"), lane),
         **dict.fromkeys(("order", "segments", "counts"), "*i32"),
         "index": "*i64",
-        **dict.fromkeys(("M", "P", "first", "N", "K", "STRIDE", "SPANS", "FULL"), "i32"),
+        **dict.fromkeys(("M", "P", "CHUNKS", "first", "N", "K", "STRIDE", "SPANS", "FULL"), "i32"),
         **dict.fromkeys(found.constants, "constexpr"),
     }
     names = found.function.arg_names

@@ -250,6 +250,7 @@ def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> N
             ("tiled experts", 64),
             ("count", 1),
             ("sort", 1),
+            ("sort few", 1),
             ("weigh", 1),
         )
     ]
@@ -535,10 +536,13 @@ def test_glue_compiles_for_every_target(compiled: Compiled, targets: tuple[int, 
     sizes = {"embed": 1, "norm": 4096, "gate": 1}
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
     sizes |= {"largest of parts": 1, "largest of rows": 1}
+    sizes |= {"small_linear": 2048, "route": 128, "route pairs": 128}
     # Loads of 16 bytes: of rows; of x, other and weight; of x and up; of both halves of numbers and angles.
     wide = {"embed": 1, "norm": 3, "gate": 2, "rotate": 6}
     # Of 16 numbers of a thread.
     wide["largest of parts"] = 2
+    # Of weight and x.
+    wide["small_linear"] = 2
     cases: list[Case] = [("glue", name, capability, m) for name, m in sizes.items() for capability in targets]
     for (_, name, capability, _), found in compiled(cases).items():
         # The rest of large angles is computed in an array of its own.

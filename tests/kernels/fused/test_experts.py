@@ -115,7 +115,22 @@ def sorted_by_hand(index: list[int], count: int, size: int) -> tuple[list[int], 
 
 @pytest.mark.parametrize("size", [8, 32])
 @pytest.mark.parametrize(
-    ("pairs", "count"), [(1, 1), (2, 8), (80, 8), (33, 128), (700, 300), (100, 1), (600, 3)], ids=str
+    ("pairs", "count"),
+    # Compared with each other; counted by all experts; counted by chunks, of which the last are not full.
+    [
+        (1, 1),
+        (2, 8),
+        (80, 8),
+        (33, 128),
+        (100, 1),
+        (128, 40),
+        (129, 5),
+        (512, 2),
+        (150, 300),
+        (600, 3),
+        (4700, 9),
+    ],
+    ids=str,
 )
 def test_pairs_are_sorted_as_by_hand(pairs: int, count: int, size: int, poisoned: None) -> None:
     generator = torch.Generator().manual_seed(pairs)

@@ -12,8 +12,12 @@ FEW_PAIRS, MOST_PAIRS = 8, 128
 #: Pairs that experts have on average from which on `fused-tiled` is faster than `fused-skinny` (112 in
 #: docs/kernels-log.md), and for most formats than `fused-narrow` (121).
 TILED_PAIRS, MANY_PAIRS = 4, 8
-#: Numbers that a program which orders pairs has at a time: its pairs times the experts.
-ORDERED = 8192
+#: The most pairs that one program orders by comparing each with all.
+COMPARED = 128
+#: Pairs that a program has at a time which counts those of experts, and which finds the places of its own.
+COUNTED, PLACED = 512, 2048
+#: The most experts, with none, whose pairs each program may as well count itself.
+FEW_BUCKETS = 256
 #: Outputs that a program of `weigh_pairs` has.
 WEIGHED = 1024
 
@@ -31,35 +35,41 @@ def segment_rows(pairs: int, experts: int, is_narrow: bool) -> int:
 
 @dataclass(frozen=True)
 class _Order:
-    """The launches of `order_pairs`: `count` for each chunk of pairs, None where there is one."""
+    """The launches of `order_pairs`: `place`, and `count` before it where that needs counts of chunks."""
 
-    count: Launch | None
     place: Launch
-    chunks: int
-    buckets: int
+    count: Launch | None = None
+    chunks: int = 0
+    buckets: int = 0
 
 
 @lru_cache(maxsize=4096)
 def _order(pairs: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
     """`dtype` is that of the index, which kernels are compiled for."""
-    from quantkit.kernels.fused.pairs import count_pairs
+    from quantkit.kernels.fused.pairs import count_pairs, order_few_pairs
     from quantkit.kernels.fused.pairs import order_pairs as kernel
 
-    buckets = power_of_two(experts + 1)
-    chunk = min(max(ORDERED // buckets, 16), power_of_two(max(pairs, 16)))
-    chunks = -(-pairs // chunk)
-    known = {"EXPERTS": experts, "BUCKETS": buckets, "CHUNK": chunk, **overlap(features)}
-    if chunks == 1:
-        return _Order(None, Launch(kernel, (1,), counts=None, ROWS=rows, **known), chunks, buckets)
-    place = Launch(kernel, (chunks,), ROWS=rows, **known)
-    return _Order(Launch(count_pairs, (chunks,), **known), place, chunks, buckets)
+    known = {"EXPERTS": experts, **overlap(features)}
+    padded = power_of_two(pairs)
+    if pairs <= COMPARED:
+        # A lane for each pair, which compares it with all others by itself.
+        warps = max(padded // 32, 1)
+        return _Order(Launch(order_few_pairs, (1,), PADDED=padded, ROWS=rows, **known, num_warps=warps))
+    known["BUCKETS"] = buckets = power_of_two(experts + 1)
+    grid = (experts + 1,)
+    if pairs <= COUNTED and buckets <= FEW_BUCKETS:
+        alone = {"counts": None, "CHUNKS": 0}
+        return _Order(Launch(kernel, grid, CHUNK=padded, ROWS=rows, **alone, **known))
+    place = Launch(kernel, grid, CHUNK=min(padded, PLACED), ROWS=rows, **known)
+    chunks = -(-pairs // COUNTED)
+    return _Order(place, Launch(count_pairs, (chunks,), CHUNK=COUNTED, **known), chunks, buckets)
 
 
 def order_pairs(
     index: torch.Tensor, experts: int, rows: int, features: frozenset[str] = frozenset()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`order` and `segments` of `Pairs` for the chosen experts [P], contiguous integers, P >= 1."""
-    pairs = index.shape[0]
+    pairs = len(index)
     run = _order(pairs, experts, rows, index.dtype, features)
 
     def empty(*size: int) -> torch.Tensor:
@@ -71,7 +81,7 @@ def order_pairs(
     else:
         counts = empty(run.chunks, run.buckets)
         run.count(index, counts, pairs)
-        run.place(index, order, segments, pairs, counts.cumsum(0, dtype=torch.int32))
+        run.place(index, order, segments, pairs, counts, run.chunks)
     return order, segments
 
 

@@ -1,0 +1,79 @@
+"""What sends tokens to experts: products with few rows of dense weights, and the choice of the largest."""
+
+import triton
+import triton.language as tl
+
+from quantkit.kernels.fused.choice import LEAST_ORDER, number_of, order_of
+from quantkit.kernels.fused.pairs import write_order
+
+
+@triton.jit(do_not_specialize=["M"])
+def small_linear(
+    x, weight, y, M, N, x_r, w_r, K: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+):
+    """`y` [M, N] = x [M, K] W^T: a program for each row of `weight` [N, K] and ROWS rows of x."""
+    n = tl.program_id(0)
+    k = tl.arange(0, PADDED)
+    # No kernel that runs beside this one writes weights.
+    weights = tl.load(weight + n.to(tl.int64) * w_r + k, mask=k < K, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    numbers = tl.load(x + m.to(tl.int64)[:, None] * x_r + k[None, :], mask=inside, other=0.0)
+    total = tl.sum(numbers.to(tl.float32) * weights[None, :], axis=1)
+    tl.store(y + m.to(tl.int64) * N + n, total.to(y.dtype.element_ty), mask=m < M)
+
+
+@triton.jit(do_not_specialize=["T"])
+def route(
+    logits, weights, index, T, l_t, order, segments,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr, OF_CHOSEN: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`weights` and `index` [T, SLOTS] of the largest of EXPERTS logits of each token: TOKENS in a program.
+
+    Weights are exp(logit) over the sum of all, or, if OF_CHOSEN, of those that were chosen. One program for
+    all tokens writes `order` and `segments` of their pairs as well, unless these are None.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.broadcast_to(tl.arange(0, PADDED)[None, :], (TOKENS, PADDED))
+    is_token = (token < T)[:, None]
+    at = logits + token.to(tl.int64)[:, None] * l_t + column
+    numbers = tl.load(at, mask=is_token & (column < EXPERTS), other=0.0).to(tl.float32)
+    left = tl.where(column < EXPERTS, order_of(numbers), LEAST_ORDER)
+    largest = number_of(tl.max(left, axis=1))[:, None]
+    # Column s of what was found is slot s.
+    experts = tl.zeros((TOKENS, PADDED), tl.int32)
+    found = tl.zeros((TOKENS, PADDED), tl.int32)
+    for slot in range(SLOTS):
+        best = tl.max(left, axis=1)[:, None]
+        expert = tl.min(tl.where(left == best, column, PADDED), axis=1)[:, None]
+        experts = tl.where(column == slot, expert, experts)
+        found = tl.where(column == slot, best, found)
+        left = tl.where(column == expert, LEAST_ORDER, left)
+    is_slot = column < SLOTS
+    shares = tl.where(is_slot, tl.exp(number_of(found) - largest), 0.0)
+    if OF_CHOSEN:
+        whole = tl.sum(shares, axis=1)
+    else:
+        whole = tl.sum(tl.where(column < EXPERTS, tl.exp(numbers - largest), 0.0), axis=1)
+    shares = shares / whole[:, None]
+    to = token.to(tl.int64)[:, None] * SLOTS + column
+    tl.store(weights + to, shares.to(weights.dtype.element_ty), mask=is_token & is_slot)
+    tl.store(index + to, experts, mask=is_token & is_slot)
+    if order is not None:
+        slots = tl.where(is_slot, experts, 0)
+        slots = tl.sum(tl.reshape(slots, (TOKENS, PADDED // PADDED_SLOTS, PADDED_SLOTS)), axis=1)
+        slot = tl.arange(0, PADDED_SLOTS)
+        pair = token[:, None] * SLOTS + slot[None, :]
+        there = is_token & (slot < SLOTS)[None, :]
+        flat: tl.constexpr = TOKENS * PADDED_SLOTS
+        write_order(
+            tl.reshape(slots, (flat,)), tl.reshape(pair, (flat,)), tl.reshape(there, (flat,)),
+            order, segments, EXPERTS, ROWS,
+        )  # fmt: skip

@@ -4,6 +4,7 @@ Beside each function are its twins: what models of transformers compute in torch
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch.nn import functional as F
 from quantkit.kernels.experts import pairs_of_segment
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
 
-#: What `small_linear` is for, as torch takes longer: rows of a weight, numbers of y, and products
-#: of numbers; and columns of x, which a program has in registers.
-SMALL_ROWS, SMALL, SMALL_PRODUCTS, MOST_COLUMNS = 1024, 4096, 8 << 20, 16384
-#: Logits of a token that a program of `route` has at most, and of several tokens.
-MOST_EXPERTS, ROUTED = 4096, 512
-#: Pairs that `route_pairs` orders, and experts of several tokens: with more, two launches are as fast.
-ORDERED, ORDERED_EXPERTS = 32, 256
+#: What `small_linear` is for, as torch takes longer: rows of a weight, numbers of y, and products of numbers,
+#: more where y is wide, as torch converts the weight first; and columns of x, for which there are registers.
+SMALL_ROWS, SMALL, SMALL_PRODUCTS, WIDE_PRODUCTS, MOST_COLUMNS = 1024, 4096, 8 << 20, 32 << 20, 16384
+#: Logits of a token that a program of `route` has at most.
+MOST_EXPERTS = 4096
+#: Bytes of the logits of a token that a warp loads at once: with more, several warps would share a token.
+LOADED = 512
+#: Pairs that `route_pairs` orders: with more, two launches are as fast.
+ORDERED = 32
 
 
 def slow_small_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -27,13 +30,19 @@ def slow_small_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 
 
-def small_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def slow_wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The twin of `small_linear` that is `wide`."""
+    return F.linear(x.type(torch.float32), weight.type(torch.float32))
+
+
+def small_linear(x: torch.Tensor, weight: torch.Tensor, wide: bool = False) -> torch.Tensor:
     """x [M, K] times dense `weight` [N, K]: [M, N], summed in float32; for K up to `MOST_COLUMNS`.
 
-    `weight` is read while the kernels before this one may still run.
+    y has the dtype of x, or is `wide`: float32. `weight` is read while the kernels before this one may still
+    run.
     """
     x, weight = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, weight))
-    y = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    y = torch.empty((len(x), len(weight)), dtype=torch.float32 if wide else x.dtype, device=x.device)
     launch = _small_linear_launch(len(x), *weight.shape, launch_features(x.device))
     with launching_on(x.device):
         launch(x, weight, y, *y.shape, x.stride(0), weight.stride(0))
@@ -66,7 +75,26 @@ def slow_route_granite(logits: torch.Tensor, slots: int) -> tuple[torch.Tensor, 
     return F.softmax(largest, dim=-1).type_as(logits), index
 
 
-#: Twins, longest chains first, and how `route` is asked for the same.
+def slow_route_deepseek(
+    logits: torch.Tensor, bias: torch.Tensor, slots: int, factor: float, groups: int, kept: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of `route` by sigmoids: DeepSeek-V3, GLM-4.5, dots.llm1."""
+    experts = logits.shape[1]
+    scores = logits.sigmoid()
+    choice = scores + bias
+    of_groups = choice.view(-1, groups, experts // groups).topk(2, dim=-1)[0].sum(dim=-1)
+    of_kept = torch.topk(of_groups, k=kept, dim=-1, sorted=False)[1]
+    mask = torch.zeros_like(of_groups)
+    mask.scatter_(1, of_kept, 1)
+    mask = mask.unsqueeze(-1).expand(-1, groups, experts // groups).reshape(-1, experts)
+    choice = choice.masked_fill(~mask.bool(), float("-inf"))
+    index = torch.topk(choice, k=slots, dim=-1, sorted=False)[1]
+    weights = scores.gather(1, index)
+    weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+    return weights * factor, index
+
+
+#: Twins of logits, longest chains first, and how `route` is asked for the same.
 ROUTERS: tuple[tuple[Callable[..., Any], Mapping[str, bool]], ...] = (
     (slow_route_qwen, {"of_chosen": True, "rounded": True}),
     (slow_route_mixtral, {"of_chosen": True, "rounded": False}),
@@ -75,59 +103,87 @@ ROUTERS: tuple[tuple[Callable[..., Any], Mapping[str, bool]], ...] = (
 )
 
 
-def route(
-    logits: torch.Tensor, slots: int, of_chosen: bool, rounded: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts with the largest of `logits` [T, E] of each token, and their weights: [T, slots] each.
+@dataclass(frozen=True)
+class Choice:
+    """How the experts of a token are chosen.
 
-    Experts are int64, the largest logit first, of several that are equal the first expert. Weights are the
-    softmax of all logits, or `of_chosen` those only, in float32, or `rounded` to the dtype of `logits`. What
-    is no number is larger than all that are, and makes no number of all weights of its token.
+    Without a bias weights are the softmax of all logits, or `of_chosen` those only. With a bias they are
+    `factor` times the sigmoids of the logits that were chosen, over the sum of these, and only the `kept` of
+    `groups` are chosen from whose two largest scores, sigmoid + bias, add up to the most (arXiv 2412.19437).
+    They are float32, or `rounded` to the dtype of logits.
     """
+
+    slots: int
+    of_chosen: bool = True
+    rounded: bool = False
+    factor: float = 1.0
+    groups: int = 1
+    kept: int = 1
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None = None, **choice: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights and the experts, int64, of each token with `logits` [T, E]: [T, slots] each.
+
+    The experts with the largest logits, or, with a `bias` [E], scores, by the fields of a `Choice`: the
+    largest first, of several that are equal the first expert. What is no number is larger than all that are,
+    and makes no number of all weights of its token.
+    """
+    how = Choice(**choice)
     tokens, experts = logits.shape
-    logits, weights, index = _routed(logits, slots, rounded)
-    part = min(power_of_two(tokens), 4, max(ROUTED // power_of_two(experts), 1))
+    part = min(power_of_two(tokens), 4) if _has_warps(logits) else 1
     features = launch_features(logits.device)
-    launch = _route_launch(-(-tokens // part), part, experts, slots, of_chosen, None, features)
+    launch = _route_launch(-(-tokens // part), part, experts, how, bias is not None, None, features)
+    operands, weights, index = _operands(logits, bias, how)
     with launching_on(logits.device):
-        launch(logits, weights, index, tokens, logits.stride(0))
+        launch(*operands)
     return weights, index
 
 
-def orders_pairs(tokens: int, experts: int, slots: int) -> bool:
+def orders_pairs(logits: torch.Tensor, slots: int) -> bool:
     """Whether `route_pairs` is for so many tokens and experts."""
-    few = power_of_two(tokens) * power_of_two(slots) <= ORDERED
-    return few and (tokens == 1 or experts <= ORDERED_EXPERTS)
+    few = power_of_two(len(logits)) * power_of_two(slots) <= ORDERED
+    return few and (len(logits) == 1 or _has_warps(logits))
+
+
+def _has_warps(logits: torch.Tensor) -> bool:
+    """Whether each of several tokens of a program has a warp of its own."""
+    return power_of_two(logits.shape[1]) * logits.itemsize <= LOADED
 
 
 def route_pairs(
-    logits: torch.Tensor, slots: int, of_chosen: bool, rounded: bool, is_narrow: bool
+    logits: torch.Tensor, bias: torch.Tensor | None = None, *, is_narrow: bool, **choice: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `route` gives, with the order and the segments of its pairs (`experts.OrderedPairs`): one launch.
 
     For as many tokens as `orders_pairs` says.
     """
+    how = Choice(**choice)
     tokens, experts = logits.shape
-    logits, weights, index = _routed(logits, slots, rounded)
-    pairs = tokens * slots
+    pairs = tokens * how.slots
     order = torch.empty(pairs, dtype=torch.int32, device=logits.device)
     segments = torch.empty((pairs, 3), dtype=torch.int32, device=logits.device)
     size = pairs_of_segment(pairs, experts, is_narrow)
     features = launch_features(logits.device)
-    launch = _route_launch(1, power_of_two(tokens), experts, slots, of_chosen, size, features)
+    launch = _route_launch(1, power_of_two(tokens), experts, how, bias is not None, size, features)
+    operands, weights, index = _operands(logits, bias, how)
     with launching_on(logits.device):
-        launch(logits, weights, index, tokens, logits.stride(0), order, segments)
+        launch(*operands, order, segments)
     return weights, index, order, segments
 
 
-def _routed(
-    logits: torch.Tensor, slots: int, rounded: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits with rows that lie together, and memory for weights and experts."""
+def _operands(
+    logits: torch.Tensor, bias: torch.Tensor | None, how: Choice
+) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
+    """What the kernel takes but for order and segments, and memory for weights and experts."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    size = len(logits), slots
-    weights = torch.empty(size, dtype=logits.dtype if rounded else torch.float32, device=logits.device)
-    return logits, weights, torch.empty(size, dtype=torch.int64, device=logits.device)
+    size = len(logits), how.slots
+    weights = torch.empty(size, dtype=logits.dtype if how.rounded else torch.float32, device=logits.device)
+    index = torch.empty(size, dtype=torch.int64, device=logits.device)
+    # Without a bias its place is taken by `logits`, and not read.
+    bias = logits if bias is None else bias.contiguous()
+    return (logits, bias, weights, index, len(logits), logits.stride(0)), weights, index
 
 
 @lru_cache(maxsize=256)
@@ -147,8 +203,8 @@ def _route_launch(
     programs: int,
     tokens: int,
     experts: int,
-    slots: int,
-    of_chosen: bool,
+    how: Choice,
+    has_bias: bool,
     segment: int | None,
     features: frozenset[str],
 ) -> Launch:
@@ -162,10 +218,14 @@ def _route_launch(
         (programs,),
         EXPERTS=experts,
         PADDED=padded,
-        SLOTS=slots,
-        PADDED_SLOTS=power_of_two(slots),
+        SLOTS=how.slots,
+        PADDED_SLOTS=power_of_two(how.slots),
         TOKENS=tokens,
-        OF_CHOSEN=of_chosen,
+        OF_CHOSEN=how.of_chosen,
+        SIGMOID=has_bias,
+        FACTOR=how.factor,
+        GROUPS=how.groups,
+        KEPT=how.kept,
         **ordered,
         **overlap(features),
         # A warp has the logits of a token, so that no other waits for it.

@@ -125,7 +125,7 @@ def _takes_rotated_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
     )
 
 
-def _takes_small(given: Shapes, numbers: Mapping[str, float]) -> bool:
+def _takes_small(products: int, given: Shapes, numbers: Mapping[str, float]) -> bool:
     x, weight = given["x"], given["weight"]
     return (
         x.dim() == weight.dim() == 2
@@ -133,13 +133,23 @@ def _takes_small(given: Shapes, numbers: Mapping[str, float]) -> bool:
         and 0 < weight.shape[0] <= router.SMALL_ROWS
         and 0 < x.shape[0] * weight.shape[0] <= router.SMALL
         and 0 < x.shape[1] <= router.MOST_COLUMNS
-        and x.shape[0] * weight.numel() <= router.SMALL_PRODUCTS
+        and x.shape[0] * weight.numel() <= products
     )
 
 
 def _takes_logits(given: Shapes, numbers: Mapping[str, float]) -> bool:
     logits = given["logits"]
     return logits.dim() == 2 and logits.numel() > 0 and logits.shape[1] <= router.MOST_EXPERTS
+
+
+def _takes_scores(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    logits, bias = given["logits"], given["bias"]
+    if not _takes_logits(given, numbers) or bias.shape != logits.shape[1:]:
+        return False
+    experts, groups, kept = logits.shape[1], int(numbers.get("groups", 1)), int(numbers.get("kept", 1))
+    # Groups are blocks of a kernel, and those that are kept have experts enough.
+    fits = groups == 1 or (experts & (experts - 1) == 0 and experts // groups * kept >= numbers["slots"])
+    return fits and (numbers["tokens"], numbers["experts"]) == logits.shape
 
 
 def _slow_padded_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -164,6 +174,14 @@ def _slow_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 def _slow_route(twin: Callable[..., Any]) -> Callable[..., Any]:
     return lambda logits: twin(logits, 61)
+
+
+def _slow_route_of_one_group(logits: torch.Tensor, bias: torch.Tensor) -> Any:
+    return router.slow_route_deepseek(logits, bias, 61, 0.0789, 1, 1)
+
+
+def _slow_route_of_groups(logits: torch.Tensor, bias: torch.Tensor) -> Any:
+    return router.slow_route_deepseek(logits, bias, 61, 0.0789, 59, 53)
 
 
 def _norm(twin: Callable[..., Any], fast: Callable[..., Any], shapes: _Sizes, kind: str) -> Fusion:
@@ -217,9 +235,18 @@ def _fusions() -> Iterator[Fusion]:
     for kind, gate in gates.items():
         yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _takes_gate, (), {"kind": kind})
     small: _Sizes = {"x": (3, 20), "weight": (7, 20)}
-    yield Fusion(router.slow_small_linear, router.small_linear, small, _takes_small, constants=("weight",))
+    for linear, wide, products in (
+        (router.slow_wide_linear, True, router.WIDE_PRODUCTS),
+        (router.slow_small_linear, False, router.SMALL_PRODUCTS),
+    ):
+        takes, how = partial(_takes_small, products), {"wide": wide}
+        yield Fusion(linear, router.small_linear, small, takes, options=how, constants=("weight",))
+    scores: _Sizes = {"logits": (41, 67 * 59), "bias": (67 * 59,)}
+    for route, found in ((_slow_route_of_groups, ("groups", "kept")), (_slow_route_of_one_group, ())):
+        given = ("slots", "factor", *found)
+        yield Fusion(route, router.route, scores, _takes_scores, given, dtypes={"logits": torch.float32})
+    logits: _Sizes = {"logits": (3, 73)}
     for route, options in router.ROUTERS:
-        logits: _Sizes = {"logits": (3, 67)}
         yield Fusion(_slow_route(route), router.route, logits, _takes_logits, ("slots",), options)
 
 
@@ -386,5 +413,8 @@ def _replace(
                 new = graph.call_function(part, (call, number))
         memory.replace(node, new, lambda user: user not in operations)
     for node in reversed(operations):
+        # Results of several that nobody takes.
+        for unused in [user for user in node.users if user.target is part and not user.users]:
+            graph.erase_node(unused)
         if not node.users:
             graph.erase_node(node)

@@ -17,11 +17,16 @@ from quantkit.model.trace import trace
 _NUMBERS: Mapping[float, str] = {
     0.0123: "eps",
     0.0456: "scaling",
+    0.0789: "factor",
     37: "half",
     41: "tokens",
     43: "batch",
     47: "padding",
+    53: "kept",
+    59: "groups",
     61: "slots",
+    67: "each",
+    67 * 59: "experts",
 }
 _COMMUTATIVE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
 

@@ -23,8 +23,8 @@ def _choice(order: Node) -> Node | None:
     if index.target is not part or index.args[1] != 1 or index.args[0].target is not router.route:
         return None
     call = index.args[0]
-    tokens, columns = call.args[0].meta[META].shape
-    fits = columns == experts and router.orders_pairs(tokens, experts, call.kwargs["slots"])
+    logits = call.args[0].meta[META]
+    fits = logits.shape[1] == experts and router.orders_pairs(logits, call.kwargs["slots"])
     return cast(Node, call) if fits else None
 
 

@@ -28,14 +28,17 @@ def small_linear(
 
 @triton.jit(do_not_specialize=["T"])
 def route(
-    logits, weights, index, T, l_t, order, segments,
+    logits, bias, weights, index, T, l_t, order, segments,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
-    TOKENS: tl.constexpr, OF_CHOSEN: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, OF_CHOSEN: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`weights` and `index` [T, SLOTS] of the largest of EXPERTS logits of each token: TOKENS in a program.
+    """`weights` and `index` [T, SLOTS] of the experts of each token, of EXPERTS logits: TOKENS in a program.
 
-    Weights are exp(logit) over the sum of all, or, if OF_CHOSEN, of those that were chosen. One program for
-    all tokens writes `order` and `segments` of their pairs as well, unless these are None.
+    Those with the largest logits, and as weights exp(logit) over the sum of all, or, if OF_CHOSEN, of those
+    that were chosen. With SIGMOID, those with the largest sigmoid(logit) + bias [EXPERTS], of KEPT of GROUPS
+    only, and as weights FACTOR sigmoid(logit) over the sum of those that were chosen. One program for all
+    tokens writes `order` and `segments` of their pairs as well, unless these are None.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -43,13 +46,19 @@ def route(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.broadcast_to(tl.arange(0, PADDED)[None, :], (TOKENS, PADDED))
     is_token = (token < T)[:, None]
-    at = logits + token.to(tl.int64)[:, None] * l_t + column
-    numbers = tl.load(at, mask=is_token & (column < EXPERTS), other=0.0).to(tl.float32)
-    left = tl.where(column < EXPERTS, order_of(numbers), LEAST_ORDER)
-    largest = number_of(tl.max(left, axis=1))[:, None]
+    of_token = logits + token.to(tl.int64)[:, None] * l_t
+    numbers = tl.load(of_token + column, mask=is_token & (column < EXPERTS), other=0.0).to(tl.float32)
+    scores = numbers
+    if SIGMOID:
+        scores = _sigmoid(numbers)
+        scores += tl.load(bias + column, mask=column < EXPERTS, other=0.0).to(tl.float32)
+    left = tl.where(column < EXPERTS, order_of(scores), LEAST_ORDER)
+    if GROUPS > 1:
+        left = _of_groups(left, GROUPS, KEPT)
     # Column s of what was found is slot s.
     experts = tl.zeros((TOKENS, PADDED), tl.int32)
     found = tl.zeros((TOKENS, PADDED), tl.int32)
+    largest = number_of(tl.max(left, axis=1))[:, None]
     for slot in range(SLOTS):
         best = tl.max(left, axis=1)[:, None]
         expert = tl.min(tl.where(left == best, column, PADDED), axis=1)[:, None]
@@ -57,12 +66,18 @@ def route(
         found = tl.where(column == slot, best, found)
         left = tl.where(column == expert, LEAST_ORDER, left)
     is_slot = column < SLOTS
-    shares = tl.where(is_slot, tl.exp(number_of(found) - largest), 0.0)
-    if OF_CHOSEN:
-        whole = tl.sum(shares, axis=1)
+    if SIGMOID:
+        # What was found has a bias.
+        chosen = tl.load(of_token + experts, mask=is_token & is_slot, other=0.0).to(tl.float32)
+        shares = tl.where(is_slot, _sigmoid(chosen), 0.0)
+        shares = shares / (tl.sum(shares, axis=1) + 1e-20)[:, None] * FACTOR
     else:
-        whole = tl.sum(tl.where(column < EXPERTS, tl.exp(numbers - largest), 0.0), axis=1)
-    shares = shares / whole[:, None]
+        shares = tl.where(is_slot, tl.exp(number_of(found) - largest), 0.0)
+        if OF_CHOSEN:
+            whole = tl.sum(shares, axis=1)
+        else:
+            whole = tl.sum(tl.where(column < EXPERTS, tl.exp(numbers - largest), 0.0), axis=1)
+        shares = shares / whole[:, None]
     to = token.to(tl.int64)[:, None] * SLOTS + column
     tl.store(weights + to, shares.to(weights.dtype.element_ty), mask=is_token & is_slot)
     tl.store(index + to, experts, mask=is_token & is_slot)
@@ -77,3 +92,31 @@ def route(
             tl.reshape(slots, (flat,)), tl.reshape(pair, (flat,)), tl.reshape(there, (flat,)),
             order, segments, EXPERTS, ROWS,
         )  # fmt: skip
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _of_groups(left, GROUPS: tl.constexpr, KEPT: tl.constexpr):
+    """`left` [tokens, experts], orders of scores, of those KEPT of GROUPS whose two largest scores add up to
+    the most; LEAST_ORDER for others.
+    """
+    TOKENS: tl.constexpr = left.shape[0]
+    EACH: tl.constexpr = left.shape[1] // GROUPS
+    grouped = tl.reshape(left, (TOKENS, GROUPS, EACH))
+    place = tl.broadcast_to(tl.arange(0, EACH)[None, None, :], (TOKENS, GROUPS, EACH))
+    first = tl.max(grouped, axis=2)
+    its = tl.min(tl.where(grouped == first[:, :, None], place, EACH), axis=2)
+    second = tl.max(tl.where(place == its[:, :, None], LEAST_ORDER, grouped), axis=2)
+    sums = order_of(number_of(first) + number_of(second))
+    group = tl.broadcast_to(tl.arange(0, GROUPS)[None, :], (TOKENS, GROUPS))
+    is_kept = tl.zeros((TOKENS, GROUPS), tl.int1)
+    for _ in range(KEPT):
+        best = tl.max(sums, axis=1)[:, None]
+        which = tl.min(tl.where(sums == best, group, GROUPS), axis=1)[:, None]
+        is_kept = is_kept | (group == which)
+        sums = tl.where(group == which, LEAST_ORDER, sums)
+    return tl.reshape(tl.where(is_kept[:, :, None], grouped, LEAST_ORDER), left.shape)

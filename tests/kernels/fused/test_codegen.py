@@ -536,7 +536,7 @@ def test_glue_compiles_for_every_target(compiled: Compiled, targets: tuple[int, 
     sizes = {"embed": 1, "norm": 4096, "gate": 1}
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
     sizes |= {"largest of parts": 1, "largest of rows": 1}
-    sizes |= {"small_linear": 2048, "route": 128, "route pairs": 128}
+    sizes |= {"small_linear": 2048, "route": 128, "route pairs": 128, "route groups": 256}
     # Loads of 16 bytes: of rows; of x, other and weight; of x and up; of both halves of numbers and angles.
     wide = {"embed": 1, "norm": 3, "gate": 2, "rotate": 6}
     # Of 16 numbers of a thread.

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from quantkit.kernels.experts import pairs_of_segment
 from quantkit.kernels.fused.launch.pairs import order_pairs
-from quantkit.kernels.router import ROUTERS, orders_pairs, route, route_pairs, small_linear
+from quantkit.kernels.router import (
+    ROUTERS,
+    orders_pairs,
+    route,
+    route_pairs,
+    slow_route_deepseek,
+    small_linear,
+)
 
 pytest.importorskip("triton")
 
@@ -51,9 +58,11 @@ def test_routes_are_those_of_torch(
     logits = distinct(tokens, experts, dtype)
     for twin, options in ROUTERS:
         expected = twin(logits, slots)
-        same(route(logits, slots, **options), expected)
-        if orders_pairs(tokens, experts, slots):
-            weights, index, order, segments = route_pairs(logits, slots, **options, is_narrow=tokens > 1)
+        same(route(logits, slots=slots, **options), expected)
+        if orders_pairs(logits, slots):
+            weights, index, order, segments = route_pairs(
+                logits, slots=slots, **options, is_narrow=tokens > 1
+            )
             same((weights, index), expected)
             size = pairs_of_segment(tokens * slots, experts, tokens > 1)
             by_itself = order_pairs(index.reshape(-1), experts, size)
@@ -65,10 +74,11 @@ def test_logits_of_other_strides(poisoned: None) -> None:
     wide = torch.full((3, 60), math.nan, dtype=logits.dtype, device=DEVICE)
     wide[:, 1:21], wide[:, 21::2] = logits, 0
     columns = logits.t().contiguous().t()
-    expected = route(logits, 4, True, True)
+    how = {"slots": 4, "rounded": True}
+    expected = route(logits, **how)
     for strided in (wide[:, 1:21], columns, torch.stack([logits] * 2, -1)[..., 1]):
-        same(route(strided, 4, True, True), expected)
-        same(route_pairs(strided, 4, True, True, True)[:2], expected)
+        same(route(strided, **how), expected)
+        same(route_pairs(strided, **how, is_narrow=True)[:2], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -77,11 +87,11 @@ def test_of_equal_logits_the_first_experts_are_taken(poisoned: None, dtype: torc
         DEVICE, dtype
     )
     for of_chosen in (True, False):
-        weights, index = route(logits, 2, of_chosen, False)
+        weights, index = route(logits, slots=2, of_chosen=of_chosen)
         assert index.tolist() == [[1, 3], [0, 1], [1, 2]]
         assert torch.equal(weights[:, 0], weights[:, 1])
     zeros = torch.tensor([[-0.0, 0.0, -0.0]], device=DEVICE, dtype=dtype)
-    assert route(zeros, 3, True, False)[1].tolist() == [[0, 1, 2]]
+    assert route(zeros, slots=3)[1].tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -101,7 +111,7 @@ def test_what_is_no_number_makes_no_number(twin: Callable[..., Any], options: di
         ],
         device=DEVICE,
     )
-    weights, index = route(logits, 3, **options)
+    weights, index = route(logits, slots=3, **options)
     expected, its_index = twin(logits, 3)
     assert weights[[0, 1, 2, 4]].isnan().all()
     assert torch.equal(weights.isnan(), expected.isnan())
@@ -112,6 +122,54 @@ def test_what_is_no_number_makes_no_number(twin: Callable[..., Any], options: di
     assert all(sorted(set(row)) == sorted(row) and set(row) <= {0, 1, 2, 3} for row in index.tolist())
 
 
+#: Tokens, experts, slots, groups and those of them that are kept: of DeepSeek-V3 and GLM-4.5, and small ones.
+GROUPS = [
+    (2, 256, 8, 8, 4),
+    (3, 128, 8, 1, 1),
+    (1, 12, 3, 1, 1),
+    (5, 16, 5, 4, 2),
+    (1, 8, 8, 4, 4),
+    (9, 4, 2, 2, 1),
+]
+
+
+def by_expert(found: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts in the order of the experts: torch has them in none."""
+    index, order = found[1].sort(-1)
+    return found[0].gather(1, order), index
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "experts", "slots", "groups", "kept"), GROUPS)
+def test_scores_of_sigmoids_and_groups(
+    poisoned: None, tokens: int, experts: int, slots: int, groups: int, kept: int, dtype: torch.dtype
+) -> None:
+    logits = distinct(tokens, experts, torch.float32)
+    for seed in range(2):
+        # Large enough to change who is chosen.
+        bias = numbers(experts, dtype=dtype, seed=seed) / 3
+        how = {"slots": slots, "factor": 2.5, "groups": groups, "kept": kept}
+        expected = slow_route_deepseek(logits, bias, **how)
+        found = route(logits, bias, **how)
+        same(by_expert(found), by_expert(expected))
+        scores = (logits.sigmoid() + bias).gather(1, found[1])
+        assert (scores[:, 1:] <= scores[:, :-1]).all()
+        if orders_pairs(logits, slots):
+            *both, order, segments = route_pairs(logits, bias, **how, is_narrow=True)
+            same((both[0], both[1]), found)
+            size = pairs_of_segment(tokens * slots, experts, True)
+            by_itself = order_pairs(found[1].reshape(-1), experts, size)
+            assert torch.equal(order, by_itself[0]) and torch.equal(segments, by_itself[1])
+
+
+def test_scores_that_are_no_number_make_no_number(poisoned: None) -> None:
+    logits = torch.zeros(2, 8, device=DEVICE)
+    logits[0, 5] = math.nan
+    weights, index = route(logits, logits[1], slots=3, groups=4, kept=2)
+    assert weights[0].isnan().all() and index[0, 0] == 5 and not weights[1].isnan().any()
+    assert index[1].tolist() == [0, 1, 2]
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_any_sizes(data: Any) -> None:
@@ -120,17 +178,21 @@ def test_any_sizes(data: Any) -> None:
     tokens = data.draw(st.integers(1, 9))
     logits = distinct(tokens, experts, torch.float32)
     for twin, options in ROUTERS:
-        same(route(logits, slots, **options), twin(logits, slots))
-    if orders_pairs(tokens, experts, slots):
-        _, index, order, segments = route_pairs(logits, slots, True, False, True)
+        same(route(logits, slots=slots, **options), twin(logits, slots))
+    if orders_pairs(logits, slots):
+        _, index, order, segments = route_pairs(logits, slots=slots, is_narrow=True)
         assert index.reshape(-1)[order.long()].tolist() == sorted(index.reshape(-1).tolist())
         most = pairs_of_segment(tokens * slots, experts, True)
         assert segments[:, 2].sum() == tokens * slots and 0 < segments[:, 2].max() <= most
 
 
 def test_more_pairs_are_ordered_by_themselves() -> None:
-    assert orders_pairs(4, 256, 8) and orders_pairs(16, 8, 2) and orders_pairs(1, 512, 10)
-    assert not orders_pairs(5, 256, 8) and not orders_pairs(33, 8, 1) and not orders_pairs(2, 512, 8)
+    def orders(tokens: int, experts: int, slots: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return orders_pairs(torch.empty(tokens, experts, dtype=dtype, device="meta"), slots)
+
+    assert orders(4, 256, 8) and orders(16, 8, 2) and orders(1, 512, 10) and orders(4, 128, 8, torch.float32)
+    assert not orders(5, 256, 8) and not orders(33, 8, 1) and not orders(2, 512, 8)
+    assert not orders(2, 256, 8, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -141,10 +203,12 @@ def test_small_products(poisoned: None, shape: tuple[int, int, int], dtype: torc
     m, n, k = shape
     x, weight = numbers(m, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
     expected = (x.double() @ weight.double().t()).to(dtype)
-    wide = torch.full((m, 2 * k + 3), math.nan, dtype=dtype, device=DEVICE)
-    wide[:, 1 : k + 1] = x
-    for rows, of in ((x, weight), (wide[:, 1 : k + 1], weight.t().contiguous().t())):
+    part = torch.full((m, 2 * k + 3), math.nan, dtype=dtype, device=DEVICE)
+    part[:, 1 : k + 1] = x
+    for rows, of in ((x, weight), (part[:, 1 : k + 1], weight.t().contiguous().t())):
         y = small_linear(rows, of)
+        wide = small_linear(rows, of, wide=True)
+        assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), y)
         assert y.dtype == dtype and y.shape == (m, n) and y.is_contiguous()
         torch.testing.assert_close(y, expected, rtol=STEP[dtype], atol=3e-5)
         assert torch.equal(y, small_linear(rows, of))

@@ -280,9 +280,9 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
     memory = Memory(module)
     _count_at_the_end(graph, memory)
     dtypes = {node.meta[META].dtype for node in graph.nodes if META in node.meta}
-    for fusion in FUSIONS:
-        # float32 last: of what is rounded at the end it would take all but that.
-        for dtype in (one for one in ACTIVATION_DTYPES[::-1] if one in dtypes):
+    # float32 last: of what is rounded before or at the end it would take all but that.
+    for dtype in (one for one in ACTIVATION_DTYPES[::-1] if one in dtypes):
+        for fusion in FUSIONS:
             pattern = _pattern(fusion, dtype, inputs[0].device, torch.is_inference_mode_enabled())
             for anchor in graph.find_nodes(op="call_function", target=pattern.outputs[-1].target):
                 # It may have been replaced together with one before.

@@ -204,7 +204,7 @@ def run_experts(
         y = _experts_linear_fake(x, order, segments, layout, *of)
         return y.chunk(2, -1)[1] if gate else y
     problem, row, grouping, tile = _grouped(x.device, x, order, *of)
-    if gate and (reason := rows.why_no_gated_experts(row, grouping.matrices, tile)) is not None:
+    if gate and (reason := rows.why_no_gated_experts(row, grouping.matrices)) is not None:
         raise KernelError(f"{row}, which runs experts of {problem}, does not gate y: {reason}.")
     log_grouped(problem, grouping.experts, row, tile, partial(_why_not_narrow, problem, grouping))
     pairs = Pairs(order, segments, grouping)
@@ -220,8 +220,8 @@ def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *o
     """
     if order.shape[0] == 0:
         return False
-    _, row, grouping, tile = _grouped(device, x, order, *of)
-    return rows.why_no_gated_experts(row, grouping.matrices, tile) is None
+    _, row, grouping, _ = _grouped(device, x, order, *of)
+    return rows.why_no_gated_experts(row, grouping.matrices) is None
 
 
 def _grouped(

@@ -161,13 +161,13 @@ def group(
     return row, grouping, narrow.experts_tile(expert, grouping.usual)
 
 
-def why_no_gated_experts(row: str, matrices: int, tile: Any) -> str | None:
-    """Why the kernel of a row, in a tile, does not gate y of experts with so many matrices."""
+def why_no_gated_experts(row: str, matrices: int) -> str | None:
+    """Why the kernel of a row does not gate y of experts with so many matrices."""
     if row != "fused-narrow":
         return "it gives y as it is"
     if matrices != 2:
         return f"experts have one matrix that gates and one that is gated, not {matrices}"
-    return narrow.PARTS_APART if tile.parts > 1 else None
+    return None
 
 
 def grouped(

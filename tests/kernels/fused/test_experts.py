@@ -227,15 +227,29 @@ def test_kernels_multiply_each_pair_with_its_expert(
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu"])
-@pytest.mark.parametrize(("name", "warps"), [("int4", 16), ("int3", 8), ("nvfp4", 8)])
+@pytest.mark.parametrize(
+    ("name", "columns", "tile"),
+    [
+        ("int4", 136, NarrowTile(16)),
+        ("int3", 136, NarrowTile(8)),
+        ("nvfp4", 136, NarrowTile(8)),
+        ("int4", 392, NarrowTile(8, 2)),
+        ("nvfp4", 520, NarrowTile(16, 4)),
+    ],
+)
 def test_products_that_are_gated_are_those_gated_next(
-    make_experts: Callable[..., Experts], poisoned: None, name: str, warps: int, kind: str
+    make_experts: Callable[..., Experts],
+    poisoned: None,
+    name: str,
+    columns: int,
+    tile: NarrowTile,
+    kind: str,
 ) -> None:
-    made = make_experts(name, 4, 2, (176, 136))
-    x, index = numbers(11, 136), choices(11, 2, 4)
+    made = make_experts(name, 4, 2, (176, columns))
+    x, index = numbers(11, columns), choices(11, 2, 4)
     index[2, 1] = 4
     written = (index < 4).reshape(-1)
-    run = partial(run_with, made, x, index, 8, EVERY, NarrowTile(warps))
+    run = partial(run_with, made, x, index, 8, EVERY, tile)
     expected = glue.gate(*run().chunk(2, dim=1), kind)
     y = run(gate=kind)
     assert torch.equal(y[written], expected[written])

@@ -35,8 +35,6 @@ LEAST_GATED = 9
 RESIDENT_WARPS = 16
 #: Rows of x that a program adds up parts of, for one row tile.
 ADDED = 8
-#: Why y cannot be gated where there are parts.
-PARTS_APART = "sums of parts are added up in a launch of their own"
 #: Of experts: the most columns of a part, and rounds of large programs up to which those are the faster ones.
 PART_COLUMNS, FEW_ROUNDS = 4096, 2
 #: Up to so many columns of a part there is code for all; more would not fit the instruction cache.
@@ -149,7 +147,7 @@ def experts_tile(problem: Problem, weights: int) -> NarrowTile:
 def why_no_gate(problem: Problem, tile: NarrowTile) -> str | None:
     """Why y cannot be gated, for which a program has whole sums of pairs of row tiles."""
     if tile.parts > 1:
-        return PARTS_APART
+        return "sums of parts are added up in a launch of their own"
     if problem.m < LEAST_GATED:
         return f"it was not seen to be faster than a launch of its own below M={LEAST_GATED}"
     return no_pairs(problem)
@@ -229,7 +227,9 @@ def _launches(
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
     count, chunk = units(tile, shape)
     segments = () if grouping is None else (grouping.segments,)
-    mine = row_tiles(tile, shape, multiprocessors, bool(gate), 1 if grouping is None else grouping.usual)
+    # Where there are parts, what adds them up gates.
+    gates = gate if tile.parts == 1 else ""
+    mine = row_tiles(tile, shape, multiprocessors, bool(gates), 1 if grouping is None else grouping.usual)
     rows = rows_of_x(m)
     main = Launch(
         kernel,
@@ -238,7 +238,7 @@ def _launches(
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
         ENDS=ends,
-        GATE=gate,
+        GATE=gates,
         W=tile.warps,
         BM=rows,
         PARTS=tile.parts,
@@ -259,7 +259,7 @@ def _launches(
     after = known if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
     last = Launch(
         add_parts,
-        (shape.row_tiles, rows // ADDED, *segments),
+        (shape.row_tiles // (2 if gate else 1), rows // ADDED, *segments),
         **{name: after[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
         **{name: value for name, value in known_of(grouping).items() if name in add_parts.arg_names},
         HAS_BIAS=bias,
@@ -267,6 +267,7 @@ def _launches(
         PARTS=tile.parts,
         MR=ADDED,
         BEGINS=begins,
+        GATE=gate,
         num_warps=2,
         **overlap(features),
     )

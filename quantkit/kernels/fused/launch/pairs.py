@@ -12,8 +12,8 @@ FEW_PAIRS, MOST_PAIRS = 8, 128
 #: Pairs that experts have on average from which on `fused-tiled` is faster than `fused-skinny` (112 in
 #: docs/kernels-log.md), and for most formats than `fused-narrow` (121).
 TILED_PAIRS, MANY_PAIRS = 4, 8
-#: The most pairs that one program orders by comparing each with all.
-COMPARED = 128
+#: The most pairs that one program orders by comparing each with all, and where counting takes a launch.
+COMPARED, MOST_COMPARED = 64, 128
 #: Pairs that a program has at a time which counts those of experts, and which finds the places of its own.
 COUNTED, PLACED = 512, 2048
 #: The most experts, with none, whose pairs each program may as well count itself.
@@ -50,14 +50,15 @@ def _order(pairs: int, experts: int, rows: int, dtype: torch.dtype, features: fr
     from quantkit.kernels.fused.pairs import order_pairs as kernel
 
     known = {"EXPERTS": experts, **overlap(features)}
-    padded = power_of_two(pairs)
-    if pairs <= COMPARED:
+    padded, buckets = power_of_two(pairs), power_of_two(experts + 1)
+    few = buckets <= FEW_BUCKETS
+    if pairs <= (COMPARED if few else MOST_COMPARED):
         # A lane for each pair, which compares it with all others by itself.
         warps = max(padded // 32, 1)
         return _Order(Launch(order_few_pairs, (1,), PADDED=padded, ROWS=rows, **known, num_warps=warps))
-    known["BUCKETS"] = buckets = power_of_two(experts + 1)
+    known["BUCKETS"] = buckets
     grid = (experts + 1,)
-    if pairs <= COUNTED and buckets <= FEW_BUCKETS:
+    if pairs <= COUNTED and few:
         alone = {"counts": None, "CHUNKS": 0}
         return _Order(Launch(kernel, grid, CHUNK=padded, ROWS=rows, **alone, **known))
     place = Launch(kernel, grid, CHUNK=min(padded, PLACED), ROWS=rows, **known)

@@ -17,8 +17,8 @@ from quantkit.kernels.launcher import Launch, launch_features, launching_on, ove
 #: What `small_linear` is for, as torch takes longer: rows of a weight, numbers of y, and products of numbers,
 #: more where y is wide, as torch converts the weight first; and columns of x, for which there are registers.
 SMALL_ROWS, SMALL, SMALL_PRODUCTS, WIDE_PRODUCTS, MOST_COLUMNS = 1024, 4096, 8 << 20, 32 << 20, 16384
-#: Logits of a token that a program of `route` has at most.
-MOST_EXPERTS = 4096
+#: Logits of a token, and those of them that are chosen, that `route` is for.
+MOST_EXPERTS, MOST_SLOTS = 4096, 64
 #: Bytes of the logits of a token that a warp loads at once: with more, several warps would share a token.
 LOADED = 512
 #: Pairs that `route_pairs` orders: with more, two launches are as fast.
@@ -36,12 +36,13 @@ def slow_wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def small_linear(x: torch.Tensor, weight: torch.Tensor, wide: bool = False) -> torch.Tensor:
-    """x [M, K] times dense `weight` [N, K]: [M, N], summed in float32; for K up to `MOST_COLUMNS`.
+    """x [M, K] times dense `weight` [N, K], whose rows lie together: [M, N], summed in float32.
 
-    y has the dtype of x, or is `wide`: float32. `weight` is read while the kernels before this one may still
-    run.
+    K is up to `MOST_COLUMNS`. y has the dtype of x, or is `wide`: float32. `weight` is read while the kernels
+    before this one may still run.
     """
-    x, weight = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, weight))
+    assert weight.stride(1) == 1
+    x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty((len(x), len(weight)), dtype=torch.float32 if wide else x.dtype, device=x.device)
     launch = _small_linear_launch(len(x), *weight.shape, launch_features(x.device))
     with launching_on(x.device):

@@ -129,7 +129,8 @@ def _takes_small(products: int, given: Shapes, numbers: Mapping[str, float]) -> 
     x, weight = given["x"], given["weight"]
     return (
         x.dim() == weight.dim() == 2
-        and x.dtype == weight.dtype
+        # It is read where it lies, before kernels that might copy it have ended.
+        and weight.stride(1) == 1
         and 0 < weight.shape[0] <= router.SMALL_ROWS
         and 0 < x.shape[0] * weight.shape[0] <= router.SMALL
         and 0 < x.shape[1] <= router.MOST_COLUMNS
@@ -137,9 +138,19 @@ def _takes_small(products: int, given: Shapes, numbers: Mapping[str, float]) -> 
     )
 
 
+def _takes_wide(given: Shapes, numbers: Mapping[str, float]) -> bool:
+    # In float32 there is nothing to convert, and the twin is that of any product.
+    return given["x"].dtype != torch.float32 and _takes_small(router.WIDE_PRODUCTS, given, numbers)
+
+
 def _takes_logits(given: Shapes, numbers: Mapping[str, float]) -> bool:
     logits = given["logits"]
-    return logits.dim() == 2 and logits.numel() > 0 and logits.shape[1] <= router.MOST_EXPERTS
+    return (
+        logits.dim() == 2
+        and logits.numel() > 0
+        and logits.shape[1] <= router.MOST_EXPERTS
+        and numbers["slots"] <= router.MOST_SLOTS
+    )
 
 
 def _takes_scores(given: Shapes, numbers: Mapping[str, float]) -> bool:
@@ -147,9 +158,13 @@ def _takes_scores(given: Shapes, numbers: Mapping[str, float]) -> bool:
     if not _takes_logits(given, numbers) or bias.shape != logits.shape[1:]:
         return False
     experts, groups, kept = logits.shape[1], int(numbers.get("groups", 1)), int(numbers.get("kept", 1))
-    # Groups are blocks of a kernel, and those that are kept have experts enough.
-    fits = groups == 1 or (experts & (experts - 1) == 0 and experts // groups * kept >= numbers["slots"])
-    return fits and (numbers["tokens"], numbers["experts"]) == logits.shape
+    return (
+        (numbers["tokens"], numbers["experts"]) == logits.shape
+        and groups * numbers.get("each", experts) == experts
+        # Groups are blocks of a kernel, and those that are kept have experts enough.
+        and (groups == 1 or experts & (experts - 1) == 0)
+        and experts // groups * kept >= numbers["slots"]
+    )
 
 
 def _slow_padded_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -235,11 +250,11 @@ def _fusions() -> Iterator[Fusion]:
     for kind, gate in gates.items():
         yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _takes_gate, (), {"kind": kind})
     small: _Sizes = {"x": (3, 20), "weight": (7, 20)}
-    for linear, wide, products in (
-        (router.slow_wide_linear, True, router.WIDE_PRODUCTS),
-        (router.slow_small_linear, False, router.SMALL_PRODUCTS),
+    for linear, takes, wide in (
+        (router.slow_wide_linear, _takes_wide, True),
+        (router.slow_small_linear, partial(_takes_small, router.SMALL_PRODUCTS), False),
     ):
-        takes, how = partial(_takes_small, products), {"wide": wide}
+        how = {"wide": wide}
         yield Fusion(linear, router.small_linear, small, takes, options=how, constants=("weight",))
     scores: _Sizes = {"logits": (41, 67 * 59), "bias": (67 * 59,)}
     for route, found in ((_slow_route_of_groups, ("groups", "kept")), (_slow_route_of_one_group, ())):

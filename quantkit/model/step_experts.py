@@ -6,25 +6,30 @@ from torch.fx import Graph, Node
 
 from quantkit.kernels import router
 from quantkit.kernels.experts import ORDER_OPERATOR
-from quantkit.model.trace import META, Memory, part
+from quantkit.model.trace import META, Memory, between, part
 
 
 def take_orders(graph: Graph, memory: Memory) -> None:
     """Have `router.route` order the pairs of all experts that it chooses, where one program does both."""
     for node in graph.find_nodes(op="call_function", target=ORDER_OPERATOR):
-        choice = _choice(node)
+        choice = _choice(memory, node)
         if choice is not None:
             _take(graph, memory, choice, node)
 
 
-def _choice(order: Node) -> Node | None:
+def _choice(memory: Memory, order: Node) -> Node | None:
     """The call of `router.route` whose experts, all as they are, `order` orders, if one program can."""
     index, experts, _ = cast(tuple[Any, ...], order.args)
     if index.target is not part or index.args[1] != 1 or index.args[0].target is not router.route:
         return None
-    call = index.args[0]
+    call, lies = index.args[0], memory.of(index)
     logits = call.args[0].meta[META]
-    fits = logits.shape[1] == experts and router.orders_pairs(logits, call.kwargs["slots"])
+    fits = (
+        logits.shape[1] == experts
+        and router.orders_pairs(logits, call.kwargs["slots"])
+        # Nobody changes who was chosen before that is ordered.
+        and not any(memory.written(one) & lies for one in between(call, order))
+    )
     return cast(Node, call) if fits else None
 
 
@@ -33,7 +38,7 @@ def _take(graph: Graph, memory: Memory, choice: Node, order: Node) -> None:
     with graph.inserting_after(choice):
         options = {**choice.kwargs, "is_narrow": order.args[2]}
         call = graph.call_function(router.route_pairs, choice.args, options)
-    memory.enter(call)
+    memory.enter(call, written=memory.written(choice))
     new = call
     for old, ahead in ((choice, 0), (order, 2)):
         for node in [one for one in old.users if one.target is part]:

@@ -1,11 +1,13 @@
 """Routers in traced steps, and who orders pairs of what they choose: in the interpreter without a GPU."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import quantkit
 from quantkit.kernels import router
 from quantkit.kernels.experts import ORDER_OPERATOR
 from quantkit.model import fused_forward
@@ -137,7 +139,12 @@ def test_pairs_of_others_than_the_router_chose_are_ordered_by_themselves() -> No
     def some_slots(logits: torch.Tensor) -> Any:
         return ORDER_OPERATOR(router.slow_route_mixtral(logits, 3)[1][:, :2], 6, True)
 
-    for step in (fewer_experts, other_experts, some_slots):
+    def changed_after(logits: torch.Tensor) -> Any:
+        weights, index = router.slow_route_mixtral(logits, 2)
+        index[:, 1] = 6
+        return weights, *ORDER_OPERATOR(index, 6, True)
+
+    for step in (fewer_experts, other_experts, some_slots, changed_after):
         found = ordered(step, 3)
         assert found["route"] == found["order_pairs.default"] == 1, step
 
@@ -155,20 +162,127 @@ def test_two_orders_of_one_choice() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2)])
+def test_routers_by_sigmoids_of_what_is_made_wide(groups: int, kept: int) -> None:
+    """As DeepSeek-V3 and GLM-4.5 have it in bfloat16: x and the weight in float32 first."""
+    weight, bias = numbers(16, 24).to(torch.bfloat16), numbers(16).to(torch.bfloat16) / 4
+
+    def step(x: torch.Tensor) -> Any:
+        logits = router.slow_wide_linear(x, weight)
+        weights, index = router.slow_route_deepseek(logits, bias, 3, 2.5, groups, kept)
+        return weights, index, *ORDER_OPERATOR(index, 16, True)
+
+    x = numbers(3, 24).to(torch.bfloat16)
+    module = fused(step, [x.clone()], "functions")
+    assert calls(module)["small_linear"] == calls(module)["route_pairs"] == 1
+    assert not {"_to_copy.default", "topk.default", "sigmoid.default"} & set(calls(module))
+    found, expected = module(x), step(x)
+    # Torch has those that were chosen in no order.
+    for one, other in zip(by_expert(*found[:2]), by_expert(*expected[:2]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    again = ORDER_OPERATOR(found[1], 16, True)
+    assert torch.equal(found[2], again[0]) and torch.equal(found[3], again[1])
+
+
+def by_expert(weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    index, order = index.sort(-1)
+    return weights.gather(1, order), index
+
+
+@torch.no_grad()
+def test_scores_in_groups_that_a_kernel_has_no_blocks_for_stay_as_they_are() -> None:
+    def routes(experts: int, slots: int, groups: int, kept: int) -> int:
+        bias = numbers(experts)
+
+        def step(logits: torch.Tensor) -> Any:
+            return router.slow_route_deepseek(logits, bias, slots, 2.5, groups, kept)
+
+        return calls(fused(step, [numbers(3, experts)], "functions"))["route"]
+
+    assert routes(16, 4, 4, 2) == routes(12, 4, 1, 1) == routes(16, 8, 4, 2) == 1
+    # Groups of three; slots for which the groups that are kept have no experts.
+    assert routes(12, 4, 4, 2) == routes(16, 9, 4, 2) == 0
+
+    def a_bias_for_each_token(logits: torch.Tensor) -> Any:
+        return router.slow_route_deepseek(logits, logits * 2, 3, 2.5, 4, 2)
+
+    def two_rows_of_groups(logits: torch.Tensor) -> Any:
+        """Of eight experts two groups of two, twice."""
+        scores = logits.sigmoid()
+        choice = scores + bias
+        of_groups = choice.view(-1, 2, 2).topk(2, dim=-1)[0].sum(dim=-1)
+        of_kept = torch.topk(of_groups, k=1, dim=-1, sorted=False)[1]
+        mask = torch.zeros_like(of_groups)
+        mask.scatter_(1, of_kept, 1)
+        mask = mask.unsqueeze(-1).expand(-1, 2, 2).reshape(-1, 8)
+        choice = choice.masked_fill(~mask.bool(), float("-inf"))
+        index = torch.topk(choice, k=2, dim=-1, sorted=False)[1]
+        weights = scores.gather(1, index)
+        weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+        return weights * 2.5, index
+
+    bias = numbers(8)
+    for step, experts in ((a_bias_for_each_token, 16), (two_rows_of_groups, 8)):
+        assert calls(fused(step, [numbers(3, experts)], "functions"))["route"] == 0
+
+
+@torch.no_grad()
+def test_what_is_chosen_in_many_slots_stays_as_it_is() -> None:
+    def chosen(slots: int) -> int:
+        def step(logits: torch.Tensor) -> Any:
+            return router.slow_route_mixtral(logits, slots)
+
+        return calls(fused(step, [numbers(2, 80)], "functions"))["route"]
+
+    assert chosen(router.MOST_SLOTS) == 1 and chosen(router.MOST_SLOTS + 1) == 0
+
+
+@torch.no_grad()
 def test_products_that_are_not_small_stay_as_they_are() -> None:
-    weight, wide = numbers(4, 8), numbers(router.SMALL_ROWS + 1, 8)
+    weight, tall, turned = numbers(4, 8), numbers(router.SMALL_ROWS + 1, 8), numbers(8, 4).t()
+    long, longer = numbers(1, router.MOST_COLUMNS), numbers(1, router.MOST_COLUMNS + 1)
+    large = numbers(router.SMALL // 4, 8)
 
-    def product(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, weight) + 1
-
-    def of_many_rows(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, wide) + 1
+    def product(weight: torch.Tensor) -> Step:
+        return lambda x: torch.nn.functional.linear(x, weight) + 1
 
     def of_what_is_made(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight * 2) + 1
 
-    def small(step: Step, rows: int) -> int:
-        return calls(fused(step, [numbers(rows, 8)], "functions"))["small_linear"]
+    def small(step: Step, rows: int, columns: int = 8) -> int:
+        return calls(fused(step, [numbers(rows, columns)], "functions"))["small_linear"]
 
-    assert small(product, 3) == 1 and small(product, router.SMALL // 4 + 1) == 0
-    assert small(of_many_rows, 1) == small(of_what_is_made, 3) == 0
+    assert (
+        small(product(weight), 3) == small(product(large), 4) == small(product(long), 1, long.shape[1]) == 1
+    )
+    assert small(product(weight), router.SMALL // 4 + 1) == small(product(large), 5) == 0
+    assert small(product(longer), 1, longer.shape[1]) == small(product(tall), 1) == 0
+    assert small(product(turned), 3) == small(of_what_is_made, 3) == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_for_which_torch_converts_weights_may_be_larger(dtype: torch.dtype) -> None:
+    """16 x 64 x 16384 is twice what others may be; in float32 there is nothing to convert."""
+    assert 16 * 64 * router.MOST_COLUMNS == 2 * router.SMALL_PRODUCTS <= router.WIDE_PRODUCTS
+    weight = torch.zeros(64, router.MOST_COLUMNS, dtype=dtype, device=DEVICE)
+    x = torch.zeros(16, router.MOST_COLUMNS, dtype=dtype, device=DEVICE)
+    for linear, taken in (
+        (router.slow_wide_linear, dtype == torch.bfloat16),
+        (router.slow_small_linear, False),
+    ):
+        module = fused(lambda x, linear=linear: linear(x, weight), [x], "functions")
+        assert calls(module)["small_linear"] == taken
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="products with experts are grouped on a GPU only")
+def test_a_packed_mixture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    modules = keep_modules(monkeypatch)
+    model = made("Qwen3Moe", **FAMILIES["Qwen3Moe"] | {"hidden_size": 64, "moe_intermediate_size": 32})
+    model.save_pretrained(tmp_path / "source")
+    quantkit.quantize(tmp_path / "source", tmp_path / "out", format="int4", group_size=32, method="rtn")
+    packed = quantkit.load(tmp_path / "out", device=DEVICE, dtype=torch.bfloat16)
+    decode(packed, forward_of(packed), static_cache(packed, 40), ids(), steps=2)
+    found, layers = calls(modules[-1]), packed.config.num_hidden_layers
+    assert found["route_pairs"] == layers and found["run_experts"] == layers
+    assert not {"order_pairs.default", "topk.default", "gate"} & set(found)

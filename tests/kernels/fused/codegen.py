@@ -153,7 +153,7 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "small_linear": lambda: router._small_linear_launch(1, 128, case.m, features),
         "route": lambda: router._route_launch(1, 4, case.m, router.Choice(8), False, None, features),
         "route pairs": lambda: router._route_launch(1, 4, case.m, router.Choice(8), False, 8, features),
-        "route groups": lambda: router._route_launch(1, 4, case.m, GROUPED, True, 8, features),
+        "route groups": lambda: router._route_launch(1, 1, case.m, GROUPED, True, 8, features),
     }[case.name]()
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
@@ -167,6 +167,7 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         **{name: "*i64" for name in INTEGERS if name in names},
         **{name: "*i32" for name in ("order", "segments") if name in names},
         **({"frequencies": "*fp32"} if "frequencies" in names else {}),
+        **({"logits": "*fp32"} if known.get("SIGMOID") else {}),
         **dict.fromkeys(known, "constexpr"),
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in known}

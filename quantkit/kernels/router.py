@@ -105,7 +105,7 @@ ROUTERS: tuple[tuple[Callable[..., Any], Mapping[str, bool]], ...] = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class Routing:
     """How the experts of a token are chosen.
 
     Without a bias weights are the softmax of all logits, or `of_chosen` those only. With a bias they are
@@ -123,15 +123,15 @@ class Choice:
 
 
 def route(
-    logits: torch.Tensor, bias: torch.Tensor | None = None, **choice: Any
+    logits: torch.Tensor, bias: torch.Tensor | None = None, **routing: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights and the experts, int64, of each token with `logits` [T, E]: [T, slots] each.
 
-    The experts with the largest logits, or, with a `bias` [E], scores, by the fields of a `Choice`: the
+    The experts with the largest logits, or, with a `bias` [E], scores, by the fields of a `Routing`: the
     largest first, of several that are equal the first expert. What is no number is larger than all that are,
     and makes no number of all weights of its token.
     """
-    how = Choice(**choice)
+    how = Routing(**routing)
     tokens, experts = logits.shape
     part = min(power_of_two(tokens), 4) if _has_warps(logits) else 1
     features = launch_features(logits.device)
@@ -154,13 +154,13 @@ def _has_warps(logits: torch.Tensor) -> bool:
 
 
 def route_pairs(
-    logits: torch.Tensor, bias: torch.Tensor | None = None, *, is_narrow: bool, **choice: Any
+    logits: torch.Tensor, bias: torch.Tensor | None = None, *, is_narrow: bool, **routing: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `route` gives, with the order and the segments of its pairs (`experts.OrderedPairs`): one launch.
 
     For as many tokens as `orders_pairs` says.
     """
-    how = Choice(**choice)
+    how = Routing(**routing)
     tokens, experts = logits.shape
     pairs = tokens * how.slots
     order = torch.empty(pairs, dtype=torch.int32, device=logits.device)
@@ -175,7 +175,7 @@ def route_pairs(
 
 
 def _operands(
-    logits: torch.Tensor, bias: torch.Tensor | None, how: Choice
+    logits: torch.Tensor, bias: torch.Tensor | None, how: Routing
 ) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
     """What the kernel takes but for order and segments, and memory for weights and experts."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -204,7 +204,7 @@ def _route_launch(
     programs: int,
     tokens: int,
     experts: int,
-    how: Choice,
+    how: Routing,
     has_bias: bool,
     segment: int | None,
     features: frozenset[str],

@@ -12,12 +12,12 @@ from quantkit.model.trace import META, Memory, between, part
 def take_orders(graph: Graph, memory: Memory) -> None:
     """Have `router.route` order the pairs of all experts that it chooses, where one program does both."""
     for node in graph.find_nodes(op="call_function", target=ORDER_OPERATOR):
-        choice = _choice(memory, node)
-        if choice is not None:
-            _take(graph, memory, choice, node)
+        call = _router(memory, node)
+        if call is not None:
+            _take(graph, memory, call, node)
 
 
-def _choice(memory: Memory, order: Node) -> Node | None:
+def _router(memory: Memory, order: Node) -> Node | None:
     """The call of `router.route` whose experts, all as they are, `order` orders, if one program can."""
     index, experts, _ = cast(tuple[Any, ...], order.args)
     if index.target is not part or index.args[1] != 1 or index.args[0].target is not router.route:
@@ -33,18 +33,18 @@ def _choice(memory: Memory, order: Node) -> Node | None:
     return cast(Node, call) if fits else None
 
 
-def _take(graph: Graph, memory: Memory, choice: Node, order: Node) -> None:
-    """Replace both by one call, at the place of `choice`."""
-    with graph.inserting_after(choice):
-        options = {**choice.kwargs, "is_narrow": order.args[2]}
-        call = graph.call_function(router.route_pairs, choice.args, options)
-    memory.enter(call, written=memory.written(choice))
+def _take(graph: Graph, memory: Memory, route: Node, order: Node) -> None:
+    """Replace both by one call, at the place of `route`."""
+    with graph.inserting_after(route):
+        options = {**route.kwargs, "is_narrow": order.args[2]}
+        call = graph.call_function(router.route_pairs, route.args, options)
+    memory.enter(call, written=memory.written(route))
     new = call
-    for old, ahead in ((choice, 0), (order, 2)):
+    for old, ahead in ((route, 0), (order, 2)):
         for node in [one for one in old.users if one.target is part]:
             with graph.inserting_after(new):
                 new = graph.call_function(part, (call, ahead + cast(int, node.args[1])))
             memory.replace(node, new)
             graph.erase_node(node)
     graph.erase_node(order)
-    graph.erase_node(choice)
+    graph.erase_node(route)

@@ -81,7 +81,7 @@ class Source(NamedTuple):
 
 
 #: How experts of DeepSeek-V3 are chosen.
-GROUPED = router.Choice(8, factor=2.5, groups=8, kept=4)
+GROUPED = router.Routing(8, factor=2.5, groups=8, kept=4)
 #: Tensors of glue that are int64.
 INTEGERS = ("held", "table", "ids", "positions", "found", "tokens", "index")
 #: Kernels that work on pairs, which know no weights, with two slots of 8 experts.
@@ -151,8 +151,8 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "largest of parts": lambda: choice._launches(1, 64, features)[0],
         "largest of rows": lambda: choice._launches(1, 64, features)[1],
         "small_linear": lambda: router._small_linear_launch(1, 128, case.m, features),
-        "route": lambda: router._route_launch(1, 4, case.m, router.Choice(8), False, None, features),
-        "route pairs": lambda: router._route_launch(1, 4, case.m, router.Choice(8), False, 8, features),
+        "route": lambda: router._route_launch(1, 4, case.m, router.Routing(8), False, None, features),
+        "route pairs": lambda: router._route_launch(1, 4, case.m, router.Routing(8), False, 8, features),
         "route groups": lambda: router._route_launch(1, 1, case.m, GROUPED, True, 8, features),
     }[case.name]()
     names, options = launch._kernel.arg_names, launch._options

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.calibrate import scaling
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
+from quantkit.kernels import router
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, encode_groups
 
@@ -211,6 +212,17 @@ def _write_tiny(
     base_config = json.loads((dense_dir / "config.json").read_text())
     base_config["quantization_config"] = config.to_dict(assignments)
     (packed_dir / "config.json").write_text(json.dumps(base_config, indent=2, sort_keys=True))
+
+
+#: Rows of weights that are small in Triton's interpreter, which runs a program for each of them.
+SMALL_ROWS = 16
+
+
+@pytest.fixture(autouse=True)
+def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of linears of tiny models only routers are small without a GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(router, "SMALL_ROWS", SMALL_ROWS)
 
 
 @pytest.fixture

@@ -11,15 +11,9 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["P"])
 def order_few_pairs(
-    index,
-    order,
-    segments,
-    P,
-    EXPERTS: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
+    index, order, segments, P, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """What `order_pairs` writes, by one program that compares each of up to PADDED pairs with all others."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

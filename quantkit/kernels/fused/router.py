@@ -60,8 +60,7 @@ def route(
     found = tl.zeros((TOKENS, PADDED), tl.int32)
     largest = number_of(tl.max(left, axis=1))[:, None]
     for slot in range(SLOTS):
-        best = tl.max(left, axis=1)[:, None]
-        expert = tl.min(tl.where(left == best, column, PADDED), axis=1)[:, None]
+        best, expert = _largest(left, column, 1)
         experts = tl.where(column == slot, expert, experts)
         found = tl.where(column == slot, best, found)
         left = tl.where(column == expert, LEAST_ORDER, left)
@@ -100,6 +99,13 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _largest(orders, place, AXIS: tl.constexpr):
+    """The largest of `orders` along AXIS, the last, and its `place`, the first of several."""
+    best = tl.max(orders, axis=AXIS, keep_dims=True)
+    return best, tl.min(tl.where(orders == best, place, orders.shape[AXIS]), axis=AXIS, keep_dims=True)
+
+
+@triton.jit
 def _of_groups(left, GROUPS: tl.constexpr, KEPT: tl.constexpr):
     """`left` [tokens, experts], orders of scores, of those KEPT of GROUPS whose two largest scores add up to
     the most; LEAST_ORDER for others.
@@ -108,15 +114,13 @@ def _of_groups(left, GROUPS: tl.constexpr, KEPT: tl.constexpr):
     EACH: tl.constexpr = left.shape[1] // GROUPS
     grouped = tl.reshape(left, (TOKENS, GROUPS, EACH))
     place = tl.broadcast_to(tl.arange(0, EACH)[None, None, :], (TOKENS, GROUPS, EACH))
-    first = tl.max(grouped, axis=2)
-    its = tl.min(tl.where(grouped == first[:, :, None], place, EACH), axis=2)
-    second = tl.max(tl.where(place == its[:, :, None], LEAST_ORDER, grouped), axis=2)
-    sums = order_of(number_of(first) + number_of(second))
+    first, its = _largest(grouped, place, 2)
+    second = tl.max(tl.where(place == its, LEAST_ORDER, grouped), axis=2, keep_dims=True)
+    sums = order_of(tl.reshape(number_of(first) + number_of(second), (TOKENS, GROUPS)))
     group = tl.broadcast_to(tl.arange(0, GROUPS)[None, :], (TOKENS, GROUPS))
     is_kept = tl.zeros((TOKENS, GROUPS), tl.int1)
     for _ in range(KEPT):
-        best = tl.max(sums, axis=1)[:, None]
-        which = tl.min(tl.where(sums == best, group, GROUPS), axis=1)[:, None]
+        _, which = _largest(sums, group, 1)
         is_kept = is_kept | (group == which)
         sums = tl.where(group == which, LEAST_ORDER, sums)
     return tl.reshape(tl.where(is_kept[:, :, None], grouped, LEAST_ORDER), left.shape)

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.glue import ROUNDED, angles
+from quantkit.kernels.glue import ROUNDED, HeadNorms, angles, head_norms
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
 from quantkit.kernels.problem import device_features, gpu_of
 from quantkit.kernels.transforms import is_transformed
@@ -163,19 +163,21 @@ def rotated_attention(
     held: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
+    norms: HeadNorms | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """`decode_attention` of what `rotate_append` returns for one token, T = 1, to the bit: a launch less.
+    """`decode_attention` of what `rotate_append` returns for one token, T = 1: a launch less.
 
-    Tensors are as `rotate_append` takes them, all of the dtype of `q` but `held`. `why_not` of `q`, `keys`,
-    `values` and `mask` must be None, and the last strides of `keys` and `values` 1. With `settled`, `keys`,
+    To the bit, but for squares of `norms`, which are summed in another order. Tensors are as `rotate_append`
+    takes them, all of the dtype of `q` but `held`. `why_not` of `q`, `keys`, `values` and `mask` must be
+    None, and the last strides of `keys` and `values` 1. With `settled`, `keys`,
     `values`, `held` and `mask` are read while kernels before this one may still run: none since another such
     attention began may write them, and each that overlaps others must wait for those before it.
     """
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, _ = angles(cos, sin)
     strides = (*k.stride()[:2], *v.stride()[:2], c_b)
-    return _attention(q, keys, values, mask, scaling, (k, v, cos, sin, held), strides, settled)
+    return _attention(q, keys, values, mask, scaling, (k, v, cos, sin, held), strides, norms, settled)
 
 
 def _attention(
@@ -186,6 +188,7 @@ def _attention(
     scaling: float,
     new: tuple[torch.Tensor, ...] = (),
     strides: tuple[int, ...] = (0,) * 5,
+    norms: HeadNorms | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
     """Launch `attend`, with what it takes of a `new` token, if there is one, and its strides."""
@@ -202,7 +205,8 @@ def _attention(
     once = plan.at_once(chunks) >= length
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
     features = launch_features(query.device)
-    attend, gather = _launches(sizes, plan, chunks, scaling, kind, once, bool(new), settled, features)
+    weights, how = ((query, query), None) if norms is None else ((norms.q, norms.k), norms.how)
+    attend, gather = _launches(sizes, plan, chunks, scaling, kind, once, bool(new), how, settled, features)
     seen = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
     with launching_on(query.device):
         attend(
@@ -214,6 +218,7 @@ def _attention(
             stats,
             out,
             *(new or (query,) * 5),
+            *weights,
             length,
             key_heads,
             *query.stride()[:2],
@@ -284,6 +289,7 @@ def _launches(
     mask: str,
     once: bool,
     new: bool,
+    norms: tuple[float, str] | None,
     settled: bool,
     features: frozenset[str],
 ) -> tuple[Launch, Launch | None]:
@@ -305,6 +311,7 @@ def _launches(
         MASK=mask,
         ONCE=once,
         NEW=new,
+        **head_norms(norms),
         SETTLED=settled and "overlap" in features,
         PTX="ptx" in features,
         # If registers hold keys and values of a step at a time, beside the sums.

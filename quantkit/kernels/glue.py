@@ -4,6 +4,7 @@ Beside each function is its twin: what models of transformers compute in torch, 
 """
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -252,6 +253,27 @@ def slow_rotate_append(
     return rotated, *slow_append(keys, values, held, slow_rotate(k, cos, sin), v)
 
 
+class HeadNorms(NamedTuple):
+    """Norms of the heads of queries and keys: weights [D] of each, the rest as for `norm`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+    kind: str
+
+    @property
+    def how(self) -> tuple[float, str]:
+        """What a launch has to know of them."""
+        return self.eps, self.kind
+
+
+def head_norms(how: tuple[float, str] | None) -> dict[str, Any]:
+    """What `HeadNorms.how` is to a kernel; None for no norms."""
+    eps, kind = how or (None, "llama")
+    rounded, offset = NORMS[kind]
+    return {"EPS": eps, "ROUND": rounded, "OFFSET": offset}
+
+
 def rotate_append(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -261,26 +283,32 @@ def rotate_append(
     keys: torch.Tensor,
     values: torch.Tensor,
     held: torch.Tensor,
+    norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`q` rotated; `keys` and `values` with `k`, rotated, and `v` written after the `held` tokens.
 
     `q` [B, H, T, D], `k` [B, H', T, D] and `v` [B, H', T, V] as for `rotate`; `keys` [B, H', L, D], `values`
     [B, H', L, V], `held` int64 [] or [1]. Where there is no room nothing is written, and `q` becomes no
-    numbers.
+    numbers. What is rotated are the `norms` of `q` and `k`, if there are any, whose weights are read while
+    the kernels before this one may still run.
     """
     batch, queries, tokens, size = q.shape
     heads, width = k.shape[1], v.shape[-1]
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, c_t = angles(cos, sin)
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q_weight, k_weight, how = (q, k, None) if norms is None else (norms.q, norms.k, norms.how)
     launch = _rotate_append_launch(
-        batch * tokens, queries, heads, size // 2, width, launch_features(q.device)
+        batch * tokens, queries, heads, size // 2, width, how, launch_features(q.device)
     )
     strides, cached = (
         [stride for part in parts for stride in part.stride()[:3]] for parts in ((q, k, v), (keys, values))
     )
     with launching_on(q.device):
-        launch(q, k, v, cos, sin, held, y, keys, values, tokens, keys.shape[2], *strides, c_b, c_t, *cached)
+        launch(
+            *(q, k, v, cos, sin, held, y, keys, values, q_weight, k_weight, tokens, keys.shape[2]),
+            *(*strides, c_b, c_t, *cached),
+        )
     return y, keys, values
 
 
@@ -389,7 +417,13 @@ def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str])
 
 @lru_cache(maxsize=256)
 def _rotate_append_launch(
-    tokens: int, queries: int, heads: int, half: int, width: int, features: frozenset[str]
+    tokens: int,
+    queries: int,
+    heads: int,
+    half: int,
+    width: int,
+    norms: tuple[float, str] | None,
+    features: frozenset[str],
 ) -> Launch:
     from quantkit.kernels.fused.glue import rotate_append
 
@@ -402,6 +436,7 @@ def _rotate_append_launch(
         HP=power_of_two(half),
         V=width,
         VP=power_of_two(width),
+        **head_norms(norms),
         **ROUNDED,
         **overlap(features),
         num_warps=1,

@@ -20,7 +20,7 @@ from quantkit.kernels.table import is_verbose
 from quantkit.model.constants import hold_constants
 from quantkit.model.pattern import Match, Pattern, matched, pattern_of
 from quantkit.model.products import hold_back, split_norms, take_gates, take_norms
-from quantkit.model.step_attention import take_rotations
+from quantkit.model.step_attention import take_head_norms, take_rotations
 from quantkit.model.step_experts import take_orders
 from quantkit.model.trace import META, Memory, part, trace
 
@@ -303,6 +303,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
                 # It may have been replaced together with one before.
                 if not anchor._erased:
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
+    take_head_norms(graph, memory)
     take_rotations(graph, memory, inputs[0].device)
     take_orders(graph, memory)
     take_gates(graph, memory, inputs[0].device)

@@ -1,4 +1,6 @@
-"""Attention in traced steps: it rotates and keeps a token in passing, where the step can do without both."""
+"""Attention in traced steps: norms of heads, rotation and keeping a token in passing, where a step can do
+without them.
+"""
 
 import itertools
 from typing import Any, cast
@@ -11,6 +13,48 @@ from quantkit.kernels.attention import rotated_attention, rotates
 from quantkit.model.trace import META, Memory, between, part
 
 _ATTENTION = torch.ops.quantkit.decode_attention.default
+_TRANSPOSE = torch.ops.aten.transpose.int
+
+
+def take_head_norms(graph: Graph, memory: Memory) -> None:
+    """Have `glue.rotate_append` take norms of the queries and keys that it rotates, where they are for it."""
+    for rotation in graph.find_nodes(op="call_function", target=glue.rotate_append):
+        q, k = (_head_norm(memory, cast(Node, one), rotation) for one in rotation.args[:2])
+        if q is None or k is None or q.kwargs != k.kwargs:
+            continue
+        for place, norm in enumerate((q, k)):
+            _take_norm(graph, memory, rotation, place, norm)
+        weights: Any = q.args[1], k.args[1]
+        rotation.update_kwarg("norms", glue.HeadNorms(*weights, **cast(Any, q.kwargs)))
+        for norm in (q, k):
+            graph.erase_node(norm)
+
+
+def _head_norm(memory: Memory, given: Node, rotation: Node) -> Node | None:
+    """The norm that `rotation` is given, or its heads and tokens exchanged, if it is for nothing else."""
+    norm = given.args[0] if given.target is _TRANSPOSE and given.args[1:] == (1, 2) else given
+    assert isinstance(norm, Node)
+    is_its_own = {*norm.users, *given.users} == {given, rotation} - {norm}
+    if norm.target is not glue.norm or not is_its_own or rotation.args.count(given) > 1:
+        return None
+    x, weight = cast(tuple[Node, Node], norm.args)
+    changed = (memory.written(one) & memory.of(x) for one in (*between(norm, rotation), rotation))
+    lies_as_taken = x.meta[META].stride(-1) == weight.meta[META].stride(0) == 1
+    return norm if lies_as_taken and not any(changed) else None
+
+
+def _take_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: Node) -> None:
+    """Give `rotation` what `norm` is taken of in its place."""
+    given, x = cast(Node, rotation.args[place]), cast(Node, norm.args[0])
+    if given is not norm:
+        with graph.inserting_before(rotation):
+            turned = graph.call_function(_TRANSPOSE, (x, 1, 2))
+        turned.meta = {**x.meta, META: x.meta[META].transpose(1, 2)}
+        memory.enter(turned, of=memory.of(x))
+        x = turned
+    rotation.update_arg(place, x)
+    if given is not norm:
+        graph.erase_node(given)
 
 
 def take_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
@@ -72,7 +116,7 @@ def _makes(memory: Memory, node: Node) -> frozenset[Any]:
 def _take(graph: Graph, memory: Memory, rotation: Node, attention: Node) -> None:
     """Replace both by one call, at the place of `attention`."""
     with graph.inserting_after(attention):
-        call = graph.call_function(rotated_attention, (*rotation.args, *attention.args[3:]))
+        call = graph.call_function(rotated_attention, (*rotation.args, *attention.args[3:]), rotation.kwargs)
     memory.enter(call, written=memory.written(rotation))
     memory.replace(attention, call)
     for node in (attention, *rotation.users, rotation):

@@ -1,6 +1,7 @@
 """Attention that rotates and keeps a token in passing: in Triton's interpreter without a GPU."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +69,8 @@ def test_families(family: str, more: dict[str, Any], taken: bool, modules: list[
     attended = {True: "rotated_attention", False: "decode_attention.default"}
     assert calls(module)[attended[taken]] == layers
     assert not {attended[not taken], "rotate_append"} & set(calls(module))
+    # The first of a layer, which nothing is added up for; norms of heads, of Qwen3, are not by themselves.
+    assert calls(module)["norm"] == 1
     # The mask is made before the first layer, whose attention has none before it.
     assert settled(module) == ([False] + [True] * (layers - 1) if taken else [])
 
@@ -187,6 +190,70 @@ def test_it_is_taken_where_it_computes_the_same(step: Any, taken: bool) -> None:
     module = fused(step, given(), "steps")
     assert (calls(module)[rotated_attention.__name__] == 1) is taken
     caches = given(), given()
+    expected, found = step(*caches[0]), module(*caches[1])
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(*caches, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def with_norms(
+    *given: torch.Tensor,
+    norm: Callable[..., torch.Tensor] = glue.slow_norm,
+    other_eps: float = 1e-3,
+    turned: bool = False,
+    late: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """What `rotate_append` is given, of heads whose norms are taken, and both norms."""
+    q, k, v, cos, sin, keys, values, held, *weights = given
+    if turned:
+        q, k = (one.transpose(1, 2).contiguous() for one in (q, k))
+    normed = norm(q, weights[0], 1e-3), norm(k, weights[1], other_eps)
+    if late:
+        q.mul_(2)
+    q, k = (one.transpose(1, 2) for one in normed) if turned else normed
+    return (q, k, v, cos, sin, keys, values, held), normed
+
+
+def take_norms(*given: torch.Tensor, **how: Any) -> Any:
+    return glue.slow_rotate_append(*with_norms(*given, **how)[0])
+
+
+def norms_shown(*given: torch.Tensor) -> Any:
+    new, normed = with_norms(*given)
+    return *glue.slow_rotate_append(*new), normed[0]
+
+
+def norms_of_values(*given: torch.Tensor) -> Any:
+    """Values are the keys before they are rotated."""
+    (q, k, _, *rest), _ = with_norms(*given)
+    return glue.slow_rotate_append(q, k, k, *rest)
+
+
+def norms_of_queries(*given: torch.Tensor) -> Any:
+    q, _, *rest = given[:8]
+    return glue.slow_rotate_append(glue.slow_norm(q, given[8], 1e-3), given[1], *rest)
+
+
+@pytest.mark.parametrize(
+    ("step", "taken"),
+    [
+        (take_norms, True),
+        (partial(take_norms, norm=glue.slow_offset_norm), True),
+        (partial(take_norms, norm=glue.slow_wide_norm), True),
+        (partial(take_norms, turned=True), True),
+        (partial(take_norms, other_eps=1e-4), False),
+        (partial(take_norms, late=True), False),
+        (norms_shown, False),
+        (norms_of_values, False),
+        (norms_of_queries, False),
+    ],
+)
+def test_norms_of_heads_are_taken_where_they_are_for_nothing_else(step: Any, taken: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(32, generator=generator).to(DEVICE, torch.float16) for _ in range(2)]
+    module = fused(step, (*given(), *weights), "steps")
+    assert (calls(module)["norm"] == 0) is taken and calls(module)["rotate_append"] == 1
+    caches = (*given(), *weights), (*given(), *weights)
     expected, found = step(*caches[0]), module(*caches[1])
     torch.testing.assert_close(found, expected)
     for one, other in zip(*caches, strict=True):

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from quantkit.kernels.fused.ahead import bring, lines
+from quantkit.kernels.fused.glue import normed
 
 #: exp2 is the exponential that GPUs have.
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -31,12 +32,12 @@ _AS_IT_IS = tl.constexpr("mov.b32 $0, $1;")
 
 @triton.jit
 def attend(
-    q, k, v, mask, sums, stats, out, new_k, new_v, cos, sin, held, LENGTH, HEADS,
+    q, k, v, mask, sums, stats, out, new_k, new_v, cos, sin, held, q_weight, k_weight, LENGTH, HEADS,
     q_b, q_h, k_b, k_h, k_l, v_b, v_h, v_l, m_b, m_l, new_k_b, new_k_h, new_v_b, new_v_h, c_b,
     SCALE: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
-    MASK: tl.constexpr, ONCE: tl.constexpr, NEW: tl.constexpr, SETTLED: tl.constexpr, PTX: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    MASK: tl.constexpr, ONCE: tl.constexpr, NEW: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr,
+    OFFSET: tl.constexpr, SETTLED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q` [B, HEADS * GROUP, D], `k` [B, HEADS, LENGTH, D], `v` [.., V] to what warps found of their keys.
 
@@ -47,7 +48,8 @@ def attend(
 
     With NEW, queries and the key `new_k` [B, HEADS, D] are rotated by `cos`, `sin` [B or 1, D] first, and
     that key and `new_v` [B, HEADS, V] are written after the `held` ones, by the programs that attend to it.
-    If there is no room for them queries become no numbers. SETTLED says that no kernel that may still run
+    If there is no room for them queries become no numbers. With EPS, what is rotated are norms of heads, with
+    weights [D], as `rms_norm` has them. SETTLED says that no kernel that may still run
     writes `k`, `v`, `mask` or `held`, and ONCE that each program attends to all of its keys at a time.
 
     Programs are key heads, by parts of their keys, by blocks of G query heads, 8 or 16.
@@ -98,7 +100,7 @@ def attend(
         if (place < LENGTH) & (place // STEP % tl.num_programs(1) == chunk):
             _write(
                 k + place * k_l, v + place * v_l, new_k + b * new_k_b + h * new_k_h,
-                new_v + b * new_v_b + h * new_v_h, cos, sin, D, DP, V, VP,
+                new_v + b * new_v_b + h * new_v_h, cos, sin, k_weight, D, DP, V, VP, EPS, ROUND, OFFSET,
             )  # fmt: skip
             # Whoever reads them is of this program.
             tl.debug_barrier()
@@ -106,6 +108,12 @@ def attend(
                 row, column = _numbers(first, W, KEYS)
                 values = _load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
                 keys = _load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
+        if EPS is not None:
+            root = _roots(query, D, DP, EPS)
+            factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP)
+            query = _normed(query, root, factor, G, ROUND, OFFSET)
+            factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP, OTHER=True)
+            other = _normed(other, root, factor, G, ROUND, OFFSET)
         query = _rotated(query, other, by_cos, by_sin, _features(G, DP) < D // 2)
         query = tl.where(place < LENGTH, query, float("nan"))
     # Of eight heads there are twice as many rows as are looked at.
@@ -259,12 +267,20 @@ def _store(
 
 @triton.jit
 def _write(
-    k, v, new_k, new_v, cos, sin, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr
-):
+    k, v, new_k, new_v, cos, sin, weight, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
     """A new key, rotated, and value to where the cache has them."""
     d, e = tl.arange(0, DP), tl.arange(0, VP)
     key = tl.load(new_k + d, mask=d < D, other=0.0)
     other = _other_half(new_k, d, d < D, D)
+    if EPS is not None:
+        wide = key.to(tl.float32)
+        root = tl.rsqrt(tl.sum(wide * wide, 0) / D + EPS)
+        factor = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32) + OFFSET
+        key = normed(wide, root, factor, key.dtype, ROUND)
+        factor = _other_half(weight, d, d < D, D).to(tl.float32) + OFFSET
+        other = normed(other.to(tl.float32), root, factor, key.dtype, ROUND)
     by_cos, by_sin = tl.load(cos + d, mask=d < D, other=0.0), tl.load(sin + d, mask=d < D, other=0.0)
     value = tl.load(new_v + e, mask=e < V, other=0.0)
     tl.store(k + d, _rotated(key, other, by_cos, by_sin, d < D // 2), mask=d < D)
@@ -275,6 +291,25 @@ def _write(
 def _other_half(at, d, there, D: tl.constexpr):
     """What features `d` of a head that is rotated have in the other half of it."""
     return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=there, other=0.0)
+
+
+@triton.jit
+def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
+    """1 / sqrt(mean(x^2) + EPS) of rows that `_load_rows` loaded: [1, 8, W, rows * runs, 1], once per run."""
+    W: tl.constexpr = x.shape[2]
+    RUNS: tl.constexpr = DP // 32
+    ROWS: tl.constexpr = x.shape[3] // RUNS
+    wide = tl.reshape(x.to(tl.float32), (4, 8, W, ROWS, RUNS, 8))
+    squares = tl.sum(tl.sum(tl.sum(wide * wide, 5), 4), 0)
+    root = tl.broadcast_to(tl.rsqrt(squares / D + EPS)[:, :, :, None], (8, W, ROWS, RUNS))
+    return tl.reshape(root, (1, 8, W, ROWS * RUNS, 1))
+
+
+@triton.jit
+def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
+    """The norms of G rows, of their `_roots` and eight rows of weights."""
+    factor = _repeated(weight, G // 8).to(tl.float32) + OFFSET
+    return normed(x.to(tl.float32), root, factor, x.dtype, ROUND)
 
 
 @triton.jit

@@ -50,11 +50,17 @@ def rms_norm(
         numbers = (numbers.to(tl.float32) + more.to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + row * N + n, numbers, mask=inside)
     scaled = numbers.to(tl.float32)
-    scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
+    root = tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
+    tl.store(y + row * N + n, normed(scaled, root, factor, y.dtype.element_ty, ROUND), mask=inside)
+
+
+@triton.jit
+def normed(x, root, factor, dtype: tl.constexpr, ROUND: tl.constexpr):
+    """`x` times its `root` and weights `factor`, all float32, as numbers of `dtype`."""
+    x *= root
     if ROUND:
-        scaled = scaled.to(y.dtype.element_ty).to(tl.float32)
-    scaled = (scaled * factor).to(y.dtype.element_ty)
-    tl.store(y + row * N + n, scaled, mask=inside)
+        x = x.to(dtype).to(tl.float32)
+    return (x * factor).to(dtype)
 
 
 @triton.jit
@@ -148,26 +154,33 @@ def rotate(
 
 @triton.jit
 def rotate_append(
-    q, k, v, cos, sin, held, y, keys, values, T, LENGTH,
+    q, k, v, cos, sin, held, y, keys, values, q_weight, k_weight, T, LENGTH,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, c_b, c_t,
     keys_b, keys_h, keys_l, values_b, values_h, values_l,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, V: tl.constexpr,
-    VP: tl.constexpr, PDL: tl.constexpr,
+    VP: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`y` = `q` rotated; `k` rotated, and `v`, into a cache that holds `held` tokens: a program for a head.
 
-    A token for which the cache, of LENGTH tokens, has no room is not written, and its `y` is no numbers.
+    A token for which the cache, of LENGTH tokens, has no room is not written, and its `y` is no numbers. With
+    EPS, heads of `q` and `k` become their norms first, as `rms_norm` has it.
     """
+    token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, HP)
+    inside = d < H
+    if EPS is not None:
+        weight = k_weight
+        if head < QUERIES:
+            weight = q_weight
+        factor_low = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
+        factor_high = tl.load(weight + H + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
     if PDL:
         tl.extra.cuda.gdc_wait()
         # Attention that waits beside the product before this kernel would slow it down.
         tl.extra.cuda.gdc_launch_dependents()
-    token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
     at = tl.load(held).to(tl.int64) + t
     if head < QUERIES + HEADS:
-        d = tl.arange(0, HP)
-        inside = d < H
         own = head - QUERIES
         base = k + b * k_b + own * k_h + t * k_t
         out = keys + b * keys_b + own * keys_h + at * keys_l
@@ -178,6 +191,12 @@ def rotate_append(
             out = y + ((b * QUERIES + head) * T + t) * (2 * H)
         low = tl.load(base + d, mask=inside, other=0.0)
         high = tl.load(base + H + d, mask=inside, other=0.0)
+        if EPS is not None:
+            dtype: tl.constexpr = low.dtype
+            wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+            root = tl.rsqrt(tl.sum(wide_low * wide_low + wide_high * wide_high, 0) / (2 * H) + EPS)
+            low = normed(wide_low, root, factor_low, dtype, ROUND)
+            high = normed(wide_high, root, factor_high, dtype, ROUND)
         low, high = _rotated(low, high, cos, sin, b * c_b + t * c_t, d, inside, H)
         tl.store(out + d, tl.where(at < LENGTH, low, float("nan")), mask=room)
         tl.store(out + H + d, tl.where(at < LENGTH, high, float("nan")), mask=room)

@@ -145,7 +145,10 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "gate": lambda: glue._gate_launch(1, 1, "silu", features),
         "cos_sin": lambda: glue._cos_sin_launch(1, case.m // 2, 1.0, features),
         "rotate": lambda: glue._rotate_launch(1, 8, case.m // 2, features),
-        "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, features),
+        "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, None, features),
+        "norm_rotate_append": lambda: glue._rotate_append_launch(
+            1, 8, 2, case.m // 2, case.m, (1e-6, "llama"), features
+        ),
         "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),
         "fill": lambda: cache._launch(1, 2, 1, case.m * 2 // cache.WORD),
         "largest of parts": lambda: choice._launches(1, 64, features)[0],
@@ -160,7 +163,11 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     # Weights lie together.
     known |= {name: 1 for name in ("w_i", "w_n") if name in names}
     # Strides and sizes have an underscore, or are in capitals.
-    tensors = [name for name in names if name not in known and "_" not in name and name.islower()]
+    tensors = [
+        name
+        for name in names
+        if name not in known and name.islower() and ("_" not in name or name.endswith("_weight"))
+    ]
     types = {
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(tensors, "*bf16"),
@@ -182,7 +189,8 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
     After the number of a plan is how many programs share the keys of a head, and what kind of mask there is;
     with "once", of a program's keys all are attended to at a time, with "new" the token is rotated and kept,
-    and with "settled" no kernel still writes what is read first.
+    with "norms" norms of its heads are taken first, and with "settled" no kernel still writes what is read
+    first.
     """
     since = {80: {"ptx"}, 90: {"ptx", "overlap"}, 942: set[str]()}
     features = frozenset(since[max(known for known in since if known <= case.capability)])
@@ -191,14 +199,15 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     heads = int(min(attention.PLANS[int(number)].most, 8) * H200_PROCESSORS)
     sizes = attention._Sizes(heads, 8 if case.name == "bfloat16" else 16, case.m, case.m, 2)
     plan, _ = attention._plan(sizes, 1 << 12, H200_PROCESSORS)
-    kinds = (word in words for word in ("once", "new", "settled"))
-    launch, _ = attention._launches(sizes, plan, int(chunks), 1.0, mask, *kinds, features)
+    once, new, settled = (word in words for word in ("once", "new", "settled"))
+    norms = (1e-6, "llama") if "norms" in words else None
+    launch, _ = attention._launches(sizes, plan, int(chunks), 1.0, mask, once, new, norms, settled, features)
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
     types = {
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(
-            ("q", "k", "v", "out", "new_k", "new_v", "cos", "sin"),
+            ("q", "k", "v", "out", "new_k", "new_v", "cos", "sin", "q_weight", "k_weight"),
             "*bf16" if case.name == "bfloat16" else "*fp16",
         ),
         **dict.fromkeys(("sums", "stats"), "*fp32"),

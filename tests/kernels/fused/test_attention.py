@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from quantkit.kernels import attention
+from quantkit.kernels import attention, glue
 from quantkit.kernels.attention import (
     PLANS,
     decode_attention,
@@ -153,6 +153,29 @@ def test_a_token_is_rotated_and_kept(
             found = rotated_attention(*new, *cache, held_of, mask, 0.3, settled=settled)
             for one, other in zip((expected, *caches[0]), (found, *cache), strict=True):
                 assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.parametrize("kind", glue.NORMS)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size", "held"), [(4, 2, 64, 130), (9, 1, 80, 3), (8, 1, 250, 64), (2, 2, 16, 0)]
+)
+def test_norms_of_heads_are_taken_before(poisoned, chunks, heads, key_heads, size, held, kind):
+    """Of whole numbers, whose squares are summed exactly in any order: to the bit as by three launches."""
+    for dtype in LIMIT:
+        q, k, *rest = rotated_inputs(heads, key_heads, 150, size, 32, held, dtype)
+        q, k = ((4 * one).round() for one in (q, k))
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(size, generator=generator).to(DEVICE, dtype) for _ in range(2)]
+        *new, keys, values, held_of = rest
+        mask = (torch.arange(150, device=DEVICE) <= held).expand(2, 1, 1, 150)
+        caches = [(keys.clone(), values.clone()) for _ in range(2)]
+        norms = glue.HeadNorms(*weights, 1e-3, kind)
+        found = rotated_attention(q, k, *new, *caches[0], held_of, mask, 0.3, norms)
+        normed = (glue.norm(one, weight, 1e-3, kind) for one, weight in zip((q, k), weights, strict=True))
+        expected = in_two_launches(*normed, *new, *caches[1], held_of, mask, 0.3)
+        assert found.isfinite().all()
+        for one, other in zip((expected, *caches[1]), (found, *caches[0]), strict=True):
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 def test_a_new_token_that_is_not_seen_does_not_count(chunks):

@@ -315,11 +315,14 @@ def test_attention_of_each_plan_fits_memory_and_registers(compiled: Compiled, pl
 ROTATING = [
     (plan, kind, gpu)
     for plan in ("0 12", "1 4", "2 1")
-    for kind in ("bool new", "bool once new settled", "float new settled", "once")
+    for kind in (
+        *("bool new", "bool once new settled", "float new settled", "once"),
+        *("bool once new norms settled", "float new norms settled"),
+    )
     for gpu in (80, 89, 90, AMD)
 ]
 #: Of each pair of a plan and a kind one, of each pair of a kind and a GPU one but for one GPU.
-SOME_ROTATING = {ROTATING[4 * pair + (pair + pair // 4) % 4] for pair in range(12)}
+SOME_ROTATING = {ROTATING[4 * pair + (pair + pair // 6) % 4] for pair in range(18)}
 
 
 @pytest.mark.parametrize(
@@ -344,8 +347,9 @@ def test_attention_of_sixteen_heads_stays_in_registers(compiled: Compiled, plan:
 def assert_rotation_stays(found: dict[Case, dict[str, Any]]) -> None:
     assert_attention_fits(found)
     for (kernel, _, gpu, _), about in found.items():
-        # Those of largest scores and of sums: no operand is laid out anew.
-        assert gpu == AMD or (about["shuffles"] <= 14 and about["stores"] <= 20), (kernel, gpu, about)
+        # Those of largest scores and of sums, and of squares: no operand is laid out anew.
+        shuffles = 19 if "norms" in kernel else 14
+        assert gpu == AMD or (about["shuffles"] <= shuffles and about["stores"] <= 20), (kernel, gpu, about)
 
 
 # Of 768 rows of x, tiles of 192 rows of the weight give each processor one.
@@ -535,6 +539,7 @@ def test_streams_compile_for_every_nvidia_gpu(compiled: Compiled, capability: in
 def test_glue_compiles_for_every_target(compiled: Compiled, targets: tuple[int, ...]) -> None:
     sizes = {"embed": 1, "norm": 4096, "gate": 1}
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
+    sizes |= {"norm_rotate_append": 128}
     sizes |= {"largest of parts": 1, "largest of rows": 1}
     sizes |= {"small_linear": 2048, "route": 128, "route pairs": 128, "route groups": 256}
     # Loads of 16 bytes: of rows; of x, other and weight; of x and up; of both halves of numbers and angles.

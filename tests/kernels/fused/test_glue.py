@@ -194,6 +194,23 @@ def test_rotary_positions_and_the_cache(
         assert int(held) == 7
 
 
+@pytest.mark.parametrize("kind", glue.NORMS)
+def test_norms_of_heads_before_rotary_positions(poisoned: None, kind: str) -> None:
+    """Of whole numbers, whose squares are summed exactly in any order: to the bit as by three launches."""
+    for dtype in DTYPES:
+        q, k, v = (numbers(2, heads, 3, 20, dtype=dtype, seed=heads).mul(4).round() for heads in (4, 2, 2))
+        weights = [numbers(20, dtype=dtype, seed=seed) for seed in (5, 6)]
+        cos, sin = angles(2, 3, 20, dtype)
+        held = torch.tensor(2, device=DEVICE)
+        caches = [[numbers(2, 2, 12, 20, dtype=dtype, seed=seed) for seed in (3, 4)] for _ in range(2)]
+        norms = glue.HeadNorms(*weights, 1e-3, kind)
+        found, *_ = glue.rotate_append(q, k, v, cos, sin, *caches[0], held, norms)
+        q, k = (glue.norm(one, weight, 1e-3, kind) for one, weight in zip((q, k), weights, strict=True))
+        expected, *_ = glue.rotate_append(q, k, v, cos, sin, *caches[1], held)
+        for one, other in zip((found, *caches[0]), (expected, *caches[1]), strict=True):
+            assert torch.equal(one, other)
+
+
 def test_a_token_without_room_is_not_written_and_is_seen(poisoned: None) -> None:
     q, k, v = numbers(1, 2, 2, 8), numbers(1, 1, 2, 8, seed=1), numbers(1, 1, 2, 8, seed=2)
     cos, sin = angles(1, 2, 8, torch.float32)

@@ -18,7 +18,7 @@ from quantkit.kernels.fused import rows
 from quantkit.kernels.fused.launch import pairs as launch_pairs
 from quantkit.kernels.fused.launch.operands import Grouping, Pairs
 from quantkit.kernels.fused.launch.pairs import FEW_PAIRS
-from quantkit.kernels.fused.verdicts import why_not_narrow_experts
+from quantkit.kernels.fused.verdicts import why_not_narrow_experts, why_not_shared
 from quantkit.kernels.linear import KernelLayout
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
 from quantkit.kernels.table import FORCE_VARIABLE, forced_row, log_grouped, row_named, warn_looped
@@ -26,14 +26,15 @@ from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
 
 #: Rows of the kernel table whose kernels multiply with several experts at once.
-GROUPED_ROWS = ("fused-narrow", "fused-skinny", "fused-tiled")
+GROUPED_ROWS = ("fused-stream", "fused-narrow", "fused-skinny", "fused-tiled")
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertsLayout:
     """What grouped kernels read: `matrices` packed matrices [n, k] of each expert, one after the other.
 
-    For one activation dtype and one device. `is_narrow` says whether few pairs are for `fused-narrow`.
+    For one activation dtype and one device. `shares_x` says whether few pairs are for kernels whose programs
+    have x in shared memory.
     """
 
     dtype: torch.dtype
@@ -42,7 +43,7 @@ class ExpertsLayout:
     matrices: int
     n: int
     tensors: tuple[torch.Tensor, ...]
-    is_narrow: bool = False
+    shares_x: bool = False
 
     def of(self, matrix: int) -> KernelLayout:
         """The layout of one matrix, in the same memory."""
@@ -52,12 +53,12 @@ class ExpertsLayout:
 class OrderedPairs(NamedTuple):
     """Pairs [P] in the order of their experts, and segments [P, 3], in int32 (`kernels/fused/pairs.py`).
 
-    `is_narrow` says whether they are cut as `fused-narrow` takes them.
+    `shares_x` says whether they are cut for kernels whose programs have x in shared memory.
     """
 
     order: torch.Tensor
     segments: torch.Tensor
-    is_narrow: bool
+    shares_x: bool
 
 
 def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
@@ -69,8 +70,8 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
     if forced and row_named(forced).name not in GROUPED_ROWS:
         return f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time"
     reason = rows.ungroupable(problem)
-    if reason is None and forced == "fused-narrow":
-        return why_not_narrow_experts(problem, matrices)
+    if reason is None and forced in ("fused-stream", "fused-narrow"):
+        return why_not_shared(forced, problem, matrices, FEW_PAIRS)
     return reason
 
 
@@ -93,8 +94,9 @@ def build_experts_layout(
     # Tensors of inference mode could not be kept for the backward pass of experts one after the other.
     with torch.no_grad(), torch.inference_mode(False), building():
         tensors = rows.stacked(weights, len(weights), dtype)
-    is_narrow = forced_row() in ("", "fused-narrow") and why_not_narrow_experts(problem, matrices) is None
-    return ExpertsLayout(dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, is_narrow)
+    shares = forced_row() in ("", "fused-stream", "fused-narrow")
+    shares_x = shares and why_not_narrow_experts(problem, matrices) is None
+    return ExpertsLayout(dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, shares_x)
 
 
 def order_pairs(index: torch.Tensor, *layouts: ExpertsLayout) -> OrderedPairs:
@@ -102,9 +104,9 @@ def order_pairs(index: torch.Tensor, *layouts: ExpertsLayout) -> OrderedPairs:
 
     An index that is not one of the experts stands for none.
     """
-    is_narrow = all(layout.is_narrow for layout in layouts)
-    order, segments = torch.ops.quantkit.order_pairs(index, layouts[0].experts, is_narrow)
-    return OrderedPairs(order, segments, is_narrow)
+    shares_x = all(layout.shares_x for layout in layouts)
+    order, segments = torch.ops.quantkit.order_pairs(index, layouts[0].experts, shares_x)
+    return OrderedPairs(order, segments, shares_x)
 
 
 def experts_linear(
@@ -127,7 +129,7 @@ def experts_linear(
         layout.experts,
         layout.matrices,
         layout.n,
-        pairs.is_narrow,
+        pairs.shares_x,
         chained,
     )
     return y
@@ -143,12 +145,12 @@ def weigh_pairs(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, exp
 
 
 torch.library.define(
-    "quantkit::order_pairs", "(Tensor index, int experts, bool is_narrow) -> (Tensor, Tensor)"
+    "quantkit::order_pairs", "(Tensor index, int experts, bool shares_x) -> (Tensor, Tensor)"
 )
 torch.library.define(
     "quantkit::experts_linear",
     "(Tensor x, Tensor order, Tensor segments, Tensor[] layout, str scheme, int experts, int matrices, "
-    "int out_features, bool is_narrow, bool chained) -> Tensor",
+    "int out_features, bool shares_x, bool chained) -> Tensor",
 )
 torch.library.define(
     "quantkit::weigh_pairs", "(Tensor y, Tensor index, Tensor weights, int experts) -> Tensor"
@@ -165,25 +167,23 @@ def _forced() -> str:
     return forced
 
 
-def pairs_of_segment(pairs: int, experts: int, is_narrow: bool) -> int:
+def pairs_of_segment(pairs: int, experts: int, shares_x: bool) -> int:
     """How many pairs segments have at most, for the kernels that are to run."""
-    return rows.pairs_of_segment(pairs, experts, is_narrow, _forced())
+    return rows.pairs_of_segment(pairs, experts, shares_x, _forced())
 
 
 @torch.library.impl("quantkit::order_pairs", "default")
-def _order_pairs(index: torch.Tensor, experts: int, is_narrow: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _order_pairs(index: torch.Tensor, experts: int, shares_x: bool) -> tuple[torch.Tensor, torch.Tensor]:
     flat = index.reshape(-1).contiguous()
     if flat.shape[0] == 0:
-        return _order_pairs_fake(index, experts, is_narrow)
-    size = pairs_of_segment(flat.shape[0], experts, is_narrow)
+        return _order_pairs_fake(index, experts, shares_x)
+    size = pairs_of_segment(flat.shape[0], experts, shares_x)
     return rows.on_device(
         flat.device, lambda features: launch_pairs.order_pairs(flat, experts, size, features)
     )
 
 
-def _order_pairs_fake(
-    index: torch.Tensor, experts: int, is_narrow: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _order_pairs_fake(index: torch.Tensor, experts: int, shares_x: bool) -> tuple[torch.Tensor, torch.Tensor]:
     pairs = index.numel()
     return index.new_empty(pairs, dtype=torch.int32), index.new_empty(pairs, 3, dtype=torch.int32)
 
@@ -232,14 +232,14 @@ def _grouped(
     experts: int,
     matrices: int,
     out_features: int,
-    is_narrow: bool,
+    shares_x: bool,
     chained: bool,
 ) -> tuple[Problem, str, Grouping, Any]:
     """The problem of one matrix, the row that runs it, how pairs are grouped, and the tile."""
     pairs, columns = order.shape[0], x.shape[1]
     problem = Problem.on(device, pairs, out_features, columns, parse_token(scheme), x.dtype)
     slots = pairs // x.shape[0]
-    return problem, *rows.group(problem, experts, matrices, slots, is_narrow, _forced(), chained)
+    return problem, *rows.group(problem, experts, matrices, slots, shares_x, _forced(), chained)
 
 
 def _why_not_narrow(problem: Problem, grouping: Grouping) -> str | None:

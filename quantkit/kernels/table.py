@@ -318,7 +318,7 @@ def log_grouped(
     if is_verbose():
         key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))
         what = f"{experts} experts, {problem}: grouped {row} {tile_text(tile)}{sums_text(problem, tile)}"
-        if row != "fused-narrow" and (reason := why_not_narrow()) is not None:
+        if row in ("fused-skinny", "fused-tiled") and (reason := why_not_narrow()) is not None:
             what += f"; not fused-narrow: {reason}"
         _say_once(key, what)
 

@@ -71,12 +71,12 @@ def norm_weights(norm, S: gl.constexpr):
     """What the norm of x is multiplied with, for the columns of each warp; nothing where x is no norm."""
     weights = ()
     if S.is_normed:
-        weights = _own(norm, 1, S)
+        weights = _own(norm, 1, None, S)
     return weights
 
 
 @gluon.jit
-def hold(x, other, weights, total, M, S: gl.constexpr):
+def hold(x, other, weights, total, M, order, S: gl.constexpr):
     """The quads of all pieces in shared memory, [number, words of all warps], and the unit of each row of x,
     [W, rows]; 1 of floats, and none where sums are not weighed.
 
@@ -86,7 +86,7 @@ def hold(x, other, weights, total, M, S: gl.constexpr):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     held = gl.allocate_shared_memory(gl.int32, [S.held_rows, S.warps * S.stored_quads * 16], FLAT)
     if S.integers or S.shared_table or S.is_normed:
-        words = _own(x, M, S)
+        words = _own(x, M, order, S)
         if S.is_normed:
             words = _normed(words, other, weights, total, M, S)
         if S.integers:
@@ -94,7 +94,7 @@ def hold(x, other, weights, total, M, S: gl.constexpr):
         else:
             unit = _hold_floats(words, held, S)
     else:
-        _copy(x, M, held, S)
+        _copy(x, M, order, held, S)
         unit = _ones(S)
     return held, unit
 
@@ -138,7 +138,7 @@ def pair(low, high, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _copy(x, M, held, S: gl.constexpr):
+def _copy(x, M, order, held, S: gl.constexpr):
     """Have x copied, 16 bytes at a time, to [number of a quad, warp, 1, row, word, t]."""
     SIZES: gl.constexpr = S.copied_sizes
     LAYOUT: gl.constexpr = side_by_side(SIZES, S.warps)
@@ -146,7 +146,7 @@ def _copy(x, M, held, S: gl.constexpr):
     piece, group = number // S.column_groups, number % S.column_groups
     # Two columns to a word.
     column = (warp * S.pieces + piece) * 16 + _along(4, SIZES, LAYOUT) * 4 + _along(5, SIZES, LAYOUT)
-    row = gl.minimum(group * S.group_rows + _along(3, SIZES, LAYOUT), M - 1).to(gl.int64)
+    row = _row_of_x(group * S.group_rows + _along(3, SIZES, LAYOUT), M, order, S)
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
     async_copy.async_copy_global_to_shared(
         held._reinterpret(gl.int32, SIZES, stored(SIZES, S)),
@@ -183,7 +183,16 @@ def _tasks_of(S):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _place(x, M, number: gl.constexpr, S: gl.constexpr):
+def _row_of_x(m, M, order, S: gl.constexpr):
+    """Which row of x is number `m` of M, or the last: that, or that of a pair of a segment."""
+    m = gl.minimum(m, M - 1)
+    if order is not None:
+        m = gl.load(order + m) // S.slots
+    return m.to(gl.int64)
+
+
+@gluon.jit
+def _place(x, M, order, number: gl.constexpr, S: gl.constexpr):
     """Where the words [W, 32 = (piece of a turn, row, number of 16 bytes), 4] of each warp are in rows of x,
     and which there are.
 
@@ -197,7 +206,7 @@ def _place(x, M, number: gl.constexpr, S: gl.constexpr):
     lane = gl.expand_dims(gl.expand_dims(lane, 0), 2)
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, QUADS)))
     word = gl.expand_dims(gl.expand_dims(word, 0), 1)
-    row = gl.minimum(lane // 4 % S.rows, M - 1).to(gl.int64)
+    row = _row_of_x(lane // 4 % S.rows, M, order, S)
     piece = lane // (4 * S.rows) + number // HALVES * S.at_once
     run = piece
     if S.integers:
@@ -208,12 +217,12 @@ def _place(x, M, number: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _own(x, M, S: gl.constexpr):
+def _own(x, M, order, S: gl.constexpr):
     """All words that `_place` names, by their number; zeros beyond K."""
     NUMBERS: gl.constexpr = S.room // S.at_once * (S.product // 16)
     words = ()
     for number in gl.static_range(NUMBERS):
-        at, inside = _place(x, M, number, S)
+        at, inside = _place(x, M, order, number, S)
         words = words + (gl.load(at, mask=inside, other=0),)
     return words
 
@@ -228,13 +237,13 @@ def _normed(words, other, weights, total, M, S: gl.constexpr):
     TASKS: gl.constexpr = _tasks_of(S)
     NUMBERS: gl.constexpr = len(words)
     if S.norm.adds:
-        others = _own(other, M, S)
+        others = _own(other, M, None, S)
         sums = ()
         for number in gl.static_range(NUMBERS):
             low, high = pair_of(words[number], S.dtype)
             more_low, more_high = pair_of(others[number], S.dtype)
             sums = sums + (pair(low + more_low, high + more_high, S.dtype),)
-            at, inside = _place(total, M, number, S)
+            at, inside = _place(total, M, None, number, S)
             # All programs have all of it.
             gl.store(at, sums[number], mask=inside & (gl.program_id(0) == 0))
         words = sums

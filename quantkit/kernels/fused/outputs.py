@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.fused.blocks import begun, finish
+from quantkit.kernels.fused.blocks import begun, finish, row_of_y
 from quantkit.kernels.fused.glue import gated
 from quantkit.kernels.fused.units import row_tile_of
 
@@ -46,7 +46,7 @@ def load_outputs(values, first, count, M, N, S: gl.constexpr):
 
 @gluon.jit
 def write(
-    parts, first, count, scale, factor, bias, y, roots, added, times, total, squares, M, N,
+    parts, first, count, scale, factor, bias, y, roots, added, times, total, squares, M, N, order,
     S: gl.constexpr,
 ):  # fmt: skip
     """Add up what the warps have, in their order, and write y."""
@@ -61,6 +61,9 @@ def write(
     KIND: gl.constexpr = S.scale_kind
     HAS_FACTOR: gl.constexpr = S.has_factor
     HAS_BIAS: gl.constexpr = S.has_bias
+    MATRICES: gl.constexpr = S.matrices
+    if MATRICES > 1:
+        factor += gl.minimum(rows, N - 1) // (N // MATRICES)
     out = finish(sums, rows, scale, factor, bias, N, SCALES, KIND, HAS_FACTOR, HAS_BIAS)
     out = out.to(y.dtype.element_ty)
     GATE: gl.constexpr = S.gate
@@ -69,7 +72,7 @@ def write(
         out = gated(out, up, GATE)
         m, _ = _pairs(m + rows * 0, S)
         rows, N = _pairs(rows, S)[0], N // 2
-    at, inside = m.to(gl.int64) * N + rows, (m < M) & (rows < N)
+    at, inside = row_of_y(order, m, M) * N + rows, (m < M) & (rows < N)
     if S.begins:
         whole, out = begun(out, added[0], times[0], S.norm.offset)
         gl.store(total + at, whole, mask=inside)

@@ -125,9 +125,9 @@ def stacked(weights: Iterable[PackedTensor], count: int, dtype: torch.dtype) -> 
     return stacks
 
 
-def pairs_of_segment(pairs: int, experts: int, is_narrow: bool, forced: str = "") -> int:
+def pairs_of_segment(pairs: int, experts: int, shares_x: bool, forced: str = "") -> int:
     """`segment_rows`, with as many as the kernels of a forced row take."""
-    usual = segment_rows(pairs, experts, is_narrow)
+    usual = segment_rows(pairs, experts, shares_x)
     return {"": usual, "fused-tiled": max(usual, 2 * FEW_PAIRS)}.get(forced, FEW_PAIRS)
 
 
@@ -137,33 +137,36 @@ def group(
     experts: int,
     matrices: int,
     slots: int,
-    is_narrow: bool,
+    shares_x: bool,
     forced: str = "",
     chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
     """The row that multiplies m pairs with their experts, how it groups them, and the tile of the rules.
 
-    `problem` is that of one matrix; `is_narrow` says whether few pairs are for `fused-narrow`, which has to
-    be able to. Tile tables have no part in it: they were measured with one weight.
+    `problem` is that of one matrix; `shares_x` says whether few pairs are for kernels whose programs have x
+    in shared memory, `fused-stream` or `fused-narrow`. Tile tables have no part in it: they were measured
+    with one weight.
     """
-    size = pairs_of_segment(problem.m, experts, is_narrow, forced)
+    size = pairs_of_segment(problem.m, experts, shares_x, forced)
     grouping = Grouping(problem.m, experts, size, matrices, slots, chained)
     expert = replace(problem, m=size, n=problem.n * matrices)
     # All segments keep processors busy together.
     every = replace(expert, n=expert.n * grouping.segments)
     if size > FEW_PAIRS:
         return "fused-tiled", grouping, replace(tiled.TILING.rule(every), split=1)
-    row = forced or ("fused-narrow" if is_narrow else "fused-skinny")
-    if row == "fused-skinny":
-        return row, grouping, skinny.TILING.rule(every)
-    if (reason := verdicts.why_not_narrow_experts(problem, matrices)) is not None:
+    if forced == "fused-skinny" or not (forced or shares_x):
+        return "fused-skinny", grouping, skinny.TILING.rule(every)
+    streams = forced == "fused-stream" or (not forced and size == 1)
+    streamed = stream.experts_tile(expert, grouping) if streams else None
+    row = forced or ("fused-narrow" if streamed is None else "fused-stream")
+    if (reason := verdicts.why_not_shared(row, problem, matrices, size)) is not None:
         raise KernelError(f"{row} cannot run experts of {problem}: {reason}. {_BEFORE_LOADING}")
-    return row, grouping, narrow.experts_tile(expert, grouping.usual)
+    return row, grouping, streamed or narrow.experts_tile(expert, grouping.usual)
 
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:
     """Why the kernel of a row does not gate y of experts with so many matrices."""
-    if row != "fused-narrow":
+    if row not in ("fused-stream", "fused-narrow"):
         return "it gives y as it is"
     if matrices != 2:
         return f"experts have one matrix that gates and one that is gated, not {matrices}"

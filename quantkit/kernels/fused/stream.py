@@ -15,6 +15,7 @@ lane has: the tensors of the loop are quads [W warps, 32 lanes, 4 registers], or
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quantkit.kernels.fused.blocks import of_matrix, segment
 from quantkit.kernels.fused.held import columns, hold, norm_weights, pair, quads_of
 from quantkit.kernels.fused.outputs import load_outputs, write
 from quantkit.kernels.fused.row_values import for_operand, for_sums, of_rows, words_of
@@ -43,8 +44,8 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 @gluon.jit(do_not_specialize=["M", "EACH", "MORE"])
 def stream(
-    x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, EACH, MORE,
-    S: gl.constexpr,
+    x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, EACH, MORE, order,
+    segments, S: gl.constexpr,
 ):  # fmt: skip
     """A program has EACH row tiles, the first MORE programs have one more, and each of its warps `S.units`
     units of their columns. With `S.gate` these are pairs of row tiles, of what gates and what is gated.
@@ -52,13 +53,32 @@ def stream(
     A turn is that of `S.together` row tiles. Codes are loaded `S.ahead` units before they are multiplied;
     where there are several turns, those of a turn are a multiple of that: units have registers of their own.
     `other`, `norm`, `total` and `squares` are those of the part of a norm that is done
-    (`quantkit.kernels.problem.Normed`); `norm` are its weights.
+    (`quantkit.kernels.problem.Normed`); `norm` are its weights. With `segments`, rows of x and y are those of
+    the pairs of a segment (`quantkit.kernels.fused.pairs`), and the weight is the `S.matrices` matrices of
+    its expert, whose rows are those of one.
     """
     AHEAD: gl.constexpr = S.ahead
     FILL: gl.constexpr = S.fill
-    if S.overlap:
+    if S.overlap and segments is None:
         let_next_start()
     program = gl.program_id(0)
+    if segments is not None:
+        if S.overlap and not S.chained:
+            # The kernel before this one may have written the segments.
+            wait_for_kernel_before()
+        expert, its_first, M = segment(segments, program, S.chained)
+        if S.overlap and S.chained:
+            # If no segment has pairs, some program has to have waited before all end.
+            if (M == 0) & (program == 0):
+                wait_for_kernel_before()
+        if M == 0:
+            return
+        codes, scale, zero, factor, lut = of_matrix(
+            codes, scale, zero, factor, lut, expert * S.matrices, N // S.matrices,
+            S.spans, S.tiles, S.planes, S.blocks, S.in_block,
+        )  # fmt: skip
+        order += its_first
+        program = gl.program_id(1)
     first = row_tile_of((program * EACH + gl.minimum(program, MORE)) * S.step, N, S.gate != "")
     count = (EACH + (program < MORE).to(gl.int32)) * S.step
     given = _addresses(codes, scale, zero, first, count, N, S)
@@ -73,16 +93,19 @@ def stream(
     times = ()
     if S.begins:
         times = (load_outputs(norm, first, count, 1, N, S),)
-    if S.overlap:
+    if S.overlap and (segments is None or S.chained):
         # Only x, and what norms are of, is written by kernels before this one.
         wait_for_kernel_before()
+    if S.overlap and segments is not None:
+        # A chained kernel reads the segments at once, as this one has waited.
+        let_next_start()
     of_x = ()
     if S.ends:
         of_x = (load_squares(squares, M, S.k, S.rows, S.warps),)
     added = ()
     if S.begins:
         added = (load_outputs(other, first, count, M, N, S),)
-    held, unit_of_x = hold(x, other, of_norm, total, M, S)
+    held, unit_of_x = hold(x, other, of_norm, total, M, order, S)
     if S.ends:
         of_x = (hold_roots(of_x[0], S.k, S.norm.eps),)
     weights = ()
@@ -96,7 +119,7 @@ def stream(
     else:
         for turn in range((count + S.together - 1) // S.together):
             ring = _turn(given, ring, turn * S.together, table, held, weights, parts, scale, zero, S)
-    write(parts, first, count, scale, factor, bias, y, of_x, added, times, total, squares, M, N, S)
+    write(parts, first, count, scale, factor, bias, y, of_x, added, times, total, squares, M, N, order, S)
 
 
 @gluon.jit

@@ -144,9 +144,20 @@ stream_supports = _shares_x(stream.MOST_ROWS, stream.why_no_tile)
 narrow_supports = _shares_x(narrow.MOST_ROWS, narrow.why_no_tile)
 
 
+#: What those of the rows for few pairs of experts can run that have x in shared memory.
+_SHARING = {"fused-stream": stream_supports, "fused-narrow": narrow_supports}
+
+
 def why_not_narrow_experts(problem: Problem, matrices: int) -> str | None:
     """Why `fused-narrow` does not multiply few pairs with experts of so many matrices, one the problem's."""
-    if (reason := narrow_supports(replace(problem, m=FEW_PAIRS, n=problem.n * matrices))) is not None:
+    return why_not_shared("fused-narrow", problem, matrices, FEW_PAIRS)
+
+
+def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str | None:
+    """Why `fused-narrow` or `fused-stream` does not multiply segments of up to so many pairs with experts of
+    so many matrices, one the problem's.
+    """
+    if (reason := _SHARING[row](replace(problem, m=pairs, n=problem.n * matrices))) is not None:
         return reason
     if matrices > 1 and problem.n % ROWS:
         return (

@@ -319,7 +319,10 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     *sizes, integers = map(int, [one for one in numbers if one.isdecimal()])
     tile = streamed.StreamTile(*sizes, bool(integers))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
-    launch, _ = stream._launch(case.m, n, k, row, dtype, True, tile, features, H200_PROCESSORS, norm, gate)
+    grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
+    launch, _ = stream._launch(
+        case.m, n, k, row, dtype, grouping is None, tile, features, H200_PROCESSORS, norm, gate, grouping
+    )
     names, options = launch._kernel.arg_names, dict(launch._options)
     known = options.pop("S")
     types = {
@@ -328,10 +331,14 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "scale": "*i8" if known.scale_kind else "*bf16",
         **dict.fromkeys(("factor", "lut", "squares"), "*fp32"),
         **dict.fromkeys(("M", "N", "EACH", "MORE"), "i32"),
+        **dict.fromkeys(("order", "segments"), "*i32" if grouping else "constexpr"),
         "S": "constexpr",
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
-    code = GluonASTSource(launch._kernel, types, {(names.index("S"),): known}, aligned)
+    constant = {(names.index("S"),): known}
+    if grouping is None:
+        constant |= {(names.index(name),): options.pop(name) for name in ("order", "segments")}
+    code = GluonASTSource(launch._kernel, types, constant, aligned)
     # What is around sums for other threads, of four bytes each.
     found = Source(launch._kernel, {}, tile.warps, 1, known.counted_memory)
     return triton.compile(code, target=target, options=options), found

@@ -529,6 +529,7 @@ def test_streams_compile_for_every_nvidia_gpu(compiled: Compiled, capability: in
         ("stream 8 2 1 4 1", "int4", capability, 2),
         ("stream 16 1 1 2 0", "fp6", capability, 7),
         ("stream norm 8 2 1 2 0", "nf4", capability, 1),
+        ("stream experts gate 4 4 2 1 1", "int4", capability, 1),
     ]
     for case, found in compiled(cases).items():
         assert found["products"] > 0 and found["spills"] == 0, (case, found)

@@ -23,16 +23,17 @@ from quantkit.kernels.experts import (
     why_not_grouped,
 )
 from quantkit.kernels.fused import rows, verdicts
-from quantkit.kernels.fused.launch import narrow, skinny, tiled
+from quantkit.kernels.fused.launch import narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch import pairs as launch_pairs
 from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, most_segments
 from quantkit.kernels.fused.launch.pairs import segment_rows
 from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
+from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.kernels.fused.launch.tiled import TiledTile, tiled_tile
 from quantkit.kernels.fused.layout import geometry
 from quantkit.kernels.linear import linear_parts
-from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
+from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -47,7 +48,7 @@ DTYPE = torch.bfloat16
 LIMIT = 4e-3
 #: Tokens, of which the interpreter takes long.
 MANY = 40 if DEVICE == "cuda" else 9
-RUNS = {SkinnyTile: skinny.run, NarrowTile: narrow.run, TiledTile: tiled.run}
+RUNS = {StreamTile: stream.run, SkinnyTile: skinny.run, NarrowTile: narrow.run, TiledTile: tiled.run}
 FORMATS = ("int4", "int8", "int3", "fp6", "nvfp4", "mxfp4", "nf4")
 
 
@@ -82,8 +83,8 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
         tensors = rows.stacked(every, len(every), DTYPE)
         token = every[0].scheme.token
         asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
-        is_narrow = verdicts.why_not_narrow_experts(asked, matrices) is None
-        layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, is_narrow)
+        shares_x = verdicts.why_not_narrow_experts(asked, matrices) is None
+        layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, shares_x)
         return Experts(weights, layout)
 
     return make
@@ -179,14 +180,19 @@ def run_with(
 
 def tiles(
     made: Experts, features: frozenset[str]
-) -> Iterator[tuple[int, SkinnyTile | NarrowTile | TiledTile]]:
+) -> Iterator[tuple[int, SkinnyTile | NarrowTile | StreamTile | TiledTile]]:
     """Pairs of a segment, and a tile for them: those of the rules and others."""
     n, k = made.weights[0][0].shape
     shape = geometry(n, k, made.weights[0][0].scheme, DTYPE)
-    asked = Problem(8, n, k, made.weights[0][0].scheme, DTYPE, "cuda", features)
+    asked = Problem(1, n, k, made.weights[0][0].scheme, DTYPE, "cuda", features)
     if verdicts.why_not_narrow_experts(asked, made.layout.matrices) is None:
         yield 8, NarrowTile(8, 1)
         yield 16, NarrowTile(8, min(2, shape.steps), 4)
+        yield 1, StreamTile(4, 1, ahead=2)
+        yield 2, StreamTile(4, 1, together=2, ahead=1, integers=stream.why_no_integers(asked) is None)
+        # The interpreter takes long.
+        if DEVICE == "cuda" or shape.bits == 4:
+            yield 4, StreamTile(8, 2, ahead=2, integers=stream.why_no_integers(replace(asked, m=4)) is None)
     yield 8, skinny_tile(shape, 8)
     # Several tiles of a segment.
     yield 32, TiledTile(4, 16, stages=2)
@@ -234,6 +240,9 @@ def test_kernels_multiply_each_pair_with_its_expert(
         ("nvfp4", 136, NarrowTile(8)),
         ("int4", 392, NarrowTile(8, 2)),
         ("nvfp4", 520, NarrowTile(16, 4)),
+        ("int4", 136, StreamTile(4, 1, ahead=1, integers=True)),
+        ("nvfp4", 520, StreamTile(8, 1, together=2, ahead=1)),
+        ("int3", 392, StreamTile(4, 2, ahead=2)),
     ],
 )
 def test_products_that_are_gated_are_those_gated_next(
@@ -241,14 +250,14 @@ def test_products_that_are_gated_are_those_gated_next(
     poisoned: None,
     name: str,
     columns: int,
-    tile: NarrowTile,
+    tile: NarrowTile | StreamTile,
     kind: str,
 ) -> None:
     made = make_experts(name, 4, 2, (176, columns))
     x, index = numbers(11, columns), choices(11, 2, 4)
     index[2, 1] = 4
     written = (index < 4).reshape(-1)
-    run = partial(run_with, made, x, index, 8, EVERY, tile)
+    run = partial(run_with, made, x, index, 1 if isinstance(tile, StreamTile) else 8, EVERY, tile)
     expected = glue.gate(*run().chunk(2, dim=1), kind)
     y = run(gate=kind)
     assert torch.equal(y[written], expected[written])
@@ -383,11 +392,11 @@ def test_opcheck(make_experts: Callable[..., Experts]) -> None:
     made = make_experts("int4", 4, 2, (24, 128))
     x, index, weights = numbers(3, 128), choices(3, 2, 4), numbers(3, 2)
     layout = made.layout
-    order, segments, is_narrow = pairs = order_pairs(index, layout)
+    order, segments, shares_x = pairs = order_pairs(index, layout)
     y = experts_linear(x, pairs, layout)
-    product_of = (x, order, segments, list(layout.tensors), layout.scheme, 4, 2, 24, is_narrow, False)
+    product_of = (x, order, segments, list(layout.tensors), layout.scheme, 4, 2, 24, shares_x, False)
     for op, operands in (
-        (torch.ops.quantkit.order_pairs, (index, 4, is_narrow)),
+        (torch.ops.quantkit.order_pairs, (index, 4, shares_x)),
         (torch.ops.quantkit.experts_linear, product_of),
         (torch.ops.quantkit.weigh_pairs, (y, index, weights, 4)),
     ):
@@ -501,19 +510,69 @@ def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_segments_grow_with_the_pairs_of_an_expert() -> None:
-    found = [segment_rows(pairs, 8, True) for pairs in (1, 2, 63, 64, 128, 1024, 9999)]
-    assert found == [8, 8, 8, 16, 32, 128, 128]
+    found = [segment_rows(pairs, 8, True) for pairs in (1, 4, 5, 63, 64, 128, 1024, 9999)]
+    assert found == [1, 1, 8, 8, 16, 32, 128, 128]
+    # One after the other where hardly any expert has two.
+    assert [segment_rows(pairs, 128, True) for pairs in (1, 8, 64, 65)] == [1, 1, 1, 8]
+    assert segment_rows(8, 128, False) == 8
     # Where `fused-narrow` does not run, `fused-tiled` does earlier.
     assert [segment_rows(pairs, 8, False) for pairs in (31, 32, 64)] == [8, 16, 16]
     for tokens in (1, 64, 4096):
         for name in FORMATS:
-            for features, is_narrow in ((GPU_FEATURES, True), (frozenset({"triton"}), False)):
+            for features, shares_x in ((GPU_FEATURES, True), (frozenset({"triton"}), False)):
                 asked = problem(name, m=2 * tokens, features=features)
-                row, grouping, tile = rows.group(asked, 8, 2, 2, is_narrow)
+                row, grouping, tile = rows.group(asked, 8, 2, 2, shares_x)
                 assert (row == "fused-tiled") == (tokens > 1)
-                assert (row == "fused-narrow") == (tokens == 1 and is_narrow)
-                assert (grouping.rows == 8) == (tokens == 1)
+                assert (row == "fused-stream") == (tokens == 1 and shares_x)
+                assert grouping.rows == (1 if row == "fused-stream" else 8) or tokens > 1
                 assert getattr(tile, "split", 1) == 1
+
+
+def test_few_pairs_are_multiplied_with_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(m=32, features=GPU_FEATURES)
+    for pairs, row, size in ((8, "fused-stream", 1), (64, "fused-stream", 1), (65, "fused-narrow", 8)):
+        found, grouping, _ = rows.group(replace(asked, m=pairs), 128, 2, 8, True)
+        assert (found, grouping.rows) == (row, size)
+    assert rows.group(asked, 128, 2, 8, False)[0] == "fused-skinny"
+    assert rows.group(asked, 128, 2, 8, False, "fused-stream")[:2] == (
+        "fused-stream",
+        Grouping(32, 128, 8, 2, 8),
+    )
+    with pytest.raises(KernelError, match=r"fused-stream cannot run experts of .* multiples of 16 rows"):
+        rows.group(replace(asked, n=4104), 128, 2, 8, False, "fused-stream")
+    # What has no room for it is for the other, in the same segments.
+    monkeypatch.setattr(stream, "experts_tile", lambda *given: None)
+    found, grouping, _ = rows.group(asked, 128, 2, 8, True)
+    assert (found, grouping.rows) == ("fused-narrow", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k", "tile"),
+    [
+        ("int4", 1536, 2048, StreamTile(4, 4, 2, 1, True)),
+        ("int8", 2048, 768, StreamTile(4, 4, 2, 1, True)),
+        ("int4", 28672, 4096, StreamTile(8, 2, 1, 2, True)),
+        ("nvfp4", 2048, 768, StreamTile(8, 2, 2, 1)),
+        ("nvfp4", 1536, 2048, StreamTile(8, 3, 1, 1)),
+        ("fp6", 4096, 14336, StreamTile(16, 1, 2, 1)),
+    ],
+)
+def test_tiles_of_single_pairs(name: str, n: int, k: int, tile: StreamTile) -> None:
+    asked = problem(name, m=1, n=n, k=k, features=GPU_FEATURES)
+    for matrices in (1, 2):
+        assert stream.experts_tile(asked, Grouping(8, 128, 1, matrices, 8)) == tile
+
+
+def test_tiles_of_single_pairs_that_take_less_memory() -> None:
+    small = Gpu("Test GPU 3000", (9, 0), 130, 100 << 10)
+    grouping = Grouping(8, 128, 1, 2, 8)
+    for name, n, k, tile in (
+        ("int4", 4096, 24576, StreamTile(16, 1, 2, 1)),
+        ("fp8", 1 << 20, 8192, StreamTile(8, 1, 1, 1)),
+        ("int4", 4096, 51200, None),
+    ):
+        asked = problem(name, m=1, n=n, k=k, features=GPU_FEATURES, gpu=small)
+        assert stream.experts_tile(asked, grouping) == tile
 
 
 def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
@@ -545,14 +604,14 @@ def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
         lambda device, m, n, k, of, dtype: problem(m=m, n=n, k=k, dtype=dtype, features=GPU_FEATURES),
     )
     fine, odd = built(16), built(24)
-    assert fine is not None and fine.is_narrow and odd is not None and not odd.is_narrow
+    assert fine is not None and fine.shares_x and odd is not None and not odd.shares_x
     index = choices(3, 1, 1)
-    for layouts, is_narrow in (((fine, fine), True), ((fine, odd), False), ((odd,), False)):
-        assert order_pairs(index, *layouts).is_narrow is is_narrow
+    for layouts, shares_x in (((fine, fine), True), ((fine, odd), False), ((odd,), False)):
+        assert order_pairs(index, *layouts).shares_x is shares_x
     for forced, narrowly in (("fused-narrow", True), ("fused-skinny", False), ("fused-tiled", False)):
         monkeypatch.setenv(FORCE_VARIABLE, forced)
         layout = built(16)
-        assert layout is not None and layout.is_narrow is narrowly
+        assert layout is not None and layout.shares_x is narrowly
     # What cannot be multiplied as it is forced is not grouped.
     monkeypatch.setenv(FORCE_VARIABLE, "fused-narrow")
     assert built(24) is None and built(24, 1) is not None
@@ -600,7 +659,7 @@ def test_verbose_says_what_runs(
             experts_linear(numbers(1, 128), order_pairs(index, made.layout), made.layout)
     (record,) = caplog.records
     slower = "grouped fused-skinny warps=4", "; not fused-narrow: "
-    for part in ("4 experts", *(slower if DEVICE == "cpu" else ["grouped fused-narrow warps="])):
+    for part in ("4 experts", *(slower if DEVICE == "cpu" else ["grouped fused-stream warps="])):
         assert part in record.message
 
 
@@ -608,7 +667,7 @@ def test_what_does_not_fit_is_refused(make_experts: Callable[..., Experts]) -> N
     made = make_experts("int4", 2, 1, (16, 128))
     layout = made.layout
     pairs = order_pairs(choices(3, 2, 2), layout)
-    of = (pairs.order, pairs.segments, list(layout.tensors), layout.scheme, 2, 1, 16, pairs.is_narrow, False)
+    of = (pairs.order, pairs.segments, list(layout.tensors), layout.scheme, 2, 1, 16, pairs.shares_x, False)
     with pytest.raises(KernelError, match=r"which runs experts of int4 .* does not gate y"):
         run_experts(numbers(3, 128), *of, gate="silu")
     with pytest.raises(KernelError, match="build one for x's dtype"):

@@ -22,13 +22,16 @@ FEW_BUCKETS = 256
 WEIGHED = 1024
 
 
-def segment_rows(pairs: int, experts: int, is_narrow: bool) -> int:
+def segment_rows(pairs: int, experts: int, shares_x: bool) -> int:
     """How many pairs of one expert a program multiplies with at most: `FEW_PAIRS`, or more than most have.
 
-    `is_narrow` says whether it is `fused-narrow` that multiplies with few.
+    `shares_x` says whether few are for kernels that have x in shared memory. Then it is one where hardly any
+    expert has two, which are as soon multiplied with one after the other (129 in docs/kernels-log.md).
     """
     usual = -(-3 * pairs // (2 * experts))
-    if pairs < (MANY_PAIRS if is_narrow else TILED_PAIRS) * experts:
+    if shares_x and 2 * pairs <= experts:
+        return 1
+    if pairs < (MANY_PAIRS if shares_x else TILED_PAIRS) * experts:
         return FEW_PAIRS
     return min(max(1 << (usual - 1).bit_length(), 2 * FEW_PAIRS), MOST_PAIRS)
 

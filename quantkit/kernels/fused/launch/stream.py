@@ -9,6 +9,7 @@ import torch
 from quantkit.kernels.fused.integers import as_bytes
 from quantkit.kernels.fused.launch.gpu import processors, program_memory
 from quantkit.kernels.fused.launch.operands import (
+    Grouping,
     Operands,
     aligned,
     no_pairs,
@@ -48,6 +49,8 @@ MOST_GATED = 2
 MOST_ENDED = 2
 #: A norm that is ended, as far as shared memory depends on it.
 _ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
+#: Units of the columns of an expert up to which four programs of four warps are faster than two of eight.
+SHORT_STEPS = 16
 #: Registers of a thread that are not for codes: with fewer, sums and addresses would be spilled.
 OTHER_REGISTERS = 40
 #: The most rows of x with which more warps, of fewer registers, are faster (106 and 115 in
@@ -89,11 +92,17 @@ def ahead_in_registers(problem: Problem, tile: StreamTile) -> int:
     return (thread_registers(tile) - OTHER_REGISTERS - made) // unit_registers(problem)
 
 
-def shared_memory(tile: StreamTile, problem: Problem, gate: str = "", norm: Norm | None = None) -> int:
+def shared_memory(
+    tile: StreamTile,
+    problem: Problem,
+    gate: str = "",
+    norm: Norm | None = None,
+    grouping: Grouping | None = None,
+) -> int:
     """Bytes of shared memory of a program."""
     m, n, k, scheme, dtype = problem.m, problem.n, problem.k, problem.scheme, problem.dtype
     count = processors(problem)
-    return streamed(m, n, k, scheme, dtype, False, tile, False, count, norm, gate).shared_memory
+    return streamed(m, n, k, scheme, dtype, False, tile, False, count, norm, gate, grouping).shared_memory
 
 
 def why_no_integers(problem: Problem) -> str | None:
@@ -132,6 +141,33 @@ def _rule(problem: Problem) -> StreamTile:
     floats = replace(tile, integers=False)
     smaller = floats, replace(one, ahead=1), replace(floats, programs=1)
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
+
+
+def experts_tile(problem: Problem, grouping: Grouping) -> StreamTile | None:
+    """The tile for segments of the pairs of experts, each a weight `problem`; None where none fits.
+
+    Of one pair each (129 in docs/kernels-log.md); others have that of a single weight.
+    """
+    integers, steps = why_no_integers(problem) is None, shape_of(problem).steps
+    if problem.m > 1:
+        tile = _rule(problem)
+    elif problem.k > LONG_ROWS:
+        tile = StreamTile(16, 1, together=2, ahead=1, integers=integers)
+    elif steps <= SHORT_STEPS and integers:
+        tile = StreamTile(4, 4, together=2, ahead=1, integers=True)
+    elif integers:
+        tile = StreamTile(8, 2, ahead=2, integers=True)
+    elif 2 * steps <= SHORT_STEPS:
+        tile = StreamTile(8, 2, together=2, ahead=1)
+    else:
+        tile = StreamTile(8, 3, ahead=1)
+    # Whether y is gated is decided later.
+    gate = "silu" if grouping.matrices == 2 else ""
+    for one in (tile, replace(tile, integers=False), replace(tile, integers=False, programs=1)):
+        needed = shared_memory(one, problem, gate, grouping=grouping)
+        if needed <= program_memory(problem) // one.programs:
+            return one
+    return None
 
 
 def _copies_twice(problem: Problem, one: StreamTile, two: StreamTile) -> bool:
@@ -263,17 +299,26 @@ def _launch(
     multiprocessors: int,
     norm: Norm | None = None,
     gate: str = "",
+    grouping: Grouping | None = None,
 ) -> tuple[Launch, Share]:
     """The launch, and how row tiles are shared out."""
     from quantkit.kernels.fused.stream import stream as kernel
 
     options = overlap(features)
     overlaps = options.pop("PDL")
-    known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate)
-    shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate))
-    grid = (shared_out.programs,)
+    known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate, grouping)
+    weights = 1 if grouping is None else grouping.usual
+    shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate), weights)
+    segments = () if grouping is None else (grouping.segments,)
+    pairs = {"order": None, "segments": None} if grouping is None else {}
     return Launch(
-        kernel, grid, S=known, num_warps=tile.warps, maxnreg=thread_registers(tile), **options
+        kernel,
+        (*segments, shared_out.programs),
+        S=known,
+        **pairs,
+        num_warps=tile.warps,
+        maxnreg=thread_registers(tile),
+        **options,
     ), shared_out
 
 
@@ -281,14 +326,16 @@ def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) 
     """y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs that copy to shared memory asynchronously."""
     x = aligned(op.x)
     m, k = x.shape
-    has_bias, count = op.bias is not None, op.multiprocessors
+    n, has_bias, count, grouping = op.n, op.bias is not None, op.multiprocessors, op.grouping
+    if grouping is not None:
+        m, n = grouping.rows, n * grouping.matrices
     y, norm = outputs(op), None
     if (normed := op.normed) is not None:
         norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])
     launch, shared_out = _launch(
-        m, op.n, k, op.scheme, x.dtype, has_bias, tile, features, count, norm, op.gate
+        m, n, k, op.scheme, x.dtype, has_bias, tile, features, count, norm, op.gate, grouping
     )
     bias = y if op.bias is None else op.bias
     # What there is not is neither read nor written.
-    launch(x, *op.of_norm(x), *op.layout, bias, y, m, op.n, shared_out.each, shared_out.more)
+    launch(x, *op.of_norm(x), *op.layout, bias, y, m, n, shared_out.each, shared_out.more, *op.grouped)
     return y

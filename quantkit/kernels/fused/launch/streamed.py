@@ -8,11 +8,14 @@ import torch
 
 from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes, planes_apart
 from quantkit.kernels.fused.launch.gpu import unasked
+from quantkit.kernels.fused.launch.operands import Grouping
 from quantkit.kernels.fused.layout import Geometry, geometry
 from quantkit.kernels.fused.ptx import expression, shared_bytes, shared_table
 from quantkit.kernels.launcher import power_of_two
 from quantkit.packing.schemes import Scheme
 
+#: Row tiles of a program that are added up without spilling registers.
+MOST_ROW_TILES = 64
 #: Columns of operand B of a product, and the most rows of x that it multiplies with.
 COLUMNS = 8
 
@@ -51,14 +54,18 @@ class Share:
         return (self.each + (self.more > 0)) * self.step
 
 
-def share(tile: StreamTile, shape: Geometry, multiprocessors: int, gated: bool = False) -> Share:
-    """Row tiles shared out among as many programs as run at once; in pairs if they are `gated`.
+def share(
+    tile: StreamTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
+) -> Share:
+    """Row tiles shared out among as many programs as run at once, of so many weights; in pairs if `gated`.
 
-    Programs i and i + `multiprocessors` have the same multiprocessor, so that the first of them have more.
+    Of several weights programs have up to `MOST_ROW_TILES`. Programs i and i + `multiprocessors` have the
+    same multiprocessor, so that the first of them have more.
     """
     step = 2 if gated else 1
     count = shape.row_tiles // step
-    programs = min(count, multiprocessors * tile.programs)
+    least = 1 if weights == 1 else -(-shape.row_tiles // MOST_ROW_TILES)
+    programs = min(count, max(least, multiprocessors * tile.programs // weights))
     return Share(programs, *divmod(count, programs), step)
 
 
@@ -120,6 +127,10 @@ class Streamed:
     norm: Norm | None
     #: What gates the rows of the second half, of `quantkit.kernels.glue.gate`; "" for nothing.
     gate: str
+    #: Matrices of an expert, and pairs of each row of x.
+    matrices: int
+    slots: int
+    chained: bool
     dtype_name: str
     integers: bool
     #: What a byte counts, of integers.
@@ -376,10 +387,11 @@ def streamed(
     multiprocessors: int,
     norm: Norm | None = None,
     gate: str = "",
+    grouping: Grouping | None = None,
 ) -> Streamed:
     """What the kernel knows of a product and its tile."""
     shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
-    shared_out = share(tile, shape, multiprocessors, bool(gate))
+    shared_out = share(tile, shape, multiprocessors, bool(gate), 1 if grouping is None else grouping.usual)
     carried, worth = shape.carried != 1.0, 1.0
     found = expression(scheme.format, name, bare=carried)
     if tile.integers:
@@ -410,6 +422,9 @@ def streamed(
         has_bias=bias,
         norm=norm,
         gate=gate,
+        matrices=1 if grouping is None else grouping.matrices,
+        slots=1 if grouping is None else grouping.slots,
+        chained=grouping is not None and grouping.chained,
         dtype_name=name,
         integers=tile.integers,
         worth=worth,

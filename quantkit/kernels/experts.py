@@ -16,6 +16,7 @@ from quantkit.errors import KernelError
 from quantkit.kernels.building import building
 from quantkit.kernels.fused import rows
 from quantkit.kernels.fused.launch import pairs as launch_pairs
+from quantkit.kernels.fused.launch import stream
 from quantkit.kernels.fused.launch.operands import Grouping, Pairs
 from quantkit.kernels.fused.launch.pairs import FEW_PAIRS
 from quantkit.kernels.fused.verdicts import why_not_narrow_experts, why_not_shared
@@ -33,8 +34,7 @@ GROUPED_ROWS = ("fused-stream", "fused-narrow", "fused-skinny", "fused-tiled")
 class ExpertsLayout:
     """What grouped kernels read: `matrices` packed matrices [n, k] of each expert, one after the other.
 
-    For one activation dtype and one device. `shares_x` says whether few pairs are for kernels whose programs
-    have x in shared memory.
+    For one activation dtype and one device. `spread` is that of `launch.pairs.segment_rows`.
     """
 
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class ExpertsLayout:
     matrices: int
     n: int
     tensors: tuple[torch.Tensor, ...]
-    shares_x: bool = False
+    spread: int = 0
 
     def of(self, matrix: int) -> KernelLayout:
         """The layout of one matrix, in the same memory."""
@@ -53,12 +53,12 @@ class ExpertsLayout:
 class OrderedPairs(NamedTuple):
     """Pairs [P] in the order of their experts, and segments [P, 3], in int32 (`kernels/fused/pairs.py`).
 
-    `shares_x` says whether they are cut for kernels whose programs have x in shared memory.
+    `spread` is what they are cut by, as in `launch.pairs.segment_rows`.
     """
 
     order: torch.Tensor
     segments: torch.Tensor
-    shares_x: bool
+    spread: int
 
 
 def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
@@ -95,8 +95,9 @@ def build_experts_layout(
     with torch.no_grad(), torch.inference_mode(False), building():
         tensors = rows.stacked(weights, len(weights), dtype)
     shares = forced_row() in ("", "fused-stream", "fused-narrow")
-    shares_x = shares and why_not_narrow_experts(problem, matrices) is None
-    return ExpertsLayout(dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, shares_x)
+    shares = shares and why_not_narrow_experts(problem, matrices) is None
+    spread = stream.experts_spread(problem) if shares else 0
+    return ExpertsLayout(dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, spread)
 
 
 def order_pairs(index: torch.Tensor, *layouts: ExpertsLayout) -> OrderedPairs:
@@ -104,9 +105,10 @@ def order_pairs(index: torch.Tensor, *layouts: ExpertsLayout) -> OrderedPairs:
 
     An index that is not one of the experts stands for none.
     """
-    shares_x = all(layout.shares_x for layout in layouts)
-    order, segments = torch.ops.quantkit.order_pairs(index, layouts[0].experts, shares_x)
-    return OrderedPairs(order, segments, shares_x)
+    spreads = [layout.spread for layout in layouts]
+    spread = max(spreads) if all(spreads) else 0
+    order, segments = torch.ops.quantkit.order_pairs(index, layouts[0].experts, spread)
+    return OrderedPairs(order, segments, spread)
 
 
 def experts_linear(
@@ -129,7 +131,7 @@ def experts_linear(
         layout.experts,
         layout.matrices,
         layout.n,
-        pairs.shares_x,
+        pairs.spread,
         chained,
     )
     return y
@@ -144,13 +146,11 @@ def weigh_pairs(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, exp
     return out
 
 
-torch.library.define(
-    "quantkit::order_pairs", "(Tensor index, int experts, bool shares_x) -> (Tensor, Tensor)"
-)
+torch.library.define("quantkit::order_pairs", "(Tensor index, int experts, int spread) -> (Tensor, Tensor)")
 torch.library.define(
     "quantkit::experts_linear",
     "(Tensor x, Tensor order, Tensor segments, Tensor[] layout, str scheme, int experts, int matrices, "
-    "int out_features, bool shares_x, bool chained) -> Tensor",
+    "int out_features, int spread, bool chained) -> Tensor",
 )
 torch.library.define(
     "quantkit::weigh_pairs", "(Tensor y, Tensor index, Tensor weights, int experts) -> Tensor"
@@ -167,23 +167,23 @@ def _forced() -> str:
     return forced
 
 
-def pairs_of_segment(pairs: int, experts: int, shares_x: bool) -> int:
+def pairs_of_segment(pairs: int, experts: int, spread: int) -> int:
     """How many pairs segments have at most, for the kernels that are to run."""
-    return rows.pairs_of_segment(pairs, experts, shares_x, _forced())
+    return rows.pairs_of_segment(pairs, experts, spread, _forced())
 
 
 @torch.library.impl("quantkit::order_pairs", "default")
-def _order_pairs(index: torch.Tensor, experts: int, shares_x: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _order_pairs(index: torch.Tensor, experts: int, spread: int) -> tuple[torch.Tensor, torch.Tensor]:
     flat = index.reshape(-1).contiguous()
     if flat.shape[0] == 0:
-        return _order_pairs_fake(index, experts, shares_x)
-    size = pairs_of_segment(flat.shape[0], experts, shares_x)
+        return _order_pairs_fake(index, experts, spread)
+    size = pairs_of_segment(flat.shape[0], experts, spread)
     return rows.on_device(
         flat.device, lambda features: launch_pairs.order_pairs(flat, experts, size, features)
     )
 
 
-def _order_pairs_fake(index: torch.Tensor, experts: int, shares_x: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _order_pairs_fake(index: torch.Tensor, experts: int, spread: int) -> tuple[torch.Tensor, torch.Tensor]:
     pairs = index.numel()
     return index.new_empty(pairs, dtype=torch.int32), index.new_empty(pairs, 3, dtype=torch.int32)
 
@@ -232,14 +232,14 @@ def _grouped(
     experts: int,
     matrices: int,
     out_features: int,
-    shares_x: bool,
+    spread: int,
     chained: bool,
 ) -> tuple[Problem, str, Grouping, Any]:
     """The problem of one matrix, the row that runs it, how pairs are grouped, and the tile."""
     pairs, columns = order.shape[0], x.shape[1]
     problem = Problem.on(device, pairs, out_features, columns, parse_token(scheme), x.dtype)
     slots = pairs // x.shape[0]
-    return problem, *rows.group(problem, experts, matrices, slots, shares_x, _forced(), chained)
+    return problem, *rows.group(problem, experts, matrices, slots, spread, _forced(), chained)
 
 
 def _why_not_narrow(problem: Problem, grouping: Grouping) -> str | None:
@@ -269,7 +269,7 @@ def _experts_linear_fake(
     experts: int,
     matrices: int,
     out_features: int,
-    *_: bool,
+    *_: int,
 ) -> torch.Tensor:
     return x.new_empty(order.shape[0], matrices * out_features)
 

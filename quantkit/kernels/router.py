@@ -154,7 +154,7 @@ def _has_warps(logits: torch.Tensor) -> bool:
 
 
 def route_pairs(
-    logits: torch.Tensor, bias: torch.Tensor | None = None, *, shares_x: bool, **routing: Any
+    logits: torch.Tensor, bias: torch.Tensor | None = None, *, spread: int, **routing: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `route` gives, with the order and the segments of its pairs (`experts.OrderedPairs`): one launch.
 
@@ -165,7 +165,7 @@ def route_pairs(
     pairs = tokens * how.slots
     order = torch.empty(pairs, dtype=torch.int32, device=logits.device)
     segments = torch.empty((pairs, 3), dtype=torch.int32, device=logits.device)
-    size = pairs_of_segment(pairs, experts, shares_x)
+    size = pairs_of_segment(pairs, experts, spread)
     features = launch_features(logits.device)
     launch = _route_launch(1, power_of_two(tokens), experts, how, bias is not None, size, features)
     operands, weights, index = _operands(logits, bias, how)

@@ -36,7 +36,7 @@ def _router(memory: Memory, order: Node) -> Node | None:
 def _take(graph: Graph, memory: Memory, route: Node, order: Node) -> None:
     """Replace both by one call, at the place of `route`."""
     with graph.inserting_after(route):
-        options = {**route.kwargs, "shares_x": order.args[2]}
+        options = {**route.kwargs, "spread": order.args[2]}
         call = graph.call_function(router.route_pairs, route.args, options)
     memory.enter(call, written=memory.written(route))
     new = call

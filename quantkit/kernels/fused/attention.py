@@ -81,6 +81,13 @@ def attend(
     if ONCE:
         values = _load_columns(v, v_l, first, seen_v, W, KEYS, V, VP)
         keys = _load_rows(k, k_l, first, KEYS, seen_k, W, KEYS, D, DP)
+    every = tl.full((4, 8, W, 1, 1), True, tl.int1)
+    key_factors = ()
+    if EPS is not None:
+        # No kernel that runs beside this one writes weights.
+        factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP)
+        other_factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP, OTHER=True)
+        key_factors = _load_key(k_weight, D, DP)
     if PDL and SETTLED:
         # All that is loaded from here on is of the token.
         tl.extra.cuda.gdc_wait()
@@ -94,13 +101,12 @@ def attend(
         cos += b * c_b
         sin += b * c_b
         other = _load_rows(q, q_h, 0, 0, inside, W, G, D, DP, OTHER=True)
-        every = tl.full((4, 8, W, 1, 1), True, tl.int1)
         by_cos = _repeated(_load_rows(cos, 0, 0, 0, every, W, 8, D, DP), G // 8)
         by_sin = _repeated(_load_rows(sin, 0, 0, 0, every, W, 8, D, DP), G // 8)
         if (place < LENGTH) & (place // STEP % tl.num_programs(1) == chunk):
             _write(
                 k + place * k_l, v + place * v_l, new_k + b * new_k_b + h * new_k_h,
-                new_v + b * new_v_b + h * new_v_h, cos, sin, k_weight, D, DP, V, VP, EPS, ROUND, OFFSET,
+                new_v + b * new_v_b + h * new_v_h, cos, sin, key_factors, D, DP, V, VP, EPS, ROUND, OFFSET,
             )  # fmt: skip
             # Whoever reads them is of this program.
             tl.debug_barrier()
@@ -110,10 +116,8 @@ def attend(
                 keys = _load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
         if EPS is not None:
             root = _roots(query, D, DP, EPS)
-            factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP)
             query = _normed(query, root, factor, G, ROUND, OFFSET)
-            factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP, OTHER=True)
-            other = _normed(other, root, factor, G, ROUND, OFFSET)
+            other = _normed(other, root, other_factor, G, ROUND, OFFSET)
         query = _rotated(query, other, by_cos, by_sin, _features(G, DP) < D // 2)
         query = tl.where(place < LENGTH, query, float("nan"))
     # Of eight heads there are twice as many rows as are looked at.
@@ -267,24 +271,28 @@ def _store(
 
 @triton.jit
 def _write(
-    k, v, new_k, new_v, cos, sin, weight, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
+    k, v, new_k, new_v, cos, sin, factors, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """A new key, rotated, and value to where the cache has them."""
     d, e = tl.arange(0, DP), tl.arange(0, VP)
-    key = tl.load(new_k + d, mask=d < D, other=0.0)
-    other = _other_half(new_k, d, d < D, D)
+    key, other = _load_key(new_k, D, DP)
     if EPS is not None:
         wide = key.to(tl.float32)
         root = tl.rsqrt(tl.sum(wide * wide, 0) / D + EPS)
-        factor = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32) + OFFSET
-        key = normed(wide, root, factor, key.dtype, ROUND)
-        factor = _other_half(weight, d, d < D, D).to(tl.float32) + OFFSET
-        other = normed(other.to(tl.float32), root, factor, key.dtype, ROUND)
+        key = normed(wide, root, factors[0].to(tl.float32) + OFFSET, key.dtype, ROUND)
+        other = normed(other.to(tl.float32), root, factors[1].to(tl.float32) + OFFSET, key.dtype, ROUND)
     by_cos, by_sin = tl.load(cos + d, mask=d < D, other=0.0), tl.load(sin + d, mask=d < D, other=0.0)
     value = tl.load(new_v + e, mask=e < V, other=0.0)
     tl.store(k + d, _rotated(key, other, by_cos, by_sin, d < D // 2), mask=d < D)
     tl.store(v + e, value, mask=e < V)
+
+
+@triton.jit
+def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
+    """Features of a key, and `_other_half` of them."""
+    d = tl.arange(0, DP)
+    return tl.load(at + d, mask=d < D, other=0.0), _other_half(at, d, d < D, D)
 
 
 @triton.jit

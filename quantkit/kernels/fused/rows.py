@@ -125,9 +125,9 @@ def stacked(weights: Iterable[PackedTensor], count: int, dtype: torch.dtype) -> 
     return stacks
 
 
-def pairs_of_segment(pairs: int, experts: int, shares_x: bool, forced: str = "") -> int:
+def pairs_of_segment(pairs: int, experts: int, spread: int, forced: str = "") -> int:
     """`segment_rows`, with as many as the kernels of a forced row take."""
-    usual = segment_rows(pairs, experts, shares_x)
+    usual = segment_rows(pairs, experts, spread)
     return {"": usual, "fused-tiled": max(usual, 2 * FEW_PAIRS)}.get(forced, FEW_PAIRS)
 
 
@@ -137,24 +137,23 @@ def group(
     experts: int,
     matrices: int,
     slots: int,
-    shares_x: bool,
+    spread: int,
     forced: str = "",
     chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
     """The row that multiplies m pairs with their experts, how it groups them, and the tile of the rules.
 
-    `problem` is that of one matrix; `shares_x` says whether few pairs are for kernels whose programs have x
-    in shared memory, `fused-stream` or `fused-narrow`. Tile tables have no part in it: they were measured
-    with one weight.
+    `problem` is that of one matrix; `spread` is that of `segment_rows`. Tile tables have no part in it: they
+    were measured with one weight.
     """
-    size = pairs_of_segment(problem.m, experts, shares_x, forced)
+    size = pairs_of_segment(problem.m, experts, spread, forced)
     grouping = Grouping(problem.m, experts, size, matrices, slots, chained)
     expert = replace(problem, m=size, n=problem.n * matrices)
     # All segments keep processors busy together.
     every = replace(expert, n=expert.n * grouping.segments)
     if size > FEW_PAIRS:
         return "fused-tiled", grouping, replace(tiled.TILING.rule(every), split=1)
-    if forced == "fused-skinny" or not (forced or shares_x):
+    if forced == "fused-skinny" or not (forced or spread):
         return "fused-skinny", grouping, skinny.TILING.rule(every)
     streams = forced == "fused-stream" or (not forced and size == 1)
     streamed = stream.experts_tile(expert, grouping) if streams else None

@@ -523,13 +523,34 @@ def test_streams_past_sixteen_rows_stay_in_registers(compiled: Compiled, name: s
     assert found["wide_copies"] == 1.0, found
 
 
+@pytest.mark.parametrize(
+    ("name", "kernel", "most"),
+    [
+        # Faster than one row tile at a time, for which no register is put away.
+        ("int4", "stream experts gate 4 4 2 1 1", 2),
+        ("nvfp4", "stream experts chained 4 4 2 1 0", 0),
+        ("int4", "stream experts chained 16 1 2 1 1", 0),
+        *(
+            pytest.param(name, f"stream experts {words} 8 2 2 1 {integers}", most, marks=pytest.mark.slow)
+            for name, integers, most in (("int8", 1, 3), ("int4", 1, 0), ("mxfp4", 0, 0), ("fp6", 0, 0))
+            for words in ("gate", "chained")
+        ),
+    ],
+)
+def test_streams_of_experts_hardly_spill(compiled: Compiled, name: str, kernel: str, most: int) -> None:
+    """In tiles of the rules, in their loops."""
+    (found,) = compiled([(kernel, name, 90, 1)]).values()
+    assert found["products"] > 0 and found["spills_in_loops"] <= most, found
+    assert found["shared"] == found["bound"] and found["registers"] <= 128, found
+
+
 @pytest.mark.parametrize("capability", [80, 89, 100])
 def test_streams_compile_for_every_nvidia_gpu(compiled: Compiled, capability: int) -> None:
     cases: list[Case] = [
         ("stream 8 2 1 4 1", "int4", capability, 2),
         ("stream 16 1 1 2 0", "fp6", capability, 7),
         ("stream norm 8 2 1 2 0", "nf4", capability, 1),
-        ("stream experts gate 4 4 2 1 1", "int4", capability, 1),
+        ("stream experts gate 8 2 2 1 0", "fp8", capability, 1),
     ]
     for case, found in compiled(cases).items():
         assert found["products"] > 0 and found["spills"] == 0, (case, found)

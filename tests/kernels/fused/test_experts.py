@@ -83,8 +83,8 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
         tensors = rows.stacked(every, len(every), DTYPE)
         token = every[0].scheme.token
         asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
-        shares_x = verdicts.why_not_narrow_experts(asked, matrices) is None
-        layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, shares_x)
+        spread = int(verdicts.why_not_narrow_experts(asked, matrices) is None)
+        layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, spread)
         return Experts(weights, layout)
 
     return make
@@ -392,11 +392,11 @@ def test_opcheck(make_experts: Callable[..., Experts]) -> None:
     made = make_experts("int4", 4, 2, (24, 128))
     x, index, weights = numbers(3, 128), choices(3, 2, 4), numbers(3, 2)
     layout = made.layout
-    order, segments, shares_x = pairs = order_pairs(index, layout)
+    order, segments, spread = pairs = order_pairs(index, layout)
     y = experts_linear(x, pairs, layout)
-    product_of = (x, order, segments, list(layout.tensors), layout.scheme, 4, 2, 24, shares_x, False)
+    product_of = (x, order, segments, list(layout.tensors), layout.scheme, 4, 2, 24, spread, False)
     for op, operands in (
-        (torch.ops.quantkit.order_pairs, (index, 4, shares_x)),
+        (torch.ops.quantkit.order_pairs, (index, 4, spread)),
         (torch.ops.quantkit.experts_linear, product_of),
         (torch.ops.quantkit.weigh_pairs, (y, index, weights, 4)),
     ):
@@ -495,7 +495,7 @@ def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
         (2, "", "fused-skinny", 8),
         (2, "fused-tiled", "fused-tiled", 16),
     ):
-        chosen, grouping, _ = rows.group(problem(m=pairs), 8, 2, 2, False, forced)
+        chosen, grouping, _ = rows.group(problem(m=pairs), 8, 2, 2, 0, forced)
         assert (chosen, grouping.rows) == (row, size)
     asked = problem()
     monkeypatch.setenv(FORCE_VARIABLE, "fused-tiled")
@@ -503,27 +503,29 @@ def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(FORCE_VARIABLE, "unpack")
     assert "QUANTKIT_KERNEL=unpack multiplies with one weight at a time" in str(why_not_grouped(asked))
     with pytest.raises(KernelError, match="Set it before the model is loaded"):
-        torch.ops.quantkit.order_pairs(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 8, False)
+        torch.ops.quantkit.order_pairs(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 8, 0)
     monkeypatch.setenv(FORCE_VARIABLE, "nothing")
     with pytest.raises(KernelError, match="there is no kernel 'nothing'"):
         why_not_grouped(asked)
 
 
 def test_segments_grow_with_the_pairs_of_an_expert() -> None:
-    found = [segment_rows(pairs, 8, True) for pairs in (1, 4, 5, 63, 64, 128, 1024, 9999)]
+    found = [segment_rows(pairs, 8, 2) for pairs in (1, 4, 5, 63, 64, 128, 1024, 9999)]
     assert found == [1, 1, 8, 8, 16, 32, 128, 128]
     # One after the other where hardly any expert has two.
-    assert [segment_rows(pairs, 128, True) for pairs in (1, 8, 64, 65)] == [1, 1, 1, 8]
-    assert segment_rows(8, 128, False) == 8
+    assert [segment_rows(pairs, 128, 1) for pairs in (1, 128, 129)] == [1, 1, 8]
+    assert [segment_rows(pairs, 128, 4) for pairs in (32, 33)] == [1, 8]
+    assert segment_rows(8, 128, 0) == 8
     # Where `fused-narrow` does not run, `fused-tiled` does earlier.
-    assert [segment_rows(pairs, 8, False) for pairs in (31, 32, 64)] == [8, 16, 16]
+    assert [segment_rows(pairs, 8, 0) for pairs in (31, 32, 64)] == [8, 16, 16]
     for tokens in (1, 64, 4096):
         for name in FORMATS:
-            for features, shares_x in ((GPU_FEATURES, True), (frozenset({"triton"}), False)):
+            for features in (GPU_FEATURES, frozenset({"triton"})):
                 asked = problem(name, m=2 * tokens, features=features)
-                row, grouping, tile = rows.group(asked, 8, 2, 2, shares_x)
+                spread = stream.experts_spread(asked) if features == GPU_FEATURES else 0
+                row, grouping, tile = rows.group(asked, 8, 2, 2, spread)
                 assert (row == "fused-tiled") == (tokens > 1)
-                assert (row == "fused-stream") == (tokens == 1 and shares_x)
+                assert (row == "fused-stream") == (tokens == 1 and spread > 0)
                 assert grouping.rows == (1 if row == "fused-stream" else 8) or tokens > 1
                 assert getattr(tile, "split", 1) == 1
 
@@ -531,18 +533,18 @@ def test_segments_grow_with_the_pairs_of_an_expert() -> None:
 def test_few_pairs_are_multiplied_with_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(m=32, features=GPU_FEATURES)
     for pairs, row, size in ((8, "fused-stream", 1), (64, "fused-stream", 1), (65, "fused-narrow", 8)):
-        found, grouping, _ = rows.group(replace(asked, m=pairs), 128, 2, 8, True)
+        found, grouping, _ = rows.group(replace(asked, m=pairs), 128, 2, 8, 2)
         assert (found, grouping.rows) == (row, size)
-    assert rows.group(asked, 128, 2, 8, False)[0] == "fused-skinny"
-    assert rows.group(asked, 128, 2, 8, False, "fused-stream")[:2] == (
+    assert rows.group(asked, 128, 2, 8, 0)[0] == "fused-skinny"
+    assert rows.group(asked, 128, 2, 8, 0, "fused-stream")[:2] == (
         "fused-stream",
         Grouping(32, 128, 8, 2, 8),
     )
     with pytest.raises(KernelError, match=r"fused-stream cannot run experts of .* multiples of 16 rows"):
-        rows.group(replace(asked, n=4104), 128, 2, 8, False, "fused-stream")
+        rows.group(replace(asked, n=4104), 128, 2, 8, 0, "fused-stream")
     # What has no room for it is for the other, in the same segments.
     monkeypatch.setattr(stream, "experts_tile", lambda *given: None)
-    found, grouping, _ = rows.group(asked, 128, 2, 8, True)
+    found, grouping, _ = rows.group(asked, 128, 2, 8, 1)
     assert (found, grouping.rows) == ("fused-narrow", 1)
 
 
@@ -551,10 +553,12 @@ def test_few_pairs_are_multiplied_with_one_after_the_other(monkeypatch: pytest.M
     [
         ("int4", 1536, 2048, StreamTile(4, 4, 2, 1, True)),
         ("int8", 2048, 768, StreamTile(4, 4, 2, 1, True)),
-        ("int4", 28672, 4096, StreamTile(8, 2, 1, 2, True)),
-        ("nvfp4", 2048, 768, StreamTile(8, 2, 2, 1)),
-        ("nvfp4", 1536, 2048, StreamTile(8, 3, 1, 1)),
+        ("int4", 28672, 4096, StreamTile(8, 2, 2, 1, True)),
+        ("nvfp4", 2048, 768, StreamTile(4, 4, 2, 1)),
+        ("nvfp4", 1536, 2048, StreamTile(8, 2, 2, 1)),
         ("fp6", 4096, 14336, StreamTile(16, 1, 2, 1)),
+        # Codes of two row tiles would take too many registers.
+        ("int7", 2048, 768, StreamTile(4, 4, 1, 1, True)),
     ],
 )
 def test_tiles_of_single_pairs(name: str, n: int, k: int, tile: StreamTile) -> None:
@@ -564,11 +568,11 @@ def test_tiles_of_single_pairs(name: str, n: int, k: int, tile: StreamTile) -> N
 
 
 def test_tiles_of_single_pairs_that_take_less_memory() -> None:
-    small = Gpu("Test GPU 3000", (9, 0), 130, 100 << 10)
+    small = Gpu("Test GPU 3000", (9, 0), 130, 90 << 10)
     grouping = Grouping(8, 128, 1, 2, 8)
     for name, n, k, tile in (
         ("int4", 4096, 24576, StreamTile(16, 1, 2, 1)),
-        ("fp8", 1 << 20, 8192, StreamTile(8, 1, 1, 1)),
+        ("fp8", 1 << 20, 8192, StreamTile(8, 1, 2, 1)),
         ("int4", 4096, 51200, None),
     ):
         asked = problem(name, m=1, n=n, k=k, features=GPU_FEATURES, gpu=small)
@@ -588,7 +592,7 @@ def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
         assert found is None if reason is None else reason in str(found)
     asked = problem(n=4104, features=GPU_FEATURES)
     with pytest.raises(KernelError, match=r"fused-narrow cannot run experts of .* multiples of 16 rows"):
-        rows.group(asked, 8, 2, 2, False, "fused-narrow")
+        rows.group(asked, 8, 2, 2, 0, "fused-narrow")
 
 
 def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
@@ -604,14 +608,15 @@ def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
         lambda device, m, n, k, of, dtype: problem(m=m, n=n, k=k, dtype=dtype, features=GPU_FEATURES),
     )
     fine, odd = built(16), built(24)
-    assert fine is not None and fine.shares_x and odd is not None and not odd.shares_x
+    assert fine is not None and odd is not None
+    slow = replace(fine, spread=4)
     index = choices(3, 1, 1)
-    for layouts, shares_x in (((fine, fine), True), ((fine, odd), False), ((odd,), False)):
-        assert order_pairs(index, *layouts).shares_x is shares_x
-    for forced, narrowly in (("fused-narrow", True), ("fused-skinny", False), ("fused-tiled", False)):
+    for layouts, spread in (((fine, fine), 1), ((fine, slow), 4), ((fine, odd), 0), ((odd,), 0)):
+        assert order_pairs(index, *layouts).spread == spread
+    for forced, spread in (("fused-narrow", 1), ("fused-stream", 1), ("fused-skinny", 0), ("fused-tiled", 0)):
         monkeypatch.setenv(FORCE_VARIABLE, forced)
         layout = built(16)
-        assert layout is not None and layout.shares_x is narrowly
+        assert layout is not None and layout.spread == spread
     # What cannot be multiplied as it is forced is not grouped.
     monkeypatch.setenv(FORCE_VARIABLE, "fused-narrow")
     assert built(24) is None and built(24, 1) is not None
@@ -667,7 +672,7 @@ def test_what_does_not_fit_is_refused(make_experts: Callable[..., Experts]) -> N
     made = make_experts("int4", 2, 1, (16, 128))
     layout = made.layout
     pairs = order_pairs(choices(3, 2, 2), layout)
-    of = (pairs.order, pairs.segments, list(layout.tensors), layout.scheme, 2, 1, 16, pairs.shares_x, False)
+    of = (pairs.order, pairs.segments, list(layout.tensors), layout.scheme, 2, 1, 16, pairs.spread, False)
     with pytest.raises(KernelError, match=r"which runs experts of int4 .* does not gate y"):
         run_experts(numbers(3, 128), *of, gate="silu")
     with pytest.raises(KernelError, match="build one for x's dtype"):

@@ -208,7 +208,8 @@ def test_norms_of_heads_before_rotary_positions(poisoned: None, kind: str) -> No
         q, k = (glue.norm(one, weight, 1e-3, kind) for one, weight in zip((q, k), weights, strict=True))
         expected, *_ = glue.rotate_append(q, k, v, cos, sin, *caches[1], held)
         for one, other in zip((found, *caches[0]), (expected, *caches[1]), strict=True):
-            assert torch.equal(one, other)
+            # Of float32, GPUs round means otherwise where products are not rounded before they are added.
+            assert torch.equal(one, other) if dtype != torch.float32 else close(one, other) is None
 
 
 def test_a_token_without_room_is_not_written_and_is_seen(poisoned: None) -> None:

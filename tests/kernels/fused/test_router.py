@@ -60,9 +60,11 @@ def test_routes_are_those_of_torch(
         expected = twin(logits, slots)
         same(route(logits, slots=slots, **options), expected)
         if orders_pairs(logits, slots):
-            weights, index, order, segments = route_pairs(logits, slots=slots, **options, shares_x=tokens > 1)
+            weights, index, order, segments = route_pairs(
+                logits, slots=slots, **options, spread=2 * (tokens > 1)
+            )
             same((weights, index), expected)
-            size = pairs_of_segment(tokens * slots, experts, tokens > 1)
+            size = pairs_of_segment(tokens * slots, experts, 2 * (tokens > 1))
             by_itself = order_pairs(index.reshape(-1), experts, size)
             assert torch.equal(order, by_itself[0]) and torch.equal(segments, by_itself[1])
 
@@ -76,7 +78,7 @@ def test_logits_of_other_strides(poisoned: None) -> None:
     expected = route(logits, **how)
     for strided in (wide[:, 1:21], columns, torch.stack([logits] * 2, -1)[..., 1]):
         same(route(strided, **how), expected)
-        same(route_pairs(strided, **how, shares_x=True)[:2], expected)
+        same(route_pairs(strided, **how, spread=2)[:2], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -153,9 +155,9 @@ def test_scores_of_sigmoids_and_groups(
         scores = (logits.sigmoid() + bias).gather(1, found[1])
         assert (scores[:, 1:] <= scores[:, :-1]).all()
         if orders_pairs(logits, slots):
-            *both, order, segments = route_pairs(logits, bias, **how, shares_x=True)
+            *both, order, segments = route_pairs(logits, bias, **how, spread=2)
             same((both[0], both[1]), found)
-            size = pairs_of_segment(tokens * slots, experts, True)
+            size = pairs_of_segment(tokens * slots, experts, 2)
             by_itself = order_pairs(found[1].reshape(-1), experts, size)
             assert torch.equal(order, by_itself[0]) and torch.equal(segments, by_itself[1])
 
@@ -178,9 +180,9 @@ def test_any_sizes(data: Any) -> None:
     for twin, options in ROUTERS:
         same(route(logits, slots=slots, **options), twin(logits, slots))
     if orders_pairs(logits, slots):
-        _, index, order, segments = route_pairs(logits, slots=slots, shares_x=True)
+        _, index, order, segments = route_pairs(logits, slots=slots, spread=2)
         assert index.reshape(-1)[order.long()].tolist() == sorted(index.reshape(-1).tolist())
-        most = pairs_of_segment(tokens * slots, experts, True)
+        most = pairs_of_segment(tokens * slots, experts, 2)
         assert segments[:, 2].sum() == tokens * slots and 0 < segments[:, 2].max() <= most
 
 

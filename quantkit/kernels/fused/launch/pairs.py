@@ -22,16 +22,17 @@ FEW_BUCKETS = 256
 WEIGHED = 1024
 
 
-def segment_rows(pairs: int, experts: int, shares_x: bool) -> int:
+def segment_rows(pairs: int, experts: int, spread: int) -> int:
     """How many pairs of one expert a program multiplies with at most: `FEW_PAIRS`, or more than most have.
 
-    `shares_x` says whether few are for kernels that have x in shared memory. Then it is one where hardly any
-    expert has two, which are as soon multiplied with one after the other (129 in docs/kernels-log.md).
+    Of `spread` times as many experts as pairs, or more, it is one: hardly any expert has two then, which are
+    as soon multiplied with one after the other (130 in docs/kernels-log.md). 0 is for never, as kernels for
+    few pairs do not have x in shared memory.
     """
     usual = -(-3 * pairs // (2 * experts))
-    if shares_x and 2 * pairs <= experts:
+    if 0 < spread * pairs <= experts:
         return 1
-    if pairs < (MANY_PAIRS if shares_x else TILED_PAIRS) * experts:
+    if pairs < (MANY_PAIRS if spread else TILED_PAIRS) * experts:
         return FEW_PAIRS
     return min(max(1 << (usual - 1).bit_length(), 2 * FEW_PAIRS), MOST_PAIRS)
 

@@ -143,24 +143,26 @@ def _rule(problem: Problem) -> StreamTile:
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
 
 
+def experts_spread(problem: Problem) -> int:
+    """How many experts for each pair there have to be for pairs to be multiplied with one by one."""
+    return 1 if why_no_integers(replace(problem, m=1)) is None else 4
+
+
 def experts_tile(problem: Problem, grouping: Grouping) -> StreamTile | None:
     """The tile for segments of the pairs of experts, each a weight `problem`; None where none fits.
 
-    Of one pair each (129 in docs/kernels-log.md); others have that of a single weight.
+    Of one pair each (131 in docs/kernels-log.md); others have that of a single weight.
     """
     integers, steps = why_no_integers(problem) is None, shape_of(problem).steps
     if problem.m > 1:
         tile = _rule(problem)
     elif problem.k > LONG_ROWS:
         tile = StreamTile(16, 1, together=2, ahead=1, integers=integers)
-    elif steps <= SHORT_STEPS and integers:
-        tile = StreamTile(4, 4, together=2, ahead=1, integers=True)
-    elif integers:
-        tile = StreamTile(8, 2, ahead=2, integers=True)
-    elif 2 * steps <= SHORT_STEPS:
-        tile = StreamTile(8, 2, together=2, ahead=1)
+    elif steps <= (SHORT_STEPS if integers else SHORT_STEPS // 2):
+        tile = StreamTile(4, 4, together=2, ahead=1, integers=integers)
     else:
-        tile = StreamTile(8, 3, ahead=1)
+        tile = StreamTile(8, 2, together=2, ahead=1, integers=integers)
+    tile = replace(tile, together=min(tile.together, max(1, ahead_in_registers(problem, tile))))
     # Whether y is gated is decided later.
     gate = "silu" if grouping.matrices == 2 else ""
     for one in (tile, replace(tile, integers=False), replace(tile, integers=False, programs=1)):

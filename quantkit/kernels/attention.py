@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.glue import ROUNDED, HeadNorms, angles, head_norms
+from quantkit.kernels.glue import ROUNDED, HeadNorms, angles, norm_options
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
 from quantkit.kernels.problem import device_features, gpu_of
 from quantkit.kernels.transforms import is_transformed
@@ -311,7 +311,7 @@ def _launches(
         MASK=mask,
         ONCE=once,
         NEW=new,
-        **head_norms(norms),
+        **norm_options(norms),
         SETTLED=settled and "overlap" in features,
         PTX="ptx" in features,
         # If registers hold keys and values of a step at a time, beside the sums.

@@ -267,8 +267,8 @@ class HeadNorms(NamedTuple):
         return self.eps, self.kind
 
 
-def head_norms(how: tuple[float, str] | None) -> dict[str, Any]:
-    """What `HeadNorms.how` is to a kernel; None for no norms."""
+def norm_options(how: tuple[float, str] | None) -> dict[str, Any]:
+    """What kernels know of norms, of their eps and kind; None for none."""
     eps, kind = how or (None, "llama")
     rounded, offset = NORMS[kind]
     return {"EPS": eps, "ROUND": rounded, "OFFSET": offset}
@@ -362,7 +362,6 @@ def _norm_launch(
 ) -> Launch:
     from quantkit.kernels.fused.glue import rms_norm
 
-    rounded, offset = NORMS[kind]
     padded = power_of_two(columns)
     return Launch(
         rms_norm,
@@ -370,11 +369,9 @@ def _norm_launch(
         ROWS=rows,
         N=columns,
         NP=padded,
-        EPS=eps,
         ADD=add,
-        ROUND=rounded,
-        OFFSET=offset,
         LATE=late,
+        **norm_options((eps, kind)),
         **overlap(features),
         # Eight numbers of a thread.
         num_warps=min(16, max(1, padded // 256)),
@@ -436,7 +433,7 @@ def _rotate_append_launch(
         HP=power_of_two(half),
         V=width,
         VP=power_of_two(width),
-        **head_norms(norms),
+        **norm_options(norms),
         **ROUNDED,
         **overlap(features),
         num_warps=1,

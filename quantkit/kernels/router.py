@@ -12,11 +12,14 @@ import torch
 from torch.nn import functional as F
 
 from quantkit.kernels.experts import pairs_of_segment
+from quantkit.kernels.glue import norm_options
 from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
 
 #: What `small_linear` is for, as torch takes longer: rows of a weight, numbers of y, and products of numbers,
 #: more where y is wide, as torch converts the weight first; and columns of x, for which there are registers.
 SMALL_ROWS, SMALL, SMALL_PRODUCTS, WIDE_PRODUCTS, MOST_COLUMNS = 1024, 4096, 8 << 20, 32 << 20, 16384
+#: Rows of x up to which `norm_linear` is for them: each program has the norm of its own.
+NORMED_ROWS = 4
 #: Logits of a token, and those of them that are chosen, that `route` is for.
 MOST_EXPERTS, MOST_SLOTS = 4096, 64
 #: Bytes of the logits of a token that a warp loads at once: with more, several warps would share a token.
@@ -44,10 +47,35 @@ def small_linear(x: torch.Tensor, weight: torch.Tensor, wide: bool = False) -> t
     assert weight.stride(1) == 1
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty((len(x), len(weight)), dtype=torch.float32 if wide else x.dtype, device=x.device)
-    launch = _small_linear_launch(len(x), *weight.shape, launch_features(x.device))
+    launch = _small_linear_launch(len(x), *weight.shape, None, launch_features(x.device))
     with launching_on(x.device):
-        launch(x, weight, y, *y.shape, x.stride(0), weight.stride(0))
+        launch(x, x, x, weight, x, x, y, *y.shape, x.stride(0), weight.stride(0))
     return y
+
+
+def norm_linear(
+    x: torch.Tensor,
+    other: torch.Tensor,
+    norm: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    kind: str,
+    wide: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `glue.add_norm` gives of `x`, `other` [..., K] and weights `norm`, and `small_linear` of the norm.
+
+    All tensors are contiguous, but for `weight`, which is as for `small_linear`; both weights are read early.
+    """
+    assert weight.stride(1) == 1 and all(one.is_contiguous() for one in (x, other, norm))
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    total, made = torch.empty_like(x), torch.empty_like(x)
+    y = torch.empty((rows, len(weight)), dtype=torch.float32 if wide else x.dtype, device=x.device)
+    launch = _small_linear_launch(rows, *weight.shape, (eps, kind), launch_features(x.device))
+    with launching_on(x.device):
+        launch(x, other, norm, weight, total, made, y, *y.shape, columns, weight.stride(0))
+    return total, made, y
 
 
 def slow_route_mixtral(logits: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,13 +216,15 @@ def _operands(
 
 
 @lru_cache(maxsize=256)
-def _small_linear_launch(m: int, n: int, k: int, features: frozenset[str]) -> Launch:
+def _small_linear_launch(
+    m: int, n: int, k: int, norm: tuple[float, str] | None, features: frozenset[str]
+) -> Launch:
     from quantkit.kernels.fused.router import small_linear
 
     # Rows of x for each program: more of them where there are many programs.
     rows = min(power_of_two(m), 1 if m * n <= 512 else 2 if m * n <= 2048 else 4)
     padded = power_of_two(k)
-    sizes = {"K": k, "PADDED": padded, "ROWS": rows}
+    sizes = {"K": k, "PADDED": padded, "ROWS": rows, **norm_options(norm)}
     warps = min(8, max(1, padded // 256))
     return Launch(small_linear, (n, -(-m // rows)), **sizes, **overlap(features), num_warps=warps)
 

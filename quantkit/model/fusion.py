@@ -21,7 +21,7 @@ from quantkit.model.constants import hold_constants
 from quantkit.model.pattern import Match, Pattern, matched, pattern_of
 from quantkit.model.products import hold_back, split_norms, take_gates, take_norms
 from quantkit.model.step_attention import take_head_norms, take_rotations
-from quantkit.model.step_experts import take_orders
+from quantkit.model.step_experts import take_orders, take_router_norms
 from quantkit.model.trace import META, Memory, part, trace
 
 logger = logging.getLogger("quantkit.model")
@@ -305,6 +305,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
     take_head_norms(graph, memory)
     take_rotations(graph, memory, inputs[0].device)
+    take_router_norms(graph, memory)
     take_orders(graph, memory)
     take_gates(graph, memory, inputs[0].device)
     split_norms(graph, memory, inputs[0].device)

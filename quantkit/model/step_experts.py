@@ -1,12 +1,63 @@
-"""Experts in traced steps: who chooses them for few tokens orders the pairs in passing."""
+"""Experts in traced steps: who chooses them for few tokens takes the norm before, and orders pairs after."""
 
 from typing import Any, cast
 
 from torch.fx import Graph, Node
 
-from quantkit.kernels import router
+from quantkit.kernels import glue, router
 from quantkit.kernels.experts import ORDER_OPERATOR
 from quantkit.model.trace import META, Memory, between, part
+
+
+def take_router_norms(graph: Graph, memory: Memory) -> None:
+    """Have routers of few tokens compute the norm that they multiply with, which others take from them."""
+    for node in graph.find_nodes(op="call_function", target=router.small_linear):
+        x = cast(Node, node.args[0])
+        made = x
+        while made.target is not part and memory.is_view(made):
+            made = made.all_input_nodes[0]
+        if _is_norm(made) and _can_take_norm(memory, made, x, node):
+            _take_norm(graph, memory, cast(Node, made.args[0]), node)
+
+
+def _is_norm(made: Node) -> bool:
+    return made.target is part and made.args[1:] == (1,) and cast(Node, made.args[0]).target is glue.add_norm
+
+
+def _can_take_norm(memory: Memory, made: Node, x: Node, product: Node) -> bool:
+    """Whether `product` of `x`, all rows of the norm `made`, can run at its place instead of it."""
+    norm = cast(Node, made.args[0])
+    given = [cast(Node, one).meta[META] for one in norm.args]
+    rows, columns = x.meta[META].shape
+    weight = cast(Node, product.args[1])
+    lies = memory.of(made) | memory.of(weight)
+    return (
+        rows <= router.NORMED_ROWS
+        and made.meta[META].numel() == rows * columns
+        and (weight.op == "get_attr" or weight < norm)
+        and all(one.is_contiguous() for one in (*given, x.meta[META]))
+        and not any(memory.written(one) & lies for one in between(norm, product))
+    )
+
+
+def _take_norm(graph: Graph, memory: Memory, norm: Node, product: Node) -> None:
+    """Replace both by one call, at the place of `norm`."""
+    weight = cast(Node, product.args[1])
+    if weight > norm:
+        # A constant comes where it is first used.
+        norm.prepend(weight)
+    with graph.inserting_after(norm):
+        call = graph.call_function(
+            router.norm_linear, (*norm.args, weight), {**norm.kwargs, "wide": product.kwargs["wide"]}
+        )
+    memory.enter(call)
+    new = call
+    for number, node in (*((user.args[1], user) for user in [*norm.users]), (2, product)):
+        with graph.inserting_after(new):
+            new = graph.call_function(part, (call, cast(int, number)))
+        memory.replace(node, new)
+        graph.erase_node(node)
+    graph.erase_node(norm)
 
 
 def take_orders(graph: Graph, memory: Memory) -> None:

@@ -1,6 +1,7 @@
 """Routers in traced steps, and who orders pairs of what they choose: in the interpreter without a GPU."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.kernels import router
+from quantkit.kernels import glue, router
 from quantkit.kernels.experts import ORDER_OPERATOR
 from quantkit.model import fused_forward
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
@@ -87,7 +88,7 @@ def test_families(family: str, inference: bool, monkeypatch: pytest.MonkeyPatch)
     (module,) = modules
     layers = model.config.num_hidden_layers
     found = calls(module)
-    assert found["route"] == layers and found["small_linear"] >= layers
+    assert found["route"] == found["norm_linear"] == layers
     assert not {"topk.default", "_softmax.default", "gather.default"} & set(found)
 
 
@@ -101,6 +102,34 @@ def test_what_a_router_rounds_stays_rounded() -> None:
         (weights, index), (expected, its_index) = module(logits), twin(logits, 4)
         assert weights.dtype == expected.dtype and torch.equal(index, its_index)
         torch.testing.assert_close(weights, expected, rtol=2**-7, atol=1e-6)
+
+
+WEIGHT = numbers(6, 24)
+
+
+def routed(x: torch.Tensor, other: torch.Tensor, norm: torch.Tensor, step: Callable[..., Any]) -> Any:
+    """A sum, the norm of it, and a router's product of what `step` makes of that."""
+    total = x + other
+    made = glue.slow_norm(total, norm, 1e-3)
+    return total, made, torch.nn.functional.linear(step(made).view(-1, 24), WEIGHT)
+
+
+@torch.no_grad()
+def test_routers_take_the_norm_before_them() -> None:
+    for tokens, step, taken in (
+        (1, lambda made: made, True),
+        (4, lambda made: made, True),
+        (5, lambda made: made, False),
+        (2, lambda made: made[:1], False),
+        (2, lambda made: made.mul_(2), False),
+        (2, lambda made: made * 2, False),
+    ):
+        given = numbers(tokens, 1, 24), 2 * numbers(tokens, 1, 24), numbers(24) + 1
+        one = partial(routed, step=step)
+        module = fused(one, given, "steps")
+        found = calls(module)
+        assert (found["norm_linear"] == 1) is taken and found["add_norm"] + found["norm_linear"] == 1
+        torch.testing.assert_close(module(*given), one(*given), rtol=1e-5, atol=1e-5)
 
 
 Step = Callable[[torch.Tensor], Any]

@@ -4,26 +4,45 @@ import triton
 import triton.language as tl
 
 from quantkit.kernels.fused.choice import LEAST_ORDER, number_of, order_of
+from quantkit.kernels.fused.glue import normed
 from quantkit.kernels.fused.pairs import write_order
 
 
 @triton.jit(do_not_specialize=["M"])
 def small_linear(
-    x, weight, y, M, N, x_r, w_r, K: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
-):
-    """`y` [M, N] = x [M, K] W^T: a program for each row of `weight` [N, K] and ROWS rows of x."""
+    x, other, norm, weight, total, made, y, M, N, x_r, w_r, K: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`y` [M, N] = x [M, K] W^T: a program for each row of `weight` [N, K] and ROWS rows of x.
+
+    With EPS it is `made` times W^T, the norm of `total` = x + other, rows of K numbers all: both are written,
+    by the programs of the first row of `weight`. It has weights `norm`, and is that of `rms_norm`.
+    """
     n = tl.program_id(0)
     k = tl.arange(0, PADDED)
     # No kernel that runs beside this one writes weights.
     weights = tl.load(weight + n.to(tl.int64) * w_r + k, mask=k < K, other=0.0).to(tl.float32)
+    if EPS is not None:
+        factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) + OFFSET
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = (m < M)[:, None] & (k < K)[None, :]
-    numbers = tl.load(x + m.to(tl.int64)[:, None] * x_r + k[None, :], mask=inside, other=0.0)
-    total = tl.sum(numbers.to(tl.float32) * weights[None, :], axis=1)
-    tl.store(y + m.to(tl.int64) * N + n, total.to(y.dtype.element_ty), mask=m < M)
+    at = m.to(tl.int64)[:, None] * x_r + k[None, :]
+    numbers = tl.load(x + at, mask=inside, other=0.0)
+    if EPS is not None:
+        dtype: tl.constexpr = numbers.dtype
+        numbers = (numbers.to(tl.float32) + tl.load(other + at, mask=inside, other=0.0).to(tl.float32)).to(
+            dtype
+        )
+        tl.store(total + at, numbers, mask=inside & (n == 0))
+        wide = numbers.to(tl.float32)
+        root = tl.rsqrt(tl.sum(wide * wide, axis=1) / K + EPS)
+        numbers = normed(wide, root[:, None], factor[None, :], dtype, ROUND)
+        tl.store(made + at, numbers, mask=inside & (n == 0))
+    sums = tl.sum(numbers.to(tl.float32) * weights[None, :], axis=1)
+    tl.store(y + m.to(tl.int64) * N + n, sums.to(y.dtype.element_ty), mask=m < M)
 
 
 @triton.jit(do_not_specialize=["T"])

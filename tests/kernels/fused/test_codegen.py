@@ -563,13 +563,21 @@ def test_glue_compiles_for_every_target(compiled: Compiled, targets: tuple[int, 
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
     sizes |= {"norm_rotate_append": 128}
     sizes |= {"largest of parts": 1, "largest of rows": 1}
-    sizes |= {"small_linear": 2048, "route": 128, "route pairs": 128, "route groups": 256}
+    sizes |= {
+        "small_linear": 2048,
+        "norm_linear": 2048,
+        "route": 128,
+        "route pairs": 128,
+        "route groups": 256,
+    }
     # Loads of 16 bytes: of rows; of x, other and weight; of x and up; of both halves of numbers and angles.
     wide = {"embed": 1, "norm": 3, "gate": 2, "rotate": 6}
     # Of 16 numbers of a thread.
     wide["largest of parts"] = 2
     # Of weight and x.
     wide["small_linear"] = 2
+    # And of what is added, and weights of the norm.
+    wide["norm_linear"] = 4
     cases: list[Case] = [("glue", name, capability, m) for name, m in sizes.items() for capability in targets]
     for (_, name, capability, _), found in compiled(cases).items():
         # The rest of large angles is computed in an array of its own.

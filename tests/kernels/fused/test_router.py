@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantkit.kernels import glue
 from quantkit.kernels.experts import pairs_of_segment
 from quantkit.kernels.fused.launch.pairs import order_pairs
 from quantkit.kernels.router import (
     ROUTERS,
+    norm_linear,
     orders_pairs,
     route,
     route_pairs,
@@ -67,6 +69,28 @@ def test_routes_are_those_of_torch(
             size = pairs_of_segment(tokens * slots, experts, 2 * (tokens > 1))
             by_itself = order_pairs(index.reshape(-1), experts, size)
             assert torch.equal(order, by_itself[0]) and torch.equal(segments, by_itself[1])
+
+
+@pytest.mark.parametrize("kind", glue.NORMS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 40), (3, 264), (4, 1000)])
+def test_norms_before_products(poisoned: None, rows: int, columns: int, kind: str) -> None:
+    """Of whole numbers, whose squares are summed exactly in any order: norms are those of a launch to the bit."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def whole(*size: int) -> torch.Tensor:
+        return torch.randint(-8, 9, size, generator=generator).to(DEVICE, torch.float32)
+
+    for dtype in DTYPES:
+        x, other = whole(rows, 1, columns).to(dtype), whole(rows, 1, columns).to(dtype)
+        norm, weight = (whole(columns) / 8).to(dtype), (whole(7, columns) / 8).to(dtype)
+        for wide in (False, True):
+            *found, y = norm_linear(x, other, norm, weight, eps=1e-3, kind=kind, wide=wide)
+            expected = glue.add_norm(x, other, norm, 1e-3, kind)
+            for one, its in zip(found, expected, strict=True):
+                assert dtype == torch.float32 or torch.equal(one, its)
+                torch.testing.assert_close(one, its)
+            product = small_linear(found[1].view(rows, columns), weight, wide)
+            assert y.shape == (rows, 7) and torch.equal(y, product)
 
 
 def test_logits_of_other_strides(poisoned: None) -> None:

@@ -19,7 +19,7 @@ from quantkit.kernels.launcher import Launch, launch_features, launching_on, ove
 #: more where y is wide, as torch converts the weight first; and columns of x, for which there are registers.
 SMALL_ROWS, SMALL, SMALL_PRODUCTS, WIDE_PRODUCTS, MOST_COLUMNS = 1024, 4096, 8 << 20, 32 << 20, 16384
 #: Rows of x up to which `norm_linear` is for them: each program has the norm of its own.
-NORMED_ROWS = 4
+NORMED_ROWS = 2
 #: Logits of a token, and those of them that are chosen, that `route` is for.
 MOST_EXPERTS, MOST_SLOTS = 4096, 64
 #: Bytes of the logits of a token that a warp loads at once: with more, several warps would share a token.

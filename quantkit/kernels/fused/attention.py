@@ -280,8 +280,8 @@ def _write(
     if EPS is not None:
         wide = key.to(tl.float32)
         root = tl.rsqrt(tl.sum(wide * wide, 0) / D + EPS)
-        key = normed(wide, root, factors[0].to(tl.float32) + OFFSET, key.dtype, ROUND)
-        other = normed(other.to(tl.float32), root, factors[1].to(tl.float32) + OFFSET, key.dtype, ROUND)
+        key = normed(wide, root, factors[0], key.dtype, ROUND, OFFSET)
+        other = normed(other.to(tl.float32), root, factors[1], key.dtype, ROUND, OFFSET)
     by_cos, by_sin = tl.load(cos + d, mask=d < D, other=0.0), tl.load(sin + d, mask=d < D, other=0.0)
     value = tl.load(new_v + e, mask=e < V, other=0.0)
     tl.store(k + d, _rotated(key, other, by_cos, by_sin, d < D // 2), mask=d < D)
@@ -316,8 +316,7 @@ def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
 @triton.jit
 def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
     """The norms of G rows, of their `_roots` and eight rows of weights."""
-    factor = _repeated(weight, G // 8).to(tl.float32) + OFFSET
-    return normed(x.to(tl.float32), root, factor, x.dtype, ROUND)
+    return normed(x.to(tl.float32), root, _repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def rms_norm(
     n = tl.arange(0, NP)
     inside = n < N
     # No kernel that runs beside this one writes weights.
-    factor = tl.load(weight + n * w_i, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    factor = tl.load(weight + n * w_i, mask=inside, other=0.0)
     if PDL:
         if not LATE:
             tl.extra.cuda.gdc_launch_dependents()
@@ -51,15 +51,19 @@ def rms_norm(
         tl.store(total + row * N + n, numbers, mask=inside)
     scaled = numbers.to(tl.float32)
     root = tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
-    tl.store(y + row * N + n, normed(scaled, root, factor, y.dtype.element_ty, ROUND), mask=inside)
+    tl.store(y + row * N + n, normed(scaled, root, factor, y.dtype.element_ty, ROUND, OFFSET), mask=inside)
 
 
 @triton.jit
-def normed(x, root, factor, dtype: tl.constexpr, ROUND: tl.constexpr):
-    """`x` times its `root` and weights `factor`, all float32, as numbers of `dtype`."""
+def normed(x, root, weight, dtype: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
+    """`x` times its `root`, both float32, and `weight` + OFFSET, as numbers of `dtype`."""
     x *= root
     if ROUND:
         x = x.to(dtype).to(tl.float32)
+    factor = weight.to(tl.float32)
+    # Where nothing is added numbers of 16 bits are multiplied as such, two at a time.
+    if OFFSET != 0.0:
+        factor += OFFSET
     return (x * factor).to(dtype)
 
 
@@ -172,8 +176,8 @@ def rotate_append(
         weight = k_weight
         if head < QUERIES:
             weight = q_weight
-        factor_low = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
-        factor_high = tl.load(weight + H + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
+        weight_low = tl.load(weight + d, mask=inside, other=0.0)
+        weight_high = tl.load(weight + H + d, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         # Attention that waits beside the product before this kernel would slow it down.
@@ -195,8 +199,8 @@ def rotate_append(
             dtype: tl.constexpr = low.dtype
             wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
             root = tl.rsqrt(tl.sum(wide_low * wide_low + wide_high * wide_high, 0) / (2 * H) + EPS)
-            low = normed(wide_low, root, factor_low, dtype, ROUND)
-            high = normed(wide_high, root, factor_high, dtype, ROUND)
+            low = normed(wide_low, root, weight_low, dtype, ROUND, OFFSET)
+            high = normed(wide_high, root, weight_high, dtype, ROUND, OFFSET)
         low, high = _rotated(low, high, cos, sin, b * c_b + t * c_t, d, inside, H)
         tl.store(out + d, tl.where(at < LENGTH, low, float("nan")), mask=room)
         tl.store(out + H + d, tl.where(at < LENGTH, high, float("nan")), mask=room)

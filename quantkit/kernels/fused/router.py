@@ -23,7 +23,7 @@ def small_linear(
     # No kernel that runs beside this one writes weights.
     weights = tl.load(weight + n.to(tl.int64) * w_r + k, mask=k < K, other=0.0).to(tl.float32)
     if EPS is not None:
-        factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) + OFFSET
+        factor = tl.load(norm + k, mask=k < K, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -39,7 +39,7 @@ def small_linear(
         tl.store(total + at, numbers, mask=inside & (n == 0))
         wide = numbers.to(tl.float32)
         root = tl.rsqrt(tl.sum(wide * wide, axis=1) / K + EPS)
-        numbers = normed(wide, root[:, None], factor[None, :], dtype, ROUND)
+        numbers = normed(wide, root[:, None], factor[None, :], dtype, ROUND, OFFSET)
         tl.store(made + at, numbers, mask=inside & (n == 0))
     sums = tl.sum(numbers.to(tl.float32) * weights[None, :], axis=1)
     tl.store(y + m.to(tl.int64) * N + n, sums.to(y.dtype.element_ty), mask=m < M)

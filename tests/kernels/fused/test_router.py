@@ -74,7 +74,7 @@ def test_routes_are_those_of_torch(
 @pytest.mark.parametrize("kind", glue.NORMS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 40), (3, 264), (4, 1000)])
 def test_norms_before_products(poisoned: None, rows: int, columns: int, kind: str) -> None:
-    """Of whole numbers, whose squares are summed exactly in any order: norms are those of a launch to the bit."""
+    """Of whole numbers, whose squares are summed exactly in any order: norms are those of a launch."""
     generator = torch.Generator().manual_seed(rows)
 
     def whole(*size: int) -> torch.Tensor:

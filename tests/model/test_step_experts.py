@@ -108,10 +108,11 @@ WEIGHT = numbers(6, 24)
 
 
 def routed(x: torch.Tensor, other: torch.Tensor, norm: torch.Tensor, step: Callable[..., Any]) -> Any:
-    """A sum, the norm of it, and a router's product of what `step` makes of that."""
+    """A sum, the norm of it, and what a router chooses by a product of what `step` makes of that."""
     total = x + other
     made = glue.slow_norm(total, norm, 1e-3)
-    return total, made, torch.nn.functional.linear(step(made).view(-1, 24), WEIGHT)
+    logits = torch.nn.functional.linear(step(made).view(-1, 24), WEIGHT)
+    return total, made, *router.slow_route_mixtral(logits, 2)
 
 
 @torch.no_grad()

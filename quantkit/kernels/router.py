@@ -67,8 +67,9 @@ def norm_linear(
 
     All tensors are contiguous, but for `weight`, which is as for `small_linear`; both weights are read early.
     """
-    assert weight.stride(1) == 1 and all(one.is_contiguous() for one in (x, other, norm))
     columns = x.shape[-1]
+    assert weight.shape[1] == columns and weight.stride(1) == 1
+    assert all(one.is_contiguous() for one in (x, other, norm))
     rows = x.numel() // columns
     total, made = torch.empty_like(x), torch.empty_like(x)
     y = torch.empty((rows, len(weight)), dtype=torch.float32 if wide else x.dtype, device=x.device)

@@ -34,8 +34,8 @@ def _head_norm(memory: Memory, given: Node, rotation: Node) -> Node | None:
     """The norm that `rotation` is given, or its heads and tokens exchanged, if it is for nothing else."""
     norm = given.args[0] if given.target is _TRANSPOSE and given.args[1:] == (1, 2) else given
     assert isinstance(norm, Node)
-    is_its_own = {*norm.users, *given.users} == {given, rotation} - {norm}
-    if norm.target is not glue.norm or not is_its_own or rotation.args.count(given) > 1:
+    is_its_own = [*given.users] == [rotation] and rotation.args.count(given) == 1
+    if norm.target is not glue.norm or not is_its_own or (given is not norm and [*norm.users] != [given]):
         return None
     x, weight = cast(tuple[Node, Node], norm.args)
     changed = (memory.written(one) & memory.of(x) for one in (*between(norm, rotation), rotation))

@@ -40,6 +40,7 @@ def _can_take_norm(memory: Memory, made: Node, product: Node) -> bool:
     lies = memory.of(made) | memory.of(weight)
     return (
         rows <= router.NORMED_ROWS
+        and made.meta[META].shape[-1] == columns
         and made.meta[META].numel() == rows * columns
         and (weight.op == "get_attr" or weight < norm)
         and all(one.is_contiguous() for one in (*given, x.meta[META]))

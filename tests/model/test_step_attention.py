@@ -229,6 +229,15 @@ def norms_of_values(*given: torch.Tensor) -> Any:
     return glue.slow_rotate_append(q, k, k, *rest)
 
 
+def norms_that_are_values(*given: torch.Tensor) -> Any:
+    """Of keys of one head: values are the norm itself, keys its heads and tokens exchanged."""
+    _, k, _, *rest, keys, values, held = given[:8]
+    normed, _ = with_norms(*given)[1]
+    normed_k = glue.slow_norm(k[:, :1].contiguous(), given[9], 1e-3)
+    caches = keys[:, :1], values[:, :1]
+    return glue.slow_rotate_append(normed, normed_k.transpose(1, 2), normed_k, *rest, *caches, held)
+
+
 def norms_of_queries(*given: torch.Tensor) -> Any:
     q, _, *rest = given[:8]
     return glue.slow_rotate_append(glue.slow_norm(q, given[8], 1e-3), given[1], *rest)
@@ -245,6 +254,7 @@ def norms_of_queries(*given: torch.Tensor) -> Any:
         (partial(take_norms, late=True), False),
         (norms_shown, False),
         (norms_of_values, False),
+        (norms_that_are_values, False),
         (norms_of_queries, False),
     ],
 )

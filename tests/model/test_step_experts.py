@@ -104,14 +104,15 @@ def test_what_a_router_rounds_stays_rounded() -> None:
         torch.testing.assert_close(weights, expected, rtol=2**-7, atol=1e-6)
 
 
-WEIGHT = numbers(6, 24)
+WEIGHTS = {columns: numbers(6, columns) for columns in (12, 24, 48)}
 
 
 def routed(x: torch.Tensor, other: torch.Tensor, norm: torch.Tensor, step: Callable[..., Any]) -> Any:
     """A sum, the norm of it, and what a router chooses by a product of what `step` makes of that."""
     total = x + other
     made = glue.slow_norm(total, norm, 1e-3)
-    logits = torch.nn.functional.linear(step(made).view(-1, 24), WEIGHT)
+    x = step(made).flatten(0, -2)
+    logits = torch.nn.functional.linear(x, WEIGHTS[x.shape[1]])
     return total, made, *router.slow_route_mixtral(logits, 2)
 
 
@@ -124,6 +125,9 @@ def test_routers_take_the_norm_before_them() -> None:
         (2, lambda made: made[:1], False),
         (2, lambda made: made.mul_(2), False),
         (2, lambda made: made * 2, False),
+        # Of rows of half as many columns, and of twice as many.
+        (1, lambda made: made.view(2, 12), False),
+        (2, lambda made: made.view(1, 48), False),
     ):
         given = numbers(tokens, 1, 24), 2 * numbers(tokens, 1, 24), numbers(24) + 1
         one = partial(routed, step=step)

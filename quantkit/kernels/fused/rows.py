@@ -128,6 +128,8 @@ def stacked(weights: Iterable[PackedTensor], count: int, dtype: torch.dtype) -> 
 def pairs_of_segment(pairs: int, experts: int, spread: int, forced: str = "") -> int:
     """`segment_rows`, with as many as the kernels of a forced row take."""
     usual = segment_rows(pairs, experts, spread)
+    if forced == "fused-stream" and usual == 1:
+        return usual
     return {"": usual, "fused-tiled": max(usual, 2 * FEW_PAIRS)}.get(forced, FEW_PAIRS)
 
 
@@ -155,12 +157,19 @@ def group(
         return "fused-tiled", grouping, replace(tiled.TILING.rule(every), split=1)
     if forced == "fused-skinny" or not (forced or spread):
         return "fused-skinny", grouping, skinny.TILING.rule(every)
-    streams = forced == "fused-stream" or (not forced and size == 1)
-    streamed = stream.experts_tile(expert, grouping) if streams else None
-    row = forced or ("fused-narrow" if streamed is None else "fused-stream")
-    if (reason := verdicts.why_not_shared(row, problem, matrices, size)) is not None:
+    row = forced or "fused-narrow"
+    tile: Any = None
+    if forced == "fused-stream" or (not forced and size == 1):
+        tile = stream.experts_tile(expert, grouping)
+    if tile is not None and not forced:
+        # What is spread is for kernels that have x in shared memory.
+        return "fused-stream", grouping, tile
+    reason = verdicts.why_not_shared(row, problem, matrices, size)
+    if reason is None and forced == "fused-stream" and tile is None:
+        reason = f"x and sums of {size} pairs take more shared memory than there is"
+    if reason is not None:
         raise KernelError(f"{row} cannot run experts of {problem}: {reason}. {_BEFORE_LOADING}")
-    return row, grouping, streamed or narrow.experts_tile(expert, grouping.usual)
+    return row, grouping, tile or narrow.experts_tile(expert, grouping.usual)
 
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:

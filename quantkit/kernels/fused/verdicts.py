@@ -15,7 +15,7 @@ from quantkit.kernels.fused.launch.operands import shape_of, table_bytes
 from quantkit.kernels.fused.launch.pairs import FEW_PAIRS
 from quantkit.kernels.fused.layout import ROWS
 from quantkit.kernels.fused.ptx import expression
-from quantkit.kernels.problem import Problem, Verdict, one_plane
+from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 
 #: The most rows of x that `fused-skinny` takes.
 SKINNY_ROWS = 32
@@ -144,8 +144,9 @@ stream_supports = _shares_x(stream.MOST_ROWS, stream.why_no_tile)
 narrow_supports = _shares_x(narrow.MOST_ROWS, narrow.why_no_tile)
 
 
-#: What those of the rows for few pairs of experts can run that have x in shared memory.
-_SHARING = {"fused-stream": stream_supports, "fused-narrow": narrow_supports}
+#: What those of the rows for few pairs of experts can run that have x in shared memory. Whether there is room
+#: for that of `fused-stream`, `stream.experts_tile` says.
+_SHARING = {"fused-stream": _shares_x(stream.MOST_ROWS, always), "fused-narrow": narrow_supports}
 
 
 def why_not_narrow_experts(problem: Problem, matrices: int) -> str | None:

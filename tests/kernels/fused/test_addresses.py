@@ -14,13 +14,14 @@ import torch
 
 from quantkit.kernels import attention, choice, glue
 from quantkit.kernels.attention import decode_attention, rotated_attention
-from quantkit.kernels.fused.launch import dense, pairs, skinny, tiled
+from quantkit.kernels.fused.launch import dense, pairs, skinny, stream, tiled
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
 from quantkit.kernels.fused.launch.skinny import SkinnyTile
+from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.kernels.fused.launch.tiled import TiledTile
 from quantkit.kernels.fused.layout import ROWS, build, geometry, place_codes_by_torch, place_words
 from quantkit.kernels.launcher import Launch
-from quantkit.kernels.problem import device_features
+from quantkit.kernels.problem import GPU_FEATURES, device_features
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -93,16 +94,17 @@ def with_many_rows(op: Operands, row_tiles: int) -> Operands:
     return replace(op, layout=layout, n=ROWS * row_tiles)
 
 
-def operands(make: Callable[..., PackedTensor], m: int, k: int) -> Operands:
+def operands(make: Callable[..., PackedTensor], m: int, k: int, dtype: torch.dtype = DTYPE) -> Operands:
     """Of products that are exact: in the interpreter, the order of a sum depends on where its row is."""
     packed = make("int8", (LAST, k), group_size=128, exact=True).to(DEVICE)
-    x = torch.randint(-8, 9, (m, k), generator=torch.Generator().manual_seed(5)).to(DEVICE, DTYPE)
-    return Operands(x, build(packed, DTYPE), None, packed.scheme, LAST)
+    x = torch.randint(-8, 9, (m, k), generator=torch.Generator().manual_seed(5)).to(DEVICE, dtype)
+    return Operands(x, build(packed, dtype), None, packed.scheme, LAST)
 
 
 RUNS: dict[str, Callable[[Operands], torch.Tensor]] = {
     "skinny": lambda op: skinny.run(op, SkinnyTile(1, 128, 4), FEATURES),
     "tiled": lambda op: tiled.run(op, TiledTile(4, 64, stages=2), FEATURES),
+    "stream": lambda op: stream.run(op, StreamTile(4, 1, ahead=1), FEATURES or GPU_FEATURES - {"overlap"}),
 }
 
 
@@ -162,12 +164,13 @@ def test_the_layout_builder(last_programs: Callable[[], Any]) -> None:
 
 
 @pytest.mark.fault(46)
-@pytest.mark.parametrize(("name", "size"), [("skinny", 8), ("tiled", 64)])
+@pytest.mark.parametrize(("name", "size"), [("skinny", 8), ("tiled", 64), ("stream", 1)])
 def test_the_last_of_many_experts(
     make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any], name: str, size: int
 ) -> None:
     """Its weights lie beyond 2^31, and so do the outputs of the last pairs."""
-    op = operands(make_packed, size, 128)
+    # `fused-stream` takes no float32.
+    op = operands(make_packed, size, 128, torch.bfloat16 if name == "stream" else DTYPE)
     expected = RUNS[name](op)
     experts = FAR // op.layout[0].numel() + 2
     pairs_ = FAR // (LAST * size) * size + size

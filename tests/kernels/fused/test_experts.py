@@ -1,6 +1,8 @@
 """Products with experts, all in one launch, against one expert after the other; as `test_fused.py` runs."""
 
+import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -83,7 +85,8 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
         tensors = rows.stacked(every, len(every), DTYPE)
         token = every[0].scheme.token
         asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
-        spread = int(verdicts.why_not_narrow_experts(asked, matrices) is None)
+        shares = verdicts.why_not_narrow_experts(asked, matrices) is None
+        spread = stream.experts_spread(asked) if shares else 0
         layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, spread)
         return Experts(weights, layout)
 
@@ -114,7 +117,7 @@ def sorted_by_hand(index: list[int], count: int, size: int) -> tuple[list[int], 
     return order + [p for p, chosen in enumerate(index) if not 0 <= chosen < count], segments
 
 
-@pytest.mark.parametrize("size", [8, 32])
+@pytest.mark.parametrize("size", [1, 8, 32])
 @pytest.mark.parametrize(
     ("pairs", "count"),
     # Compared with each other; counted by all experts; counted by chunks, of which the last are not full.
@@ -338,6 +341,20 @@ def test_code_books_are_those_of_the_expert(
             assert relative(run_with(made, x, index, size, features, tile), expected) < LIMIT, tile
 
 
+@pytest.mark.parametrize("name", ["int4", "nvfp4"])
+def test_streams_in_float16(
+    make_experts: Callable[..., Experts], poisoned: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "DTYPE", torch.float16)
+    made = make_experts(name, 4, 2, (48, 200))
+    x, index = numbers(5, 200), choices(5, 2, 4)
+    index[3, 1] = 4
+    expected, written = product(made, x, index), (index < 4).reshape(-1)
+    for size in (1, 2):
+        y = run_with(made, x, index, size, EVERY, StreamTile(4, 1, 2, 1, name == "int4"))
+        assert y.dtype == torch.float16 and relative(y[written], expected[written]) < LIMIT
+
+
 def test_all_tokens_may_choose_one_expert(make_experts: Callable[..., Experts], poisoned: None) -> None:
     made = make_experts("int4", 8, 1, (16, 128))
     x, index = numbers(40, 128), torch.full((40, 1), 5, device=DEVICE)
@@ -536,10 +553,9 @@ def test_few_pairs_are_multiplied_with_one_after_the_other(monkeypatch: pytest.M
         found, grouping, _ = rows.group(replace(asked, m=pairs), 128, 2, 8, 2)
         assert (found, grouping.rows) == (row, size)
     assert rows.group(asked, 128, 2, 8, 0)[0] == "fused-skinny"
-    assert rows.group(asked, 128, 2, 8, 0, "fused-stream")[:2] == (
-        "fused-stream",
-        Grouping(32, 128, 8, 2, 8),
-    )
+    for spread, size in ((1, 1), (0, 8)):
+        row, grouping, tile = rows.group(asked, 128, 2, 8, spread, "fused-stream")
+        assert (row, grouping.rows) == ("fused-stream", size) and isinstance(tile, StreamTile)
     with pytest.raises(KernelError, match=r"fused-stream cannot run experts of .* multiples of 16 rows"):
         rows.group(replace(asked, n=4104), 128, 2, 8, 0, "fused-stream")
     # What has no room for it is for the other, in the same segments.
@@ -567,6 +583,22 @@ def test_tiles_of_single_pairs(name: str, n: int, k: int, tile: StreamTile) -> N
         assert stream.experts_tile(asked, Grouping(8, 128, 1, matrices, 8)) == tile
 
 
+@pytest.mark.parametrize("forced", ["", "fused-stream"])
+def test_streams_of_experts_have_tiles_on_small_gpus(forced: str) -> None:
+    """Of one weight alone the tiles of the rules would not fit some of these."""
+    for name, processors, (n, k), pairs in itertools.product(
+        ("int4", "nvfp4", "nf4"), (16, 24, 130), ((14336, 4096), (768, 2048), (2048, 7168)), (1, 2, 32)
+    ):
+        gpu = Gpu("Test GPU 3000", (8, 9), processors, 99 << 10)
+        asked = problem(name, m=pairs, n=n, k=k, features=GPU_FEATURES, gpu=gpu)
+        spread = stream.experts_spread(asked)
+        row, grouping, tile = rows.group(asked, 128, 2, 2, spread, forced)
+        assert row == "fused-stream" and isinstance(tile, StreamTile)
+        every = replace(asked, m=grouping.rows, n=2 * n)
+        memory = stream.shared_memory(tile, every, "silu", grouping=grouping)
+        assert memory * tile.programs <= gpu.shared_memory
+
+
 def test_tiles_of_single_pairs_that_take_less_memory() -> None:
     small = Gpu("Test GPU 3000", (9, 0), 130, 90 << 10)
     grouping = Grouping(8, 128, 1, 2, 8)
@@ -577,6 +609,9 @@ def test_tiles_of_single_pairs_that_take_less_memory() -> None:
     ):
         asked = problem(name, m=1, n=n, k=k, features=GPU_FEATURES, gpu=small)
         assert stream.experts_tile(asked, grouping) == tile
+    asked = problem("int4", m=8, n=4096, k=51200, features=GPU_FEATURES, gpu=small)
+    with pytest.raises(KernelError, match=r"fused-stream cannot run experts of .*shared memory"):
+        rows.group(asked, 128, 2, 8, 1, "fused-stream")
 
 
 def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:

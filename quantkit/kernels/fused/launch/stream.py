@@ -162,13 +162,14 @@ def experts_tile(problem: Problem, grouping: Grouping) -> StreamTile | None:
         tile = StreamTile(4, 4, together=2, ahead=1, integers=integers)
     else:
         tile = StreamTile(8, 2, together=2, ahead=1, integers=integers)
-    tile = replace(tile, together=min(tile.together, max(1, ahead_in_registers(problem, tile))))
     # Whether y is gated is decided later.
     gate = "silu" if grouping.matrices == 2 else ""
-    for one in (tile, replace(tile, integers=False), replace(tile, integers=False, programs=1)):
-        needed = shared_memory(one, problem, gate, grouping=grouping)
-        if needed <= program_memory(problem) // one.programs:
-            return one
+    for changes in ({}, {"integers": False}, {"integers": False, "programs": 1}):
+        other = replace(tile, **changes)
+        other = replace(other, together=min(other.together, max(1, ahead_in_registers(problem, other))))
+        needed = shared_memory(other, problem, gate, grouping=grouping)
+        if needed <= program_memory(problem) // other.programs:
+            return other
     return None
 
 
@@ -309,8 +310,7 @@ def _launch(
     options = overlap(features)
     overlaps = options.pop("PDL")
     known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate, grouping)
-    weights = 1 if grouping is None else grouping.usual
-    shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate), weights)
+    shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate), grouping)
     segments = () if grouping is None else (grouping.segments,)
     pairs = {"order": None, "segments": None} if grouping is None else {}
     return Launch(

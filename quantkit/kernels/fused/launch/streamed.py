@@ -14,7 +14,7 @@ from quantkit.kernels.fused.ptx import expression, shared_bytes, shared_table
 from quantkit.kernels.launcher import power_of_two
 from quantkit.packing.schemes import Scheme
 
-#: Row tiles of a program that are added up without spilling registers.
+#: Row tiles of a program, times rows of x, that are added up without spilling registers.
 MOST_ROW_TILES = 64
 #: Columns of operand B of a product, and the most rows of x that it multiplies with.
 COLUMNS = 8
@@ -55,17 +55,23 @@ class Share:
 
 
 def share(
-    tile: StreamTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
+    tile: StreamTile,
+    shape: Geometry,
+    multiprocessors: int,
+    gated: bool = False,
+    grouping: Grouping | None = None,
 ) -> Share:
-    """Row tiles shared out among as many programs as run at once, of so many weights; in pairs if `gated`.
+    """Row tiles shared out among as many programs as run at once; in pairs if they are `gated`.
 
-    Of several weights programs have up to `MOST_ROW_TILES`. Programs i and i + `multiprocessors` have the
-    same multiprocessor, so that the first of them have more.
+    Programs i and i + `multiprocessors` have the same multiprocessor, so that the first of them have more. Of
+    a `grouping` it is those of one segment, and so many that none has more than it can add up.
     """
     step = 2 if gated else 1
-    count = shape.row_tiles // step
-    least = 1 if weights == 1 else -(-shape.row_tiles // MOST_ROW_TILES)
-    programs = min(count, max(least, multiprocessors * tile.programs // weights))
+    count, at_once, least = shape.row_tiles // step, multiprocessors * tile.programs, 1
+    if grouping is not None:
+        at_once //= grouping.usual
+        least = -(-shape.row_tiles * grouping.rows // MOST_ROW_TILES)
+    programs = min(count, max(least, at_once))
     return Share(programs, *divmod(count, programs), step)
 
 
@@ -391,7 +397,7 @@ def streamed(
 ) -> Streamed:
     """What the kernel knows of a product and its tile."""
     shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
-    shared_out = share(tile, shape, multiprocessors, bool(gate), 1 if grouping is None else grouping.usual)
+    shared_out = share(tile, shape, multiprocessors, bool(gate), grouping)
     carried, worth = shape.carried != 1.0, 1.0
     found = expression(scheme.format, name, bare=carried)
     if tile.integers:

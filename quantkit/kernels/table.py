@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -326,8 +327,23 @@ def log_grouped(
 _logged: set[tuple[str | int, ...]] = set()
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Say nothing of slower kernels inside, where they run on purpose, unless somebody asked to see them.
+
+    What was not said is said of what runs after it.
+    """
+    level = logger.level
+    if not is_verbose():
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _say_once(key: tuple[str | int, ...], what: str) -> None:
-    if key not in _logged:
+    if key not in _logged and logger.isEnabledFor(logging.WARNING):
         _logged.add(key)
         # A warning, because Python shows nothing below one unless the application configures logging, and
         # whoever sets the variable has asked to see this.

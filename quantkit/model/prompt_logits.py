@@ -16,6 +16,7 @@ import torch
 from quantkit.checkpoint.manifest import extend_manifest, read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.kernels.table import quietly
 from quantkit.model.load import load
 from quantkit.model.record import ModelRecord
 
@@ -82,9 +83,11 @@ def record(directory: Path, device: str | torch.device = "cpu") -> PromptLogits:
     stored = PromptLogits.from_manifest(read_manifest(directory))
     if stored is not None:
         return stored
-    model = load(directory, device=device, dtype=torch.float32)
-    prompt = _prompt(model)
-    logits = _logits(model, prompt, directory)
+    # One short prompt, in float32 on purpose.
+    with quietly():
+        model = load(directory, device=device, dtype=torch.float32)
+        prompt = _prompt(model)
+        logits = _logits(model, prompt, directory)
     values, tokens = logits.topk(min(TOP, logits.shape[1]))
     found = PromptLogits(prompt, tuple(map(tuple, tokens.tolist())), tuple(map(tuple, values.tolist())))
     extend_manifest(directory, {KEY: asdict(found)})
@@ -97,8 +100,9 @@ def compare(directory: Path, device: str | torch.device = "cpu") -> list[str]:
     Without stored logits, those of a prompt have to be finite and nothing else.
     """
     stored = PromptLogits.from_manifest(read_manifest(directory))
-    model = load(directory, device=device, dtype=torch.float32)
-    logits = _logits(model, _prompt(model) if stored is None else stored.prompt, directory)
+    with quietly():
+        model = load(directory, device=device, dtype=torch.float32)
+        logits = _logits(model, _prompt(model) if stored is None else stored.prompt, directory)
     return [] if stored is None else differences(stored, logits)
 
 

@@ -29,6 +29,7 @@ from quantkit.model.deferred import HostCopy
 from quantkit.model.devices import pick_device
 from quantkit.model.generate import cache_name, last_logits
 from quantkit.model.load import load, tokenize, tokenizer
+from quantkit.model.unpacked import unpacked
 from quantkit.progress import Progress
 
 #: A decoding step: the tokens int64 [B, 1] that follow those given.
@@ -143,6 +144,8 @@ def measure_speed(
     _wait(device)
     load_seconds = time.perf_counter() - started
     read = weight_bytes(model)
+    # Of steps: a prompt has so many rows of x that unpacking a weight is mostly the best there is.
+    slow = [line for batch in grid.batches for line in unpacked(model, batch)]
     cells: list[Cell] = []
     skipped: list[str] = []
     steady = 0
@@ -179,7 +182,7 @@ def measure_speed(
         new_tokens=grid.new_tokens,
         repeats=settings.repeats,
         prompts=f"random tokens, seed {settings.seed}" if settings.text is None else Path(settings.text).name,
-        notes=(*notes, *dict.fromkeys(skipped)),
+        notes=(*notes, *slow, *dict.fromkeys(skipped)),
     )
 
 

@@ -104,7 +104,9 @@ def test_figures_count_what_they_say(packed: Path, monkeypatch: pytest.MonkeyPat
     assert min(found.memory.before, found.memory.steady) > 0 and found.memory.steady <= found.memory.peak
     assert found.format.startswith("int4 g128")
     assert found.machine.name == cpu_name() and found.machine.read_bandwidth > 0
-    assert (found.label, found.dtype, found.notes) == ("int4", "float32", ())
+    assert (found.label, found.dtype) == ("int4", "float32")
+    # Whatever this CPU unpacks.
+    assert all(" are unpacked for every product at M=" in note for note in found.notes)
 
 
 def test_asking_for_joules_is_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,8 @@ def test_a_token_is_rotated_and_kept(
 )
 def test_norms_of_heads_are_taken_before(poisoned, chunks, heads, key_heads, size, held, kind):
     """Of whole numbers, whose squares are summed exactly in any order: to the bit as by three launches."""
-    for dtype in LIMIT:
+    # The interpreter takes long.
+    for dtype in LIMIT if DEVICE == "cuda" else (torch.bfloat16,):
         q, k, *rest = rotated_inputs(heads, key_heads, 150, size, 32, held, dtype)
         q, k = ((4 * one).round() for one in (q, k))
         generator = torch.Generator().manual_seed(1)

@@ -155,9 +155,15 @@ def test_a_token_is_rotated_and_kept(
                 assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
-@pytest.mark.parametrize("kind", glue.NORMS)
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "size", "held"), [(4, 2, 64, 130), (9, 1, 80, 3), (8, 1, 250, 64), (2, 2, 16, 0)]
+    ("heads", "key_heads", "size", "held", "kind"),
+    [
+        (4, 2, 64, 130, "llama"),
+        (4, 2, 64, 130, "gemma"),
+        (9, 1, 80, 3, "llama"),
+        (8, 1, 250, 64, "olmo"),
+        (2, 2, 16, 0, "gemma"),
+    ],
 )
 def test_norms_of_heads_are_taken_before(poisoned, chunks, heads, key_heads, size, held, kind):
     """Of whole numbers, whose squares are summed exactly in any order: to the bit as by three launches."""

@@ -51,7 +51,7 @@ GATED: dict[Any, Gated] = {
 def take_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Have products gate what they compute, where nobody else needs that and their kernels can."""
     for node in graph.find_nodes(op="call_function", target=glue.gate):
-        product = _source(memory, node.args[0])
+        product = memory.source(node.args[0])
         if product.target in GATED and _can_gate(memory, product, node, device):
             _take_gate(graph, memory, product, node)
 
@@ -98,11 +98,11 @@ def _can_begin(memory: Memory, operand: Node, norm: Node, other: Node, device: t
     """Whether the product that `operand` is all of, and only `norm` takes, can begin that at its place, with
     `other` to add.
     """
-    product = _source(memory, operand)
+    product = memory.source(operand)
     if (
         product.target is not OPERATOR
         or [*_used(memory, product)] != [norm]
-        or _source(memory, other) is product
+        or memory.source(other) is product
     ):
         return False
     added, made, read = other.meta[META], product.meta[META], memory.read(product)
@@ -131,7 +131,7 @@ def _split(
     graph: Graph, memory: Memory, norm: Node, made: Sequence[Node], operand: Node, other: Node
 ) -> None:
     """Replace a norm and the products before and after it."""
-    product, weight = _source(memory, operand), norm.args[2]
+    product, weight = memory.source(operand), norm.args[2]
     x, *of = product.args
     with graph.inserting_after(norm):
         call = graph.call_function(linear_then_norm, (x, other, weight, norm.kwargs["kind"], *of))
@@ -228,7 +228,7 @@ def hold_back(graph: Graph, memory: Memory) -> None:
     still runs: a loss where that takes long, a gain where it is short (docs/kernels-log.md, 32).
     """
     for node in graph.find_nodes(op="call_function", target=glue.add_norm):
-        before = max(_weight_bytes(_source(memory, one)) for one in node.all_input_nodes)
+        before = max(_weight_bytes(memory.source(one)) for one in node.all_input_nodes)
         if before > max(map(_weight_bytes, _used(memory, node)), default=before):
             node.update_kwarg("late", True)
 
@@ -263,13 +263,6 @@ def _weight_bytes(node: Node) -> int:
     _, parts, layout, *_ = node.args
     read = [one.meta[META] for one in pytree.tree_leaves(layout or parts)]
     return sum(one.numel() * one.itemsize for one in read)
-
-
-def _source(memory: Memory, node: Node) -> Node:
-    """The operation that made what `node` may be only a view of."""
-    while node.op == "call_function" and memory.is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _used(memory: Memory, node: Node) -> Iterator[Node]:

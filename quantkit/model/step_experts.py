@@ -12,28 +12,20 @@ from quantkit.model.trace import META, Memory, between, part
 def take_router_norms(graph: Graph, memory: Memory) -> None:
     """Have routers of few tokens compute the norm that they multiply with, which others take from them."""
     for route in graph.find_nodes(op="call_function", target=router.route):
-        product = _source(memory, cast(Node, route.args[0]))
+        product = memory.source(cast(Node, route.args[0]))
         if product.target is not router.small_linear:
             continue
-        made = _source(memory, cast(Node, product.args[0]))
-        if _is_norm(made) and _can_take_norm(memory, made, product):
-            _take_norm(graph, memory, cast(Node, made.args[0]), product)
+        norm = memory.source(cast(Node, product.args[0]))
+        if norm.target is glue.add_norm and _can_take_norm(memory, norm, product):
+            _take_norm(graph, memory, norm, product)
 
 
-def _source(memory: Memory, node: Node) -> Node:
-    """What computes `node`, or the part of what does that it is a view of."""
-    while node.target is not part and node.op == "call_function" and memory.is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_norm(made: Node) -> bool:
-    return made.target is part and made.args[1:] == (1,) and cast(Node, made.args[0]).target is glue.add_norm
-
-
-def _can_take_norm(memory: Memory, made: Node, product: Node) -> bool:
-    """Whether `product`, of all rows of the norm `made`, can run at the place of that and instead of it."""
-    norm, x = cast(Node, made.args[0]), cast(Node, product.args[0])
+def _can_take_norm(memory: Memory, norm: Node, product: Node) -> bool:
+    """Whether `product`, of all rows that `norm` made, can run at the place of that and instead of it."""
+    x = cast(Node, product.args[0])
+    made = next((one for one in norm.users if one.args[1] == 1 and memory.of(one) == memory.of(x)), None)
+    if made is None:
+        return False
     given = [cast(Node, one).meta[META] for one in norm.args]
     rows, columns = x.meta[META].shape
     weight = cast(Node, product.args[1])

@@ -184,6 +184,12 @@ class Memory:
         """Whether a node only hands memory on."""
         return node.target is part or (self.of(node) <= self.read(node) and not self.written(node))
 
+    def source(self, node: Node) -> Node:
+        """The operation that made what `node` may be only a view of."""
+        while node.op == "call_function" and self.is_view(node):
+            node = node.all_input_nodes[0]
+        return node
+
     def _roots(self, nodes: Sequence[Node]) -> frozenset[Any]:
         return frozenset(root for node in nodes for root in self._of[node])
 

@@ -88,8 +88,9 @@ def _of_experts(ungrouped: str | None, not_narrow: str | None) -> str:
     """How experts with such weights are multiplied, whatever M is."""
     if ungrouped is not None:
         return f"one after the other: {ungrouped}"
-    few = "fused-narrow" if not_narrow is None else f"fused-skinny, not fused-narrow: {not_narrow}"
-    return f"grouped, few tokens for each in {few}"
+    if not_narrow is not None:
+        return f"grouped, few tokens for each in fused-skinny, not fused-stream or fused-narrow: {not_narrow}"
+    return "grouped, few tokens for each in fused-narrow, or in fused-stream where hardly any has two"
 
 
 def _say_tables(tables: list[dict[str, Any]]) -> None:

@@ -18,12 +18,12 @@ def unpacked(model: Any, rows_of_x: int) -> tuple[str, ...]:
     for module in model.modules():
         if not isinstance(module, PackedModule):
             continue
-        for scheme, (n, k), matrices in module.logical().values():
+        for scheme, (n, k), _ in module.logical().values():
             choice = choice_of(Problem.on(model.device, rows_of_x, n, k, scheme, model.dtype))
             if choice.row == UNPACK_ROW.name:
                 reasons = "; ".join(f"not {row}: {reason}" for row, reason in choice.refusals)
-                found[str(scheme), reasons] += matrices
+                found[str(scheme), reasons] += 1
     return tuple(
-        f"{count} matrices of {scheme} are unpacked for every product at M={rows_of_x} ({reasons})"
+        f"{count} packed parameters of {scheme} are unpacked for every product at M={rows_of_x} ({reasons})"
         for (scheme, reasons), count in found.items()
     )

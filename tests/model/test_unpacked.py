@@ -26,9 +26,13 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("features", "rows", "expected"),
     [
-        ({"avx2"}, 1, ["2 matrices of fp6-e2m3", "not int-digits: this CPU has no VNNI"]),
+        ({"avx2"}, 1, ["2 packed parameters of fp6-e2m3", "not int-digits: this CPU has no VNNI"]),
         ({"avx2", "avx512", "vnni"}, 1, None),
-        ({"avx2", "avx512", "vnni"}, 64, ["2 matrices of fp6-e2m3", "1 matrices of int4", "M above 32"]),
+        (
+            {"avx2", "avx512", "vnni"},
+            64,
+            ["2 packed parameters of fp6-e2m3", "1 packed parameters of int4", "M above 32"],
+        ),
     ],
 )
 def test_what_is_unpacked_is_said_by_scheme(

@@ -14,7 +14,7 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.building import building
-from quantkit.kernels.fused import rows
+from quantkit.kernels.fused import rows, stacks
 from quantkit.kernels.fused.launch import pairs as launch_pairs
 from quantkit.kernels.fused.launch import stream
 from quantkit.kernels.fused.launch.operands import Grouping, Pairs
@@ -93,7 +93,7 @@ def build_experts_layout(
         return None
     # Tensors of inference mode could not be kept for the backward pass of experts one after the other.
     with torch.no_grad(), torch.inference_mode(False), building():
-        tensors = rows.stacked(weights, len(weights), dtype)
+        tensors = stacks.stacked(weights, dtype)
     shares = forced_row() in ("", "fused-stream", "fused-narrow")
     shares = shares and why_not_narrow_experts(problem, matrices) is None
     spread = stream.experts_spread(problem) if shares else 0

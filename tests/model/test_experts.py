@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.checkpoint.compressed_tensors import stored_format, why_not_compressed_tensors
 from quantkit.errors import FormatError
-from quantkit.kernels.fused import rows
+from quantkit.kernels.fused import rows, stacks
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts
 from quantkit.model.modules import why_not_packable
 from quantkit.packing.schemes import Scheme
@@ -230,8 +230,8 @@ def test_grouped_layouts_are_built_once_and_do_not_survive_other_words(grouped, 
         if not name.endswith("scale"):
             parameter.data.bitwise_not_()
     built = []
-    stacked = rows.stacked
-    monkeypatch.setattr(rows, "stacked", lambda *given: built.append(1) or stacked(*given))
+    stacked = stacks.stacked
+    monkeypatch.setattr(stacks, "stacked", lambda *given: built.append(1) or stacked(*given))
     operands = inputs([[1, 2]])
     packed.build_kernel_layouts(DTYPE)
     for _ in range(2):

@@ -25,7 +25,7 @@ from quantkit.kernels.experts import (
     order_pairs,
     weigh_pairs,
 )
-from quantkit.kernels.fused import rows
+from quantkit.kernels.fused import stacks
 from quantkit.kernels.linear import OPERATOR
 from quantkit.kernels.prepared import (
     gated_linear,
@@ -127,6 +127,7 @@ def beside_torch(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(3)
 def test_families(family: str, inference: bool, modules: list[Any], steps: list[int]) -> None:
     more, of_layer, others = FAMILIES[family]
     model = made(family, **more)
@@ -185,6 +186,7 @@ def prompts_are_right(model: Any, given: Sequence[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(3)
 def test_prompts_of_families(family: str, modules: list[Any], prompts: list[int]) -> None:
     more, of_layer, others = FAMILIES[family]
     model = made(family, **more, **OF_PROMPTS)
@@ -220,6 +222,7 @@ def padded(kind: str, seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "inference"), [("tokens", True), ("keys", False), ("layers", True)])
+@pytest.mark.sampled(2)
 def test_prompts_with_padding(
     kind: str, inference: bool, modules: list[Any], prompts: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -629,7 +632,7 @@ def test_products_with_experts_gate(monkeypatch: pytest.MonkeyPatch) -> None:
             3,
             len(weights) // 3,
             weights[0].shape[0],
-            rows.stacked(weights, len(weights), torch.bfloat16),
+            stacks.stacked(weights, torch.bfloat16),
         )
         for weights in (packed, narrower)
     ]
@@ -857,6 +860,7 @@ def test_prompts_are_not_without_what_torch_does_not_see(
 
 
 @pytest.mark.parametrize("never", [-math.inf, math.nan])
+@pytest.mark.sampled(2)
 def test_what_is_no_number_in_both_is_no_difference(
     never: float, prompts: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

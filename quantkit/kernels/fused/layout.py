@@ -149,11 +149,12 @@ def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
     return bias_factor(scheme.format, BFLOAT16)
 
 
-def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
     """Codes, scales, zero-points, factor (both empty for none) and values of `weight` in the fragment layout,
     for activations of `dtype`.
 
-    Raises `FormatError` for codes and 8-bit scales that are no numbers, within `building` when that ends.
+    If it is `count` weights of whole row tiles one above the other, there is a factor for each. Raises
+    `FormatError` for codes and 8-bit scales that are no numbers, within `building` when that ends.
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
     codes = _placed(weight, shape)
@@ -163,8 +164,8 @@ def build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     if values is None:
         values = _values(weight.scheme.format, shape.carried, weight.device)
     if shape.carried != 1.0:
-        found = carrying(scale)
-        scale, divisor = found.scale, (found.unit / shape.carried).float().reshape(1)
+        found = carrying(scale.reshape(count, -1, scale.shape[1]))
+        scale, divisor = found.scale.view(scale.shape), (found.unit / shape.carried).float()
         factor = divisor if factor is None else divisor * factor
     elif scale.itemsize == 1:
         scale = scale.to(torch.bfloat16) if shape.on_weights else scale.view(torch.int8)

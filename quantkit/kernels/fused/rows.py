@@ -1,6 +1,6 @@
 """The fused kernels as rows of the kernel table, and how they launch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -28,16 +28,17 @@ from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
 
-def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def build_fragments(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
+    """`layout.build` on the device that has the weight."""
     if weight.device.type != "cuda":
-        return build(weight, dtype)
+        return build(weight, dtype, count)
     with torch.cuda.device(weight.device):
-        layout = build(weight, dtype)
+        layout = build(weight, dtype, count)
     wait_for(weight.device)
     return layout
 
 
-FRAGMENTS = Layout("fragments", _build, join, restore)
+FRAGMENTS = Layout("fragments", build_fragments, join, restore)
 
 
 _BEFORE_LOADING = "Set QUANTKIT_KERNEL, if at all, before the model is loaded."
@@ -113,18 +114,6 @@ def ungroupable(problem: Problem) -> str | None:
     return None
 
 
-def stacked(weights: Iterable[PackedTensor], count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The fragment layouts of `count` weights of one scheme and shape, one after the other in each part."""
-    stacks: tuple[torch.Tensor, ...] = ()
-    for index, weight in enumerate(weights):
-        layout = FRAGMENTS.build(weight, dtype)
-        stacks = stacks or tuple(part.new_empty(count, *part.shape) for part in layout)
-        for stack, part in zip(stacks, layout, strict=True):
-            stack[index] = part
-    wait_for(stacks[0].device)
-    return stacks
-
-
 def pairs_of_segment(pairs: int, experts: int, spread: int, forced: str = "") -> int:
     """`segment_rows`, with as many as the kernels of a forced row take."""
     usual = segment_rows(pairs, experts, spread)
@@ -193,7 +182,7 @@ def grouped(
 ) -> torch.Tensor:
     """y [P, matrices * n] of pairs, by the kernel of `row`; those without an expert are not written.
 
-    `layout` is from `stacked`. With the kind of a `gate`, y [P, n] are the gated columns, where
+    `layout` is from `stacks.stacked`. With the kind of a `gate`, y [P, n] are the gated columns, where
     `why_no_gated_experts` has no reason. Nothing waits for the device.
     """
     return _started(_RUNS[row], Operands(x, layout, None, scheme, n, pairs, gate=gate), tile)

@@ -43,22 +43,24 @@ def scale_kind(dtype: torch.dtype, on_weights: bool, carries: bool) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Carrying:
-    """Scales as bytes, int8, that are `unit`, float64 [], times as large."""
+    """Scales as bytes, int8, that are `unit` times as large: float64, a number for each weight."""
 
     scale: torch.Tensor
     unit: torch.Tensor
 
 
 def carrying(scale: torch.Tensor) -> Carrying:
-    """e8m0 or e4m3 scales, none of them NaN, as bytes of the kind that carries a factor, without signs."""
+    """e8m0 or e4m3 scales [weights, rows, groups], none of them NaN, as bytes of the kind that carries a
+    factor, without signs.
+    """
     if scale.dtype == torch.float8_e8m0fnu:
         exponents = scale.view(torch.uint8).int()
-        more = (_LARGEST - exponents.amax()).clamp(min=0)
-        return Carrying(_bytes(exponents + more), _power(more))
+        more = (_LARGEST - exponents.amax((1, 2), keepdim=True)).clamp(min=0)
+        return Carrying(_bytes(exponents + more), _power(more.flatten()))
     values = scale.float().abs()
     bits = (values * 2.0**_UNIT).to(torch.bfloat16).view(torch.int16).int()
     stored = torch.where(values == 0, _ZERO, (bits - _BASE) >> 4)
-    return Carrying(_bytes(stored), _power(torch.full((), _UNIT, device=scale.device)))
+    return Carrying(_bytes(stored), _power(torch.full((len(scale),), _UNIT, device=scale.device)))
 
 
 def signs_of(scale: torch.Tensor, scheme: Scheme, k: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from quantkit.kernels.experts import (
     weigh_pairs,
     why_not_grouped,
 )
-from quantkit.kernels.fused import rows, verdicts
+from quantkit.kernels.fused import rows, stacks, verdicts
 from quantkit.kernels.fused.launch import narrow, skinny, stream, tiled
 from quantkit.kernels.fused.launch import pairs as launch_pairs
 from quantkit.kernels.fused.launch.narrow import NarrowTile
@@ -82,7 +82,7 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
             for e in range(count)
         ]
         every = [weight for one in weights for weight in one]
-        tensors = rows.stacked(every, len(every), DTYPE)
+        tensors = stacks.stacked(every, DTYPE)
         token = every[0].scheme.token
         asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
         shares = verdicts.why_not_narrow_experts(asked, matrices) is None
@@ -220,6 +220,7 @@ def product(made: Experts, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [(1, 2, 40, 200), (3, 2, 48, 328), (MANY, 2, 17, 128)], ids=str)
+@pytest.mark.sampled(3)
 def test_kernels_multiply_each_pair_with_its_expert(
     make_experts: Callable[..., Experts], poisoned: None, name: str, size: tuple[int, ...]
 ) -> None:
@@ -248,6 +249,7 @@ def test_kernels_multiply_each_pair_with_its_expert(
         ("int3", 392, StreamTile(4, 2, ahead=2)),
     ],
 )
+@pytest.mark.sampled(4)
 def test_products_that_are_gated_are_those_gated_next(
     make_experts: Callable[..., Experts],
     poisoned: None,
@@ -294,6 +296,7 @@ def test_sums_of_powers_of_two_are_those_of_one_expert_after_the_other(
 
 @pytest.mark.parametrize("tokens", [1, 12])
 @pytest.mark.parametrize("zero_point", ["integer", "float"])
+@pytest.mark.sampled(3)
 def test_zero_points_and_factors_are_those_of_the_expert(
     make_experts: Callable[..., Experts], poisoned: None, zero_point: str, tokens: int
 ) -> None:
@@ -335,7 +338,7 @@ def test_code_books_are_those_of_the_expert(
         book = weight.part("codebook")
         assert book is not None
         book.copy_(torch.linspace(-1, 1 + number, 16))
-    tensors = rows.stacked(every, len(every), DTYPE)
+    tensors = stacks.stacked(every, DTYPE)
     made = replace(made, layout=replace(made.layout, tensors=tensors))
     x, index = numbers(tokens, 128), choices(tokens, 2, 3)
     expected = product(made, x, index)
@@ -465,7 +468,7 @@ def test_layouts_are_built_on_the_gpu_that_has_the_weights(monkeypatch: pytest.M
     monkeypatch.setattr(rows, "wait_for", lambda which: None)
     monkeypatch.setattr(rows, "build", lambda weight, dtype: (torch.tensor([one.index for one in current]),))
     weights: list[Any] = [SimpleNamespace(device=torch.device("cuda", index)) for index in (1, 1)]
-    assert rows.stacked(weights, 2, DTYPE)[0].tolist() == [[1], [1]]
+    assert stacks.stacked(weights, DTYPE)[0].tolist() == [[1], [1]]
 
 
 def test_layouts_built_in_inference_mode_serve_a_backward_pass(

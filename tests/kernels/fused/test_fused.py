@@ -179,6 +179,7 @@ def tried(case: str, found: dict[str, Callable[[], torch.Tensor]]) -> dict[str, 
 
 @each_case
 @pytest.mark.parametrize("shape", [(40, 384, 3), (16, 200, 13), (1, 32, 1), (17, 288, 18)], ids=str)
+@pytest.mark.sampled(3)
 def test_kernels_multiply_with_the_dequantized_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, shape: tuple[int, int, int]
 ) -> None:
@@ -269,6 +270,7 @@ def test_dequantize_writes_the_weight(
 @pytest.mark.parametrize(
     "case", ["int8", "int4", "int3", "int7", "ternary", "binary", "fp6", "int4 integer", "mxfp4", "nvfp4"]
 )
+@pytest.mark.sampled(2)
 def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor], case: str) -> None:
     """With integers and power-of-two scales every order of the additions gives the same float32."""
     n, k, m = 24, 512, 9 if DEVICE == "cuda" else 17
@@ -320,6 +322,7 @@ SHARED_OUT = (
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_parts_of_tiles_are_added_up_in_every_replay(
     make_packed: Callable[..., PackedTensor],
     monkeypatch: pytest.MonkeyPatch,
@@ -643,7 +646,10 @@ def test_scales_are_lowered_by_powers_of_two(name: str, binades: int) -> None:
     row = scheme(name)
     # 2^-127 of e8m0 is zero where the largest are as large as they may be.
     numbers = torch.arange(*((0, 127) if name == "nvfp4" else (1, 255)), dtype=torch.uint8)
-    found, kind = carrying(numbers.view(row.scale_dtype)), geometry(16, 256, row, torch.bfloat16).scale_kind
+    found, kind = (
+        carrying(numbers.view(row.scale_dtype)[None]),
+        geometry(16, 256, row, torch.bfloat16).scale_kind,
+    )
     less = lowered(found.scale, kind, binades)
     assert less is not None
     values = numbers.view(row.scale_dtype).float()

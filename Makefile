@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test codegen faults fuzz check
+.PHONY: demo test full codegen faults fuzz check
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/quantkit demo examples/stories260K --text examples/stories.txt --out demo-output
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# Every case of every test, which takes an hour: those that `test` samples, and those of the two below.
+full: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
 
 # Every kernel of every format for every GPU that it is for, which takes minutes; `test` compiles a part.
 codegen: $(VENV)/test.stamp

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,6 +35,24 @@ if (
     and threading.current_thread() is threading.main_thread()
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cases of tests that are `sampled` become slow, but for one in so many, without a GPU.
+
+    Each row of so many has another one, so that of two parameters each value of both is among them.
+    """
+    if torch.cuda.is_available():
+        return
+    before: Counter[str] = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is None:
+            continue
+        test, (every,) = item.nodeid.partition("[")[0], mark.args
+        if (before[test] + before[test] // every) % every:
+            item.add_marker(pytest.mark.slow)
+        before[test] += 1
 
 
 def pytest_collection_finish() -> None:

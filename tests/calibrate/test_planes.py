@@ -72,6 +72,7 @@ def test_greedy_scales_are_what_plain_loops_compute():
 
 @pytest.mark.parametrize("chosen", SCHEMES, ids=str)
 @pytest.mark.parametrize("kind", ["gaussian", "outlier", "sparse", "constant", "zeros", "tiny", "huge"])
+@pytest.mark.sampled(3)
 def test_the_search_is_never_worse_than_greedy_and_stores_what_it_measured(chosen, kind):
     groups = gaussian(20, 16)
     if kind == "outlier":

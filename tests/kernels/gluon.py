@@ -24,6 +24,11 @@ import torch
 from . import ptx
 from .bfloat16 import wide
 
+if importlib.util.find_spec("triton") is not None:
+    # Here rather than where they are used, as that is a million times in a test.
+    from triton import language as tl
+    from triton.runtime.interpreter import TensorHandle
+
 #: How likely it is that a warp that had its turn gets another rank among those that can go on.
 CHANGE = 0.125
 #: NaN, which is where nobody has written; in words twice, as either of the 16-bit floats.
@@ -156,8 +161,6 @@ class Shared:
         return Shared(self.data.reshape(-1)[: np.prod(shape, dtype=int)].reshape(shape))
 
     def load(self, layout: Any) -> Any:
-        from triton import language as tl
-
         names = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32, "int32": tl.int32}
         return tensor(self.data.copy(), names[self.kind])
 
@@ -206,9 +209,6 @@ def number(scalar: Any) -> int:
 
 def tensor(data: np.ndarray, dtype: Any) -> Any:
     """A tensor of the interpreter."""
-    from triton import language as tl
-    from triton.runtime.interpreter import TensorHandle
-
     kind = tl.block_type(dtype, list(data.shape)) if data.ndim else dtype
     return tl.tensor(TensorHandle(data, dtype), kind)
 
@@ -223,8 +223,6 @@ class Language:
         self.warp_specialize, self._real, self._barrier = specialize, language, MBarrierLayout
 
     def __getattr__(self, name: str) -> Any:
-        from triton import language as tl
-
         # As Triton's are replaced while a kernel is interpreted, they are looked up each time.
         return getattr(tl if hasattr(tl, name) else self._real, name)
 
@@ -346,8 +344,6 @@ class Gluon:
 
     def _copy_by_threads(self, to: Shared, at: Any, mask: Any) -> None:
         """What is masked is 0, and all of it NaN until it is waited for."""
-        from triton import language as tl
-
         to.data[...] = UNWRITTEN[to.kind]
 
         def arrives() -> None:
@@ -365,8 +361,6 @@ class Gluon:
                 arrives()
 
     def _multiply_at_once(self, weights: Any, x: Any, total: Any) -> Any:
-        from triton import language as tl
-
         return tl.dot(weights, x, total)
 
     def _multiply(self, weights: Any, x: Shared, total: Any, is_async: bool) -> Products:
@@ -381,8 +375,6 @@ class Gluon:
 
 def inline_asm(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
     """`tl.inline_asm_elementwise`: the PTX of expressions and their tables, and what else kernels have."""
-    from triton import language as tl
-
     asm = getattr(asm, "value", asm)
     if (known := INSTRUCTIONS.get(" ".join(asm.split()))) is not None:
         return known(*args)
@@ -422,8 +414,6 @@ def inline_asm(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool,
 
 
 def _nothing(*args: Any) -> Any:
-    from triton import language as tl
-
     return tensor(np.zeros((), np.int32), tl.int32)
 
 
@@ -432,14 +422,10 @@ def _same(value: Any) -> Any:
 
 
 def _loaded(at: Any) -> Any:
-    from triton import language as tl
-
     return tl.load(at)
 
 
 def _halves(words: Any) -> Any:
-    from triton import language as tl
-
     halves = np.ascontiguousarray(words.handle.data)[..., None].view(np.int16)
     return tensor(halves[..., 0], tl.int16), tensor(halves[..., 1], tl.int16)
 
@@ -478,7 +464,6 @@ def interpreted(sources: Mapping[str, Path], seed: int = 0) -> dict[str, ModuleT
 
 def teach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have Triton's interpreter know inline PTX, and what `interpreted` makes of Gluon."""
-    from triton import language as tl
     from triton.runtime import jit
 
     monkeypatch.setattr(tl, "inline_asm_elementwise", inline_asm)

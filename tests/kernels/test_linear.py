@@ -52,6 +52,7 @@ INEXACT = ("nf4", "fp8-e5m2", "book4")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "zero_point"), [case for case in CASES if case[0] not in INEXACT])
+@pytest.mark.sampled(3)
 def test_exact_operands_give_the_exact_product(
     name, zero_point, dtype, row, make_packed, reference, poisoned, monkeypatch
 ):

@@ -39,6 +39,7 @@ def checks(packed):
     ],
 )
 @pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.sampled(2)
 def test_opcheck(row, name, zero_point, needs_grad, make_packed, monkeypatch):
     monkeypatch.setenv(FORCE_VARIABLE, row)
     packed = make_packed(name, (17, 60), group_size=32, zero_point=zero_point)

@@ -46,6 +46,7 @@ TWINS = [
 
 
 @pytest.mark.parametrize(("family", "method"), TWINS)
+@pytest.mark.sampled(3)
 def test_stored_weights_are_those_of_a_twin_with_the_whole_model_in_memory(tmp_path, text, family, method):
     source, out = write(tmp_path, family, num_hidden_layers=2), tmp_path / "out"
     quantize(
@@ -127,6 +128,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.sampled(3)
 def test_every_kind_of_scheme_beats_its_rounding(tmp_path, text, options):
     source = write(tmp_path, num_hidden_layers=1)
     errors = {}
@@ -170,6 +172,7 @@ SCALED = {
         *((family, "smoothquant") for family in ("tied", "phi3")),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_scaled_model_computes_what_the_original_does(
     tmp_path, text, monkeypatch, few_scales, family, method
 ):
@@ -275,6 +278,7 @@ def test_another_seed_draws_other_samples(tmp_path, text):
 @pytest.mark.fault(63)
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["stored", "replayed"])
 @pytest.mark.parametrize(("method", "stops"), [("awq", (1, 9, 19, 24)), ("best", (1, 9, 15, 19, 21, 24))])
+@pytest.mark.sampled(3)
 def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
     tmp_path, text, monkeypatch, few_scales, seconds, method, stops
 ):

@@ -110,6 +110,7 @@ def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, b
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.sampled(2)
 def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind):
     monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)  # several chunks per tensor share what is per tensor
     source, out, options = write(tmp_path, family, num_hidden_layers=1), tmp_path / "out", KINDS[kind]
@@ -191,6 +192,7 @@ CASTS = (
 
 @pytest.mark.parametrize("kind", CASTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.sampled(3)
 def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind):
     source, out = write(tmp_path, family, num_hidden_layers=1), tmp_path / "out"
     quantize(source, out, device="cpu", method="rtn", **KINDS[kind])

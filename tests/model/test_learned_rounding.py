@@ -233,6 +233,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_s
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["stored", "replayed"])
+@pytest.mark.sampled(3)
 def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
     tmp_path, text, monkeypatch, few_steps, seconds
 ):

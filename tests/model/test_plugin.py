@@ -42,6 +42,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.sampled(3)
 def test_logits_equal_those_of_the_dequantized_model(tiny, prompt, transformers_warnings, family, name):
     checkpoint = tiny(family, name)
     model, info = AutoModelForCausalLM.from_pretrained(checkpoint.packed, output_loading_info=True)

@@ -122,6 +122,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("chunk", [8 << 20, 1], ids=["whole", "chunked"])
 @pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.sampled(2)
 def test_packed_tensors_are_those_of_quantize_tensor_and_the_rest_is_untouched(
     tmp_path, monkeypatch, family, options, chunk
 ):
@@ -192,6 +193,7 @@ def test_relative_errors_are_those_of_the_stored_weights(tmp_path):
     ],
     ids=str,
 )
+@pytest.mark.sampled(2)
 def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeypatch, options):
     source = write(tmp_path, num_hidden_layers=1)
     monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)

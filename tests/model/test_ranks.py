@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("family", "options"), CASES.values(), ids=CASES)
+@pytest.mark.sampled(3)
 def test_ranks_write_the_bytes_of_one_process(tmp_path, text, few_scales, family, options):
     source = write(tmp_path, family, num_hidden_layers=2)
     options = {"group_size": 32, "calibration": data(text), **options}
@@ -53,6 +54,7 @@ def test_ranks_write_the_bytes_of_one_process(tmp_path, text, few_scales, family
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["stored", "replayed"])
+@pytest.mark.sampled(3)
 def test_fewer_samples_than_ranks_and_a_resume_with_another_number(tmp_path, text, monkeypatch, seconds):
     monkeypatch.setattr(blockwise, "HIDDEN_SECONDS", seconds)
     source = write(tmp_path, "mixtral", num_hidden_layers=2)

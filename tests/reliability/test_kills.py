@@ -163,6 +163,7 @@ def kill_and_resume(run: Run, count: int) -> Counter[str]:
     return phases
 
 
+@pytest.mark.sampled(2)
 def test_a_few_kills(run: Run) -> None:
     assert kill_and_resume(run, 3).total() == 3
 
@@ -177,6 +178,7 @@ def test_many_kills(run: Run) -> None:
 
 
 @pytest.mark.parametrize("few", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.sampled(3)
 def test_kills_before_calls_that_change_the_disk(run: Run, few: bool) -> None:
     stride = 121 if few else {"shards": 1, "gptq": 5}[run.name]
     kills = 0
@@ -232,6 +234,7 @@ def test_a_signal_as_the_main_thread_takes_a_lock_ends_the_run(run: Run, n: int)
 
 
 @pytest.mark.parametrize("writers", [2, 3])
+@pytest.mark.sampled(3)
 def test_one_of_several_writers_finishes(run: Run, monkeypatch: pytest.MonkeyPatch, writers: int) -> None:
     # Slowed down before its first shard, so that all are there at the same time.
     write_shard, pauses = stream.write_shard, iter([run.seconds + 0.5])

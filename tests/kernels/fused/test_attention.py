@@ -69,6 +69,7 @@ def chunks(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [(4, 2, 200, 64, 64), (3, 3, 1, 16, 16), (8, 1, 65, 80, 48), (20, 1, 130, 32, 128), (9, 1, 64, 256, 256)],
 )
 @pytest.mark.parametrize("kind", ["none", "bool", "float", "one for all"])
+@pytest.mark.sampled(2)
 def test_it_is_attention(poisoned, chunks, heads, key_heads, length, size, width, kind):
     for dtype, limit in LIMIT.items():
         query, key, value = inputs(heads, key_heads, length, size, width, dtype=dtype)
@@ -128,6 +129,7 @@ def rotated_inputs(heads, key_heads, length, size, width, held, dtype, sequences
     ],
 )
 @pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.sampled(3)
 def test_a_token_is_rotated_and_kept(
     poisoned, chunks, heads, key_heads, length, size, width, held, angles, kind
 ):

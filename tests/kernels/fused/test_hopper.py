@@ -92,6 +92,7 @@ def multiply(
     ids=str,
 )
 @pytest.mark.parametrize("seed", range(ORDERS // 2))
+@pytest.mark.sampled(3)
 def test_warps_may_run_in_any_order(
     make_packed: Callable[..., PackedTensor], seed: int, name: str, tile: HopperTile
 ) -> None:

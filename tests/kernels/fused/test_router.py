@@ -225,6 +225,7 @@ def test_more_pairs_are_ordered_by_themselves() -> None:
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1), (1, 128, 100), (3, 8, 257), (4, 7, 2048), (16, 130, 33), (16, 1, 33)], ids=str
 )
+@pytest.mark.sampled(3)
 def test_small_products(poisoned: None, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     m, n, k = shape
     x, weight = numbers(m, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)

@@ -101,6 +101,7 @@ SHAPES = [(40, 1400, 1), (17, 2312, 2), (200, 640, 4), (16, 264, 7), (56, 520, 1
         for shape in (SHAPES if DEVICE == "cuda" or case in ALL_SHAPES else (SHAPES[1], SHAPES[3]))
     ],
 )
+@pytest.mark.sampled(3)
 def test_products_are_those_of_the_dequantized_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, n: int, k: int, m: int
 ) -> None:
@@ -119,6 +120,7 @@ def test_products_are_those_of_the_dequantized_weight(
     "case", ["int8", "int5", "int4", "int3", "int2", "ternary", "binary", "int4 integer"]
 )
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 16])
+@pytest.mark.sampled(3)
 def test_sums_of_powers_of_two_are_exact(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, m: int
 ) -> None:
@@ -306,6 +308,7 @@ def numbers_of(basis: Sequence[int], sizes: Sequence[int]) -> int:
 @needs_gluon
 @pytest.mark.skipif(DEVICE == "cuda", reason="what is copied may be there by chance")
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.sampled(2)
 def test_what_the_kernel_says_is_needed(
     make_packed: Callable[..., PackedTensor], poisoned: None, tmp_path: Path, change: str
 ) -> None:
@@ -494,6 +497,7 @@ def test_refusals_say_what_is_in_the_way() -> None:
     ("name", "integers"), [("int4", True), ("int3", True), ("int4", False), ("nf4", False)]
 )
 @pytest.mark.parametrize(("k", "m", "adds"), [(1400, 1, True), (264, 2, False), (640, 3, True)])
+@pytest.mark.sampled(4)
 def test_products_of_norms_are_those_of_what_is_normed_first(
     make_packed: Callable[..., PackedTensor],
     poisoned: None,
@@ -534,6 +538,7 @@ def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:
     ("name", "integers"), [("int4", True), ("int3 channel", False), ("nf4", False), ("nvfp4", False)]
 )
 @pytest.mark.parametrize(("n", "k", "m"), [(96, 264, 3), (544, 128, 1)])
+@pytest.mark.sampled(3)
 def test_products_that_are_gated_are_those_gated_next(
     make_packed: Callable[..., PackedTensor],
     poisoned: None,

@@ -72,6 +72,7 @@ def test_the_tail_group_is_fitted_on_its_own(method, size, zero_point):
 @pytest.mark.parametrize("method", EVERY_FORMAT)
 @pytest.mark.parametrize(("name", "zero_point"), CASES)
 @pytest.mark.parametrize("size", [32, "channel"])
+@pytest.mark.sampled(2)
 def test_the_whole_is_its_rows(monkeypatch, method, name, zero_point, size):
     weight = gaussian(37, 172)
     options = {"group_size": size, "method": method, "zero_point": zero_point}

@@ -102,6 +102,7 @@ def test_plain_rounding_is_that_of_one_group(name, dtype):
 
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(2)
 def test_the_search_ends_where_trying_every_scale_does(name, tail):
     weight, chosen = weights(48, 64, tail=tail).bfloat16(), per_tensor(name)
     found = search(count_values([weight]), chosen)

@@ -260,7 +260,11 @@ def test_every_failing_call_leaves_a_directory_that_resumes(
 
 
 @pytest.mark.fault(62)
-def test_every_kill_point_resumes(tmp_path: Path, source: Path, reference: dict[str, bytes]) -> None:
+@pytest.mark.parametrize("first", [1, 2, 3])
+@pytest.mark.sampled(3)
+def test_every_kill_point_resumes(
+    tmp_path: Path, source: Path, reference: dict[str, bytes], first: int
+) -> None:
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -271,7 +275,7 @@ def test_every_kill_point_resumes(tmp_path: Path, source: Path, reference: dict[
 
         return exit_status(in_child(work)) == -signal.SIGKILL
 
-    n = 1
+    n = first
     while killed_at(n, out := tmp_path / f"out{n}", Mode.NEW):
         if (out / "config.json").exists():
             assert verify_files(out, read_manifest(out)) == []
@@ -279,7 +283,7 @@ def test_every_kill_point_resumes(tmp_path: Path, source: Path, reference: dict[
         killed_at(n % 7 + 2, out, Mode.RESUME)
         drive(out, source, Mode.RESUME)
         assert contents(out) == reference
-        n += 1
+        n += 3
     assert n > 40
 
 

@@ -100,6 +100,7 @@ def test_every_family_that_is_folded_is_tested(tmp_path) -> None:
 
 @pytest.mark.parametrize("powers", [True, False], ids=["powers", "others"])
 @pytest.mark.parametrize("family", FOLDED)
+@pytest.mark.sampled(2)
 def test_a_folded_model_computes_what_the_original_does(tmp_path, family, powers) -> None:
     """Before any rounding: with biases, tied embeddings, norms of q and k, windows, partial rotary."""
     source = write(tmp_path, family, torch.float32)

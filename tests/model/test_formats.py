@@ -110,7 +110,7 @@ def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, b
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind):
     monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)  # several chunks per tensor share what is per tensor
     source, out, options = write(tmp_path, family, num_hidden_layers=1), tmp_path / "out", KINDS[kind]

@@ -44,6 +44,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("head", "most"), [("int8", 0.01), ("int4:32", 0.2)])
+@pytest.mark.sampled(2)
 def test_data_free(source: Path, tmp_path: Path, text: Path, head: str, most: float) -> None:
     out = tmp_path / "out"
     rules = ("*layers*=keep",)

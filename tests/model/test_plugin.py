@@ -68,6 +68,7 @@ def test_logits_equal_those_of_the_dequantized_model(tiny, prompt, transformers_
         *[("qwen3_moe", name) for name in ("fp8", "mxfp4", "nvfp4", "ternary-radix", "ternary-tensor")],
     ],
 )
+@pytest.mark.sampled(2)
 def test_saving_writes_back_the_same_tensors_and_configuration(tiny, prompt, tmp_path, family, name):
     checkpoint = tiny(family, name)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)

@@ -77,6 +77,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> None:
     ("family", "inference"),
     [*((family, False) for family in FAMILIES), ("Qwen3Moe", True), ("Glm4Moe", True)],
 )
+@pytest.mark.sampled(2)
 def test_families(family: str, inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = keep_modules(monkeypatch)
     model = made(family, **FAMILIES[family], num_hidden_layers=1)

@@ -74,6 +74,7 @@ BFLOAT16 = "dict(dtype=torch.bfloat16)"
         ("qwen3_moe", "int8-tensor"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_plain_transformers_reads_int4_and_int8(plain, tiny, prompt, tmp_path, family, name):
     pytest.importorskip("compressed_tensors")
     if VERSION < (5, 22) and (family == "qwen3_moe" or "asym" in name):

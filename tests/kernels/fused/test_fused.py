@@ -226,6 +226,7 @@ def test_scales_of_whole_steps_multiply_sums(
 
 @pytest.mark.parametrize("first", [0, 1, 4])
 @pytest.mark.parametrize("k", [5, 37, 256, 260, 391])
+@pytest.mark.sampled(2)
 def test_x_may_begin_and_end_anywhere(
     make_packed: Callable[..., PackedTensor], poisoned: None, k: int, first: int
 ) -> None:
@@ -251,6 +252,7 @@ def test_x_may_begin_and_end_anywhere(
 
 
 @each_case
+@pytest.mark.sampled(2)
 def test_dequantize_writes_the_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str
 ) -> None:

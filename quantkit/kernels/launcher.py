@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from quantkit.kernels.compiling import COMPILERS
 from quantkit.kernels.problem import device_features
 
 
@@ -15,6 +16,9 @@ class Launch:
     which takes longer than most of the kernels run. Here it is looked up by what still varies: the device,
     the dtypes of tensors and whether they begin at a multiple of 16 bytes, and the kinds of integers.
     """
+
+    #: Whether it is made also in runs that leave out launches (`compiling.compiled_first`).
+    is_needed = False
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
         self._kernel = kernel
@@ -33,7 +37,7 @@ class Launch:
             # A descriptor of blocks of a tensor.
             first, block = first.base, tuple(first.block_shape)
         if first.is_meta:
-            self._kernel.warmup(*arguments, grid=self._grid, **self._options)
+            self._compile(arguments)
             return
         key = (
             first.get_device(),
@@ -45,7 +49,12 @@ class Launch:
         )
         if self._by_size:
             key += tuple([a.untyped_storage().size() >> 31 for a in arguments if not isinstance(a, int)])
-        compiled = self._compiled.get(key)
+        compiled, compilers = self._compiled.get(key), COMPILERS.get()
+        if compilers is not None:
+            compiled = compilers.kernel(compiled, lambda: self._compile(arguments), self.is_needed)
+            if compiled is None:
+                return
+            self._compiled[key] = compiled
         if compiled is not None:
             compiled[self._grid](*arguments, *self._known)
             return
@@ -53,6 +62,15 @@ class Launch:
         # The interpreter compiles nothing.
         if compiled is not None:
             self._compiled[key] = compiled
+
+    def _compile(self, arguments: tuple[Any, ...]) -> Any:
+        return self._kernel.warmup(*arguments, grid=self._grid, **self._options)
+
+
+class IndexLaunch(Launch):
+    """A launch whose results are indices, of which others make addresses."""
+
+    is_needed = True
 
 
 def _kind(number: int) -> int:

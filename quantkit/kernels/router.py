@@ -13,7 +13,14 @@ from torch.nn import functional as F
 
 from quantkit.kernels.experts import pairs_of_segment
 from quantkit.kernels.glue import norm_options
-from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
+from quantkit.kernels.launcher import (
+    IndexLaunch,
+    Launch,
+    launch_features,
+    launching_on,
+    overlap,
+    power_of_two,
+)
 
 #: What `small_linear` is for, as torch takes longer: rows of a weight, numbers of y, and products of numbers,
 #: more where y is wide, as torch converts the weight first; and columns of x, for which there are registers.
@@ -245,7 +252,7 @@ def _route_launch(
 
     padded = power_of_two(experts)
     ordered = {"ROWS": segment} if segment is not None else {"ROWS": 0, "order": None, "segments": None}
-    return Launch(
+    return IndexLaunch(
         route,
         (programs,),
         EXPERTS=experts,

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 from transformers.cache_utils import StaticLayer
 
+from quantkit.kernels.compiling import compiled_first
 from quantkit.model.cache_name import CACHE
 from quantkit.model.constants import held_by
 from quantkit.model.fusion import fused, is_possible
@@ -44,10 +45,11 @@ def fused_forward(
     so of `what`. `rewind` takes back what a run writes. Raises `NotRecorded` as `trace` and `check_output`
     do, and torch's OutOfMemoryError.
     """
-    if not is_possible(given["input_ids"].device):
+    device = given["input_ids"].device
+    if not is_possible(device):
         return forward
     try:
-        changed = _fused(what, forward, tensors_of(given))
+        changed = compiled_first(device, lambda: _fused(what, forward, tensors_of(given)), rewind)
         difference = _difference(forward, changed, rewind, given["input_ids"])
     except (NotRecorded, torch.OutOfMemoryError):
         raise
@@ -108,7 +110,7 @@ def _difference(
         for one in (forward, changed):
             if rewind is not None:
                 rewind()
-            made.append(_made(one()))
+            made.append(_made(compiled_first(ids.device, one, rewind)))
     finally:
         ids.copy_(before)
     return float(torch.stack([_relative(*pair) for pair in zip(*made, strict=True)]).max())

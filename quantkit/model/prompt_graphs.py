@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from quantkit.kernels.cache import fill, slow_fill
+from quantkit.kernels.compiling import compiled_first
 from quantkit.model import graphs
 from quantkit.model.cache_name import CACHE
 from quantkit.model.fused_forward import fused_forward, held_tensors, warn_unchanged
@@ -85,7 +86,8 @@ class PromptGraphs:
             if self.refused is not None:
                 return None
         try:
-            output = _forward(self._forward, given)
+            device = given["input_ids"].device
+            output = compiled_first(device, lambda: _forward(self._forward, given))
         except (NotRecorded, torch.OutOfMemoryError) as error:
             with self._lock:
                 self._refuse(error)

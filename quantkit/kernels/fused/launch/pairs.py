@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.launcher import Launch, overlap, power_of_two
+from quantkit.kernels.launcher import IndexLaunch, Launch, overlap, power_of_two
 
 #: Pairs of a segment: those of `fused-narrow` and `fused-skinny`, and the most there are.
 FEW_PAIRS, MOST_PAIRS = 8, 128
@@ -41,8 +41,8 @@ def segment_rows(pairs: int, experts: int, spread: int) -> int:
 class _Order:
     """The launches of `order_pairs`: `place`, and `count` before it where that needs counts of chunks."""
 
-    place: Launch
-    count: Launch | None = None
+    place: IndexLaunch
+    count: IndexLaunch | None = None
     chunks: int = 0
     buckets: int = 0
 
@@ -59,15 +59,15 @@ def _order(pairs: int, experts: int, rows: int, dtype: torch.dtype, features: fr
     if pairs <= (COMPARED if few else MOST_COMPARED):
         # A lane for each pair, which compares it with all others by itself.
         warps = max(padded // 32, 1)
-        return _Order(Launch(order_few_pairs, (1,), PADDED=padded, ROWS=rows, **known, num_warps=warps))
+        return _Order(IndexLaunch(order_few_pairs, (1,), PADDED=padded, ROWS=rows, **known, num_warps=warps))
     known["BUCKETS"] = buckets
     grid = (experts + 1,)
     if pairs <= COUNTED and few:
         alone = {"counts": None, "CHUNKS": 0}
-        return _Order(Launch(kernel, grid, CHUNK=padded, ROWS=rows, **alone, **known))
-    place = Launch(kernel, grid, CHUNK=min(padded, PLACED), ROWS=rows, **known)
+        return _Order(IndexLaunch(kernel, grid, CHUNK=padded, ROWS=rows, **alone, **known))
+    place = IndexLaunch(kernel, grid, CHUNK=min(padded, PLACED), ROWS=rows, **known)
     chunks = -(-pairs // COUNTED)
-    return _Order(place, Launch(count_pairs, (chunks,), CHUNK=COUNTED, **known), chunks, buckets)
+    return _Order(place, IndexLaunch(count_pairs, (chunks,), CHUNK=COUNTED, **known), chunks, buckets)
 
 
 def order_pairs(

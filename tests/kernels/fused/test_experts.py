@@ -466,9 +466,12 @@ def test_layouts_are_built_on_the_gpu_that_has_the_weights(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(rows, "wait_for", lambda which: None)
-    monkeypatch.setattr(rows, "build", lambda weight, dtype: (torch.tensor([one.index for one in current]),))
-    weights: list[Any] = [SimpleNamespace(device=torch.device("cuda", index)) for index in (1, 1)]
-    assert stacks.stacked(weights, DTYPE)[0].tolist() == [[1], [1]]
+    monkeypatch.setattr(
+        rows, "build", lambda weight, dtype, count: (torch.tensor([one.index for one in current]),)
+    )
+    weight: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    assert rows.build_fragments(weight, DTYPE)[0].tolist() == [1]
+    assert not current
 
 
 def test_layouts_built_in_inference_mode_serve_a_backward_pass(

@@ -153,8 +153,8 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     """Codes, scales, zero-points, factor (both empty for none) and values of `weight` in the fragment layout,
     for activations of `dtype`.
 
-    If it is `count` weights of whole row tiles one above the other, there is a factor for each. Raises
-    `FormatError` for codes and 8-bit scales that are no numbers, within `building` when that ends.
+    If it is `count` weights of whole row tiles one above the other, what scales carry is a factor of each.
+    Raises `FormatError` for codes and 8-bit scales that are no numbers, within `building` when that ends.
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
     codes = _placed(weight, shape)

@@ -13,8 +13,9 @@ from quantkit.kernels.fused.layout import ROWS
 from quantkit.kernels.fused.rows import build_fragments
 from quantkit.packing.tensor import PackedTensor
 
-#: Bytes of words that are laid out at a time, unless one weight has more: they are copied before.
-BYTES_AT_ONCE = 1 << 28
+#: Bytes of words that are laid out at a time, unless one weight has more: to copy them, and to put scales in
+#: order, takes several times as much memory.
+BYTES_AT_ONCE = 1 << 26
 
 
 def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -38,9 +39,8 @@ def can_be_one(weight: PackedTensor) -> bool:
     """Whether the layout of such weights as one has theirs one after the other."""
     scheme, rows = weight.scheme, weight.shape[0]
     return (
-        # No row tile has rows of two weights, and no word their zero-points.
-        rows % ROWS == 0
-        and (scheme.zero_point != "integer" or rows * scheme.format.bits % 32 == 0)
+        # No row tile has rows of two weights, and no words their zero-points.
+        all(rows % count == 0 for count in (ROWS, *scheme.row_units().values()))
         # All parts are of rows, or what scales are divided by.
         and not (scheme.per_tensor or scheme.is_fitted or scheme.column_scale)
     )

@@ -9,11 +9,15 @@ from quantkit import quantize_tensor
 from quantkit.errors import FormatError
 from quantkit.kernels.fused import stacks
 from quantkit.kernels.fused.layout import build
+from quantkit.packing.schemes import PRESETS, scheme
 from quantkit.packing.tensor import PackedTensor
 
-from .test_fused import CASES, DEVICE
+from .test_fused import CASES as FUSED_CASES
+from .test_fused import DEVICE
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Zero-points of so many bits are words in different ways.
+CASES = FUSED_CASES | {f"int{b} integer": {"zero_point": "integer", "group_size": 64} for b in (2, 5, 6, 7)}
 
 
 def assert_those_of_each(weights: list[PackedTensor], dtype: torch.dtype) -> None:
@@ -63,23 +67,21 @@ def test_some_are_built_at_a_time(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "rows"),
-    [
-        ("int4", {}, 24),
-        ("int3", {"group_size": 64, "zero_point": "integer"}, 16),
-        ("book4", {}, 32),
-        ("nvfp4", {"group_size": "tensor"}, 32),
-    ],
+    ("case", "rows"),
+    [("int4", 24), ("int3 integer", 16), ("int6 integer", 48), ("book4", 32), ("fp8 tensor", 32)],
 )
 def test_those_that_cannot_be_one_are_built_alone(
-    make_packed: Callable[..., PackedTensor], name: str, options: dict[str, object], rows: int
+    make_packed: Callable[..., PackedTensor], case: str, rows: int
 ) -> None:
-    if options.get("group_size") == "tensor":
-        weights = [quantize_tensor(torch.randn(rows, 128), "fp8", **options).to(DEVICE) for _ in range(2)]
-    else:
-        weights = [make_packed(name, (rows, 128), seed=seed, **options).to(DEVICE) for seed in range(2)]
+    name, options = case.split(maxsplit=1)[0], CASES.get(case, {})
+    weights = [make_packed(name, (rows, 128), seed=seed, **options).to(DEVICE) for seed in range(2)]
     assert not stacks.can_be_one(weights[0])
     assert_those_of_each(weights, torch.bfloat16)
+
+
+def test_columns_with_scales_of_their_own_cannot_be_one(make_packed: Callable[..., PackedTensor]) -> None:
+    name = next(name for name in PRESETS if scheme(name).column_scale)
+    assert not stacks.can_be_one(make_packed(name, (32, 128)))
 
 
 def test_one_that_is_no_number_is_refused_among_many() -> None:

@@ -1,6 +1,5 @@
 """`quantkit tune`: the fastest kernels and tiles on this GPU, into a table that later runs use."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +67,7 @@ def tune(
     Writes them to a table in the cache directory, which later runs use. It is safe to delete, and what is
     found is kept when this is interrupted.
     """
+    from quantkit.kernels.compiling import cores
     from quantkit.kernels.table import explain, forget_tile_tables
     from quantkit.kernels.tiles.gpu import CompilePool, gpu_bench, gpu_target
     from quantkit.kernels.tiles.search import Setting, search, tunable_rows
@@ -84,7 +84,7 @@ def tune(
         if not tunable_rows(problem):
             reason = dict(explain(problem))["dequantize"]
             note(f"{weight}: there is nothing to tune, because dequantize does not run it: {reason}.")
-    with CompilePool(jobs or max(1, _cores() - 1), gpu_target()) as pool, progress("tuning") as report:
+    with CompilePool(jobs or max(1, cores() - 1), gpu_target()) as pool, progress("tuning") as report:
 
         def advance(number: int, done: int, total: int, label: str) -> None:
             report(done, max(total, 1), f"pass {number + 1} of {passes + 1}: {label}" if label else "")
@@ -98,11 +98,6 @@ def tune(
         print_json({"table": str(tuning.path), "gpu": gpu.name, "measured": found})
     else:
         _print(list(tuning.found.values()), tuning.path)
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
 @dataclass

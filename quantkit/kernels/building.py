@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from quantkit.errors import FormatError
+from quantkit.kernels.compiling import nothing_left_out
 
 
 @dataclass
@@ -48,7 +49,8 @@ def building() -> Iterator[None]:
     pending = _Pending()
     token = _pending.set(pending)
     try:
-        with torch._C._DisableFuncTorch():
+        # A layout outlives the run that it is built in, which may leave out launches.
+        with torch._C._DisableFuncTorch(), nothing_left_out():
             yield
     finally:
         _pending.reset(token)

@@ -7,7 +7,14 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
+from quantkit.kernels.launcher import (
+    IndexLaunch,
+    Launch,
+    launch_features,
+    launching_on,
+    overlap,
+    power_of_two,
+)
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 
 #: Numbers of a row that a program reads: of 128256 there are 63 parts.
@@ -55,8 +62,8 @@ def _launches(rows: int, parts: int, features: frozenset[str]) -> tuple[Launch, 
     padded = power_of_two(parts)
     # Sixteen numbers of a thread, and up to four parts.
     return (
-        Launch(largest_of_parts, (rows, parts), B=PART, **overlap(features), num_warps=PART // 512),
-        Launch(
+        IndexLaunch(largest_of_parts, (rows, parts), B=PART, **overlap(features), num_warps=PART // 512),
+        IndexLaunch(
             largest_of_rows,
             (rows,),
             PARTS=parts,

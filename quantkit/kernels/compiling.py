@@ -6,12 +6,15 @@ such a kernel goes on without launching, so that all that it needs are known; th
 """
 
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
 import torch
+
+from quantkit.kernels.problem import device_features
 
 #: Seconds in which Triton has read a kernel from its cache on the disk.
 WAIT = 0.1
@@ -32,20 +35,26 @@ class Compilers:
         None where it is not to be launched; what is `needed` is waited for.
         """
         found = compile_kernel() if known is None else known
-        if self.leave_out and not needed:
-            return None
-        if not hasattr(found, "future"):
-            return found
-        try:
-            found.future.result(None if needed else WAIT)
-        except TimeoutError:
-            self.leave_out = True
-            return None
-        return found.result()
+        if needed:
+            return found.result() if hasattr(found, "result") else found
+        if self.leave_out or not hasattr(found, "result"):
+            return None if self.leave_out else found
+        self.leave_out = not wait([found.future], WAIT).done
+        return None if self.leave_out else found.result()
 
 
 #: What compiles the kernels of the run that this is part of; None where launches wait for their kernel.
 COMPILERS: ContextVar[Compilers | None] = ContextVar("compilers", default=None)
+
+
+@contextmanager
+def nothing_left_out() -> Iterator[None]:
+    """A block all of whose launches are made, as what they write is kept after the run."""
+    token = COMPILERS.set(None)
+    try:
+        yield
+    finally:
+        COMPILERS.reset(token)
 
 
 def compiled_first(
@@ -54,14 +63,18 @@ def compiled_first(
     """`run()`, which launches kernels on `device`; those that have to be compiled are, side by side, before.
 
     With all kernels in memory or in Triton's cache `run` is called once. Else it is called twice, and what
-    kernels write in the first call is undefined, but for indices (`launcher.IndexLaunch`). `rewind` takes
-    back what that call changed.
+    kernels write in the first call is undefined, but for indices (`launcher.IndexLaunch`) and layouts of
+    weights (`building`). `rewind` takes back what that call changed.
     """
-    if device.type != "cuda" or COMPILERS.get() is not None:
+    if device.type != "cuda" or "triton" not in device_features(device) or COMPILERS.get() is not None:
         return run()
-    from triton import knobs
-
-    if knobs.runtime.interpret:
+    try:
+        from triton import knobs
+        from triton.runtime._async_compile import active_mode
+    except ImportError:
+        # It compiles one kernel after the other.
+        return run()
+    if knobs.runtime.interpret or active_mode.get() is not None:
         return run()
     # A context of its own, which Triton's mode does not outlive, whatever ends it.
     found = copy_context().run(_attempt, run)
@@ -79,7 +92,7 @@ def _attempt(run: Callable[[], _Result]) -> tuple[_Result] | None:
     compilers = Compilers()
     COMPILERS.set(compilers)
     # Errors of the compiler come again where the kernel is launched.
-    with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    with _Pool(cores()) as pool, AsyncCompileMode(pool, ignore_errors=True):
         try:
             result = run()
         except Exception:
@@ -87,4 +100,27 @@ def _attempt(run: Callable[[], _Result]) -> tuple[_Result] | None:
             if not compilers.leave_out:
                 raise
             return None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return None if compilers.leave_out else (result,)
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads that compile kernels, and after each what launches it: C, which is cached on the disk too."""
+
+    def submit(self, compile_kernel: Callable[[], Any], /, *_: Any, **__: Any) -> Future[Any]:
+        return super().submit(_with_launcher, compile_kernel)
+
+
+def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    from triton.runtime.driver import driver
+
+    kernel = compile_kernel()
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

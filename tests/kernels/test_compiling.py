@@ -29,18 +29,25 @@ def test_interpreted_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -
 
 #: Kernels are compiled for an H200, and a launch only notes their name and warps.
 START = """
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 import torch
+from triton import AsyncCompileMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from quantkit.kernels import compiling
-from quantkit.kernels.compiling import compiled_first
+from quantkit.kernels.building import building
+from quantkit.kernels.compiling import Compilers, compiled_first
 from quantkit.kernels.fused.glue import gate
 from quantkit.kernels.launcher import IndexLaunch, Launch
 from quantkit.kernels.tiles.gpu import _CompileOnly
 
 driver.set_active(_CompileOnly(GPUTarget("cuda", 90, 32)))
-launched, calls, rewound = [], [], []
+launched, calls, rewound, launchers = [], [], [], []
+_CompileOnly.launcher_cls = lambda self, source, metadata: launchers.append(
+    (metadata.num_warps, threading.current_thread() is threading.main_thread())
+)
 CompiledKernel._init_handles = lambda self: None
 CompiledKernel.run = property(lambda self: lambda *_: launched.append(self.metadata.num_warps))
 GPU, x = torch.device("cuda"), torch.zeros(4, 64, dtype=torch.bfloat16)
@@ -58,7 +65,7 @@ def run():
 
 
 def first():
-    for noted in (launched, calls, rewound):
+    for noted in (launched, calls, rewound, launchers):
         noted.clear()
     return compiled_first(GPU, run, lambda: rewound.append(list(launched)))
 """
@@ -68,6 +75,7 @@ every = [launch(Launch, warps) for warps in (1, 2, 4)]
 compiling.WAIT = 0
 assert first() == "what it gives"
 assert (calls, rewound, launched) == ([[], []], [[]], [1, 2, 4])
+assert sorted(launchers) == [(1, False), (2, False), (4, False)]
 # In memory.
 assert first() == "what it gives"
 assert (calls, rewound, launched) == ([[]], [], [1, 2, 4])
@@ -83,6 +91,25 @@ every = [launch(Launch, 1), launch(IndexLaunch, 2), launch(Launch, 4)]
 compiling.WAIT = 0
 first()
 assert (calls, rewound, launched) == ([[], [2]], [[2]], [2, 1, 2, 4])
+""",
+    "nor are layouts of weights, which are kept": """
+one, other = launch(Launch, 1), launch(Launch, 2)
+kept, compiling.WAIT = [], 0
+
+
+def building_once():
+    calls.append(list(launched))
+    one(x, x, x, 64, 64, 64)
+    if not kept:
+        with building():
+            other(x, x, x, 64, 64, 64)
+        kept.append(list(launched))
+
+
+for noted in (launched, calls):
+    noted.clear()
+compiled_first(GPU, building_once)
+assert (calls, kept, launched) == ([[], [2]], [[2]], [2, 1])
 """,
     "nor is what comes before": """
 every = [launch(Launch, 1)]
@@ -130,9 +157,31 @@ except ValueError:
 else:
     raise AssertionError("an error of a run that launched all is its own")
 """,
+    "somebody else compiles side by side": """
+every = [launch(Launch, warps) for warps in (1, 2)]
+compiling.WAIT = 0
+with ThreadPoolExecutor(2) as pool, AsyncCompileMode(pool):
+    first()
+assert (calls, launched) == ([[]], [1, 2])
+""",
+    "an error of time is the compiler's": """
+compilers, promise = Compilers(), Future()
+promise.set_exception(TimeoutError("of the disk"))
+promised = type("Promise", (), {"future": promise, "result": promise.result})
+for needed in (False, True):
+    try:
+        compilers.kernel(None, promised, needed)
+    except TimeoutError as error:
+        assert str(error) == "of the disk" and not compilers.leave_out
+    else:
+        raise AssertionError("it is taken for one that is being compiled")
+""",
     "an interrupt leaves nothing behind": """
 every = [launch(Launch, 1)]
 compiling.WAIT = 0
+
+
+launched.clear()
 
 
 def interrupted():
@@ -158,6 +207,7 @@ from triton import knobs
 
 for name, case in json.loads(sys.argv[1]).items():
     gate.device_caches.clear()
+    compiling.WAIT = 60
     with tempfile.TemporaryDirectory() as knobs.cache.dir:
         try:
             exec(case)

@@ -1,0 +1,149 @@
+"""First runs, whose kernels are being compiled: what they leave undefined is in no result."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from quantkit.kernels.compiling import COMPILERS, Compilers
+from quantkit.kernels.launcher import Launch
+from quantkit.model import fused_forward, prompt_graphs
+from quantkit.model.decoding import forward_of, graph_decoding, static_cache
+
+from .graphed import DEVICE, close, count_recordings, decode, decode_whole, ids, made
+
+pytest.importorskip("triton")
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Gemma2": {"head_dim": 16, "sliding_window": 5},
+    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "Glm4Moe": {
+        "n_routed_experts": 12,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 0,
+        "head_dim": 16,
+    },
+}
+
+
+class _Compiling(Compilers):
+    """No kernel is there but those whose results are indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out = 0
+
+    def kernel(self, known: Any, compile_kernel: Callable[[], Any], needed: bool) -> Any:
+        if needed:
+            return compile_kernel() if known is None else known
+        self.left_out += 1
+        return None
+
+
+class _Interpreted:
+    """What the interpreter has in place of the compiled kernel of a launch."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        known = len(self.launch._known)
+        run = self.launch._kernel[grid]
+        return lambda *arguments: run(*arguments[: len(arguments) - known], **self.launch._options)
+
+
+@pytest.fixture
+def left_out(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> Iterator[list[int]]:
+    """How many launches each run left out that did; memory nobody wrote is full of NaN and large numbers."""
+    found: list[int] = []
+
+    def compiled_first(
+        device: torch.device, run: Callable[[], Any], rewind: Callable[[], None] | None = None
+    ) -> Any:
+        compilers = _Compiling()
+        token = COMPILERS.set(compilers)
+        try:
+            result = run()
+        finally:
+            COMPILERS.reset(token)
+        if not compilers.left_out:
+            return result
+        found.append(compilers.left_out)
+        if rewind is not None:
+            rewind()
+        return run()
+
+    monkeypatch.setattr(Launch, "_compile", lambda launch, arguments: _Interpreted(launch))
+    for module in (fused_forward, prompt_graphs):
+        monkeypatch.setattr(module, "compiled_first", compiled_first)
+    monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
+    fused_forward.warn_unchanged.cache_clear()
+    count_recordings(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    torch.use_deterministic_algorithms(True)
+    yield found
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are interpreted")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_are_those_of_a_warm_start(
+    family: str, left_out: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = made(family, **FAMILIES[family])
+    expected = decode_whole(model, ids(), 4)
+    graph_decoding(model)
+    found = decode(model, forward_of(model), static_cache(model, 40), ids(), steps=4)
+    close(found, expected)
+    assert left_out and not any("more launches" in message for message in caplog.messages)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are interpreted")
+@torch.no_grad()
+def test_prompts_are_those_of_a_warm_start(left_out: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    model = made("Llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    expected = model(input_ids=ids(), use_cache=False).logits[:, -1:]
+    graph_decoding(model)
+    for _ in range(3):
+        output = model(input_ids=ids(), past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+        close(output.logits, expected)
+        assert all(layer.keys.isfinite().all() for layer in output.past_key_values.layers)
+    assert left_out and not any("more launches" in message for message in caplog.messages)
+
+
+START = """
+import sys
+import torch
+import quantkit
+
+model = quantkit.load(sys.argv[1], device="cuda", dtype=torch.bfloat16)
+ids = torch.arange(40, device="cuda")[None] * 7 % 500
+options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+for _ in range(3):
+    print(model.generate(ids, **options).tolist())
+"""
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a CPU compiles no kernels")
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_a_cold_start_on_a_gpu_gives_the_tokens_of_a_warm_one(tiny: Any, tmp_path: Path, model: str) -> None:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
+    command = [sys.executable, "-c", START, str(tiny(model, "int4").packed)]
+    cold, warm = (
+        subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    assert cold == warm and len(set(cold.splitlines())) == 1

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,21 +37,38 @@ if (
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases of tests that are `sampled` become slow, but for one in so many, without a GPU.
-
-    Each row of so many has another one, so that of two parameters each value of both is among them.
-    """
-    if torch.cuda.is_available():
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Most cases of tests that are `sampled` become slow, without a GPU: but where cases are asked for."""
+    asked = config.option.keyword or config.option.lf or any("::" in argument for argument in config.args)
+    if torch.cuda.is_available() or asked:
         return
-    before: Counter[str] = Counter()
+    cases: dict[str, list[Any]] = {}
     for item in items:
-        if (mark := item.get_closest_marker("sampled")) is None:
-            continue
-        test, (every,) = item.nodeid.partition("[")[0], mark.args
-        if (before[test] + before[test] // every) % every:
-            item.add_marker(pytest.mark.slow)
-        before[test] += 1
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        every, *names = of_test[0].get_closest_marker("sampled").args
+        kept = sample([case.callspec.params for case in of_test], every, names)
+        for number, case in enumerate(of_test):
+            if number not in kept:
+                case.add_marker(pytest.mark.slow)
+
+
+def sample(cases: Sequence[Mapping[str, Any]], every: int, names: Sequence[str] = ()) -> list[int]:
+    """The numbers of one in `every` of the cases, or more: each value of each of these parameters is in one.
+
+    Without `names` these are the parameters of which cases share values.
+    """
+    values = [{(name, repr(value)) for name, value in case.items()} for case in cases]
+    names = names or [name for name in cases[0] if len({repr(case[name]) for case in cases}) < len(cases)]
+    left = {value for of_case in values for value in of_case if value[0] in names}
+    kept: list[int] = []
+    while left:
+        kept.append(max(range(len(cases)), key=lambda number: len(values[number] & left)))
+        left -= values[kept[-1]]
+    spread = [number for number in range(len(cases)) if (number + number // every) % every == 0]
+    more = [number for number in spread if number not in kept]
+    return kept + more[: max(0, len(spread) - len(kept))]
 
 
 def pytest_collection_finish() -> None:

@@ -118,7 +118,7 @@ def strided(stride: int, start: int = 1) -> Callable[[int], range]:
         ("gptq", Fault.MEMORY, 401),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, "fault")
 def test_some_calls_fail(places: Path, tmp_path: Path, name: str, fault: Fault, stride: int) -> None:
     done = sweep(SCENARIOS[name](places), fault, tmp_path, strided(stride, stride // 2))
     assert not done.violations, "\n".join(done.violations)

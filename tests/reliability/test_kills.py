@@ -163,7 +163,6 @@ def kill_and_resume(run: Run, count: int) -> Counter[str]:
     return phases
 
 
-@pytest.mark.sampled(2)
 def test_a_few_kills(run: Run) -> None:
     assert kill_and_resume(run, 3).total() == 3
 
@@ -178,7 +177,6 @@ def test_many_kills(run: Run) -> None:
 
 
 @pytest.mark.parametrize("few", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.sampled(3)
 def test_kills_before_calls_that_change_the_disk(run: Run, few: bool) -> None:
     stride = 121 if few else {"shards": 1, "gptq": 5}[run.name]
     kills = 0

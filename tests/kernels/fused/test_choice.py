@@ -39,7 +39,6 @@ def first_of_largest(row: list[float]) -> int:
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.sampled(2)
 def test_the_largest_of_rows(poisoned: None, columns: int) -> None:
     # Triton itself launches a kernel only the first time.
     for dtype in DTYPES * 2:

@@ -17,22 +17,14 @@ from quantkit.model import fused_forward, prompt_graphs
 from quantkit.model.decoding import forward_of, graph_decoding, static_cache
 
 from .graphed import DEVICE, close, count_recordings, decode, decode_whole, ids, made
+from .test_step_experts import FAMILIES as EXPERTS
 
 pytest.importorskip("triton")
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Gemma2": {"head_dim": 16, "sliding_window": 5},
-    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "Glm4Moe": {
-        "n_routed_experts": 12,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
-        "num_experts_per_tok": 3,
-        "first_k_dense_replace": 0,
-        "head_dim": 16,
-    },
+    **{name: EXPERTS[name] for name in ("Mixtral", "Glm4Moe")},
 }
 
 

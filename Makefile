@@ -23,7 +23,7 @@ codegen: $(VENV)/test.stamp
 faults: export QUANTKIT_FAULTS_LOG = faults.log
 faults: $(VENV)/test.stamp
 	rm -f $(QUANTKIT_FAULTS_LOG)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/reliability tests/checkpoint/test_writer.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "slow or sampled" tests/reliability tests/checkpoint/test_writer.py
 	cat $(QUANTKIT_FAULTS_LOG)
 
 # Hostile files of every kind, mutated; what is found is written to fuzz-findings.

@@ -38,13 +38,15 @@ if (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Most cases of tests that are `sampled` become slow, without a GPU: but where cases are asked for."""
-    asked = config.option.keyword or config.option.lf or any("::" in argument for argument in config.args)
-    if torch.cuda.is_available() or asked:
+    """Most cases of tests that are `sampled` become slow, without a GPU: of those that nobody asked for."""
+    failed = config.getoption("lf", False) and config.cache and config.cache.get("cache/lastfailed", {})
+    if torch.cuda.is_available() or config.getoption("keyword", "") or failed:
         return
+    asked = tuple(argument for argument in config.args if "::" in argument)
     cases: dict[str, list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if "sampled" in marks and "slow" not in marks and not item.nodeid.startswith(asked or "::"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_test in cases.values():
         every, *names = of_test[0].get_closest_marker("sampled").args

@@ -58,6 +58,7 @@ def outcomes(name: str, turn: int) -> list[tuple[Any, ...] | None]:
 
 
 @pytest.mark.parametrize("name", sorted(OPERATORS))
+@pytest.mark.sampled(2)
 def test_operators_do_what_those_of_triton_do(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     expected = [outcomes(name, turn) for turn in range(2)]
     assert any(one is not None for one in expected[0])

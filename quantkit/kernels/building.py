@@ -43,18 +43,19 @@ def building() -> Iterator[None]:
     Transforms of `torch.func` do not see it: what is made within one has no memory that a kernel could write.
     Raises `FormatError` then for the first weight of which `refuse_if` says so.
     """
-    if _pending.get() is not None:
-        yield
-        return
-    pending = _Pending()
-    token = _pending.set(pending)
-    try:
-        # A layout outlives the run that it is built in, which may leave out launches.
-        with torch._C._DisableFuncTorch(), nothing_left_out():
+    # A layout outlives the run that it is built in, which may leave out launches.
+    with nothing_left_out():
+        if _pending.get() is not None:
             yield
-    finally:
-        _pending.reset(token)
-    pending.settle()
+            return
+        pending = _Pending()
+        token = _pending.set(pending)
+        try:
+            with torch._C._DisableFuncTorch():
+                yield
+        finally:
+            _pending.reset(token)
+        pending.settle()
 
 
 def wait_for(device: torch.device) -> None:

@@ -62,9 +62,9 @@ def compiled_first(
 ) -> _Result:
     """`run()`, which launches kernels on `device`; those that have to be compiled are, side by side, before.
 
-    With all kernels in memory or in Triton's cache `run` is called once. Else it is called twice, and what
-    kernels write in the first call is undefined, but for indices (`launcher.IndexLaunch`) and layouts of
-    weights (`building`). `rewind` takes back what that call changed.
+    With all kernels in memory, or read from Triton's cache within `WAIT`, `run` is called once. Else it is
+    called twice, and what kernels write in the first call is undefined, but for indices
+    (`launcher.IndexLaunch`) and layouts of weights (`building`). `rewind` takes back what that call changed.
     """
     if device.type != "cuda" or "triton" not in device_features(device) or COMPILERS.get() is not None:
         return run()
@@ -91,19 +91,24 @@ def _attempt(run: Callable[[], _Result]) -> tuple[_Result] | None:
 
     compilers = Compilers()
     COMPILERS.set(compilers)
-    # Errors of the compiler come again where the kernel is launched.
-    with _Pool(cores()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    result = None
+    with _Pool(cores()) as pool:
+        # Errors of the compiler come again where the kernel is launched.
+        mode = AsyncCompileMode(pool, ignore_errors=True)
         try:
-            result = run()
-        except Exception:
-            # It may have refused what is undefined.
-            if not compilers.leave_out:
-                raise
-            return None
+            mode.__enter__()
+            try:
+                result = (run(),)
+            except Exception:
+                # It may have refused what is undefined.
+                if not compilers.leave_out:
+                    raise
+            # Not as a block, whose end would wait for what is cancelled, and that never ends.
+            mode.__exit__(None, None, None)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return None if compilers.leave_out else (result,)
+    return None if compilers.leave_out else result
 
 
 class _Pool(ThreadPoolExecutor):

@@ -33,6 +33,7 @@ def test_what_nobody_changed_is_valid(name: str, place: Place) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.sampled(2)
 def test_whatever_is_changed_is_valid_or_refused_in_words(name: str, place: Place) -> None:
     target = TARGETS[name]
     outcomes = set()

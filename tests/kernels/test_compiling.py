@@ -29,7 +29,7 @@ def test_interpreted_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -
 
 #: Kernels are compiled for an H200, and a launch only notes their name and warps.
 START = """
-import threading
+import os, signal, threading
 from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from triton import AsyncCompileMode
@@ -176,26 +176,40 @@ for needed in (False, True):
     else:
         raise AssertionError("it is taken for one that is being compiled")
 """,
-    "an interrupt leaves nothing behind": """
-every = [launch(Launch, 1)]
+    "an interrupt leaves nothing behind, nor waits for what has not begun": """
+compiling.cores = lambda: 1
+for stop in (KeyboardInterrupt, SystemExit):
+    gate.device_caches.clear()
+    every = [launch(Launch, warps, block) for warps in (1, 2, 4) for block in (32, 64, 128)]
+    compiling.WAIT = 0
+    launched.clear()
+    launchers.clear()
+
+    def interrupted():
+        run()
+        raise stop
+
+    try:
+        compiled_first(GPU, interrupted)
+    except stop:
+        pass
+    assert compiling.COMPILERS.get() is None and len(launchers) < 5
+    launch(Launch, 8)(x, x, x, 64, 64, 64)
+    assert launched == [8]
+""",
+    "nor does one while it waits": """
+compiling.cores = lambda: 1
 compiling.WAIT = 0
-
-
-launched.clear()
-
-
-def interrupted():
-    run()
-    raise KeyboardInterrupt
-
-
+every = [launch(Launch, warps, block) for warps in (1, 2, 4) for block in (32, 64, 128)]
+launchers.clear()
+threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
-    compiled_first(GPU, interrupted)
+    first()
 except KeyboardInterrupt:
     pass
-assert compiling.COMPILERS.get() is None
-launch(Launch, 8)(x, x, x, 64, 64, 64)
-assert launched == [8]
+else:
+    raise AssertionError("it was not interrupted")
+assert len(launchers) < 5 and not launched
 """,
 }
 

@@ -174,6 +174,7 @@ def test_other_data_methods_and_formats_are_measured(unmeasured: list[int]) -> N
 
 
 @pytest.mark.parametrize("method", ["mse", "gptq"])
+@pytest.mark.sampled(2)
 def test_a_resumed_run_keeps_its_formats_and_measures_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: list[int], method: str
 ) -> None:

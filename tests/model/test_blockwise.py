@@ -128,6 +128,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.sampled(2)
 def test_every_kind_of_scheme_beats_its_rounding(tmp_path, text, options):
     source = write(tmp_path, num_hidden_layers=1)
     errors = {}

@@ -117,12 +117,18 @@ START = """
 import sys
 import torch
 import quantkit
+from quantkit.kernels import compiling
+
+attempts, attempt = [], compiling._attempt
+compiling.WAIT = float(sys.argv[2])
+compiling._attempt = lambda run: (attempts.append(attempt(run)), attempts[-1])[1]
 
 model = quantkit.load(sys.argv[1], device="cuda", dtype=torch.bfloat16)
 ids = torch.arange(40, device="cuda")[None] * 7 % 500
 options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
 for _ in range(3):
     print(model.generate(ids, **options).tolist())
+print(sum(one is None for one in attempts), file=sys.stderr)
 """
 
 
@@ -135,7 +141,9 @@ def test_a_cold_start_on_a_gpu_gives_the_tokens_of_a_warm_one(tiny: Any, tmp_pat
     }
     command = [sys.executable, "-c", START, str(tiny(model, "int4").packed)]
     cold, warm = (
-        subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-        for _ in range(2)
+        subprocess.run([*command, wait], env=environment, capture_output=True, text=True, check=True)
+        for wait in ("0.01", "60")
     )
-    assert cold == warm and len(set(cold.splitlines())) == 1
+    assert cold.stdout == warm.stdout and len(set(cold.stdout.splitlines())) == 1
+    left_out = [int(done.stderr.splitlines()[-1]) for done in (cold, warm)]
+    assert left_out[0] > 0 and left_out[1] == 0

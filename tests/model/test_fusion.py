@@ -186,6 +186,7 @@ def prompts_are_right(model: Any, given: Sequence[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(2)
 def test_prompts_of_families(family: str, modules: list[Any], prompts: list[int]) -> None:
     more, of_layer, others = FAMILIES[family]
     model = made(family, **more, **OF_PROMPTS)
@@ -858,6 +859,7 @@ def test_prompts_are_not_without_what_torch_does_not_see(
 
 
 @pytest.mark.parametrize("never", [-math.inf, math.nan])
+@pytest.mark.sampled(2)
 def test_what_is_no_number_in_both_is_no_difference(
     never: float, prompts: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

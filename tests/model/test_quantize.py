@@ -193,6 +193,7 @@ def test_relative_errors_are_those_of_the_stored_weights(tmp_path):
     ],
     ids=str,
 )
+@pytest.mark.sampled(2)
 def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeypatch, options):
     source = write(tmp_path, num_hidden_layers=1)
     monkeypatch.setitem(stream.CHUNK_BYTES, "cpu", 1)

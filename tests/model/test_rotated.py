@@ -147,6 +147,7 @@ def test_quantized_it_is_close_to_the_original_and_verified(tmp_path, text, few_
 
 
 @pytest.mark.parametrize("method", ["mse", "gptq"])
+@pytest.mark.sampled(2)
 def test_interrupted_and_resumed_it_is_the_same_directory(tmp_path, text, monkeypatch, method):
     source = write(tmp_path, "tied")
     options: dict[str, Any] = {

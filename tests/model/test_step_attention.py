@@ -57,6 +57,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("Phi3", {"pad_token_id": 0}, False),
     ],
 )
+@pytest.mark.sampled(2, "taken")
 def test_families(family: str, more: dict[str, Any], taken: bool, modules: list[Any]) -> None:
     model = made(family, **more).half()
     use_decode_attention(model)
@@ -82,6 +83,7 @@ def settled(module: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.sampled(2)
 def test_reading_early_changes_no_bit(
     modules: list[Any], monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:

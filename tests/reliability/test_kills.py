@@ -163,6 +163,7 @@ def kill_and_resume(run: Run, count: int) -> Counter[str]:
     return phases
 
 
+@pytest.mark.sampled(2)
 def test_a_few_kills(run: Run) -> None:
     assert kill_and_resume(run, 3).total() == 3
 

@@ -39,7 +39,7 @@ def can_be_one(weight: PackedTensor) -> bool:
     """Whether the layout of such weights as one has theirs one after the other."""
     scheme, rows = weight.scheme, weight.shape[0]
     return (
-        # No row tile has rows of two weights, and no words their zero-points.
+        # No row tile has rows of two weights, nor a word zero-points of two.
         all(rows % count == 0 for count in (ROWS, *scheme.row_units().values()))
         # All parts are of rows, or what scales are divided by.
         and not (scheme.per_tensor or scheme.is_fitted or scheme.column_scale)

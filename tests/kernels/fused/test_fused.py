@@ -252,6 +252,7 @@ def test_x_may_begin_and_end_anywhere(
 
 
 @each_case
+@pytest.mark.sampled(2)
 def test_dequantize_writes_the_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str
 ) -> None:
@@ -271,6 +272,7 @@ def test_dequantize_writes_the_weight(
 @pytest.mark.parametrize(
     "case", ["int8", "int4", "int3", "int7", "ternary", "binary", "fp6", "int4 integer", "mxfp4", "nvfp4"]
 )
+@pytest.mark.sampled(2)
 def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor], case: str) -> None:
     """With integers and power-of-two scales every order of the additions gives the same float32."""
     n, k, m = 24, 512, 9 if DEVICE == "cuda" else 17

@@ -59,6 +59,7 @@ def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("n", "k", "m"), [(96, 640, 1), (40, 1400, 3), (LONG, 264, 8), (16, 512, 13)])
+@pytest.mark.sampled(2)
 def test_norms_are_begun(
     make_packed: Callable[..., PackedTensor], poisoned: None, n: int, k: int, m: int
 ) -> None:

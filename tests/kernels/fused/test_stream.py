@@ -308,6 +308,7 @@ def numbers_of(basis: Sequence[int], sizes: Sequence[int]) -> int:
 @needs_gluon
 @pytest.mark.skipif(DEVICE == "cuda", reason="what is copied may be there by chance")
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.sampled(2)
 def test_what_the_kernel_says_is_needed(
     make_packed: Callable[..., PackedTensor], poisoned: None, tmp_path: Path, change: str
 ) -> None:

@@ -27,7 +27,7 @@ def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
     stacks: tuple[torch.Tensor, ...] = ()
     for start in range(0, count, together):
         some = weights[start : start + together]
-        layouts = _alone(some[0], dtype) if len(some) == 1 else _as_one(some, dtype)
+        layouts = _as_one(some, dtype)
         stacks = stacks or tuple(part.new_empty(count, *part.shape[1:]) for part in layouts)
         for stack, part in zip(stacks, layouts, strict=True):
             stack[start : start + len(some)] = part
@@ -46,13 +46,8 @@ def can_be_one(weight: PackedTensor) -> bool:
     )
 
 
-def _alone(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The layout of one weight, as that of several."""
-    return tuple(part[None] for part in build_fragments(weight, dtype))
-
-
 def _as_one(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The layouts of several weights that `can_be_one`."""
+    """The layouts of weights that `can_be_one`, or of one that need not."""
     scheme, (n, k), count = weights[0].scheme, weights[0].shape, len(weights)
     of_all = zip(*(weight.tensors for weight in weights), strict=True)
     parts = {name: torch.cat(tensors) for name, tensors in zip(scheme.part_names, of_all, strict=True)}

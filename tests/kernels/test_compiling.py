@@ -41,11 +41,11 @@ from quantkit.kernels.building import building
 from quantkit.kernels.compiling import Compilers, compiled_first
 from quantkit.kernels.fused.glue import gate
 from quantkit.kernels.launcher import IndexLaunch, Launch
-from quantkit.kernels.tiles.gpu import _CompileOnly
+from quantkit.kernels.tiles.gpu import CompileOnly
 
-driver.set_active(_CompileOnly(GPUTarget("cuda", 90, 32)))
+driver.set_active(CompileOnly(GPUTarget("cuda", 90, 32)))
 launched, calls, rewound, launchers = [], [], [], []
-_CompileOnly.launcher_cls = lambda self, source, metadata: launchers.append(
+CompileOnly.launcher_cls = lambda self, source, metadata: launchers.append(
     (metadata.num_warps, threading.current_thread() is threading.main_thread())
 )
 CompiledKernel._init_handles = lambda self: None

@@ -254,7 +254,7 @@ def _work(connection: Connection, target: Target) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    driver.set_active(_CompileOnly(GPUTarget(*target)))
+    driver.set_active(CompileOnly(GPUTarget(*target)))
     while True:
         try:
             problem, candidate = connection.recv()
@@ -275,7 +275,7 @@ def _work(connection: Connection, target: Target) -> None:
         connection.send(reason)
 
 
-class _CompileOnly:
+class CompileOnly:
     """As much of a Triton driver as compiling asks for, without a GPU."""
 
     def __init__(self, target: Any) -> None:
@@ -289,3 +289,6 @@ class _CompileOnly:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        """Nothing is launched."""

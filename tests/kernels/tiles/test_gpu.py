@@ -124,11 +124,11 @@ from quantkit.kernels.fused.launch.tiled import TiledTile
 from quantkit.kernels.launcher import Launch
 from quantkit.kernels.measure import random_packed
 from quantkit.kernels.problem import GPU_FEATURES, Problem
-from quantkit.kernels.tiles.gpu import _CompileOnly, _same_kernel
+from quantkit.kernels.tiles.gpu import CompileOnly, _same_kernel
 from quantkit.kernels.tiles.search import Candidate
 from quantkit.packing.schemes import scheme
 
-driver.set_active(_CompileOnly(GPUTarget("cuda", 90, 32)))
+driver.set_active(CompileOnly(GPUTarget("cuda", 90, 32)))
 hashes = []
 
 

@@ -31,6 +31,7 @@ def test_interpreted_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -
 START = """
 import os, signal, threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 import torch
 from triton import AsyncCompileMode
 from triton.backends.compiler import GPUTarget
@@ -51,6 +52,28 @@ CompileOnly.launcher_cls = lambda self, source, metadata: launchers.append(
 CompiledKernel._init_handles = lambda self: None
 CompiledKernel.run = property(lambda self: lambda *_: launched.append(self.metadata.num_warps))
 GPU, x = torch.device("cuda"), torch.zeros(4, 64, dtype=torch.bfloat16)
+
+
+@contextmanager
+def held(before=lambda: None):
+    # What compiles ends no sooner than what has not begun is cancelled, or in a minute.
+    cancelled, shutdown, launcher = threading.Event(), compiling._Pool.shutdown, CompileOnly.launcher_cls
+
+    def shut(pool, wait=True, *, cancel_futures=False):
+        shutdown(pool, wait=wait, cancel_futures=cancel_futures)
+        if cancel_futures:
+            cancelled.set()
+
+    def launcher_cls(self, source, metadata):
+        before()
+        cancelled.wait(60)
+        launcher(self, source, metadata)
+
+    compiling._Pool.shutdown, CompileOnly.launcher_cls = shut, launcher_cls
+    try:
+        yield
+    finally:
+        compiling._Pool.shutdown, CompileOnly.launcher_cls = shutdown, launcher
 
 
 def launch(kind, warps, block=64):
@@ -177,11 +200,10 @@ for needed in (False, True):
         raise AssertionError("it is taken for one that is being compiled")
 """,
     "an interrupt leaves nothing behind, nor waits for what has not begun": """
-compiling.cores = lambda: 1
+compiling.cores, compiling.WAIT = lambda: 1, 0
 for stop in (KeyboardInterrupt, SystemExit):
     gate.device_caches.clear()
     every = [launch(Launch, warps, block) for warps in (1, 2, 4) for block in (32, 64, 128)]
-    compiling.WAIT = 0
     launched.clear()
     launchers.clear()
 
@@ -189,27 +211,36 @@ for stop in (KeyboardInterrupt, SystemExit):
         run()
         raise stop
 
-    try:
-        compiled_first(GPU, interrupted)
-    except stop:
-        pass
-    assert compiling.COMPILERS.get() is None and len(launchers) < 5
+    with held():
+        try:
+            compiled_first(GPU, interrupted)
+        except stop:
+            pass
+    assert compiling.COMPILERS.get() is None and len(launchers) <= 1
     launch(Launch, 8)(x, x, x, 64, 64, 64)
     assert launched == [8]
 """,
     "nor does one while it waits": """
-compiling.cores = lambda: 1
-compiling.WAIT = 0
+compiling.cores, compiling.WAIT = lambda: 1, 0
 every = [launch(Launch, warps, block) for warps in (1, 2, 4) for block in (32, 64, 128)]
+launched.clear()
 launchers.clear()
-threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-try:
-    first()
-except KeyboardInterrupt:
-    pass
-else:
-    raise AssertionError("it was not interrupted")
-assert len(launchers) < 5 and not launched
+has_run = threading.Event()
+
+
+def noted():
+    run()
+    has_run.set()
+
+
+with held(lambda: (has_run.wait(60), os.kill(os.getpid(), signal.SIGINT))):
+    try:
+        compiled_first(GPU, noted)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("it was not interrupted")
+assert len(launchers) == 1 and not launched
 """,
 }
 

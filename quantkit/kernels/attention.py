@@ -6,8 +6,9 @@ from functools import lru_cache
 
 import torch
 
+from quantkit.kernels.fused.sizes import power_of_two
 from quantkit.kernels.glue import ROUNDED, HeadNorms, angles, norm_options
-from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
+from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap
 from quantkit.kernels.problem import device_features, gpu_of
 from quantkit.kernels.transforms import is_transformed
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.launcher import Launch, launching_on, power_of_two
+from quantkit.kernels.fused.sizes import power_of_two
+from quantkit.kernels.launcher import Launch, launching_on
 
 #: Bytes of a word that is copied, whatever numbers are in it.
 WORD = 8

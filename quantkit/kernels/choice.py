@@ -7,14 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.launcher import (
-    IndexLaunch,
-    Launch,
-    launch_features,
-    launching_on,
-    overlap,
-    power_of_two,
-)
+from quantkit.kernels.fused.sizes import power_of_two
+from quantkit.kernels.launcher import IndexLaunch, Launch, launch_features, launching_on, overlap
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 
 #: Numbers of a row that a program reads: of 128256 there are 63 parts.

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap, power_of_two
+from quantkit.kernels.fused.sizes import power_of_two
+from quantkit.kernels.launcher import Launch, launch_features, launching_on, overlap
 
 #: The most numbers of a row that a norm is taken of: a program has them in registers.
 MOST_COLUMNS = 32768

@@ -88,11 +88,6 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def power_of_two(least: int) -> int:
-    """The smallest power of two that is at least so much: sizes of blocks in Triton are such."""
-    return 1 << (least - 1).bit_length()
-
-
 def overlap(features: frozenset[str]) -> dict[str, bool]:
     """What lets a launch overlap the end of the kernel before it, on GPUs that can."""
     return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}

@@ -12,15 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from quantkit.kernels.experts import pairs_of_segment
+from quantkit.kernels.fused.sizes import power_of_two
 from quantkit.kernels.glue import norm_options
-from quantkit.kernels.launcher import (
-    IndexLaunch,
-    Launch,
-    launch_features,
-    launching_on,
-    overlap,
-    power_of_two,
-)
+from quantkit.kernels.launcher import IndexLaunch, Launch, launch_features, launching_on, overlap
 
 #: What `small_linear` is for, as torch takes longer: rows of a weight, numbers of y, and products of numbers,
 #: more where y is wide, as torch converts the weight first; and columns of x, for which there are registers.

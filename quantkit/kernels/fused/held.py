@@ -13,7 +13,7 @@ x or one of its digits. A piece is as many columns as lanes 4 n to 4 n + 3 have 
                rounded to 2**-23 of the largest in its row among the columns of a warp. Columns n are
                (digit, row of x), so that one product of up to two rows has all their digits.
 
-`S` is the `Streamed` of `quantkit.kernels.fused.launch.streamed`. Written in Gluon.
+`S` is the `Streamed` of `quantkit.kernels.fused.streamed`. Written in Gluon.
 """
 
 from triton.experimental import gluon

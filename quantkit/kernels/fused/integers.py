@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from quantkit.kernels.fused.expressions import bit_moves, placement, planes
 from quantkit.kernels.fused.ptx import Expression, Writer
+from quantkit.kernels.fused.sizes import low_planes
 from quantkit.packing.formats import NumberFormat
 
 
@@ -67,16 +68,6 @@ def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
         first = Bytes(lift, flip, less, 1.0).of(0)
         if first:
             yield Bytes(lift, flip, less, lowest / first)
-
-
-def planes_apart(count: int, dot: int) -> int:
-    """How far apart two of so many planes are whose codes share registers, so that both are of one dot."""
-    return min(count, dot // 16) // 2
-
-
-def low_planes(count: int, apart: int) -> tuple[int, ...]:
-    """The planes of so many that go to low bytes; those so far after them go to the high ones."""
-    return tuple(plane for plane in range(count) if plane // apart % 2 == 0)
 
 
 @lru_cache(maxsize=256)

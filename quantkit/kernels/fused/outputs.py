@@ -1,6 +1,6 @@
 """What the warps of `fused-stream` have of row tiles of y, added up and written, and what norms do with that.
 
-`S` is the `Streamed` of `quantkit.kernels.fused.launch.streamed`. Written in Gluon.
+`S` is the `Streamed` of `quantkit.kernels.fused.streamed`. Written in Gluon.
 """
 
 from triton.experimental import gluon

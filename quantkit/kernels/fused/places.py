@@ -1,12 +1,12 @@
 """Where words of x are in shared memory, and which threads copy them: layouts of `held`.
 
-Sizes are those of `quantkit.kernels.fused.launch.streamed.Streamed`, powers of two.
+Sizes are those of `quantkit.kernels.fused.streamed.Streamed`, powers of two.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.fused.launch.streamed import Streamed
+from quantkit.kernels.fused.streamed import Streamed
 
 
 @gluon.constexpr_function

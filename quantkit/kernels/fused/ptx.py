@@ -28,14 +28,13 @@ from quantkit.kernels.fused.expressions import (
     planes,
     registers,
 )
+from quantkit.kernels.fused.sizes import COPIES, SHARED_BITS, shared_bytes
 from quantkit.packing.formats import NumberFormat
 
 #: For activations of a dtype: the floats that codes become, and what PTX calls two of them.
 LANES: dict[str, tuple[Lane, str]] = {"bfloat16": (BFLOAT16, "bf16x2"), "float16": (FLOAT16, "f16x2")}
 #: Bits of a code whose values the lanes of a warp can hold.
 TABLE_BITS = 5
-#: Bits of a code whose values shared memory may have, and how often it has them, at most.
-SHARED_BITS, COPIES = 4, 32
 
 
 @dataclass(frozen=True)
@@ -176,11 +175,6 @@ def _table(number_format: NumberFormat, name: str) -> Expression:
         f"and.b32 lane, lane, {2**bits - 1};\nmad.wide.u32 at, lane, 4, $1;\n"
         f"ld.global.f32 value, [at];\ncvt.rn.{name}.f32 $0, value, value;}}",
     )
-
-
-def shared_bytes(copies: int = COPIES) -> int:
-    """Bytes of shared memory that a table of pairs of values takes."""
-    return (1 << 2 * SHARED_BITS) * copies * 4
 
 
 @lru_cache(maxsize=256)

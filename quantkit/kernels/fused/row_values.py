@@ -1,7 +1,7 @@
 """Scales and zero-points of rows r and r + 8 of a tile, from the words of a lane to where products want them.
 
 Written in Gluon, for kernels whose lane 4 r + t has row r; `S` is the `Streamed` of
-`quantkit.kernels.fused.launch.streamed`.
+`quantkit.kernels.fused.streamed`.
 """
 
 from triton.experimental import gluon

@@ -9,7 +9,7 @@ Products are those of 16-bit floats, or of 8-bit integers and the digits of x (`
 which are exact, and for which codes take a third of the instructions. Written in Gluon, which says what each
 lane has: the tensors of the loop are quads [W warps, 32 lanes, 4 registers], or words [W, 32].
 
-`S` is the `Streamed` of `quantkit.kernels.fused.launch.streamed`: all that is known at compile time.
+`S` is the `Streamed` of `quantkit.kernels.fused.streamed`: all that is known at compile time.
 """
 
 from triton.experimental import gluon

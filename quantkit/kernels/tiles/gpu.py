@@ -16,7 +16,7 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.fused.rows import FRAGMENTS, compile_kernels
-from quantkit.kernels.launcher import power_of_two
+from quantkit.kernels.fused.sizes import power_of_two
 from quantkit.kernels.measure import copies, graph_time, random_packed
 from quantkit.kernels.problem import Problem, TileError
 from quantkit.kernels.table import row_named

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from quantkit.kernels.fused.launch import narrow
-from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED, USUAL_SHARED
+from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.layout import geometry
-from quantkit.kernels.fused.ptx import shared_bytes
+from quantkit.kernels.fused.sizes import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.table import choose_by_rules, explain, row_named
 from quantkit.packing.schemes import scheme

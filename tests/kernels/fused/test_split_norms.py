@@ -11,11 +11,11 @@ import torch
 from quantkit.kernels import glue, linear, prepared
 from quantkit.kernels.fused.integers import as_bytes
 from quantkit.kernels.fused.launch import narrow, stream
-from quantkit.kernels.fused.launch.gpu import USUAL_SHARED
 from quantkit.kernels.fused.launch.narrow import NarrowTile
 from quantkit.kernels.fused.launch.operands import Operands
-from quantkit.kernels.fused.launch.streamed import Norm, StreamTile, streamed
-from quantkit.kernels.fused.ptx import shared_bytes
+from quantkit.kernels.fused.launch.streamed import StreamTile, streamed
+from quantkit.kernels.fused.sizes import USUAL_SHARED, shared_bytes
+from quantkit.kernels.fused.streamed import Norm
 from quantkit.kernels.problem import Normed, Problem
 from quantkit.kernels.table import Chosen, row_named
 from quantkit.packing.schemes import scheme

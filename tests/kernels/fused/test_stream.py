@@ -13,13 +13,14 @@ import torch
 
 from quantkit.kernels import glue
 from quantkit.kernels.fused.expressions import placement, planes
-from quantkit.kernels.fused.integers import as_bytes, byte_expression, low_planes
+from quantkit.kernels.fused.integers import as_bytes, byte_expression
 from quantkit.kernels.fused.launch import stream, streamed
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.operands import Operands
 from quantkit.kernels.fused.launch.streamed import StreamTile
 from quantkit.kernels.fused.layout import build
-from quantkit.kernels.fused.ptx import shared_bytes, shared_table
+from quantkit.kernels.fused.ptx import shared_table
+from quantkit.kernels.fused.sizes import low_planes, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
 from quantkit.kernels.table import choose_by_rules, row_named
 from quantkit.packing.schemes import PRESETS, scheme

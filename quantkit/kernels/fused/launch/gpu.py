@@ -12,8 +12,6 @@ from quantkit.kernels.problem import Problem, gpu_of
 H200_PROCESSORS = 132
 #: Shared memory of a program on GPUs of compute capability 9, in bytes.
 HOPPER_SHARED = 227 << 10
-#: Bytes of shared memory that a program may have without asking for more.
-USUAL_SHARED = 48 << 10
 #: GPUs whose tensor cores, in GeForce products, sum float16 twice as fast in float16 as in float32.
 HALF_RATE = ((8, 6), (8, 9), (12, 0))
 #: Weights with so many rows or fewer leave processors of an H200 idle unless tiles are split by columns.
@@ -35,14 +33,6 @@ def processors(problem: Problem) -> int:
 def program_memory(problem: Problem) -> int:
     """Bytes of shared memory that a program may have on the problem's GPU, likewise."""
     return HOPPER_SHARED if problem.gpu is None else problem.gpu.shared_memory
-
-
-def unasked(counted: int, table: int) -> int:
-    """Bytes of shared memory to have besides those `counted`, for Triton to ask for more than is usual.
-
-    It counts no table that inline PTX has there.
-    """
-    return max(0, USUAL_SHARED + 1 - counted) if table and counted + table > USUAL_SHARED else 0
 
 
 def multiprocessors_of(device: torch.device) -> int:

@@ -26,7 +26,7 @@ from quantkit.kernels.fused.launch.operands import (
     with_shared_table,
 )
 from quantkit.kernels.fused.layout import Geometry, geometry
-from quantkit.kernels.fused.ptx import COPIES
+from quantkit.kernels.fused.sizes import COPIES
 from quantkit.kernels.launcher import Launch, overlap
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme

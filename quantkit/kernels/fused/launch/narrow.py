@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.fused.launch.gpu import processors, program_memory, unasked
+from quantkit.kernels.fused.launch.gpu import processors, program_memory
 from quantkit.kernels.fused.launch.operands import (
     Grouping,
     Operands,
@@ -23,6 +23,7 @@ from quantkit.kernels.fused.launch.operands import (
     with_shared_table,
 )
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
+from quantkit.kernels.fused.sizes import unasked
 from quantkit.kernels.launcher import Launch, overlap
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme

@@ -11,14 +11,8 @@ import torch.nn.functional as F
 from quantkit.kernels.fused.expressions import portable
 from quantkit.kernels.fused.launch.gpu import multiprocessors_of
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
-from quantkit.kernels.fused.ptx import (
-    COPIES,
-    Expression,
-    expression,
-    has_shared_table,
-    shared_bytes,
-    shared_table,
-)
+from quantkit.kernels.fused.ptx import Expression, expression, has_shared_table, shared_table
+from quantkit.kernels.fused.sizes import COPIES, shared_bytes
 from quantkit.kernels.glue import NORMS
 from quantkit.kernels.problem import Normed, Problem
 from quantkit.packing.schemes import Scheme

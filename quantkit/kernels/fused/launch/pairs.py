@@ -5,7 +5,8 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.launcher import IndexLaunch, Launch, overlap, power_of_two
+from quantkit.kernels.fused.sizes import power_of_two
+from quantkit.kernels.launcher import IndexLaunch, Launch, overlap
 
 #: Pairs of a segment: those of `fused-narrow` and `fused-skinny`, and the most there are.
 FEW_PAIRS, MOST_PAIRS = 8, 128

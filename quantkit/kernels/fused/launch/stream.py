@@ -18,20 +18,12 @@ from quantkit.kernels.fused.launch.operands import (
     table_bytes,
     unknown_value,
 )
-from quantkit.kernels.fused.launch.streamed import (
-    COLUMNS,
-    Norm,
-    Share,
-    StreamTile,
-    ahead,
-    share,
-    streamed,
-    together,
-    units,
-)
+from quantkit.kernels.fused.launch.streamed import Share, StreamTile, ahead, share, streamed, together, units
 from quantkit.kernels.fused.layout import geometry
+from quantkit.kernels.fused.sizes import power_of_two
+from quantkit.kernels.fused.streamed import COLUMNS, Norm
 from quantkit.kernels.glue import NORMS
-from quantkit.kernels.launcher import Launch, overlap, power_of_two
+from quantkit.kernels.launcher import Launch, overlap
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 

@@ -47,6 +47,13 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("checkpoint/lock.py", "import socket"): "the name of this host, for whoever waits for the lock",
     ("model/verify.py", "import subprocess"): "loads the model in a fresh Python, with a program of its own",
     ("bench/worker.py", "import subprocess"): "measures in a fresh Python, with a program of its own",
+    ("kernels/compile_worker.py", "import subprocess"): "a fresh Python, with a program of its own",
+    ("kernels/compile_worker.py", "import multiprocessing"): "talks to the processes that it starts",
+    ("kernels/compile_worker.py", "import multiprocessing.connection"): "that is, through pipes of its own",
+    (
+        "kernels/compile_worker.py",
+        "import_module of a name that is computed",
+    ): "modules of kernels, named by the process that started this one",
     ("kernels/tiles/gpu.py", "import multiprocessing"): "processes that compile, which it starts itself",
     ("kernels/tiles/gpu.py", "import multiprocessing.connection"): "talks to those processes and no others",
     (

@@ -7,17 +7,14 @@ such a kernel goes on without launching, so that all that it needs are known; th
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
 import torch
 
 from quantkit.kernels.problem import device_features
-
-#: Seconds in which Triton has read a kernel from its cache on the disk.
-WAIT = 0.1
 
 _Result = TypeVar("_Result")
 
@@ -35,12 +32,11 @@ class Compilers:
         None where it is not to be launched; what is `needed` is waited for.
         """
         found = compile_kernel() if known is None else known
+        is_promise = hasattr(found, "result")
         if needed:
-            return found.result() if hasattr(found, "result") else found
-        if self.leave_out or not hasattr(found, "result"):
-            return None if self.leave_out else found
-        self.leave_out = not wait([found.future], WAIT).done
-        return None if self.leave_out else found.result()
+            return found.result() if is_promise else found
+        self.leave_out |= is_promise
+        return None if self.leave_out else found
 
 
 #: What compiles the kernels of the run that this is part of; None where launches wait for their kernel.
@@ -58,13 +54,17 @@ def nothing_left_out() -> Iterator[None]:
 
 
 def compiled_first(
-    device: torch.device, run: Callable[[], _Result], rewind: Callable[[], None] | None = None
+    device: torch.device,
+    run: Callable[[], _Result],
+    rewind: Callable[[], None] | None = None,
+    ahead: Callable[[_Result], object] | None = None,
 ) -> _Result:
     """`run()`, which launches kernels on `device`; those that have to be compiled are, side by side, before.
 
-    With all kernels in memory, or read from Triton's cache within `WAIT`, `run` is called once. Else it is
-    called twice, and what kernels write in the first call is undefined, but for indices
-    (`launcher.IndexLaunch`) and layouts of weights (`building`). `rewind` takes back what that call changed.
+    With all kernels in memory or in Triton's cache on the disk, `run` is called once. Else it is called
+    twice, and what kernels write in the first call is undefined, but for indices (`launcher.IndexLaunch`)
+    and layouts of weights (`building`). `rewind` takes back what that call changed. `ahead`, for what that
+    call returned, launches what is soon to run: what it lacks is compiled as well, what it raises ignored.
     """
     if device.type != "cuda" or "triton" not in device_features(device) or COMPILERS.get() is not None:
         return run()
@@ -77,7 +77,7 @@ def compiled_first(
     if knobs.runtime.interpret or active_mode.get() is not None:
         return run()
     # A context of its own, which Triton's mode does not outlive, whatever ends it.
-    found = copy_context().run(_attempt, run)
+    found = copy_context().run(_attempt, run, ahead)
     if found is not None:
         return found[0]
     if rewind is not None:
@@ -85,16 +85,16 @@ def compiled_first(
     return run()
 
 
-def _attempt(run: Callable[[], _Result]) -> tuple[_Result] | None:
+def _attempt(run: Callable[[], _Result], ahead: Callable[[_Result], object] | None) -> tuple[_Result] | None:
     """The result of `run`; None if it had to leave out launches, whose kernels are compiled now."""
-    from triton import AsyncCompileMode
+    from quantkit.kernels.side_by_side import SideBySide
 
     compilers = Compilers()
     COMPILERS.set(compilers)
     result = None
-    with _Pool(cores()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         # Errors of the compiler come again where the kernel is launched.
-        mode = AsyncCompileMode(pool, ignore_errors=True)
+        mode = SideBySide(pool, ignore_errors=True)
         try:
             mode.__enter__()
             try:
@@ -103,27 +103,15 @@ def _attempt(run: Callable[[], _Result]) -> tuple[_Result] | None:
                 # It may have refused what is undefined.
                 if not compilers.leave_out:
                     raise
+            if ahead is not None and result is not None and compilers.leave_out:
+                with suppress(Exception):
+                    ahead(result[0])
             # Not as a block, whose end would wait for what is cancelled, and that never ends.
             mode.__exit__(None, None, None)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return None if compilers.leave_out else result
-
-
-class _Pool(ThreadPoolExecutor):
-    """Threads that compile kernels, and after each what launches it: C, which is cached on the disk too."""
-
-    def submit(self, compile_kernel: Callable[[], Any], /, *_: Any, **__: Any) -> Future[Any]:
-        return super().submit(_with_launcher, compile_kernel)
-
-
-def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
-    from triton.runtime.driver import driver
-
-    kernel = compile_kernel()
-    driver.active.launcher_cls(kernel.src, kernel.metadata)
-    return kernel
 
 
 def cores() -> int:

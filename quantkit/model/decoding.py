@@ -39,6 +39,7 @@ from quantkit.model.graphs import (
 )
 from quantkit.model.packed_module import PackedModule
 from quantkit.model.prompt_graphs import PromptGraphs
+from quantkit.model.trial import try_step
 
 logger = logging.getLogger("quantkit.model")
 
@@ -103,7 +104,7 @@ class GraphedForward:
             self.renew()
             fit = self._unfit is None and self._prompts.refused is None
             if fit and prompt_graphs.is_empty(given[CACHE]):
-                output = self._prompts.run(given)
+                output = self._prompts.run(given, partial(try_step, self._model, self.plain, given))
                 if output is not None:
                     return output
         return self.plain(*arguments, **inputs)

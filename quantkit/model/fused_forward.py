@@ -49,7 +49,9 @@ def fused_forward(
     if not is_possible(device):
         return forward
     try:
-        changed = compiled_first(device, lambda: _fused(what, forward, tensors_of(given)), rewind)
+        changed = compiled_first(
+            device, lambda: _fused(what, forward, tensors_of(given)), rewind, ahead=_Changed.__call__
+        )
         difference = _difference(forward, changed, rewind, given["input_ids"])
     except (NotRecorded, torch.OutOfMemoryError):
         raise
@@ -63,6 +65,12 @@ def fused_forward(
         return changed
     warn_unchanged(what, f"something computes that torch does not see (relative difference {difference:.2g})")
     return forward
+
+
+def try_fused(forward: Callable[[], Any], given: Inputs) -> None:
+    """Launch what `fused_forward` of a decoding step would, once: for kernels that are compiled."""
+    if is_possible(given["input_ids"].device):
+        _fused("decoding steps", forward, tensors_of(given))()
 
 
 def held_tensors(forward: Callable[[], Any]) -> list[torch.Tensor]:

@@ -72,8 +72,11 @@ class PromptGraphs:
         self._pool = graphs.Pool()
         self.refused = refused
 
-    def run(self, inputs: Inputs) -> Any:
-        """The output for inputs that are recordable; None where they are to run plainly."""
+    def run(self, inputs: Inputs, ahead: Callable[[], None]) -> Any:
+        """The output for inputs that are recordable; None where they are to run plainly.
+
+        `ahead` launches what comes after them, where kernels are being compiled.
+        """
         cache, tokens = inputs[CACHE], inputs["input_ids"].shape[1]
         given = _padded(inputs)
         if given is None:
@@ -87,7 +90,7 @@ class PromptGraphs:
                 return None
         try:
             device = given["input_ids"].device
-            output = compiled_first(device, lambda: _forward(self._forward, given))
+            output = compiled_first(device, lambda: _forward(self._forward, given), ahead=lambda _: ahead())
         except (NotRecorded, torch.OutOfMemoryError) as error:
             with self._lock:
                 self._refuse(error)

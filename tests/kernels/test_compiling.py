@@ -2,15 +2,22 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
+from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
 
-from quantkit.kernels import compiling
+from quantkit.kernels import compile_worker, compiling
 from quantkit.kernels.compiling import Compilers, compiled_first
+
+PACKAGE = Path(compiling.__file__).parents[1]
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def test_nothing_is_compiled_on_a_cpu() -> None:
@@ -29,7 +36,7 @@ def test_interpreted_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -
 
 #: Kernels are compiled for an H200, and a launch only notes their name and warps.
 START = """
-import os, signal, threading
+import os, signal, sys, threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 import torch
@@ -37,7 +44,8 @@ from triton import AsyncCompileMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
-from quantkit.kernels import compiling
+from triton import knobs
+from quantkit.kernels import compile_worker, compiling
 from quantkit.kernels.building import building
 from quantkit.kernels.compiling import Compilers, compiled_first
 from quantkit.kernels.fused.glue import gate
@@ -57,7 +65,7 @@ GPU, x = torch.device("cuda"), torch.zeros(4, 64, dtype=torch.bfloat16)
 @contextmanager
 def held(before=lambda: None):
     # What compiles ends no sooner than what has not begun is cancelled, or in a minute.
-    cancelled, shutdown, launcher = threading.Event(), compiling._Pool.shutdown, CompileOnly.launcher_cls
+    cancelled, shutdown, launcher = threading.Event(), ThreadPoolExecutor.shutdown, CompileOnly.launcher_cls
 
     def shut(pool, wait=True, *, cancel_futures=False):
         shutdown(pool, wait=wait, cancel_futures=cancel_futures)
@@ -69,11 +77,25 @@ def held(before=lambda: None):
         cancelled.wait(60)
         launcher(self, source, metadata)
 
-    compiling._Pool.shutdown, CompileOnly.launcher_cls = shut, launcher_cls
+    ThreadPoolExecutor.shutdown, CompileOnly.launcher_cls = shut, launcher_cls
     try:
         yield
     finally:
-        compiling._Pool.shutdown, CompileOnly.launcher_cls = shutdown, launcher
+        ThreadPoolExecutor.shutdown, CompileOnly.launcher_cls = shutdown, launcher
+
+
+def others():
+    # The processes that are idle.
+    found = []
+    while not compile_worker._IDLE.empty():
+        found.append(compile_worker._IDLE.get())
+    for worker in found:
+        compile_worker._IDLE.put(worker)
+    return found
+
+
+def no_process():
+    raise OSError("there are too many")
 
 
 def launch(kind, warps, block=64):
@@ -95,7 +117,6 @@ def first():
 CASES = {
     "none is launched before all are compiled": """
 every = [launch(Launch, warps) for warps in (1, 2, 4)]
-compiling.WAIT = 0
 assert first() == "what it gives"
 assert (calls, rewound, launched) == ([[], []], [[]], [1, 2, 4])
 assert sorted(launchers) == [(1, False), (2, False), (4, False)]
@@ -103,7 +124,6 @@ assert sorted(launchers) == [(1, False), (2, False), (4, False)]
 assert first() == "what it gives"
 assert (calls, rewound, launched) == ([[]], [], [1, 2, 4])
 # On the disk.
-compiling.WAIT = 60
 gate.device_caches.clear()
 every = [launch(Launch, warps) for warps in (1, 2, 4)]
 assert first() == "what it gives"
@@ -111,13 +131,12 @@ assert (calls, rewound, launched) == ([[]], [], [1, 2, 4])
 """,
     "indices are not left out": """
 every = [launch(Launch, 1), launch(IndexLaunch, 2), launch(Launch, 4)]
-compiling.WAIT = 0
 first()
 assert (calls, rewound, launched) == ([[], [2]], [[2]], [2, 1, 2, 4])
 """,
     "nor are layouts of weights, which are kept": """
 one, other = launch(Launch, 1), launch(Launch, 2)
-kept, compiling.WAIT = [], 0
+kept = []
 
 
 def building_once():
@@ -138,13 +157,11 @@ assert (calls, kept, launched) == ([[], [2]], [[2]], [2, 1])
 every = [launch(Launch, 1)]
 first()
 every += [launch(Launch, 2), launch(Launch, 1)]
-compiling.WAIT = 0
 first()
 assert (calls, rewound, launched) == ([[], [1]], [[1]], [1, 1, 2, 1])
 """,
     "errors of the compiler are those of the launch": """
 every = [launch(Launch, 1), launch(Launch, 2, block=63)]
-compiling.WAIT = 0
 for _ in range(2):
     try:
         first()
@@ -152,15 +169,12 @@ for _ in range(2):
         assert "power of 2" in str(error), error
     else:
         raise AssertionError("it compiled")
-    compiling.WAIT = 60
 every = [launch(Launch, 4)]
-compiling.WAIT = 0
 first()
 assert launched == [4], "an error leaves nothing behind"
 """,
     "what is undefined may be refused": """
 every = [launch(Launch, 1)]
-compiling.WAIT = 0
 
 
 def refusing():
@@ -180,27 +194,72 @@ except ValueError:
 else:
     raise AssertionError("an error of a run that launched all is its own")
 """,
+    "what is soon to run is compiled as well": """
+every, soon, given = [launch(Launch, 1)], [launch(Launch, 2), launch(IndexLaunch, 4)], []
+
+
+def ahead(result):
+    given.append((result, list(launched)))
+    for one in soon:
+        one(x, x, x, 64, 64, 64)
+    raise ValueError("nothing is there")
+
+
+launched.clear()
+assert compiled_first(GPU, run, ahead=ahead) == "what it gives"
+assert (given, launched) == ([("what it gives", [])], [4, 1])
+assert sorted(warps for warps, _ in launchers) == [1, 2, 4]
+# Nothing is missing, so that nothing is run ahead.
+every = soon
+compiled_first(GPU, run, ahead=ahead)
+assert (len(given), launched, len(launchers)) == (1, [4, 1, 2, 4], 3)
+""",
+    "other processes compile": """
+found = []
+knobs.compilation.listener = lambda **known: found.append(known["cache_hit"])
+every = [launch(Launch, warps) for warps in (1, 2, 4)]
+first()
+assert (launched, found) == ([1, 2, 4], [True] * 3)
+# They are there, and asked again.
+processes = {worker._process.pid for worker in others()}
+gate.device_caches.clear()
+every = [launch(Launch, warps, 32) for warps in (1, 2, 4)]
+first()
+assert processes & {worker._process.pid for worker in others()}
+# One that ended is not asked, and one that ends meanwhile leaves its kernel to this process.
+for worker in others():
+    worker._process.kill()
+    worker._process.wait()
+every = [launch(Launch, 1, 16)]
+first()
+(worker,) = others()
+worker._process.send_signal(signal.SIGSTOP)
+threading.Timer(0.1, worker._process.kill).start()
+every = [launch(Launch, 2, 16)]
+found.clear()
+first()
+assert (launched, found, others()) == ([2], [False], [])
+# None can be started.
+python, sys.executable = sys.executable, ""
+every = [launch(Launch, 4, 16)]
+first()
+sys.executable = python
+assert (launched, others()) == ([4], [])
+started, compile_worker._Worker = compile_worker._Worker, no_process
+every = [launch(Launch, 8, 16)]
+first()
+compile_worker._Worker = started
+assert (launched, others()) == ([8], [])
+knobs.compilation.listener = None
+""",
     "somebody else compiles side by side": """
 every = [launch(Launch, warps) for warps in (1, 2)]
-compiling.WAIT = 0
 with ThreadPoolExecutor(2) as pool, AsyncCompileMode(pool):
     first()
 assert (calls, launched) == ([[]], [1, 2])
 """,
-    "an error of time is the compiler's": """
-compilers, promise = Compilers(), Future()
-promise.set_exception(TimeoutError("of the disk"))
-promised = type("Promise", (), {"future": promise, "result": promise.result})
-for needed in (False, True):
-    try:
-        compilers.kernel(None, promised, needed)
-    except TimeoutError as error:
-        assert str(error) == "of the disk" and not compilers.leave_out
-    else:
-        raise AssertionError("it is taken for one that is being compiled")
-""",
     "an interrupt leaves nothing behind, nor waits for what has not begun": """
-compiling.cores, compiling.WAIT = lambda: 1, 0
+compiling.cores = lambda: 1
 for stop in (KeyboardInterrupt, SystemExit):
     gate.device_caches.clear()
     every = [launch(Launch, warps, block) for warps in (1, 2, 4) for block in (32, 64, 128)]
@@ -218,10 +277,10 @@ for stop in (KeyboardInterrupt, SystemExit):
             pass
     assert compiling.COMPILERS.get() is None and len(launchers) <= 1
     launch(Launch, 8)(x, x, x, 64, 64, 64)
-    assert launched == [8]
+    assert launched[-1] == 8
 """,
     "nor does one while it waits": """
-compiling.cores, compiling.WAIT = lambda: 1, 0
+compiling.cores = lambda: 1
 every = [launch(Launch, warps, block) for warps in (1, 2, 4) for block in (32, 64, 128)]
 launched.clear()
 launchers.clear()
@@ -247,12 +306,11 @@ assert len(launchers) == 1 and not launched
 
 #: Each begins with no kernel in memory or in Triton's cache.
 ALL = """
-import json, sys, tempfile
-from triton import knobs
+import json, tempfile
 
 for name, case in json.loads(sys.argv[1]).items():
     gate.device_caches.clear()
-    compiling.WAIT = 60
+    launchers.clear()
     with tempfile.TemporaryDirectory() as knobs.cache.dir:
         try:
             exec(case)
@@ -262,15 +320,51 @@ for name, case in json.loads(sys.argv[1]).items():
 """
 
 
+def _environment() -> dict[str, str]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton")
 def test_kernels_are_compiled_before_they_are_launched() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", START + ALL, json.dumps(CASES)],
         capture_output=True,
         text=True,
         check=False,
-        env=environment,
+        env=_environment(),
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton")
+def test_processes_that_compile_import_no_torch() -> None:
+    kernels = [path for path in MODULES if re.search(r"^@(triton|gluon)\.", path.read_text(), re.MULTILINE)]
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in kernels]
+    assert len(names) > 20
+    program = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
+    program += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], env=_environment(), check=True)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton")
+def test_a_process_that_compiles_ends_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Pipe()
+    monkeypatch.setattr(compile_worker, "IDLE_SECONDS", 0.01)
+    compile_worker._work(theirs)
+    monkeypatch.setattr(compile_worker, "IDLE_SECONDS", 60)
+    ours.close()
+    compile_worker._work(theirs)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton")
+def test_what_does_not_compile_is_answered() -> None:
+    ours, theirs = Pipe()
+    ours.send(
+        compile_worker.Order("quantkit.kernels.fused.glue", "no_kernel", None, {}, {}, {}, None, {}, "")
+    )
+    thread = threading.Thread(target=compile_worker._work, args=(theirs,))
+    thread.start()
+    assert ours.recv() is False
+    ours.close()
+    thread.join()

@@ -1,0 +1,66 @@
+"""Triton's mode in which kernels are compiled side by side, each in a process that compiles nothing else."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from inspect import getclosurevars
+from typing import Any
+
+from triton import AsyncCompileMode, knobs
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.driver import driver
+
+from quantkit.kernels.compile_worker import Order, compile_elsewhere
+
+
+class SideBySide(AsyncCompileMode):  # type: ignore[misc]
+    """A kernel that is in Triton's cache on the disk is one at once; any other is compiled meanwhile."""
+
+    def submit(self, key: str, compile_kernel: Callable[[], Any], finish: Callable[[Any], None]) -> Any:
+        order = _order(compile_kernel)
+        if key not in self.future_kernels and order is not None and _is_on_disk(key, order.name):
+            kernel = compile_kernel()
+            finish(kernel)
+            return kernel
+        return super().submit(key, partial(_compiled, order, compile_kernel), finish)
+
+
+def _compiled(order: Order | None, compile_kernel: Callable[[], Any]) -> Any:
+    """The kernel, and in Triton's cache what launches it: C."""
+    if order is not None and order.module.startswith(f"{__package__}.") and _has_python():
+        compile_elsewhere(order)
+    # Which reads what has been compiled, and else compiles.
+    kernel = compile_kernel()
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
+
+
+def _order(compile_kernel: Callable[[], Any]) -> Order | None:
+    """What Triton is going to compile, None where it does not say so as it did."""
+    known = getclosurevars(compile_kernel).nonlocals
+    if not {"src", "target", "options"} <= set(known):
+        return None
+    source = known["src"]
+    return Order(
+        source.fn.module,
+        source.fn.__name__,
+        type(source),
+        source.signature,
+        source.constants,
+        source.attrs,
+        known["target"],
+        vars(known["options"]),
+        knobs.cache.dir,
+    )
+
+
+def _is_on_disk(key: str, name: str) -> bool:
+    """Whether Triton's cache has a compiled kernel; it names files so."""
+    directory = get_cache_manager(sha256(key.encode()).hexdigest())
+    return directory.get_group(f"{name[:150]}.json") is not None
+
+
+def _has_python() -> bool:
+    """Whether `sys.executable` is a Python, and no program that has one in it."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)

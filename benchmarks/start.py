@@ -3,9 +3,10 @@
     python benchmarks/start.py PACKED [--device cuda] [--prompt 512] [--new-tokens 32] [--json start.json]
 
 Cold, `TRITON_CACHE_DIR` is an empty directory; then twice more with what is in it since. Files are read once
-before, so that all find them in the page cache. Printed are seconds since a process was started: when Python
-and the libraries are there, when `quantkit.load` returns, when the first token of a prompt is on the host,
-and when two generations are, of which a GPU replays in the second what was recorded in the first.
+before, so that all find them in the page cache. Printed are seconds since a process was started: when torch
+is there, when transformers and its code of the model are, which `quantkit.load` imports otherwise, when that
+returns, when the first token of a prompt is on the host, and when two generations are, of which a GPU replays
+in the second what was recorded in the first.
 """
 
 import argparse
@@ -74,9 +75,15 @@ def seconds(arguments: argparse.Namespace) -> dict[str, float]:
     """Seconds since this process was started, at each of the events."""
     import torch
 
+    found = {"torch": time.time() - arguments.since}
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     import quantkit
 
-    found = {"imported": time.time() - arguments.since}
+    with torch.device("meta"):
+        # For what transformers imports only then.
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.directory))
+    found["transformers"] = time.time() - arguments.since
     model = quantkit.load(arguments.directory, device=arguments.device)
     found["loaded"] = time.time() - arguments.since
     rows = model.get_input_embeddings().weight.shape[0]

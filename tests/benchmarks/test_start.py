@@ -24,5 +24,6 @@ def test_a_start_is_timed(
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["cold"]
     assert list(found) == ["cold"]
     for times in found.values():
-        assert list(times)[:3] == ["imported", "loaded", "first token"]
-        assert 0 < times["imported"] < times["loaded"] < times["first token"] < times["second generation"]
+        assert list(times)[:4] == ["torch", "transformers", "loaded", "first token"]
+        assert 0 < times["torch"] < times["transformers"] < times["loaded"] < times["first token"]
+        assert times["first token"] < times["second generation"]

@@ -6,17 +6,20 @@ their own that import neither torch nor, as `multiprocessing` would, the program
 
 import atexit
 import os
-import queue
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-#: Seconds after which a process that nobody asks for a kernel ends.
-IDLE_SECONDS = 20
+import quantkit
+
+#: Seconds after the last kernel until these processes are ended.
+IDLE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -37,28 +40,22 @@ class Order:
 
 
 def compile_elsewhere(order: Order) -> bool:
-    """Have another process compile a kernel; whether Triton's cache on the disk has it now."""
+    """Have another process compile a kernel; whether Triton's cache on the disk has it now.
+
+    Whatever goes wrong there, the caller still can.
+    """
+    worker = _idle()
     try:
-        worker = _idle() or _Worker()
-    except OSError:
-        return False
-    is_done = worker.compile(order)
-    if is_done:
-        _IDLE.put(worker)
-    else:
+        worker = worker or _Worker()
+        if worker.compile(order):
+            _keep(worker)
+            return True
+    except Exception:
+        # No process, or one that ended; or it cannot be told what to compile.
+        pass
+    if worker is not None:
         worker.end()
-    return is_done
-
-
-def _idle() -> "_Worker | None":
-    """A process that is idle, and has not ended."""
-    while True:
-        try:
-            worker = _IDLE.get_nowait()
-        except queue.Empty:
-            return None
-        if worker.is_there():
-            return worker
+    return False
 
 
 class _Worker:
@@ -66,29 +63,27 @@ class _Worker:
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         number = theirs.fileno()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(number)],
-            env=environment,
-            pass_fds=(number,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            # Interrupts of a terminal are for who asks.
-            start_new_session=True,
-        )
-        theirs.close()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(number)],
+                env=_environment(),
+                pass_fds=(number,),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # Interrupts of a terminal are for who asks.
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
 
     def is_there(self) -> bool:
         return self._process.poll() is None
 
     def compile(self, order: Order) -> bool:
-        try:
-            self._connection.send(order)
-            is_done: bool = self._connection.recv()
-        except (EOFError, OSError):
-            return False
+        """Whether it is compiled; EOFError or OSError if the process has ended."""
+        self._connection.send(order)
+        is_done: bool = self._connection.recv()
         return is_done
 
     def end(self) -> None:
@@ -97,24 +92,59 @@ class _Worker:
         self._process.wait()
 
 
-#: Processes that compile nothing now.
-_IDLE: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+def _environment() -> dict[str, str]:
+    """That of this process, in which Python finds quantkit and Triton where this one did."""
+    import triton
+
+    found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    places = [str(Path(str(package.__file__)).parents[1]) for package in (quantkit, triton)]
+    return found | {"PYTHONPATH": os.pathsep.join([*places, *filter(None, [found.get("PYTHONPATH")])])}
+
+
+_LOCK = threading.Lock()
+#: Processes that compile nothing now, and what is going to end them.
+_IDLE: list[_Worker] = []
+_ENDING: list[threading.Timer] = []
+
+
+def _idle() -> _Worker | None:
+    """A process that is idle, and has not ended."""
+    with _LOCK:
+        while _IDLE:
+            worker = _IDLE.pop()
+            if worker.is_there():
+                return worker
+            worker.end()
+    return None
+
+
+def _keep(worker: _Worker) -> None:
+    """Let `worker` wait for another kernel, as all that are idle do from now on."""
+    ending = threading.Timer(IDLE_SECONDS, _end_idle)
+    ending.daemon = True
+    with _LOCK:
+        _IDLE.append(worker)
+        while _ENDING:
+            _ENDING.pop().cancel()
+        _ENDING.append(ending)
+        ending.start()
 
 
 @atexit.register
-def _end_all() -> None:
-    while not _IDLE.empty():
-        _IDLE.get().end()
+def _end_idle() -> None:
+    with _LOCK:
+        while _IDLE:
+            _IDLE.pop().end()
 
 
 def _work(connection: Connection) -> None:
-    """Compile what comes through `connection`, until it closes or nothing comes."""
+    """Compile what comes through `connection`, until nobody is there."""
     import triton
 
-    while connection.poll(IDLE_SECONDS):
+    while True:
         try:
             order: Order = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
         try:
             triton.knobs.cache.dir = order.cache
@@ -125,7 +155,10 @@ def _work(connection: Connection) -> None:
         except Exception:
             # Who asked compiles it, and gets the error.
             is_done = False
-        connection.send(is_done)
+        try:
+            connection.send(is_done)
+        except OSError:
+            return
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ import torch
 
 from quantkit.kernels.problem import device_features
 
+#: Kernels that are compiled at a time, by processes of more than 100 MB each.
+MOST_AT_ONCE = 16
+
 _Result = TypeVar("_Result")
 
 
@@ -77,7 +80,7 @@ def compiled_first(
     if knobs.runtime.interpret or active_mode.get() is not None:
         return run()
     # A context of its own, which Triton's mode does not outlive, whatever ends it.
-    found = copy_context().run(_attempt, run, ahead)
+    found = copy_context().run(_attempt, run, rewind, ahead)
     if found is not None:
         return found[0]
     if rewind is not None:
@@ -85,14 +88,18 @@ def compiled_first(
     return run()
 
 
-def _attempt(run: Callable[[], _Result], ahead: Callable[[_Result], object] | None) -> tuple[_Result] | None:
+def _attempt(
+    run: Callable[[], _Result],
+    rewind: Callable[[], None] | None,
+    ahead: Callable[[_Result], object] | None,
+) -> tuple[_Result] | None:
     """The result of `run`; None if it had to leave out launches, whose kernels are compiled now."""
     from quantkit.kernels.side_by_side import SideBySide
 
     compilers = Compilers()
     COMPILERS.set(compilers)
     result = None
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(min(cores(), MOST_AT_ONCE)) as pool:
         # Errors of the compiler come again where the kernel is launched.
         mode = SideBySide(pool, ignore_errors=True)
         try:
@@ -105,6 +112,8 @@ def _attempt(run: Callable[[], _Result], ahead: Callable[[_Result], object] | No
                     raise
             if ahead is not None and result is not None and compilers.leave_out:
                 with suppress(Exception):
+                    if rewind is not None:
+                        rewind()
                     ahead(result[0])
             # Not as a block, whose end would wait for what is cancelled, and that never ends.
             mode.__exit__(None, None, None)

@@ -37,9 +37,13 @@ def _compiled(order: Order | None, compile_kernel: Callable[[], Any]) -> Any:
 
 
 def _order(compile_kernel: Callable[[], Any]) -> Order | None:
-    """What Triton is going to compile, None where it does not say so as it did."""
+    """What Triton is going to compile.
+
+    None where it does not say so as it did, does not take it from its cache, or asks this process about it.
+    """
     known = getclosurevars(compile_kernel).nonlocals
-    if not {"src", "target", "options"} <= set(known):
+    is_told = {"src", "target", "options"} <= set(known)
+    if not is_told or knobs.compilation.always_compile or knobs.runtime.add_stages_inspection_hook:
         return None
     source = known["src"]
     return Order(
@@ -56,9 +60,9 @@ def _order(compile_kernel: Callable[[], Any]) -> Order | None:
 
 
 def _is_on_disk(key: str, name: str) -> bool:
-    """Whether Triton's cache has a compiled kernel; it names files so."""
-    directory = get_cache_manager(sha256(key.encode()).hexdigest())
-    return directory.get_group(f"{name[:150]}.json") is not None
+    """Whether Triton's cache has all files of a compiled kernel, which it names so."""
+    file = f"{name[:150]}.json"
+    return file in (get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file) or {})
 
 
 def _has_python() -> bool:

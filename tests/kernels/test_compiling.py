@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from quantkit.kernels import compile_worker, compiling
+from quantkit.kernels.compile_worker import Order
 from quantkit.kernels.compiling import Compilers, compiled_first
 
 PACKAGE = Path(compiling.__file__).parents[1]
@@ -36,7 +37,7 @@ def test_interpreted_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -
 
 #: Kernels are compiled for an H200, and a launch only notes their name and warps.
 START = """
-import os, signal, sys, threading
+import os, shutil, signal, sys, tempfile, threading, time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 import torch
@@ -49,11 +50,17 @@ from quantkit.kernels import compile_worker, compiling
 from quantkit.kernels.building import building
 from quantkit.kernels.compiling import Compilers, compiled_first
 from quantkit.kernels.fused.glue import gate
+from quantkit.kernels.fused.launch.streamed import StreamTile
+from quantkit.kernels.fused.rows import FRAGMENTS, compile_kernels
 from quantkit.kernels.launcher import IndexLaunch, Launch
+from quantkit.kernels.measure import random_packed
+from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.tiles.gpu import CompileOnly
+from quantkit.packing.schemes import scheme
 
 driver.set_active(CompileOnly(GPUTarget("cuda", 90, 32)))
 launched, calls, rewound, launchers = [], [], [], []
+idle = compile_worker._IDLE
 CompileOnly.launcher_cls = lambda self, source, metadata: launchers.append(
     (metadata.num_warps, threading.current_thread() is threading.main_thread())
 )
@@ -82,16 +89,6 @@ def held(before=lambda: None):
         yield
     finally:
         ThreadPoolExecutor.shutdown, CompileOnly.launcher_cls = shutdown, launcher
-
-
-def others():
-    # The processes that are idle.
-    found = []
-    while not compile_worker._IDLE.empty():
-        found.append(compile_worker._IDLE.get())
-    for worker in found:
-        compile_worker._IDLE.put(worker)
-    return found
 
 
 def no_process():
@@ -206,13 +203,13 @@ def ahead(result):
 
 
 launched.clear()
-assert compiled_first(GPU, run, ahead=ahead) == "what it gives"
-assert (given, launched) == ([("what it gives", [])], [4, 1])
+assert compiled_first(GPU, run, lambda: given.append("rewound"), ahead) == "what it gives"
+assert (given, launched) == (["rewound", ("what it gives", []), "rewound"], [4, 1])
 assert sorted(warps for warps, _ in launchers) == [1, 2, 4]
 # Nothing is missing, so that nothing is run ahead.
 every = soon
 compiled_first(GPU, run, ahead=ahead)
-assert (len(given), launched, len(launchers)) == (1, [4, 1, 2, 4], 3)
+assert (len(given), launched, len(launchers)) == (3, [4, 1, 2, 4], 3)
 """,
     "other processes compile": """
 found = []
@@ -221,35 +218,79 @@ every = [launch(Launch, warps) for warps in (1, 2, 4)]
 first()
 assert (launched, found) == ([1, 2, 4], [True] * 3)
 # They are there, and asked again.
-processes = {worker._process.pid for worker in others()}
+processes = {worker._process.pid for worker in idle}
 gate.device_caches.clear()
 every = [launch(Launch, warps, 32) for warps in (1, 2, 4)]
 first()
-assert processes & {worker._process.pid for worker in others()}
+assert processes & {worker._process.pid for worker in idle}
 # One that ended is not asked, and one that ends meanwhile leaves its kernel to this process.
-for worker in others():
+for worker in idle:
     worker._process.kill()
     worker._process.wait()
 every = [launch(Launch, 1, 16)]
 first()
-(worker,) = others()
-worker._process.send_signal(signal.SIGSTOP)
-threading.Timer(0.1, worker._process.kill).start()
+(worker,) = idle
+assert worker._process.pid not in processes
+
+
+def killed(worker, order):
+    worker._process.kill()
+    worker._process.wait()
+    return compiles(worker, order)
+
+
+compiles, compile_worker._Worker.compile = compile_worker._Worker.compile, killed
 every = [launch(Launch, 2, 16)]
 found.clear()
 first()
-assert (launched, found, others()) == ([2], [False], [])
-# None can be started.
-python, sys.executable = sys.executable, ""
+compile_worker._Worker.compile = compiles
+assert (launched, found, idle) == ([2], [False], [])
+# What cannot be sent is compiled here.
+order = compile_worker.Order("quantkit.kernels.fused.glue", "gate", lambda: 0, {}, {}, {}, None, {}, "")
+assert not compile_worker.compile_elsewhere(order) and not idle
+# They end some time after the last kernel.
+compile_worker.IDLE_SECONDS = 0.01
 every = [launch(Launch, 4, 16)]
 first()
-sys.executable = python
-assert (launched, others()) == ([4], [])
-started, compile_worker._Worker = compile_worker._Worker, no_process
+for _ in range(6000):
+    if not idle:
+        break
+    time.sleep(0.01)
+assert not idle
+compile_worker.IDLE_SECONDS = 60.0
+# A cache whose files were moved has none of them.
+elsewhere = tempfile.mkdtemp()
+shutil.copytree(knobs.cache.dir, elsewhere, dirs_exist_ok=True)
+shutil.rmtree(knobs.cache.dir)
+knobs.cache.dir = elsewhere
+gate.device_caches.clear()
+every = [launch(Launch, warps, 32) for warps in (1, 2, 4)]
+first()
+assert (calls, launched) == ([[], []], [1, 2, 4])
+shutil.rmtree(elsewhere)
+os.makedirs(knobs.cache.dir)
+# None can be started.
+compile_worker._end_idle()
+python, sys.executable = sys.executable, ""
 every = [launch(Launch, 8, 16)]
 first()
+sys.executable = python
+assert (launched, idle) == ([8], [])
+started, compile_worker._Worker = compile_worker._Worker, no_process
+every = [launch(Launch, 8, 32)]
+first()
 compile_worker._Worker = started
-assert (launched, others()) == ([8], [])
+assert (launched, idle) == ([8], [])
+knobs.compilation.listener = None
+""",
+    "other processes compile what has records in it": """
+found = []
+knobs.compilation.listener = lambda **known: found.append((known["src"].name, known["cache_hit"]))
+of, gpu = scheme("int4").for_columns(512), Gpu("Test GPU 3000", (9, 0), 130, 227 << 10)
+layout = FRAGMENTS.build(random_packed(of, 16, 512, torch.device("cpu")), torch.bfloat16)
+problem = Problem(1, 512, 512, of, torch.bfloat16, "cuda", GPU_FEATURES, FRAGMENTS.name, gpu)
+compiled_first(GPU, lambda: compile_kernels("fused-stream", problem, layout, StreamTile()))
+assert found == [("stream", True)]
 knobs.compilation.listener = None
 """,
     "somebody else compiles side by side": """
@@ -306,7 +347,7 @@ assert len(launchers) == 1 and not launched
 
 #: Each begins with no kernel in memory or in Triton's cache.
 ALL = """
-import json, tempfile
+import json
 
 for name, case in json.loads(sys.argv[1]).items():
     gate.device_caches.clear()
@@ -348,21 +389,14 @@ def test_processes_that_compile_import_no_torch() -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton")
-def test_a_process_that_compiles_ends_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = Pipe()
-    monkeypatch.setattr(compile_worker, "IDLE_SECONDS", 0.01)
-    compile_worker._work(theirs)
-    monkeypatch.setattr(compile_worker, "IDLE_SECONDS", 60)
-    ours.close()
-    compile_worker._work(theirs)
+def test_what_does_not_compile_is_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from triton import knobs
 
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton")
-def test_what_does_not_compile_is_answered() -> None:
+    # What it sets in its process is set in this one.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     ours, theirs = Pipe()
-    ours.send(
-        compile_worker.Order("quantkit.kernels.fused.glue", "no_kernel", None, {}, {}, {}, None, {}, "")
-    )
+    ours.send(Order("quantkit.kernels.fused.glue", "no_kernel", None, {}, {}, {}, None, {}, str(tmp_path)))
     thread = threading.Thread(target=compile_worker._work, args=(theirs,))
     thread.start()
     assert ours.recv() is False

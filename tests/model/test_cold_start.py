@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import Cache, StaticLayer
 
 from quantkit.kernels.compiling import COMPILERS, Compilers
 from quantkit.kernels.launcher import Launch
@@ -71,6 +72,8 @@ def left_out(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> Iterator[lis
         try:
             result = run()
             if ahead is not None and compilers.left_out:
+                if rewind is not None:
+                    rewind()
                 before = compilers.left_out
                 ahead(result)
                 assert compilers.left_out > before
@@ -138,13 +141,18 @@ def test_the_step_that_is_tried_launches_what_steps_do(
     graph_decoding(model)
     forward, cache = plain_forward(model), static_cache(model, 40)
     monkeypatch.setattr(Launch, "__call__", noted)
+    caches: list[Any] = []
+    monkeypatch.setattr(trial, "Cache", lambda **known: caches.append(Cache(**known)) or caches[-1])
     prompt = {"input_ids": ids(), "position_ids": torch.arange(9).expand(2, 9)}
     trial.try_step(model, forward, prompt | {CACHE: cache})
     tried = launched.copy()
     assert tried and not any(layer.is_initialized for layer in cache.layers)
+    (layers,) = (one.layers for one in caches)
+    assert all(part.untyped_storage().nbytes() == 0 for one in layers for part in (one.keys, one.values))
     launched.clear()
     # Prompts have launches of their own: those of a cache that grows are not tried.
     trial.try_step(model, forward, prompt | {CACHE: DynamicCache()})
+    trial.try_step(model, forward, prompt | {CACHE: Cache(layers=[StaticLayer(max_cache_len=2)] * 2)})
     assert not launched
     monkeypatch.setattr(fused_forward, "compiled_first", lambda device, run, *_, **__: run())
     step, recorded = fused_forward.fused_forward, []

@@ -23,7 +23,7 @@ IDLE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Order:
+class Request:
     """A kernel to compile: where its source is, and all that Triton knows of it."""
 
     module: str
@@ -39,7 +39,7 @@ class Order:
     cache: str
 
 
-def compile_elsewhere(order: Order) -> bool:
+def compile_elsewhere(request: Request) -> bool:
     """Have another process compile a kernel; whether Triton's cache on the disk has it now.
 
     Whatever goes wrong there, the caller still can.
@@ -47,7 +47,7 @@ def compile_elsewhere(order: Order) -> bool:
     worker = _idle()
     try:
         worker = worker or _Worker()
-        if worker.compile(order):
+        if worker.compile(request):
             _keep(worker)
             return True
     except Exception:
@@ -80,9 +80,9 @@ class _Worker:
     def is_there(self) -> bool:
         return self._process.poll() is None
 
-    def compile(self, order: Order) -> bool:
+    def compile(self, request: Request) -> bool:
         """Whether it is compiled; EOFError or OSError if the process has ended."""
-        self._connection.send(order)
+        self._connection.send(request)
         is_done: bool = self._connection.recv()
         return is_done
 
@@ -143,14 +143,14 @@ def _work(connection: Connection) -> None:
 
     while True:
         try:
-            order: Order = connection.recv()
+            request: Request = connection.recv()
         except (EOFError, OSError):
             return
         try:
-            triton.knobs.cache.dir = order.cache
-            kernel = getattr(import_module(order.module), order.name)
-            source = order.source(kernel, order.signature, order.constants, order.attributes)
-            triton.compile(source, target=order.target, options=order.options)
+            triton.knobs.cache.dir = request.cache
+            kernel = getattr(import_module(request.module), request.name)
+            source = request.source(kernel, request.signature, request.constants, request.attributes)
+            triton.compile(source, target=request.target, options=request.options)
             is_done = True
         except Exception:
             # Who asked compiles it, and gets the error.

@@ -11,32 +11,32 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
-from quantkit.kernels.compile_worker import Order, compile_elsewhere
+from quantkit.kernels.compile_worker import Request, compile_elsewhere
 
 
 class SideBySide(AsyncCompileMode):  # type: ignore[misc]
     """A kernel that is in Triton's cache on the disk is one at once; any other is compiled meanwhile."""
 
     def submit(self, key: str, compile_kernel: Callable[[], Any], finish: Callable[[Any], None]) -> Any:
-        order = _order(compile_kernel)
-        if key not in self.future_kernels and order is not None and _is_on_disk(key, order.name):
+        request = _request(compile_kernel)
+        if key not in self.future_kernels and request is not None and _is_on_disk(key, request.name):
             kernel = compile_kernel()
             finish(kernel)
             return kernel
-        return super().submit(key, partial(_compiled, order, compile_kernel), finish)
+        return super().submit(key, partial(_compiled, request, compile_kernel), finish)
 
 
-def _compiled(order: Order | None, compile_kernel: Callable[[], Any]) -> Any:
+def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any:
     """The kernel, and in Triton's cache what launches it: C."""
-    if order is not None and order.module.startswith(f"{__package__}.") and _has_python():
-        compile_elsewhere(order)
+    if request is not None and request.module.startswith(f"{__package__}.") and _has_python():
+        compile_elsewhere(request)
     # Which reads what has been compiled, and else compiles.
     kernel = compile_kernel()
     driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
 
-def _order(compile_kernel: Callable[[], Any]) -> Order | None:
+def _request(compile_kernel: Callable[[], Any]) -> Request | None:
     """What Triton is going to compile.
 
     None where it does not say so as it did, does not take it from its cache, or asks this process about it.
@@ -46,7 +46,7 @@ def _order(compile_kernel: Callable[[], Any]) -> Order | None:
     if not is_told or knobs.compilation.always_compile or knobs.runtime.add_stages_inspection_hook:
         return None
     source = known["src"]
-    return Order(
+    return Request(
         source.fn.module,
         source.fn.__name__,
         type(source),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quantkit.kernels import compile_worker, compiling
-from quantkit.kernels.compile_worker import Order
+from quantkit.kernels.compile_worker import Request
 from quantkit.kernels.compiling import Compilers, compiled_first
 
 PACKAGE = Path(compiling.__file__).parents[1]
@@ -233,10 +233,10 @@ first()
 assert worker._process.pid not in processes
 
 
-def killed(worker, order):
+def killed(worker, request):
     worker._process.kill()
     worker._process.wait()
-    return compiles(worker, order)
+    return compiles(worker, request)
 
 
 compiles, compile_worker._Worker.compile = compile_worker._Worker.compile, killed
@@ -246,8 +246,8 @@ first()
 compile_worker._Worker.compile = compiles
 assert (launched, found, idle) == ([2], [False], [])
 # What cannot be sent is compiled here.
-order = compile_worker.Order("quantkit.kernels.fused.glue", "gate", lambda: 0, {}, {}, {}, None, {}, "")
-assert not compile_worker.compile_elsewhere(order) and not idle
+request = compile_worker.Request("quantkit.kernels.fused.glue", "gate", lambda: 0, {}, {}, {}, None, {}, "")
+assert not compile_worker.compile_elsewhere(request) and not idle
 # They end some time after the last kernel.
 compile_worker.IDLE_SECONDS = 0.01
 every = [launch(Launch, 4, 16)]
@@ -396,7 +396,7 @@ def test_what_does_not_compile_is_answered(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     ours, theirs = Pipe()
-    ours.send(Order("quantkit.kernels.fused.glue", "no_kernel", None, {}, {}, {}, None, {}, str(tmp_path)))
+    ours.send(Request("quantkit.kernels.fused.glue", "no_kernel", None, {}, {}, {}, None, {}, str(tmp_path)))
     thread = threading.Thread(target=compile_worker._work, args=(theirs,))
     thread.start()
     assert ours.recv() is False

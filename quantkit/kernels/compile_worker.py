@@ -6,6 +6,7 @@ their own that import neither torch nor, as `multiprocessing` would, the program
 
 import atexit
 import os
+import site
 import subprocess
 import sys
 import threading
@@ -98,7 +99,10 @@ def _environment() -> dict[str, str]:
 
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = [str(Path(str(package.__file__)).parents[1]) for package in (quantkit, triton)]
-    return found | {"PYTHONPATH": os.pathsep.join([*places, *filter(None, [found.get("PYTHONPATH")])])}
+    # Not where it looks anyhow: before its own library, what is there might be taken for parts of that.
+    usual = {*site.getsitepackages(), site.getusersitepackages()}
+    paths = [place for place in places if place not in usual] + [found.get("PYTHONPATH", "")]
+    return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 _LOCK = threading.Lock()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import site
 import subprocess
 import sys
 import threading
@@ -402,3 +403,19 @@ def test_what_does_not_compile_is_answered(monkeypatch: pytest.MonkeyPatch, tmp_
     assert ours.recv() is False
     ours.close()
     thread.join()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton")
+@pytest.mark.parametrize("before", [None, "/somewhere"])
+def test_a_python_that_compiles_finds_the_same_package(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    usual = [str(Path(str(pytest.importorskip("triton").__file__)).parents[1])]
+    monkeypatch.setattr(site, "getsitepackages", lambda: usual)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONPATH", before)
+    found = compile_worker._environment()
+    paths = [path for path in (str(PACKAGE.parent), before) if path is not None and path not in usual]
+    assert found["PYTHONPATH"].split(os.pathsep) == paths and "TRITON_INTERPRET" not in found

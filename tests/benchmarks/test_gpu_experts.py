@@ -1,16 +1,6 @@
 """The tables of `benchmarks/gpu_experts.py`."""
 
-import importlib
-from pathlib import Path
 from types import ModuleType
-
-import pytest
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("gpu_experts")
 
 
 def test_tables_have_a_column_per_number_of_tokens(benchmark: ModuleType) -> None:

@@ -1,6 +1,5 @@
 """The tables and the plot of `benchmarks/gpu_matmul.py`, from a stored run."""
 
-import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -8,12 +7,6 @@ from types import ModuleType
 import pytest
 
 MS = (1, 16, 64, 1024)
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("gpu_matmul")
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """What `benchmarks/gpu_steps.py` prints and stores."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ pytest.importorskip("triton")
 
 
 def test_what_was_timed_is_there_when_a_run_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    benchmark = importlib.import_module("gpu_steps")
     rows = {
         "bf16": benchmark.Row("bf16", 1, 4000.4, 120, 0.9),
         "int4": benchmark.Row("int4", 16, 1000, 51.5, 0.52),

@@ -10,14 +10,8 @@ import pytest
 import torch
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("machine")
-
-
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
-def test_a_tree_that_is_not_its_commit_says_so(module: ModuleType, tmp_path: Path) -> None:
+def test_a_tree_that_is_not_its_commit_says_so(benchmark: ModuleType, tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         names = ["-c", "user.name=x", "-c", "user.email=x"]
         return subprocess.run(
@@ -25,21 +19,21 @@ def test_a_tree_that_is_not_its_commit_says_so(module: ModuleType, tmp_path: Pat
         ).stdout.strip()
 
     git("init", "-q")
-    assert module.commit(tmp_path) == "no commit"
+    assert benchmark.commit(tmp_path) == "no commit"
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-qm", "One")
     (tmp_path / "other").write_text("not of the tree")
-    assert module.commit(tmp_path) == f"commit {git('rev-parse', '--short', 'HEAD')}"
+    assert benchmark.commit(tmp_path) == f"commit {git('rev-parse', '--short', 'HEAD')}"
     (tmp_path / "file").write_text("2")
-    assert module.commit(tmp_path) == f"commit {git('rev-parse', '--short', 'HEAD')} with changes"
+    assert benchmark.commit(tmp_path) == f"commit {git('rev-parse', '--short', 'HEAD')} with changes"
 
 
 def test_packages_that_are_not_installed_are_left_out(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package"))
-    monkeypatch.setattr(module, "commit", lambda: "commit 0")
+    monkeypatch.setattr(benchmark, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(benchmark, "commit", lambda: "commit 0")
     version = importlib.import_module("importlib.metadata").version("torch")
-    assert module.machine() == f"Some GPU, torch {torch.__version__}, torch {version}, commit 0"
+    assert benchmark.machine() == f"Some GPU, torch {torch.__version__}, torch {version}, commit 0"

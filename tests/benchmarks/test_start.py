@@ -1,24 +1,25 @@
 """The benchmark of cold and warm starts, on a CPU."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+MODEL = Path(__file__).parents[2] / "examples" / "stories260K"
 
 
 def test_a_start_is_timed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark = importlib.import_module("start")
     monkeypatch.setattr(benchmark, "STARTS", ("cold",))
     out = tmp_path / "start.json"
     options = ["--device=cpu", "--prompt=8", "--new-tokens=2", f"--json={out}"]
-    monkeypatch.setattr(sys, "argv", ["start.py", str(ROOT / "examples" / "stories260K"), *options])
+    monkeypatch.setattr(sys, "argv", ["start.py", str(MODEL), *options])
     benchmark.main()
     found = json.loads(out.read_text())
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["cold"]

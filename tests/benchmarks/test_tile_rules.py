@@ -1,8 +1,8 @@
 """`benchmarks/tile_rules.py` counts what docs/kernels.md says of tiles between what was measured."""
 
-import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -10,12 +10,14 @@ pytest.importorskip("triton")
 
 
 def test_the_docs_have_its_figures(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     root = Path(__file__).parents[2]
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    importlib.import_module("tile_rules").main()
+    benchmark.main()
     times, *fitted, taken = capsys.readouterr().out.splitlines()
     docs = " ".join((root / "docs/kernels.md").read_text().split())
     count, least, most, median = re.findall(r"[\d.]+\d", times)

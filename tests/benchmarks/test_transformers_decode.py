@@ -1,23 +1,24 @@
 """The benchmark of transformers alone, on a CPU, for which it compiles nothing."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+MODEL = Path(__file__).parents[2] / "examples" / "stories260K"
 
 
 def test_transformers_alone_is_timed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark = importlib.import_module("transformers_decode")
     out = tmp_path / "decode.json"
     options = ["--device=cpu", "--prompt=8", "--new-tokens=3", "--repeats=2", f"--json={out}"]
-    monkeypatch.setattr(sys, "argv", ["", str(ROOT / "examples" / "stories260K"), *options, "--ways=eager"])
+    monkeypatch.setattr(sys, "argv", ["", str(MODEL), *options, "--ways=eager"])
     benchmark.main()
     (times,) = json.loads(out.read_text()).values()
     assert len(times) == 2 and min(times) > 0

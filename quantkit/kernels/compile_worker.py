@@ -5,12 +5,14 @@ their own that import neither torch nor, as `multiprocessing` would, the program
 """
 
 import atexit
+import logging
 import os
 import site
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import quantkit
+
+logger = logging.getLogger("quantkit.kernels")
 
 #: Seconds after the last kernel until these processes are ended.
 IDLE_SECONDS = 20.0
@@ -43,20 +47,31 @@ class Request:
 def compile_elsewhere(request: Request) -> bool:
     """Have another process compile a kernel; whether Triton's cache on the disk has it now.
 
-    Whatever goes wrong there, the caller still can.
+    Whatever goes wrong there, the caller still can, and a warning says that it is slower.
     """
+    if not sys.executable or getattr(sys, "frozen", False):
+        _warn("sys.executable is no Python")
+        return False
     worker = _idle()
     try:
         worker = worker or _Worker()
         if worker.compile(request):
             _keep(worker)
             return True
-    except Exception:
-        # No process, or one that ended; or it cannot be told what to compile.
-        pass
+    except (EOFError, ConnectionError):
+        _warn("the process that compiled ended")
+    except Exception as error:
+        # There is no process, or it cannot be told what to compile.
+        _warn(f"{type(error).__name__}: {error}")
     if worker is not None:
         worker.end()
     return False
+
+
+@lru_cache
+def _warn(reason: str) -> None:
+    """Say once for each reason why kernels are not compiled elsewhere."""
+    logger.warning("kernels are compiled in this process, which takes longer: %s", reason)
 
 
 class _Worker:

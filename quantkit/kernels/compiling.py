@@ -5,16 +5,19 @@ than ten seconds one after the other, on a machine that has cores for all of the
 such a kernel goes on without launching, so that all that it needs are known; they are compiled, and it runs.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
 import torch
 
 from quantkit.kernels.problem import device_features
+
+logger = logging.getLogger("quantkit.kernels")
 
 #: Kernels that are compiled at a time, by processes of more than 100 MB each.
 MOST_AT_ONCE = 16
@@ -67,7 +70,7 @@ def compiled_first(
     With all kernels in memory or in Triton's cache on the disk, `run` is called once. Else it is called
     twice, and what kernels write in the first call is undefined, but for indices (`launcher.IndexLaunch`)
     and layouts of weights (`building`). `rewind` takes back what that call changed. `ahead`, for what that
-    call returned, launches what is soon to run: what it lacks is compiled as well, what it raises ignored.
+    call returned, launches what is soon to run: what it lacks is compiled as well, what it raises logged.
     """
     if device.type != "cuda" or "triton" not in device_features(device) or COMPILERS.get() is not None:
         return run()
@@ -111,10 +114,13 @@ def _attempt(
                 if not compilers.leave_out:
                     raise
             if ahead is not None and result is not None and compilers.leave_out:
-                with suppress(Exception):
-                    if rewind is not None:
-                        rewind()
+                if rewind is not None:
+                    rewind()
+                try:
                     ahead(result[0])
+                except Exception as error:
+                    # Of numbers that are undefined, say: it is compiled when it runs.
+                    logger.info("kernels of what comes next are not compiled yet: %s", error)
             # Not as a block, whose end would wait for what is cancelled, and that never ends.
             mode.__exit__(None, None, None)
         except BaseException:

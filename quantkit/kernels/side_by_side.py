@@ -1,6 +1,5 @@
 """Triton's mode in which kernels are compiled side by side, each in a process that compiles nothing else."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
@@ -28,7 +27,7 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
 
 def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any:
     """The kernel, and in Triton's cache what launches it: C."""
-    if request is not None and request.module.startswith(f"{__package__}.") and _has_python():
+    if request is not None and request.module.startswith(f"{__package__}."):
         compile_elsewhere(request)
     # Which reads what has been compiled, and else compiles.
     kernel = compile_kernel()
@@ -63,8 +62,3 @@ def _is_on_disk(key: str, name: str) -> bool:
     """Whether Triton's cache has all files of a compiled kernel, which it names so."""
     file = f"{name[:150]}.json"
     return file in (get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file) or {})
-
-
-def _has_python() -> bool:
-    """Whether `sys.executable` is a Python, and no program that has one in it."""
-    return bool(sys.executable) and not getattr(sys, "frozen", False)

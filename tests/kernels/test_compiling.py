@@ -38,7 +38,7 @@ def test_interpreted_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -
 
 #: Kernels are compiled for an H200, and a launch only notes their name and warps.
 START = """
-import os, shutil, signal, sys, tempfile, threading, time
+import logging, os, shutil, signal, sys, tempfile, threading, time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 import torch
@@ -61,6 +61,10 @@ from quantkit.packing.schemes import scheme
 
 driver.set_active(CompileOnly(GPUTarget("cuda", 90, 32)))
 launched, calls, rewound, launchers = [], [], [], []
+said = []
+noting = logging.Handler()
+noting.emit = lambda record: said.append(record.getMessage().partition("longer: ")[2])
+logging.getLogger("quantkit.kernels").addHandler(noting)
 # None ends by itself, however slow the machine is.
 idle, compile_worker.IDLE_SECONDS = compile_worker._IDLE, 3600.0
 CompileOnly.launcher_cls = lambda self, source, metadata: launchers.append(
@@ -218,7 +222,7 @@ found = []
 knobs.compilation.listener = lambda **known: found.append(known["cache_hit"])
 every = [launch(Launch, warps) for warps in (1, 2, 4)]
 first()
-assert (launched, found) == ([1, 2, 4], [True] * 3)
+assert (launched, found, said) == ([1, 2, 4], [True] * 3, [])
 # They are there, and asked again.
 processes = {worker._process.pid for worker in idle}
 gate.device_caches.clear()
@@ -247,9 +251,11 @@ found.clear()
 first()
 compile_worker._Worker.compile = compiles
 assert (launched, found, idle) == ([2], [False], [])
+assert said == ["the process that compiled ended"]
 # What cannot be sent is compiled here.
 request = compile_worker.Request("quantkit.kernels.fused.glue", "gate", lambda: 0, {}, {}, {}, None, {}, "")
 assert not compile_worker.compile_elsewhere(request) and not idle
+assert "pickle" in said[-1] and len(said) == 2
 # They end some time after the last kernel.
 compile_worker.IDLE_SECONDS = 0.01
 every = [launch(Launch, 4, 16)]
@@ -278,11 +284,13 @@ every = [launch(Launch, 8, 16)]
 first()
 sys.executable = python
 assert (launched, idle) == ([8], [])
+assert said[2:] == ["sys.executable is no Python"]
 started, compile_worker._Worker = compile_worker._Worker, no_process
 every = [launch(Launch, 8, 32)]
 first()
 compile_worker._Worker = started
 assert (launched, idle) == ([8], [])
+assert said[3:] == ["OSError: there are too many"]
 knobs.compilation.listener = None
 """,
     "other processes compile what has records in it": """

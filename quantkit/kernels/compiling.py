@@ -101,32 +101,43 @@ def _attempt(
 
     compilers = Compilers()
     COMPILERS.set(compilers)
-    result = None
     with ThreadPoolExecutor(min(cores(), MOST_AT_ONCE)) as pool:
         # Errors of the compiler come again where the kernel is launched.
         mode = SideBySide(pool, ignore_errors=True)
         try:
             mode.__enter__()
-            try:
-                result = (run(),)
-            except Exception:
-                # It may have refused what is undefined.
-                if not compilers.leave_out:
-                    raise
-            if ahead is not None and result is not None and compilers.leave_out:
-                if rewind is not None:
-                    rewind()
-                try:
-                    ahead(result[0])
-                except Exception as error:
-                    # Of numbers that are undefined, say: it is compiled when it runs.
-                    logger.info("kernels of what comes next are not compiled yet: %s", error)
+            result = _launched(compilers, run, rewind, ahead)
             # Not as a block, whose end would wait for what is cancelled, and that never ends.
             mode.__exit__(None, None, None)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return None if compilers.leave_out else result
+
+
+def _launched(
+    compilers: Compilers,
+    run: Callable[[], _Result],
+    rewind: Callable[[], None] | None,
+    ahead: Callable[[_Result], object] | None,
+) -> tuple[_Result] | None:
+    """The result of `run`, and then `ahead` for it, if launches are left out; None if `run` refused that."""
+    try:
+        result = run()
+    except Exception:
+        # It may have refused what is undefined.
+        if not compilers.leave_out:
+            raise
+        return None
+    if ahead is not None and compilers.leave_out:
+        if rewind is not None:
+            rewind()
+        try:
+            ahead(result)
+        except Exception as error:
+            # Of numbers that are undefined, say: it is compiled when it runs.
+            logger.info("kernels of what comes next are not compiled yet: %s", error)
+    return (result,)
 
 
 def cores() -> int:

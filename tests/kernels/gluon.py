@@ -153,6 +153,10 @@ class Shared:
     def index(self, at: Any) -> "Shared":
         return Shared(self.data[number(at)])
 
+    def slice(self, start: Any, length: Any, dim: Any) -> "Shared":
+        first = number(start)
+        return Shared(np.moveaxis(np.moveaxis(self.data, dim, 0)[first : first + number(length)], 0, dim))
+
     def permute(self, axes: tuple[int, ...]) -> "Shared":
         return Shared(self.data.transpose(axes))
 
@@ -317,16 +321,20 @@ class Gluon:
         parity = number(phase)
         self._turns.wait(lambda: barrier.phase != parity)
 
-    def _expect(self, barrier: Barrier, size: int) -> None:
-        barrier.change(1, size)
+    def _expect(self, barrier: Barrier, size: int, pred: Any = True) -> None:
+        if number(pred):
+            barrier.change(1, number(size))
         self._turns.wait()
 
-    def _arrive(self, barrier: Barrier, count: int = 1) -> None:
-        barrier.change(count)
+    def _arrive(self, barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+        if number(pred):
+            barrier.change(count)
         self._turns.wait()
 
-    def _copy(self, descriptor: Any, at: list[Any], barrier: Barrier, to: Shared) -> None:
+    def _copy(self, descriptor: Any, at: list[Any], barrier: Barrier, to: Shared, pred: Any = True) -> None:
         """What is out of bounds is 0."""
+        if not number(pred):
+            return
         begins = [number(begin) for begin in at]
         assert list(to.data.shape) == descriptor.block_shape
         to.data[...] = UNWRITTEN[to.kind]

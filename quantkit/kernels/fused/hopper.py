@@ -34,19 +34,22 @@ def hopper(
     HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
     CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr, FIELDS: gl.constexpr,
     PLANES: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, RASTER: gl.constexpr, TURN: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """`x` describes [M, K] in blocks [BM, 128], zeros beyond.
+    """`x` describes [M, K] in parts of blocks [BM, 128], zeros beyond.
 
-    A tile is ROWS rows of the weight times BM rows of x, a step two units, each of 128 columns, or of a span
-    where that is longer. Codes are loaded AHEAD units before they are decoded, one or two. GROUPS only says
-    whether there are several. `sums` and the integers but M, N, SPANS and BLOCKS are for `shares`.
+    A tile is ROWS rows of the weight times BM rows of x, a step two units, each of TURN columns, or of a
+    span where that is longer. Codes are loaded AHEAD units before they are decoded, one or two. TURN columns,
+    128 or 256, are decoded and multiplied at a time, with an expression for each turn of a unit. GROUPS only
+    says whether there are several. `sums` and the integers but M, N, SPANS and BLOCKS are for `shares`.
     """
+    PART: gl.constexpr = x.block_shape[0]
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(ready.index(stage), count=BM // PART)
         mbarrier.init(free.index(stage), count=ROWS // 64)
     given = (
         held, ready, free, codes, scale, zero, factor, filled(lut, FILL), bias, y, sums,
@@ -57,34 +60,34 @@ def hopper(
         gl.warp_specialize([
             (_multiply, (
                 0, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, PDL,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, PDL,
             )),
             (_multiply, (
                 1, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, PDL,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, PDL,
             )),
             (_copy, (
                 x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES, ROWS, BM, STAGES, RASTER,
-                PDL,
+                TURN, PDL,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_multiply, (
                 0, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, PDL,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, PDL,
             )),
             (_multiply, (
                 1, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, PDL,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, PDL,
             )),
             (_multiply, (
                 2, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, PDL,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, PDL,
             )),
             (_copy, (
                 x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES, ROWS, BM, STAGES, RASTER,
-                PDL,
+                TURN, PDL,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
@@ -92,14 +95,19 @@ def hopper(
 @gluon.jit
 def _copy(
     x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES: gl.constexpr, ROWS: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, RASTER: gl.constexpr, PDL: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, RASTER: gl.constexpr, TURN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of x to shared memory, in the order in which `_multiply` takes them."""
+    """Blocks of x to shared memory, in the order in which `_multiply` takes them.
+
+    Parts without a row of x are left as they are, and become no output.
+    """
     if PDL:
         let_next_start()
         wait_for_kernel_before()
-    BLOCKS_OF_STEP: gl.constexpr = unit_columns(PLANES) // 64
-    steps = gl.cdiv(SPANS * (16 * PLANES), 2 * unit_columns(PLANES))
+    PART: gl.constexpr = x.block_shape[0]
+    UNIT: gl.constexpr = unit_columns(PLANES, TURN)
+    BLOCKS_OF_STEP: gl.constexpr = 2 * UNIT // 128
+    steps = gl.cdiv(SPANS * (16 * PLANES), 2 * UNIT)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
     whole, jobs, begin, end, left = all_jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
     count = 0
@@ -109,8 +117,12 @@ def _copy(
         for block in range(first * BLOCKS_OF_STEP, last * BLOCKS_OF_STEP):
             stage = count % STAGES
             mbarrier.wait(free.index(stage), count // STAGES % 2 ^ 1)
-            mbarrier.expect(ready.index(stage), BM * 128 * 2)
-            tma.async_copy_global_to_shared(x, [pm * BM, block * 128], ready.index(stage), held.index(stage))
+            for part in gl.static_range(BM // PART):
+                row = pm * BM + part * PART
+                mbarrier.expect(ready.index(stage), PART * 128 * 2, row < M)
+                mbarrier.arrive(ready.index(stage), count=1, pred=row >= M)
+                to = held.index(stage).slice(part * PART, PART, 0)
+                tma.async_copy_global_to_shared(x, [row, block * 128], ready.index(stage), to, row < M)
             count += 1
 
 
@@ -121,15 +133,18 @@ def _multiply(
     HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
     CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr,
     DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr,
-    RASTER: gl.constexpr, PDL: gl.constexpr,
+    RASTER: gl.constexpr, TURN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """64 rows of a tile, those of group number `which`."""
     (
         held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     ) = given  # fmt: skip
-    C: gl.constexpr = unit_columns(PLANES) // (16 * PLANES)
-    PIECES: gl.constexpr = unit_columns(PLANES) // 128
+    UNIT: gl.constexpr = unit_columns(PLANES, TURN)
+    C: gl.constexpr = UNIT // (16 * PLANES)
+    PIECES: gl.constexpr = UNIT // 128
+    TURNS: gl.constexpr = UNIT // TURN
+    EACH: gl.constexpr = TURN // 128
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     # Weights [64 rows, V groups, their columns] where operand A has them.
@@ -153,29 +168,31 @@ def _multiply(
         for step in range(first, last):
             # Two units, so that what one loads need not be copied, and so waited for, to be decoded next.
             for half in gl.static_range(2):
-                weights = _weights(
-                    units[half], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
-                    C, PIECES, TILES, GROUPS, V, SCALE, HAS_ZERO, scale.dtype.element_ty,
-                    zero.dtype.element_ty, WEIGHTS, OPERAND,
-                )  # fmt: skip
-                following = _load(
-                    words_at, values_at, scale, zero, gl.minimum(step * 2 + half + AHEAD, last_unit),
-                    C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
-                )  # fmt: skip
-                units = (following, units[1]) if (half + AHEAD) % 2 == 0 else (units[0], following)
-                for piece in gl.static_range(PIECES):
-                    stage = (count + piece) % STAGES
-                    mbarrier.wait(ready.index(stage), (count + piece) // STAGES % 2)
-                    x = held.index(stage).permute((1, 0))
-                    total = warpgroup_mma(weights[piece], x, total, is_async=True)
-                # Weights stay in their registers until the products are done.
-                if PIECES == 1:
-                    total, _ = warpgroup_mma_wait(0, [total, weights[0]])
-                else:
-                    total, _, _ = warpgroup_mma_wait(0, [total, weights[0], weights[1]])
-                for piece in gl.static_range(PIECES):
-                    mbarrier.arrive(free.index((count + piece) % STAGES), count=1)
-                count += PIECES
+                for turn in gl.static_range(TURNS):
+                    weights = _weights(
+                        units[half], lut, turn, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
+                        C, EACH, TURNS, TILES, GROUPS, V, SCALE, HAS_ZERO, scale.dtype.element_ty,
+                        zero.dtype.element_ty, WEIGHTS, OPERAND,
+                    )  # fmt: skip
+                    if turn == TURNS - 1:
+                        following = _load(
+                            words_at, values_at, scale, zero, gl.minimum(step * 2 + half + AHEAD, last_unit),
+                            C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                        )  # fmt: skip
+                        units = (following, units[1]) if (half + AHEAD) % 2 == 0 else (units[0], following)
+                    for piece in gl.static_range(EACH):
+                        stage = (count + piece) % STAGES
+                        mbarrier.wait(ready.index(stage), (count + piece) // STAGES % 2)
+                        x = held.index(stage).permute((1, 0))
+                        total = warpgroup_mma(weights[piece], x, total, is_async=True)
+                    # Weights stay in their registers until the products are done.
+                    if EACH == 1:
+                        total, _ = warpgroup_mma_wait(0, [total, weights[0]])
+                    else:
+                        total, _, _ = warpgroup_mma_wait(0, [total, weights[0], weights[1]])
+                    for piece in gl.static_range(EACH):
+                        mbarrier.arrive(free.index((count + piece) % STAGES), count=1)
+                    count += EACH
         row, m = pn * ROWS + which * 64, pm * BM
         is_written, is_added = last == steps, first > 0
         before = first_of(tile, FULL, SHARE, WIDTH)
@@ -199,24 +216,32 @@ def _multiply(
             leave_share(total, sums, which, TOKEN, ROWS, BM)
 
 
+@gluon.constexpr_function
+def _of_turn(parts: tuple[str, ...], turn: int) -> str:
+    return parts[turn]
+
+
 @gluon.jit
 def _weights(
-    unit, lut, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
-    PLANES: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
-    GROUPS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr,
-    ZERO: gl.constexpr, WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
+    unit, lut, turn: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr,
+    FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr, EACH: gl.constexpr,
+    TURNS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr,
+    HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr, WEIGHTS: gl.constexpr,
+    OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Operand A for each 128 columns of a unit, of what `_load` gave."""
+    """Operand A for each 128 columns of a turn of a unit, of what `_load` gave."""
     words, s, z = unit
-    pieces = decoded(words, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, 4, C, PIECES, TILES)
+    THESE: gl.constexpr = _of_turn(ASM, turn)
+    OPERANDS: gl.constexpr = _of_turn(CONSTRAINTS, turn)
+    pieces = decoded(words, lut, THESE, OPERANDS, TABLE, FIELDS, PLANES // TURNS, DTYPE, 4, C, EACH, TILES)
     weights = ()
-    for piece in gl.static_range(PIECES):
+    for piece in gl.static_range(EACH):
         q = gl.convert_layout(gl.reshape(pieces[piece], (64, V, 128 // V)), WEIGHTS, assert_trivial=True)
         if HAS_ZERO:
-            less = values_of(z[piece], ZERO, V, 4).to(DTYPE)
+            less = values_of(z[turn * EACH + piece], ZERO, V, 4).to(DTYPE)
             q -= gl.expand_dims(gl.convert_layout(less, gl.SliceLayout(2, WEIGHTS), assert_trivial=True), 2)
         if GROUPS > 1:
-            times = scales_of(s[piece], STORED, SCALE, DTYPE, V, 4)
+            times = scales_of(s[turn * EACH + piece], STORED, SCALE, DTYPE, V, 4)
             q *= gl.expand_dims(gl.convert_layout(times, gl.SliceLayout(2, WEIGHTS), assert_trivial=True), 2)
         weights = weights + (gl.convert_layout(gl.reshape(q, (64, 128)), OPERAND, assert_trivial=True),)
     return weights

@@ -92,20 +92,24 @@ class Writer:
 
 
 @lru_cache(maxsize=256)
-def expression(number_format: NumberFormat, dtype: str, *, bare: bool = False) -> Expression | None:
+def expression(
+    number_format: NumberFormat, dtype: str, *, bare: bool = False, some: tuple[int, int] | None = None
+) -> Expression | None:
     """The expression of a format for activations of `dtype`; None if values have to be looked up in memory.
 
-    A `bare` one of floats leaves their exponents to whoever multiplies the values next.
+    A `bare` one of floats leaves their exponents to whoever multiplies the values next. One of `some` planes
+    has only outputs from the first of these numbers on, and before the second.
     """
     if dtype not in LANES:
         return None
     lane, name = LANES[dtype]
+    wanted = slice(*some or (0, planes(number_format.bits)))
     found = arithmetic(number_format, lane, bare=bare)
     if found is not None:
-        return _arithmetic(number_format.bits, found, lane, name)
+        return _arithmetic(number_format.bits, found[wanted], lane, name)
     if number_format.values == tuple(range(-(2**lane.mantissa_bits), 2**lane.mantissa_bits)):
-        return _wide_integers(number_format, lane, name)
-    return _table(number_format, name) if number_format.bits <= TABLE_BITS else None
+        return _wide_integers(number_format, lane, name, wanted)
+    return _table(number_format, name, wanted) if number_format.bits <= TABLE_BITS else None
 
 
 def _twice(bits: int | None) -> int:
@@ -131,16 +135,17 @@ def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Exp
     return writer.expression()
 
 
-def _wide_integers(number_format: NumberFormat, lane: Lane, name: str) -> Expression:
+def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, wanted: slice) -> Expression:
     """Integers of one bit more than the mantissa: their highest bit chooses what is added.
 
     With P = 2^mantissa: P + (code mod P) comes from the low bits, and -2 P or -P as the highest is 0 or 1.
     """
-    writer = Writer(number_format.bits, planes(number_format.bits))
+    fields = placement(number_format)[wanted]
+    writer = Writer(number_format.bits, len(fields))
     unit = 2.0**lane.mantissa_bits
     magic, negative, one = (_twice(lane.bits(x)) for x in (unit, -unit, 1.0))
     top, low = _twice(1 << lane.mantissa_bits), _twice((1 << lane.mantissa_bits) - 1)
-    for plane, (field,) in enumerate(placement(number_format)):
+    for plane, (field,) in enumerate(fields):
         source = writer.shift(field.register, field.at)
         writer.lines.append(f"lop3.b32 ${plane}, {source}, 0x{low:08X}, 0x{magic:08X}, 0xEA;")
         # (~source & top) | -P: the bit above the mantissa of P doubles it.
@@ -150,15 +155,16 @@ def _wide_integers(number_format: NumberFormat, lane: Lane, name: str) -> Expres
     return writer.expression()
 
 
-def _table(number_format: NumberFormat, name: str) -> Expression:
+def _table(number_format: NumberFormat, name: str, wanted: slice) -> Expression:
     """Values that lanes of the warp hold: lane i that of code i, modulo the number of codes.
 
     A shuffle looks at the low five bits of the lane's number only, so that what is above a code may stay.
     """
     bits = number_format.bits
-    writer = Writer(bits, planes(bits))
+    found = code_moves(number_format)[wanted]
+    writer = Writer(bits, len(found))
     mine = f"${writer.outputs + registers(bits)}"
-    for plane, moves in enumerate(code_moves(number_format)):
+    for plane, moves in enumerate(found):
         values = []
         for half in (0, 16):
             code = writer.shift(moves[0].register, moves[0].right + half)

@@ -31,9 +31,9 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 
 
 @gluon.constexpr_function
-def unit_columns(PLANES: int) -> int:
-    """Columns that are decoded at a time: 128, or a span where that is longer."""
-    return max(128, 16 * PLANES)
+def unit_columns(PLANES: int, TURN: int = 128) -> int:
+    """Columns whose codes are loaded at a time: so many, or a span where that is longer."""
+    return max(TURN, 16 * PLANES)
 
 
 @gluon.constexpr_function

@@ -30,6 +30,7 @@ from quantkit.kernels.fused.launch import dense, narrow, stream, streamed
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.hopper import (
     COLUMNS,
+    PART_ROWS,
     SCRATCH,
     HopperTile,
     constants_of,
@@ -226,19 +227,32 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
 
 def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
-    """The kernel for many rows of x, in the tile that its name has the numbers of, or that of the rules."""
-    row, dtype = scheme(case.name), torch.bfloat16
+    """The kernel for many rows of x, in the tile that its name has the numbers of, or that of the rules.
+
+    After the preset there may be another group size, and a kind of zero-point.
+    """
+    preset, *more = case.name.split()
+    row, dtype = scheme(preset), torch.bfloat16
+    if more:
+        row = replace(row, group_size=int(more[0]), zero_point=more[1])
     shape = geometry(N, K, row, dtype)
     numbers = map(int, case.kernel.split()[1:])
-    tile = HopperTile(*numbers) if case.kernel != "hopper" else hopper_tile(shape, case.m)
+    tile = HopperTile(*numbers)
+    if case.kernel == "hopper":
+        tile = hopper_tile(shape, case.m, zeros=row.zero_point != "none")
     known = constants_of(N, K, row, dtype, tile)
     known = {name: value for name, value in known.items() if name in hopper.arg_names}
     blocks = stages(tile, table_bytes(row, dtype, copies(tile)))
     known |= {"HAS_BIAS": True, "ROWS": tile.rows, "BM": tile.m, "AHEAD": tile.ahead, "STAGES": blocks}
-    known |= {"REGISTERS": residence(tile).multiplying, "RASTER": RASTER, "PDL": True}
+    known |= {
+        "REGISTERS": residence(tile).multiplying,
+        "RASTER": RASTER,
+        "TURN": tile.columns,
+        "PDL": True,
+    }
     types = {
         **dict.fromkeys(hopper.arg_names, "*bf16"),
-        "x": f"tensordesc<bf16[{tile.m},{COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
+        "x": f"tensordesc<bf16[{min(tile.m, PART_ROWS)},{COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
         "codes": "*i16",
         "scale": "*i8" if shape.scale_kind else "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),

@@ -84,6 +84,8 @@ TABLES = {"book4", "nf4"}
 AMD = 942
 #: The same of the kernel for many rows, at the begin and the end of a tile.
 HOPPER_SPILLS = 20
+#: Formats and tiles of `fused-hopper` with many columns at a time that stand for the others.
+SOME_TURNS = (("int4", "64 128 1"), ("int3", "32 128 2"), ("fp6", "128 128 1"))
 
 
 def slow_unless(kept: bool) -> list[pytest.MarkDecorator]:
@@ -364,19 +366,51 @@ def assert_rotation_stays(found: dict[Case, dict[str, Any]]) -> None:
     ],
 )
 def test_hopper_leaves_products_in_flight(compiled: Compiled, name: str, m: int) -> None:
-    """Of 8 or 16 products of 16 columns and 64 rows each, from weights in registers."""
+    """Of 8 products of 16 columns and 64 rows each, from weights in registers."""
     (found,) = compiled([("hopper", name, 90, m)]).values()
     assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], found
     assert found["spills"] <= HOPPER_SPILLS and found["spills_in_loops"] == 0, found
-    # Two or three groups of warps, two units; some formats are decoded 256 columns at a time.
+    # Two or three groups of warps, two units; of some formats a unit has 256 columns, in two turns.
     groups = 3 if m == 768 else 2
-    blocks = 2 if name.startswith(("int7", "int5", "int3", "binary")) else 1
+    turns = 2 if name.startswith(("int7", "int5", "int3", "binary")) else 1
     assert found["loops"] == groups, found
-    assert found["wgmma"] == found["wgmma_registers"] == groups * 2 * blocks * 8, found
-    # One to begin with each block of x, and one for the end of all.
-    assert found["waits"] == groups * 2 * (blocks + 1), found
+    assert found["wgmma"] == found["wgmma_registers"] == groups * 2 * turns * 8, found
+    # One to begin with each block of x, and one for its end.
+    assert found["waits"] == groups * 2 * turns * 2, found
     # Values come from shared memory; the one shuffle is Triton's, to know which group a warp is in.
     assert found["shuffles"] <= 1, found
+
+
+@pytest.mark.parametrize(
+    ("name", "m"),
+    [
+        pytest.param(
+            name, m, marks=slow_unless((name, m) in (("int7 16 integer", 4096), ("int8 32 float", 128)))
+        )
+        for name in ("int7 16 integer", "int5 32 integer", "int8 32 float", "int4 16 integer")
+        for m in (32, 64, 128, 4096)
+    ],
+)
+def test_hopper_has_registers_for_many_scales_and_zero_points(compiled: Compiled, name: str, m: int) -> None:
+    (found,) = compiled([("hopper", name, 90, m)]).values()
+    assert found["spills"] <= HOPPER_SPILLS and found["spills_in_loops"] <= 8, found
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        pytest.param(name, tile, marks=slow_unless((name, tile) in SOME_TURNS))
+        for name in ("int8", "int7", "int4", "int3", "fp8", "fp6", "nf4", "nvfp4")
+        for tile in ("16 128 2", "32 128 2", "64 128 1", "128 128 1")
+    ],
+)
+def test_hopper_multiplies_with_many_columns_at_a_time(compiled: Compiled, name: str, tile: str) -> None:
+    """Of 16 products, which wait for both blocks of x and once for all."""
+    (found,) = compiled([(f"hopper {tile} 0 256", name, 90, 0)]).values()
+    assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], found
+    assert found["spills"] == 0, found
+    assert found["wgmma"] == found["wgmma_registers"] == 2 * 2 * 16, found
+    assert found["waits"] == 2 * 2 * 3, found
 
 
 @pytest.mark.parametrize("name", ["mxfp4", pytest.param("nf4", marks=pytest.mark.slow)])

@@ -115,6 +115,24 @@ def test_an_expression_gives_the_value_of_every_code_in_every_lane(name: str, dt
             assert (got[numbers] * factor == want[numbers]).all()
 
 
+@pytest.mark.parametrize("dtype", LANES)
+@pytest.mark.parametrize("name", [*NAMES, *BOOKS])
+def test_expressions_of_some_planes_give_what_that_of_all_gives(name: str, dtype: str) -> None:
+    fmt, (_, ptx) = BOOKS[name] if name in BOOKS else FORMATS[name], LANES[dtype]
+    values = torch.tensor(fmt.values, dtype=torch.float32).to(getattr(torch, dtype)).double().numpy()
+    registers, count = in_registers(every_code(fmt), fmt), planes(fmt.bits)
+
+    def outputs(some: tuple[int, int] | None, size: int) -> list[np.ndarray]:
+        found = expression(fmt, dtype, some=some)
+        assert found is not None
+        table = None if found.table is None else held(found.table, values, ptx)
+        return list(run(found.asm, registers, size, ptx, table))
+
+    half = count // 2
+    parts = [*outputs((0, half), half), *outputs((half, count), count - half)]
+    assert all(np.array_equal(one, other) for one, other in zip(parts, outputs(None, count), strict=True))
+
+
 @pytest.mark.parametrize("dtype", [*LANES, "float32"])
 @pytest.mark.parametrize("name", NAMES)
 def test_without_ptx_arithmetic_gives_the_same_bits(name: str, dtype: str) -> None:

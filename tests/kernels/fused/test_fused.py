@@ -73,12 +73,12 @@ CASES = {
 }
 HOPPER_TILES = (
     HopperTile(),
-    HopperTile(64, ahead=2, share=True),
+    HopperTile(64, share=True, columns=256),
     HopperTile(128, ahead=2, share=True),
     HopperTile(128, rows=192, ahead=2, share=True),
-    HopperTile(256, share=True),
+    HopperTile(256, ahead=2, share=True),
     HopperTile(16, ahead=2, share=True),
-    HopperTile(32),
+    HopperTile(32, ahead=2, columns=256),
 )
 NARROW_TILES = (
     NarrowTile(8, parts=2),
@@ -178,7 +178,9 @@ def tried(case: str, found: dict[str, Callable[[], torch.Tensor]]) -> dict[str, 
 
 
 @each_case
-@pytest.mark.parametrize("shape", [(40, 384, 3), (16, 200, 13), (1, 32, 1), (17, 288, 18)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(40, 384, 3), (16, 200, 13), (1, 32, 1), (17, 288, 18), (17, 512, 18)], ids=str
+)
 @pytest.mark.sampled(3)
 def test_kernels_multiply_with_the_dequantized_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, shape: tuple[int, int, int]
@@ -291,7 +293,12 @@ def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor
 @needs_hopper
 @pytest.mark.parametrize(
     "tile",
-    [HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(128), HopperTile(16, ahead=2)],
+    [
+        HopperTile(64, 128, 1, True, 256),
+        HopperTile(128, 192, 2, True),
+        HopperTile(128),
+        HopperTile(16, ahead=2),
+    ],
     ids=str,
 )
 def test_programs_without_work_read_what_is_there(

@@ -151,7 +151,7 @@ def test_the_switch_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ("problem", "text"),
     [
         (asked(), "half_sums=True chains=1 at_once=0, sums of a step in float16"),
-        (asked(gpu=HOPPER), "share=True, sums in float32 (float16 is allowed, but brings nothing here)"),
+        (asked(gpu=HOPPER), "columns=256, sums in float32 (float16 is allowed, but brings nothing here)"),
         (
             asked(m=1),
             "integers=True, sums in float32 (float16 is allowed, but brings nothing here)",

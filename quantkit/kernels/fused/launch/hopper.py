@@ -26,7 +26,8 @@ from quantkit.kernels.fused.launch.operands import (
     with_shared_table,
 )
 from quantkit.kernels.fused.layout import Geometry, geometry
-from quantkit.kernels.fused.sizes import COPIES
+from quantkit.kernels.fused.ptx import expression
+from quantkit.kernels.fused.sizes import COPIES, unasked
 from quantkit.kernels.launcher import Launch, overlap
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
@@ -35,26 +36,30 @@ from quantkit.packing.schemes import Scheme
 WARPS = 4
 #: Bytes of shared memory for all but blocks of x: barriers, and outputs on their way to other threads.
 SCRATCH = 8 << 10
-#: Columns of a block of x.
-COLUMNS = 128
-#: Blocks of x in shared memory at most.
+#: Columns of a block of x, and of what is multiplied at a time, unless a tile says otherwise.
+COLUMNS, TWO_BLOCKS = 128, 256
+#: Rows of x that are copied at a time, at most. Those past the last one of x take twice as long as others.
+PART_ROWS = 64
+#: Blocks of x in shared memory, each of the rows of a tile, unless there is room for fewer only.
 STAGES = 8
 #: Bytes of shared memory that a multiprocessor keeps for each program.
 RESERVED = 1 << 10
-#: With up to so many rows of x there are registers for two programs on a multiprocessor.
-TWO_PROGRAMS = 32
-#: Rows of x and of the weight that rules choose from, with the microseconds of 256 columns
-#: of int4 on an H200, and those of what surrounds all steps.
+#: With up to so many rows of x there are registers for two programs on a multiprocessor, with 128 rows of the
+#: weight and as many columns at a time, or for codes that are on their way early.
+FEW_OF_X = 32
+#: Rows of x and of the weight that rules choose from, with the microseconds of 256 columns on an H100, at the
+#: pace of the rules, and those of what surrounds all steps.
 STEP_US: Mapping[tuple[int, int], float] = {
-    (64, 128): 1.3,
+    (32, 128): 1.1,
+    (64, 128): 1.0,
     (128, 128): 1.5,
-    (128, 192): 2.2,
+    (128, 192): 2.15,
     (256, 128): 2.5,
 }
 AROUND_US = 3.0
 #: Microseconds, for each row of x of a tile of 128 rows of the weight, that sums of its parts take to be
 #: written and added up.
-SHARES_US = 0.033
+SHARES_US = 0.029
 #: A tile that was measured for another problem makes way for one that should take less than this part of its
 #: time.
 FITS = 0.9
@@ -66,9 +71,12 @@ VALUES: Mapping[str, tuple[int, ...]] = {
     "rows": (128, 192),
     "ahead": (1, 2),
     "share": (False, True),
+    "columns": (COLUMNS, TWO_BLOCKS),
 }
 #: Steps that a program has of a tile that it shares, at least.
 LEAST_SHARE = 2
+#: Registers of a thread that `registers` does not count.
+SPARE = 14
 #: Tokens of one launch and the next are so far apart: by 2^64 divided by the golden ratio.
 TOKENS_APART = 0x9E3779B97F4A7C15
 _LAUNCHES = count(1, 2)
@@ -79,13 +87,15 @@ class HopperTile:
     """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
 
     Codes are on their way while so many units are multiplied. Where some programs would be idle at the end,
-    all have a `share` of the steps of the tiles that are left.
+    all have a `share` of the steps of the tiles that are left. So many `columns` are decoded, and multiplied
+    before the next are: few take few registers, many keep the tensor cores busy with few rows of x.
     """
 
     m: int = 128
     rows: int = 128
     ahead: int = 1
     share: bool = False
+    columns: int = COLUMNS
 
 
 @dataclass(frozen=True)
@@ -103,29 +113,30 @@ class Residence:
 
 def residence(tile: HopperTile) -> Residence:
     """That of a tile."""
-    if tile.m <= TWO_PROGRAMS:
+    if tile.m <= FEW_OF_X and tile.rows == 128 and tile.columns == COLUMNS:
         return Residence(2, 80, 104)
     return Residence(1, None, 240 if tile.rows == 128 else 160)
 
 
 def stages(tile: HopperTile, table: int = 0) -> int:
     """Blocks of x in shared memory: as many as there is room for beside a table of so many bytes, up to what
-    memory takes to answer.
+    memory takes to answer, or to what has Triton ask for room for the table.
     """
-    mine = (HOPPER_SHARED + RESERVED) // residence(tile).programs - RESERVED
-    return min(STAGES, (mine - table - SCRATCH) // (2 * tile.m * COLUMNS))
+    mine, block = (HOPPER_SHARED + RESERVED) // residence(tile).programs - RESERVED, 2 * tile.m * COLUMNS
+    found = min(STAGES, (mine - table - SCRATCH) // block)
+    return found + -(-unasked(found * block, table) // block)
 
 
 def copies(tile: HopperTile) -> int:
     """Of a table of values in shared memory: as many as leave room for a third block of x, and none for two
     programs, whose threads lack the registers.
     """
-    return 0 if tile.m <= TWO_PROGRAMS else 16 if tile.m == 256 else COPIES
+    return 0 if residence(tile).programs > 1 else 16 if tile.m == 256 else COPIES
 
 
-def step_columns(shape: Geometry) -> int:
-    """Columns of a step of `hopper`: twice what it decodes at a time."""
-    return 2 * max(COLUMNS, shape.span)
+def step_columns(shape: Geometry, tile: HopperTile) -> int:
+    """Columns of a step of `hopper`: twice what it loads at a time."""
+    return 2 * max(tile.columns, shape.span)
 
 
 def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int]:
@@ -145,12 +156,8 @@ def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int]:
 
 
 def tile_time(shape: Geometry, m: int, tile: HopperTile, multiprocessors: int = H200_PROCESSORS) -> float:
-    """Microseconds for m rows of x by what a step of each tile in `STEP_US` was measured to take for int4.
-
-    Of the 701 problems for which the table of the H200 has this kernel in bfloat16, nine in ten took 0.92 to
-    1.29 times as long, by a median of 1.10 (benchmarks/tile_rules.py).
-    """
-    columns = step_columns(shape)
+    """Microseconds for m rows of x by what a step of each tile in `STEP_US` was measured to take."""
+    columns = step_columns(shape, tile)
     steps = -(-shape.k // columns)
     tiles = -(-shape.n // tile.rows) * -(-m // tile.m)
     mine, sums = -(-tiles // multiprocessors) * steps, 0.0
@@ -161,33 +168,58 @@ def tile_time(shape: Geometry, m: int, tile: HopperTile, multiprocessors: int = 
     return mine * STEP_US[tile.m, tile.rows] * columns / 256 + AROUND_US + sums
 
 
-def hopper_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> HopperTile:
-    """The tile for m rows of x that should be fastest, by `tile_time`."""
-    # Where registers are left, all formats but int4 gain from codes that are loaded two units ahead.
-    tiles = [HopperTile(x, rows, 1 if x * rows > 128 * 128 else 2) for x, rows in _in_registers(shape)]
+def registers(shape: Geometry, tile: HopperTile, zeros: bool) -> int:
+    """About how many registers a thread that multiplies has for sums, weights, codes and their scales and
+    zero-points, of which those in use take two each, for two rows.
+    """
+    unit, values = max(tile.columns, shape.span), (shape.groups > 1) + zeros
+    loaded = unit * shape.bits // 64 + values * max(1, unit // shape.group)
+    used = tile.columns // 4 + 2 * values * max(1, tile.columns // shape.group)
+    return tile.m // 2 + used + tile.ahead * loaded
+
+
+def fits(shape: Geometry, tile: HopperTile, zeros: bool) -> bool:
+    """Whether these are as many as there are."""
+    return registers(shape, tile, zeros) + SPARE <= residence(tile).multiplying
+
+
+def hopper_tile(
+    shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS, *, zeros: bool = False
+) -> HopperTile:
+    """The tile for m rows of x that should be fastest, by `tile_time`, of a weight with or without zeros."""
     able = (False, True) if 2 * m * shape.k <= CACHED else (False,)
+    sizes = [_paced(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)]
+    fitting = [tile for tile in sizes if fits(shape, tile, zeros)]
     return min(
-        (replace(tile, share=share) for tile in tiles for share in able),
+        (replace(tile, share=share) for tile in fitting or sizes for share in able),
         key=lambda tile: tile_time(shape, m, tile, multiprocessors),
     )
 
 
-def _in_registers(shape: Geometry) -> list[tuple[int, int]]:
-    """Rows of x and of the weight of tiles of `fused-hopper` whose sums leave registers for weights."""
-    # Seven bits of 256 columns take many, and of 240 registers 192 rows leave 160.
-    most = 128 if shape.span > 128 and shape.bits > 5 else 256
-    three_groups = shape.span <= 128 and (shape.groups == 1 or shape.group >= 64)
-    return [(x, rows) for x, rows in STEP_US if x <= most and (rows == 128 or three_groups)]
+def _paced(shape: Geometry, m: int, rows: int, zeros: bool) -> HopperTile:
+    """The tile of a size that loads and multiplies as was measured to be fastest, if it has the registers."""
+    if m * rows <= 128 * 128:
+        early = shape.bits == 8 or m <= FEW_OF_X
+        paces = [(2 if early else 1, TWO_BLOCKS), (1, TWO_BLOCKS), (2, COLUMNS)]
+        if shape.spans * shape.span % TWO_BLOCKS:
+            del paces[:2]
+    else:
+        # Of a span that is multiplied in turns, codes are in registers anyway.
+        paces = [(2, COLUMNS)] if rows == 128 and shape.span > COLUMNS else []
+    last = HopperTile(m, rows, 1)
+    tiles = (HopperTile(m, rows, ahead, columns=columns) for ahead, columns in paces)
+    return next((tile for tile in tiles if fits(shape, tile, zeros)), last)
 
 
 def _why_not(problem: Problem, tile: HopperTile) -> str | None:
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if tile.rows != 128 and tile.m not in (64, 128):
-        return f"{tile.rows} rows of the weight are for 64 or 128 rows of x, not for {tile.m}"
-    span = shape_of(problem).span
-    if tile.m == 32 and span > COLUMNS:
-        return f"with {tile.m} rows of x two programs have no registers for {span} columns"
+    if tile.rows != 128 and tile.m > 128:
+        return f"{tile.rows} rows of the weight are for up to 128 rows of x, not for {tile.m}"
+    shape = shape_of(problem)
+    columns = shape.spans * shape.span
+    if columns % tile.columns:
+        return f"{columns} columns are no multiple of {tile.columns}"
     return None
 
 
@@ -196,12 +228,23 @@ def _loses(problem: Problem, tile: HopperTile) -> str | None:
         (problem.m <= 32 < tile.m, f"it multiplies {tile.m} rows of x"),
         (tile.m <= 32 and problem.m > 2 * tile.m, f"it decodes each weight for {tile.m} rows of x"),
         (tile.m > max(64, 2 * problem.m), f"{tile.m} rows do not suit {problem.m} rows of x"),
+        (
+            tile.columns > COLUMNS and tile.m > 128,
+            f"beside {tile.m} rows of x {tile.columns} columns at a time lack registers",
+        ),
+        (
+            residence(tile).programs > 1
+            and registers(shape_of(problem), tile, problem.scheme.zero_point != "none")
+            > residence(tile).multiplying,
+            "two programs on a multiprocessor lack registers for its codes",
+        ),
     )
     return next((reason for loses, reason in reasons if loses), None)
 
 
 def _rule(problem: Problem) -> HopperTile:
-    return hopper_tile(shape_of(problem), problem.m, processors(problem))
+    zeros = problem.scheme.zero_point != "none"
+    return hopper_tile(shape_of(problem), problem.m, processors(problem), zeros=zeros)
 
 
 def _fitted(problem: Problem, tile: HopperTile, measured: Problem) -> HopperTile:
@@ -215,11 +258,11 @@ def _fitted(problem: Problem, tile: HopperTile, measured: Problem) -> HopperTile
     def time(asked: Problem, one: HopperTile) -> float:
         return tile_time(shape_of(asked), asked.m, one, processors(asked))
 
-    if (tile.m, tile.rows) not in STEP_US:
+    if (tile.m, tile.rows) not in STEP_US or residence(tile).programs > 1:
         return tile
     ruled = _rule(problem)
     if (ruled.m, ruled.rows) == (tile.m, tile.rows):
-        ruled = replace(ruled, ahead=tile.ahead)
+        ruled = replace(ruled, ahead=tile.ahead, columns=tile.columns)
     slower = max(1.0, time(measured, ruled) / time(measured, tile))
     theirs = slower * time(problem, ruled) / time(measured, ruled)
     return ruled if theirs < FITS * time(problem, tile) / time(measured, tile) else tile
@@ -263,7 +306,7 @@ def _launches(
     shape = geometry(n, k, scheme, dtype)
     known = constants_of(n, k, scheme, dtype, tile)
     columns = shape.spans * shape.span
-    tiles, steps = -(-n // tile.rows) * -(-m // tile.m), -(-columns // step_columns(shape))
+    tiles, steps = -(-n // tile.rows) * -(-m // tile.m), -(-columns // step_columns(shape, tile))
     resident = residence(tile)
     most = multiprocessors * resident.programs
     full, share, width = tiles, 0, steps
@@ -281,6 +324,7 @@ def _launches(
         STAGES=stages(tile, table_bytes(scheme, dtype, copies(tile))),
         REGISTERS=resident.multiplying,
         RASTER=RASTER,
+        TURN=tile.columns,
         num_warps=WARPS,
         maxnreg=resident.launched,
         **overlap(features),
@@ -302,7 +346,24 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Hoppe
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
     # The scale of a whole row takes its place in the only block there is.
     known |= {"GROUPS": 1, "PER_BLOCK": COLUMNS} if shape.groups == 1 else {"GROUPS": 2}
+    if shape.span > tile.columns:
+        known |= _by_turns(shape, scheme, dtype, tile)
+    else:
+        known |= {name: (known[name],) for name in ("ASM", "CONSTRAINTS")}
     return {name: value for name, value in known.items() if name not in ("SPANS", "BLOCKS")}
+
+
+def _by_turns(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: HopperTile) -> dict[str, Any]:
+    """The expression of each part of a span that is longer than what is multiplied at a time."""
+    name, each = str(dtype).removeprefix("torch."), shape.planes * tile.columns // shape.span
+    parts = [
+        expression(scheme.format, name, bare=shape.carried != 1.0, some=(first, first + each))
+        for first in range(0, shape.planes, each)
+    ]
+    return {
+        "ASM": tuple(part.asm for part in parts if part is not None),
+        "CONSTRAINTS": tuple(part.constraints for part in parts if part is not None),
+    }
 
 
 def run(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
@@ -314,7 +375,9 @@ def run(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset()) 
     launches = _launches(m, op.n, k, op.scheme, op.x.dtype, has_bias, tile, features, programs)
     # A block has no more columns than x.
     y, x = outputs(op), whole_rows(op.x, COLUMNS)
-    blocks = TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.m, COLUMNS], launches.layout)
+    blocks = TensorDescriptor(
+        x, list(x.shape), list(x.stride()), [min(tile.m, PART_ROWS), COLUMNS], launches.layout
+    )
     launches.kernel(
         blocks,
         *op.layout,

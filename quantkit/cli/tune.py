@@ -113,7 +113,7 @@ class _Tuning:
     def begin(cls, gpu: "Gpu") -> "_Tuning":
         """Read the tables there are, and write the user's: an error of that comes before measuring."""
         from quantkit.kernels.table import ROWS
-        from quantkit.kernels.tiles.store import save, shipped_table, user_table
+        from quantkit.kernels.tiles.store import save, shipped_tables, user_table
         from quantkit.kernels.tiles.table import TileTable
 
         versions = _versions()
@@ -126,9 +126,12 @@ class _Tuning:
             made_with = ", ".join(f"{name} {version}" for name, version in table.made_with.items())
             note(f"the {len(table.entries)} entries of your tile table are dropped: made with {made_with}.")
             table = None
-        shipped = shipped_table(gpu, ROWS)
         table = table or TileTable(gpu, versions, {})
-        known = {**(shipped.entries if shipped is not None else {}), **table.entries}
+        known = {
+            key: entry
+            for one in reversed((table, *shipped_tables(gpu, ROWS)))
+            for key, entry in one.entries.items()
+        }
         return cls(table, save(table, ROWS), known)
 
     def store(self, searches: "Sequence[Search]") -> None:

@@ -173,14 +173,13 @@ def forget_tile_tables() -> None:
 
 
 def _measured(problem: Problem, forced: str = "") -> Measured | None:
-    """What a tile table says of `problem`, if the row that it names can run it, or of a forced row."""
+    """What the first tile table says of `problem` whose row can run it, or of a forced row."""
     if problem.gpu is None:
         return None
     asked = Key.of(problem)
-    for table in (stored.table for stored in tile_tables(problem.gpu)):
-        if asked in table.entries:
-            return _soonest(table, asked, problem, forced)
-    return None
+    tables = (stored.table for stored in tile_tables(problem.gpu))
+    found = (_soonest(table, asked, problem, forced) for table in tables if asked in table.entries)
+    return next((one for one in found if one is not None), None)
 
 
 def _soonest(table: TileTable, asked: Key, problem: Problem, forced: str) -> Measured | None:

@@ -354,6 +354,6 @@ def test_milliseconds_per_token(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     assert found["cost"] <= found["budget"] == 125_000 and found["counts"] == "nanoseconds"
     done = run("plan", SOURCE, "--milliseconds-per-token", 1, "--gpu", "../other")
     assert (done.code, done.out) == (2, "")
-    assert "no table of measured times for a GPU '../other'; there are far_away_9000, nvidia_h200." in (
+    assert "a GPU '../other'; there are far_away_9000, nvidia_h100_80gb_hbm3, nvidia_h200." in (
         done.err.replace("\n", " ")
     )

@@ -134,7 +134,7 @@ def test_only_the_kernels_that_are_named_try_more_tiles(run: Callable[..., Any])
             "--formats",
             "int4",
             "--m",
-            "64",
+            "32",
             "--kernels",
             "fused-tiled",
             "--json",

@@ -21,13 +21,12 @@ from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 SKINNY_ROWS = 32
 #: The most scales of a weight, with their padding: they alone are addressed in 32 bits.
 MOST_SCALES = 1 << 30
-#: Weights of so many numbers or fewer have no use for the tiles of `fused-hopper`, as `quantkit tune` found.
+#: Weights of so many numbers or fewer have no use for the tiles of `fused-hopper` with few or many rows of x.
 SMALL_WEIGHT = 1 << 23
-#: And those of so many, or fewer, mostly have none from so many rows of x on.
-MIDDLE_WEIGHT, LONG_PROMPT = 1 << 25, 2048
 #: More columns than this are many for `fused-narrow`. Of the least rows of a weight, or fewer, it has too few
-#: row tiles, and for more than the most tiles are faster, on an H200; few rows are those of `has_few_rows`.
-MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
+#: row tiles, and for more than the most tiles are faster, on an H200; few rows are those of `has_few_rows`,
+#: or fewer where `fused-hopper` pays.
+MANY_COLUMNS, LEAST_ROWS, FEWER_ROWS, MOST_ROWS = 8192, 2048, 4608, 32768
 #: Bits of codes for which `fused-stream` is as fast as `fused-narrow` with 5 to 8 rows of x (115 in
 #: docs/kernels-log.md).
 STREAMED_BITS = (2, 5, 7)
@@ -171,11 +170,15 @@ def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str
 
 def narrow_pays(problem: Problem) -> str | None:
     """Why another kernel is at least as fast as `fused-narrow`."""
+    is_taken = hopper_supports(problem) is None and hopper_pays(problem) is None
     least, few, most = (
-        has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
+        has_few_rows(problem.n, processors(problem), rows)
+        for rows in (LEAST_ROWS, FEWER_ROWS if is_taken else FEW_ROWS, MOST_ROWS)
     )
+    # Where `fused-stream` has no room for x, nothing else suits so few rows.
+    is_left = 8 < problem.m <= 16 and stream_supports(problem) is not None
     reasons = (
-        (least, f"it has too few row tiles of {problem.n} rows"),
+        (least and not is_left, f"it has too few row tiles of {problem.n} rows"),
         (
             problem.m > 8 and not most,
             "each multiprocessor would read all of x for many rows, as tiles do not",
@@ -227,20 +230,23 @@ def _fills_rounds(problem: Problem) -> bool:
 
 def hopper_pays(problem: Problem) -> str | None:
     """Why another kernel is at least as fast as `fused-hopper`."""
-    shape = shape_of(problem)
-    if problem.m <= 32:
-        return "smaller tiles are faster up to M=32"
-    if problem.m <= 64 and _fills_rounds(problem):
-        return "up to M=64 tiles of `fused-tiled` are as fast where they leave no multiprocessor idle"
-    if problem.n * problem.k <= SMALL_WEIGHT:
-        return f"it has too few tiles of a weight of {problem.n} x {problem.k}"
-    if problem.m >= LONG_PROMPT and problem.n * problem.k <= MIDDLE_WEIGHT:
-        return (
-            f"dequantizing and the library's product are mostly faster from M={LONG_PROMPT} on at such a size"
-        )
-    if problem.m > 1024 and shape.group == 16:
-        return "dequantizing and the library's product are faster from M=1025 on for groups of 16"
-    return None
+    is_small = problem.n * problem.k <= SMALL_WEIGHT
+    reasons = (
+        (problem.m <= 16, "up to M=16 warps that share x, or smaller tiles, are faster"),
+        (
+            problem.m <= 32 and is_small,
+            f"up to M=32 it has too few tiles of a weight of {problem.n} x {problem.k}",
+        ),
+        (
+            32 < problem.m <= 64 and _fills_rounds(problem),
+            "up to M=64 tiles of `fused-tiled` are as fast where they leave no multiprocessor idle",
+        ),
+        (
+            problem.m > 1024 and is_small,
+            "dequantizing and the library's product are faster from M=1025 on at such a size",
+        ),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
 
 
 def tiled_pays(problem: Problem) -> str | None:

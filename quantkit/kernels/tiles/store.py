@@ -32,7 +32,7 @@ class StoredTable:
 
 
 def stored_tables(gpu: Gpu, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...]:
-    """The tables for `gpu`, the user's before the shipped one; none if `QUANTKIT_TILES=none`.
+    """The tables for `gpu`, the user's before those that ship; none if `QUANTKIT_TILES=none`.
 
     A table that is damaged is a `KernelError`. One for another GPU or version, or one that cannot be read,
     is left out with a warning.
@@ -42,12 +42,13 @@ def stored_tables(gpu: Gpu, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...
     rows = tuple(rows)
     path = user_path(gpu)
     users = None if path is None else _parsed(_read(path), str(path), gpu, rows)
-    shipped = shipped_table(gpu, rows)
     found = () if users is None else (StoredTable(users, str(path)),)
-    if shipped is None:
-        return found
-    elsewhere = "" if shipped.gpu.name == gpu.name else f", measured on {shipped.gpu.name}"
-    return (*found, StoredTable(shipped, f"shipped{elsewhere}"))
+    return (*found, *(StoredTable(one, _shipped_for(gpu, one)) for one in shipped_tables(gpu, rows)))
+
+
+def _shipped_for(gpu: Gpu, table: TileTable) -> str:
+    elsewhere = "" if table.gpu.name == gpu.name else f", measured on {table.gpu.name}"
+    return f"shipped{elsewhere}"
 
 
 def named_tables(name: str, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...]:
@@ -78,24 +79,27 @@ def named_tables(name: str, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...
     return tables
 
 
-def shipped_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:
-    """The table that ships with quantkit for a GPU, or else for one that is like it, as `TileTable.gpu` says:
-    of its compute capability, with as many multiprocessors. None where there is neither.
+def shipped_tables(gpu: Gpu, rows: Iterable[KernelRow]) -> tuple[TileTable, ...]:
+    """The tables that ship with quantkit for a GPU: its own, and then, by name, those for GPUs that are like
+    it, as `TileTable.gpu` says: of its compute capability, with as many multiprocessors.
 
     Such GPUs differ in how fast they read memory, which kernels wait for in the same tiles (114 in
     docs/kernels-log.md).
     """
-    rows, own = tuple(rows), _shipped() / file_name(gpu)
-    if own.is_file():
-        return _parsed(own.read_bytes(), "shipped", gpu, rows)
-    for file in sorted(_shipped().iterdir(), key=lambda one: one.name):
-        if file.name.endswith(".json") and file.is_file():
-            data = file.read_bytes()
-            found = _gpu_in(data, str(file))
-            if (found.capability, found.multiprocessors) == (gpu.capability, gpu.multiprocessors):
-                # Tiles that are too large for this GPU's memory are refused when they are chosen.
-                return _parsed(data, str(file), None, rows)
-    return None
+    rows, own = tuple(rows), file_name(gpu)
+    found = []
+    for file in sorted(_shipped().iterdir(), key=lambda one: (one.name != own, one.name)):
+        if not file.name.endswith(".json") or not file.is_file():
+            continue
+        data = file.read_bytes()
+        if file.name == own:
+            found.append(_parsed(data, "shipped", gpu, rows))
+            continue
+        like = _gpu_in(data, str(file))
+        if (like.capability, like.multiprocessors) == (gpu.capability, gpu.multiprocessors):
+            # Tiles that are too large for this GPU's memory are refused when they are chosen.
+            found.append(_parsed(data, str(file), None, rows))
+    return tuple(table for table in found if table is not None)
 
 
 def user_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:

@@ -22,9 +22,17 @@ from quantkit.kernels.fused.launch.tiled import TiledTile, tiled_tile
 from quantkit.kernels.fused.layout import build, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, TileError
 from quantkit.kernels.report import choice_of
-from quantkit.kernels.table import ROWS, choose, choose_by_rules, explain, log_choice, row_named
+from quantkit.kernels.table import (
+    ROWS,
+    choose,
+    choose_by_rules,
+    explain,
+    forget_tile_tables,
+    log_choice,
+    row_named,
+)
 from quantkit.kernels.tiles import store
-from quantkit.kernels.tiles.store import shipped_table
+from quantkit.kernels.tiles.store import file_name, shipped_tables
 from quantkit.kernels.tiles.table import Entry, Key, TileTable, from_json, to_json
 from quantkit.packing.tensor import PackedTensor
 
@@ -155,6 +163,30 @@ def test_a_gpu_like_this_one_says_what_is_fastest_and_not_how_fast(
     assert (choose(ask(m=64)).tile, choose(ask(m=64)).us) == (split, 30.0)
 
 
+def test_what_its_own_table_lacks_a_gpu_takes_from_one_like_it(
+    ask: Ask, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, own, theirs = replace(gpu, name="A like"), TiledTile(4, 64), TiledTile(4, 64, split=2)
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    monkeypatch.setattr(store, "package_files", lambda package: shipped)
+    for one, tile, rows in ((gpu, own, (64,)), (other, theirs, (64, 128))):
+        entries = {Key.of(ask(m=m)): Entry(20.0 + m, "fused-tiled", tile) for m in rows}
+        (shipped / file_name(one)).write_bytes(to_json(TileTable(one, {}, entries), ROWS))
+    forget_tile_tables()
+    assert (choose(ask(m=64)).tile, choose(ask(m=64)).us) == (own, 84.0)
+    assert (choose(ask(m=128)).tile, choose(ask(m=128)).us) == (theirs, None)
+    assert str(choice_of(ask(m=128)).tile).endswith("(measured on A like)")
+    # Of a row that it has no entry for, too.
+    (shipped / file_name(gpu)).write_bytes(
+        to_json(TileTable(gpu, {}, {Key.of(ask(m=64)): Entry(9.0, "dequantize")}), ROWS)
+    )
+    forget_tile_tables()
+    assert choose(ask(m=64)).row.name == "dequantize"
+    monkeypatch.setenv("QUANTKIT_KERNEL", "fused-tiled")
+    assert choose(ask(m=64)).tile == theirs
+
+
 def test_between_what_was_measured_tiles_are_fitted(
     ask: Ask, store_table: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,21 +196,21 @@ def test_between_what_was_measured_tiles_are_fitted(
     for m, tile, us in (
         (512, measured, 174.0),
         (500, measured, 174.0),
-        (384, HopperTile(128, ahead=2, share=True), None),
+        (384, HopperTile(128, 192, share=True), None),
     ):
         chosen = choose(ask(m=m, n=28672))
         assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-hopper", tile, us)
     source = "fitted to what was measured on this GPU at M=512"
-    assert str(choice_of(ask(m=384, n=28672)).tile).endswith(f"share=True ({source})")
+    assert str(choice_of(ask(m=384, n=28672)).tile).endswith(f"share=True columns=128 ({source})")
     monkeypatch.setattr(kernel_table, "_logged", set())
     monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
     with caplog.at_level(logging.WARNING):
         log_choice(ask(m=384, n=28672), choose(ask(m=384, n=28672)))
-    assert f"share=True, {source}; not fused-stream" in caplog.messages[0]
+    assert f"share=True columns=128, {source}; not fused-stream" in caplog.messages[0]
 
 
 def test_what_is_sooner_for_more_rows_is_so_for_fewer(ask: Ask, store_table: Store) -> None:
-    sixty_four, more = HopperTile(64, ahead=2, share=True), HopperTile(128, ahead=2, share=True)
+    few, more = HopperTile(32, 128, 2, True, 256), HopperTile(128, ahead=2, share=True)
     store_table(
         {
             ask(m=4): Entry(60.0, "fused-skinny", TILE),
@@ -189,7 +221,7 @@ def test_what_is_sooner_for_more_rows_is_so_for_fewer(ask: Ask, store_table: Sto
         }
     )
     chosen = choose(ask(m=32))
-    assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-hopper", sixty_four, None)
+    assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-hopper", few, None)
     assert chosen.source == "fitted to what was measured on this GPU at M=128"
     assert dict(explain(ask(m=32)))["fused-skinny"] == (
         "measured slower on this GPU at M=128: 999.0 us against 40.0 us"
@@ -201,10 +233,10 @@ def test_what_is_sooner_for_more_rows_is_so_for_fewer(ask: Ask, store_table: Sto
 
 
 def shipped_tiles(part: float) -> Iterator[tuple[HopperTile, HopperTile]]:
-    """Each tile of `fused-hopper` in the table of the H200, and what it is fitted to for such a part of M."""
-    table = shipped_table(H200, ROWS)
-    assert table is not None
-    for key, entry in table.entries.items():
+    """Each tile of `fused-hopper` in tables for an H200, and what it is fitted to for such a part of M."""
+    for key, entry in (
+        (key, entry) for table in shipped_tables(H200, ROWS) for key, entry in table.entries.items()
+    ):
         if entry.row == "fused-hopper":
             measured = Problem(key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, H200)
             problem = replace(measured, m=int(key.m * part))
@@ -217,10 +249,10 @@ def test_tiles_are_fitted_where_that_leaves_less_to_do() -> None:
     assert all(tile == fitted for tile, fitted in shipped_tiles(0.999)), "the rules know no better"
     pairs = list(shipped_tiles(0.75))
     changed = [(tile, fitted) for tile, fitted in pairs if tile != fitted]
-    assert len(pairs) / 5 < len(changed) < len(pairs) / 2
-    # How early codes are loaded is a matter of the format, of which the rules know nothing.
+    assert len(pairs) / 6 < len(changed) < len(pairs) / 2
+    # How early codes are loaded is a matter of the format, of which the rules know little.
     assert all(
-        tile.ahead == fitted.ahead
+        (tile.ahead, tile.columns) == (fitted.ahead, fitted.columns)
         for tile, fitted in changed
         if tile.m == fitted.m and tile.rows == fitted.rows
     )
@@ -237,20 +269,20 @@ def test_tiles_are_fitted_to_the_weight_and_the_gpu(ask: Ask) -> None:
     assert hopper.TILING.fitted(replace(measured, n=133 * 128), whole, measured) == whole
 
 
-def test_tiles_of_few_rows_of_x_are_from_tables_only(ask: Ask) -> None:
+def test_tiles_of_few_rows_of_x_are_for_few(ask: Ask) -> None:
     why_not, loses = hopper.TILING.why_not, hopper.TILING.loses
-    assert why_not(ask("int3", 32), HopperTile(32)) == (
-        "with 32 rows of x two programs have no registers for 256 columns"
-    )
-    assert why_not(ask("int3", 32), HopperTile(16)) is None
-    assert why_not(ask(m=16), HopperTile(32, 192)) == (
-        "192 rows of the weight are for 64 or 128 rows of x, not for 32"
+    assert why_not(ask("int3", 32), HopperTile(32)) is None
+    assert why_not(ask(k=4224), HopperTile(64, columns=256)) == "4224 columns are no multiple of 256"
+    assert why_not(ask("int3", k=4224), HopperTile(64, columns=256)) is None, "they have a span to the end"
+    assert why_not(ask(m=16), HopperTile(256, 192)) == (
+        "192 rows of the weight are for up to 128 rows of x, not for 256"
     )
     assert loses(ask(m=16), HopperTile(64)) == "it multiplies 64 rows of x"
+    assert "columns at a time lack registers" in str(loses(ask(m=256), HopperTile(256, columns=256)))
     assert loses(ask(m=65), HopperTile(32)) == "it decodes each weight for 32 rows of x"
     assert {m for m in (1, 16, 32, 33, 64) if loses(ask(m=m), HopperTile(32)) is None} == {1, 16, 32, 33, 64}
     chosen = [hopper.TILING.rule(ask(m=m, n=n)) for m in (1, 16, 64, 300, 4096) for n in (128, 4096, 28672)]
-    assert {tile.m for tile in chosen} == {64, 128, 256}
+    assert {tile.m for tile in chosen} == {32, 64, 128, 256}
     assert {tile.m for tile, _ in shipped_tiles(0.75)} == {16, 32, 64, 128, 256}
     # Where it was measured, it is for what it was measured for.
     few = HopperTile(16)

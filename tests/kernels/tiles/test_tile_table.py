@@ -244,11 +244,11 @@ def test_no_change_of_one_value_gets_through_as_another_error(table: TileTable, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (damage(lambda data: data.update(version=1)), "it has version 1, these kernels have 10"),
+        (damage(lambda data: data.update(version=1)), "it has version 1, these kernels have 11"),
         # As they were before there was another row.
         (
             damage(lambda data: (data.update(version=3), data["tiles"].pop("fused-hopper"))),
-            "it has version 3, these kernels have 10",
+            "it has version 3, these kernels have 11",
         ),
         (
             damage(lambda data: data["gpu"].update(name="Other")),
@@ -342,6 +342,27 @@ def test_a_gpu_without_a_table_has_that_of_one_like_it(
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(KernelError, match=rf"the tile table {file} is damaged: .*Delete it"):
         stored_tables(like, ROWS)
+
+
+def test_what_its_own_table_lacks_a_gpu_has_of_one_like_it(
+    table: TileTable, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    # By name it comes before, and all the same after.
+    like = replace(gpu, name="A like")
+    few = dict(list(table.entries.items())[:2])
+    (shipped / file_name(gpu)).write_bytes(to_json(replace(table, entries=few), ROWS))
+    (shipped / file_name(like)).write_bytes(to_json(replace(table, gpu=like), ROWS))
+    monkeypatch.setattr(store, "package_files", lambda package: shipped)
+    assert [(one.source, len(one.table.entries)) for one in stored_tables(gpu, ROWS)] == [
+        ("shipped", 2),
+        ("shipped, measured on A like", 19),
+    ]
+    assert [one.source for one in stored_tables(like, ROWS)] == [
+        "shipped",
+        f"shipped, measured on {gpu.name}",
+    ]
 
 
 def test_tables_by_name(table: TileTable, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

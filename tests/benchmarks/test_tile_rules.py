@@ -23,7 +23,12 @@ def test_the_docs_have_its_figures(
     count, least, most, median = re.findall(r"[\d.]+\d", times)
     assert f"of the {count} times that its table has for that kernel are {least} to {most} times" in docs
     assert f"by a median of {median})" in docs
-    counts = [re.findall(r"(\d+) of (\d+) weights", line)[0] for line in fitted]
-    assert f"{' of '.join(counts[0])} weights" in docs and f"{' of '.join(counts[1])} 10 to" in docs
-    assert f"and {counts[2][0]} of them" in docs
+    counts, gains = [], []
+    for line in fitted:
+        counts.append(re.findall(r"(\d+) of (\d+) weights", line)[0])
+        parts = [round(100 - 100 * float(part)) for part in re.findall(r"0\.\d+", line)]
+        gains.append(f"{parts[1]} to {parts[0]} %")
+    assert f"{' of '.join(counts[0])} weights should gain {gains[0]}" in docs
+    assert f"{' of '.join(counts[1])} {gains[1]} from" in docs
+    assert f"and {counts[2][0]} of them {gains[2]} from" in docs
     assert f"these are {taken.split()[0]} problems" in docs

@@ -1,4 +1,4 @@
-"""Where tile tables are: one that ships with quantkit, and one in the user's cache, which wins."""
+"""Where tile tables are: those that ship with quantkit, and one in the user's cache, which wins."""
 
 import logging
 import os

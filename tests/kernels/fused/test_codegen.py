@@ -393,7 +393,7 @@ def test_hopper_leaves_products_in_flight(compiled: Compiled, name: str, m: int)
 )
 def test_hopper_has_registers_for_many_scales_and_zero_points(compiled: Compiled, name: str, m: int) -> None:
     (found,) = compiled([("hopper", name, 90, m)]).values()
-    assert found["spills"] <= HOPPER_SPILLS and found["spills_in_loops"] <= 8, found
+    assert found["spills_in_loops"] <= 8, found
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ from types import ModuleType
 
 import pytest
 
-MODEL = Path(__file__).parents[2] / "examples" / "stories260K"
-
 
 def test_a_start_is_timed(
     benchmark: ModuleType,
+    stories: Path,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -19,7 +18,7 @@ def test_a_start_is_timed(
     monkeypatch.setattr(benchmark, "STARTS", ("cold",))
     out = tmp_path / "start.json"
     options = ["--device=cpu", "--prompt=8", "--new-tokens=2", f"--json={out}"]
-    monkeypatch.setattr(sys, "argv", ["start.py", str(MODEL), *options])
+    monkeypatch.setattr(sys, "argv", ["start.py", str(stories), *options])
     benchmark.main()
     found = json.loads(out.read_text())
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["cold"]

@@ -7,18 +7,17 @@ from types import ModuleType
 
 import pytest
 
-MODEL = Path(__file__).parents[2] / "examples" / "stories260K"
-
 
 def test_transformers_alone_is_timed(
     benchmark: ModuleType,
+    stories: Path,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "decode.json"
     options = ["--device=cpu", "--prompt=8", "--new-tokens=3", "--repeats=2", f"--json={out}"]
-    monkeypatch.setattr(sys, "argv", ["", str(MODEL), *options, "--ways=eager"])
+    monkeypatch.setattr(sys, "argv", ["", str(stories), *options, "--ways=eager"])
     benchmark.main()
     (times,) = json.loads(out.read_text()).values()
     assert len(times) == 2 and min(times) > 0

@@ -170,7 +170,7 @@ def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str
 
 def narrow_pays(problem: Problem) -> str | None:
     """Why another kernel is at least as fast as `fused-narrow`."""
-    is_taken = hopper_supports(problem) is None and hopper_pays(problem) is None
+    is_taken = problem.m > 16 and hopper_supports(problem) is None and hopper_pays(problem) is None
     least, few, most = (
         has_few_rows(problem.n, processors(problem), rows)
         for rows in (LEAST_ROWS, FEWER_ROWS if is_taken else FEW_ROWS, MOST_ROWS)

@@ -178,8 +178,8 @@ def registers(shape: Geometry, tile: HopperTile, zeros: bool) -> int:
     return tile.m // 2 + used + tile.ahead * loaded
 
 
-def fits(shape: Geometry, tile: HopperTile, zeros: bool) -> bool:
-    """Whether these are as many as there are."""
+def has_registers(shape: Geometry, tile: HopperTile, zeros: bool) -> bool:
+    """Whether there are as many."""
     return registers(shape, tile, zeros) + SPARE <= residence(tile).multiplying
 
 
@@ -189,26 +189,27 @@ def hopper_tile(
     """The tile for m rows of x that should be fastest, by `tile_time`, of a weight with or without zeros."""
     able = (False, True) if 2 * m * shape.k <= CACHED else (False,)
     sizes = [_paced(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)]
-    fitting = [tile for tile in sizes if fits(shape, tile, zeros)]
+    able_sizes = [tile for tile in sizes if has_registers(shape, tile, zeros)]
     return min(
-        (replace(tile, share=share) for tile in fitting or sizes for share in able),
+        (replace(tile, share=share) for tile in able_sizes or sizes for share in able),
         key=lambda tile: tile_time(shape, m, tile, multiprocessors),
     )
 
 
 def _paced(shape: Geometry, m: int, rows: int, zeros: bool) -> HopperTile:
     """The tile of a size that loads and multiplies as was measured to be fastest, if it has the registers."""
-    if m * rows <= 128 * 128:
-        early = shape.bits == 8 or m <= FEW_OF_X
-        paces = [(2 if early else 1, TWO_BLOCKS), (1, TWO_BLOCKS), (2, COLUMNS)]
-        if shape.spans * shape.span % TWO_BLOCKS:
-            del paces[:2]
-    else:
+    early, late, least = (
+        HopperTile(m, rows, 2, columns=TWO_BLOCKS),
+        HopperTile(m, rows, 1, columns=TWO_BLOCKS),
+        HopperTile(m, rows, 1),
+    )
+    tiles = [replace(least, ahead=2)]
+    if m * rows > 128 * 128:
         # Of a span that is multiplied in turns, codes are in registers anyway.
-        paces = [(2, COLUMNS)] if rows == 128 and shape.span > COLUMNS else []
-    last = HopperTile(m, rows, 1)
-    tiles = (HopperTile(m, rows, ahead, columns=columns) for ahead, columns in paces)
-    return next((tile for tile in tiles if fits(shape, tile, zeros)), last)
+        tiles = tiles if rows == 128 and shape.span > COLUMNS else []
+    elif shape.spans * shape.span % TWO_BLOCKS == 0:
+        tiles = [*([early] if shape.bits == 8 or m <= FEW_OF_X else []), late, *tiles]
+    return next((tile for tile in tiles if has_registers(shape, tile, zeros)), least)
 
 
 def _why_not(problem: Problem, tile: HopperTile) -> str | None:
@@ -234,8 +235,7 @@ def _loses(problem: Problem, tile: HopperTile) -> str | None:
         ),
         (
             residence(tile).programs > 1
-            and registers(shape_of(problem), tile, problem.scheme.zero_point != "none")
-            > residence(tile).multiplying,
+            and registers(shape_of(problem), tile, _has_zeros(problem)) > residence(tile).multiplying,
             "two programs on a multiprocessor lack registers for its codes",
         ),
     )
@@ -243,8 +243,11 @@ def _loses(problem: Problem, tile: HopperTile) -> str | None:
 
 
 def _rule(problem: Problem) -> HopperTile:
-    zeros = problem.scheme.zero_point != "none"
-    return hopper_tile(shape_of(problem), problem.m, processors(problem), zeros=zeros)
+    return hopper_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
+
+
+def _has_zeros(problem: Problem) -> bool:
+    return problem.scheme.zero_point != "none"
 
 
 def _fitted(problem: Problem, tile: HopperTile, measured: Problem) -> HopperTile:

@@ -31,12 +31,12 @@ GLUON = {
     for name in (
         "units",
         "shares",
-        "hopper",
-        "narrow",
         "held",
-        "outputs",
         "row_values",
         "tile_values",
+        "outputs",
+        "hopper",
+        "narrow",
         "stream",
     )
 }

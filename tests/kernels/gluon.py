@@ -36,6 +36,7 @@ UNWRITTEN = {
     "fp16": np.float16(np.nan),
     "bf16": np.uint16(0x7FFF),
     "fp32": np.float32(np.nan),
+    "int16": np.int16(0x7FFF),
     "int32": np.int32(0x7FFF7FFF),
 }
 
@@ -150,6 +151,10 @@ class Shared:
         """What Triton calls its dtype."""
         return next(kind for kind, nothing in UNWRITTEN.items() if nothing.dtype == self.data.dtype)
 
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
     def index(self, at: Any) -> "Shared":
         return Shared(self.data[number(at)])
 
@@ -165,7 +170,8 @@ class Shared:
         return Shared(self.data.reshape(-1)[: np.prod(shape, dtype=int)].reshape(shape))
 
     def load(self, layout: Any) -> Any:
-        names = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32, "int32": tl.int32}
+        names = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
+        names |= {"int16": tl.int16, "int32": tl.int32}
         return tensor(self.data.copy(), names[self.kind])
 
     def store(self, value: Any) -> None:
@@ -265,6 +271,8 @@ class Gluon:
         #: Copies that threads have asked for: of groups, and those that are in none yet.
         self._groups: list[list[Callable[[], None]]] = []
         self._asked: list[Callable[[], None]] = []
+        #: Whether threads have written what `wgmma` does not see yet.
+        self._unseen = False
 
     def modules(self) -> dict[str, Any]:
         """What takes the place of Triton's own modules."""
@@ -287,6 +295,7 @@ class Gluon:
             tma=SimpleNamespace(async_copy_global_to_shared=self._copy),
             warpgroup_mma=self._multiply,
             warpgroup_mma_wait=self._wait_for_products,
+            fence_async_shared=self._fence,
         )
         copies = SimpleNamespace(
             async_copy_global_to_shared=self._copy_by_threads,
@@ -356,6 +365,7 @@ class Gluon:
 
         def arrives() -> None:
             to.data[...] = tl.load(at, mask=mask, other=0).handle.data.view(to.data.dtype)
+            self._unseen = True
 
         self._asked.append(arrives)
 
@@ -371,9 +381,17 @@ class Gluon:
     def _multiply_at_once(self, weights: Any, x: Any, total: Any) -> Any:
         return tl.dot(weights, x, total)
 
-    def _multiply(self, weights: Any, x: Shared, total: Any, is_async: bool) -> Products:
+    def _fence(self) -> None:
+        self._unseen = False
+
+    def _multiply(
+        self, weights: Any, x: Shared, total: Any, use_acc: bool = True, is_async: bool = False
+    ) -> Products:
         assert is_async
-        return Products(total, weights, x, x.data.copy())
+        if not use_acc:
+            total = tl.zeros_like(total)
+        seen = Shared(np.full_like(x.data, UNWRITTEN[x.kind])) if self._unseen else x
+        return Products(total, weights, seen, seen.data.copy())
 
     def _wait_for_products(self, flying: int, values: list[Any]) -> list[Any]:
         assert flying == 0

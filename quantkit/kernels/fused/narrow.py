@@ -14,10 +14,22 @@ Written in Gluon, as Triton itself has no way to say that warps share operand B 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from quantkit.kernels.fused.blocks import finish, of_matrix, row_of_y, segment
 from quantkit.kernels.fused.glue import gated
-from quantkit.kernels.fused.tile_values import places_of, scales_of, values_of, words_of
+from quantkit.kernels.fused.tile_values import (
+    held_words,
+    hold_words,
+    places_of,
+    scales_of,
+    values_of,
+    words_of,
+)
 from quantkit.kernels.fused.units import (
     codes_of,
     decoded,
@@ -30,8 +42,10 @@ from quantkit.kernels.fused.units import (
     wait_for_kernel_before,
 )
 
-#: Rows of 256 bytes of x in shared memory, in places from which `ldmatrix` takes 16 of eight rows at once.
+#: Rows of x in shared memory: 256 bytes in places from which `ldmatrix` takes 16 of eight rows at once, or
+#: 128 bytes where `wgmma` finds them.
 _ROWS_OF_X = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit(do_not_specialize=["M", "ROW_TILES"])
@@ -43,14 +57,18 @@ def narrow(
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr,
     FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, ENDS: gl.constexpr, GATE: gl.constexpr,
     W: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, CHUNK: gl.constexpr,
-    ROOM: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr, SLOTS: gl.constexpr,
-    MATRICES: gl.constexpr, CHAINED: gl.constexpr, PDL: gl.constexpr,
+    ROOM: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr, EVEN: gl.constexpr, HELD: gl.constexpr,
+    WGMMA: gl.constexpr, SLOTS: gl.constexpr, MATRICES: gl.constexpr, CHAINED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """A program has ROW_TILES row tiles, up to one for each of its W warps, and UNITS units of columns.
 
     x comes in chunks of CHUNK units, zeros beyond K, of which shared memory has ROOM. Codes are loaded AHEAD
-    units before they are decoded.
-    With LOOP chunks after the first are one loop, which waits for all of x; without, there is code for each.
+    units before they are decoded. With LOOP chunks after the first are one loop, which waits for all of x;
+    without, there is code for each. Scales of HELD blocks come to shared memory with the first chunk; if HELD
+    is 0, each warp loads them a chunk ahead. Parts are EVEN if they have as many units each, and whole blocks
+    of scales: offsets in them are constants then. With WGMMA warps decode while what they decoded before is
+    multiplied.
     Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16], for each segment. With GATE
     row tiles are pairs of what gates and what is gated. With ENDS, its eps, the norm that x was begun to
     become is ended.
@@ -61,7 +79,8 @@ def narrow(
     CHUNKS: gl.constexpr = UNITS // CHUNK
     LAST_UNIT: gl.constexpr = SPANS // C - 1
     CODES: gl.constexpr = codes_of(W, C)
-    VALUES: gl.constexpr = places_of(W, 1)
+    STORED: gl.constexpr = scale.dtype.element_ty
+    ZERO: gl.constexpr = zero.dtype.element_ty
     if PDL and segments is None:
         let_next_start()
     program = gl.program_id(0)
@@ -96,26 +115,29 @@ def narrow(
     words_at += (tile * SPANS + begin * C + span) * (TILES * 128)
     # Warps without rows load nothing.
     there = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
-    tile = gl.minimum(first + gl.minimum(gl.arange(0, W, gl.SliceLayout(1, VALUES)), ROW_TILES - 1), last)
-    tile = row_tile_of(tile, N, GATE != "")
-    block_at = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, VALUES)), 0)
+    # No part loads what another has.
+    end = UNITS - 1 if EVEN else gl.minimum(UNITS - 1, LAST_UNIT - begin)
+    tile = gl.minimum(gl.arange(0, W, gl.SliceLayout(1, places_of(W, 1))), ROW_TILES - 1)
+    tile = row_tile_of(gl.minimum(first + tile, last), N, GATE != "")
+    block_at = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, places_of(W, 1))), 0)
     block_at += gl.expand_dims(tile, 1) * (BLOCKS * 8)
-    # Where all parts have as many units, and whole blocks of scales, offsets in them are constants.
-    EVEN: gl.constexpr = (
-        PARTS * UNITS == LAST_UNIT + 1 and UNITS * UNIT % PER_BLOCK == 0 and BLOCKS * PER_BLOCK >= K
-        and K == SPANS * 16 * PLANES
-    )  # fmt: skip
+    block = gl.minimum(begin * UNIT // PER_BLOCK, BLOCKS - 1)
+    scales, zeros = scale, zero
+    if HELD and GROUPS > 1:
+        scales = hold_words(scale, first, last, ROW_TILES, N, GATE != "", block, BLOCKS, HELD, V, W)
+    if HELD and HAS_ZERO:
+        zeros = hold_words(zero, first, last, ROW_TILES, N, GATE != "", block, BLOCKS, HELD, V, W)
     if EVEN:
-        block_at += begin * UNIT // PER_BLOCK * 8
-        end = UNITS - 1
-    else:
-        # No part loads what another has.
-        end = gl.minimum(UNITS - 1, LAST_UNIT - begin)
-    given = (words_at, there, block_at, scale, zero, begin, end)
+        block_at += block * 8
+    given = (words_at, there, block_at, scales, zeros, begin, block, end)
     units = ()
     for ahead in gl.static_range(AHEAD):
         units = units + (_codes(given, gl.minimum(ahead, end), TILES, C),)
-    values = _values(given, 0, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, EVEN, W)
+    values = ()
+    if not HELD:
+        values = _values(
+            given, 0, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, STORED, ZERO, HAS_ZERO, EVEN, HELD, W
+        )
     given = given + (filled(lut, FILL),)
     if PDL and (segments is None or CHAINED):
         # Only x, and sums of its squares, are written by kernels before this one.
@@ -125,41 +147,45 @@ def narrow(
         let_next_start()
     if ENDS is not None:
         of_norm = load_squares(squares, M, K, BM, W)
-    chunks = gl.allocate_shared_memory(DTYPE, [ROOM, CHUNK * PIECES * BM, 128], _ROWS_OF_X)
-    _copy(x, chunks, begin * UNIT, M, order, SLOTS, K, CHUNK * PIECES, BM, CHUNKS, W)
+    WIDE: gl.constexpr = 64 if WGMMA else 128
+    OF_X: gl.constexpr = _ROWS_FOR_WGMMA if WGMMA else _ROWS_OF_X
+    EACH: gl.constexpr = CHUNK * UNIT // WIDE
+    chunks = gl.allocate_shared_memory(DTYPE, [ROOM, EACH * BM, WIDE], OF_X)
+    _copy(x, chunks, begin * UNIT, M, order, SLOTS, K, EACH, BM, CHUNKS, W, WIDE)
     if ENDS is not None:
         held_roots = hold_roots(of_norm, K, ENDS)
-    held = chunks._reinterpret(DTYPE, [UNITS * PIECES, BM, 128], _ROWS_OF_X)
-    total = gl.zeros([16 * W, BM], gl.float32, _sums_of(W))
+    held = chunks._reinterpret(DTYPE, [UNITS * UNIT // WIDE, BM, WIDE], OF_X)
+    SUMS: gl.constexpr = _sums_of(W, BM, WGMMA)
+    total = gl.zeros([16 * W, BM], gl.float32, SUMS)
     if LOOP:
-        async_copy.wait_group(CHUNKS - 1)
+        _wait_for_x(CHUNKS - 1, WGMMA)
         total, units, values = _multiply(
-            total, units, values, held, given, 0, TILES, GROUPS, PER_BLOCK, BLOCKS, V, ON_WEIGHTS,
-            SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, BM, CHUNK, AHEAD,
-            UNITS, EVEN, False,
+            total, units, values, held, given, 0, TILES, GROUPS, PER_BLOCK, BLOCKS, V, ON_WEIGHTS, STORED,
+            SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, BM, CHUNK, AHEAD, UNITS,
+            EVEN, HELD, False, WGMMA,
         )  # fmt: skip
-        async_copy.wait_group(0)
+        _wait_for_x(0, WGMMA)
         for chunk in range(1, CHUNKS):
             total, units, values = _multiply(
                 total, units, values, held, given, chunk * CHUNK, TILES, GROUPS, PER_BLOCK, BLOCKS, V,
-                ON_WEIGHTS, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
-                BM, CHUNK, AHEAD, UNITS, EVEN, False,
+                ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
+                BM, CHUNK, AHEAD, UNITS, EVEN, HELD, False, WGMMA,
             )  # fmt: skip
     else:
         for chunk in gl.static_range(CHUNKS):
-            async_copy.wait_group(CHUNKS - 1 - chunk)
+            _wait_for_x(CHUNKS - 1 - chunk, WGMMA)
             total, units, values = _multiply(
                 total, units, values, held, given, chunk * CHUNK, TILES, GROUPS, PER_BLOCK, BLOCKS, V,
-                ON_WEIGHTS, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
-                BM, CHUNK, AHEAD, UNITS, EVEN, chunk == CHUNKS - 1,
+                ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
+                BM, CHUNK, AHEAD, UNITS, EVEN, HELD, chunk == CHUNKS - 1, WGMMA,
             )  # fmt: skip
     if ENDS is not None:
-        total *= gl.expand_dims(held_roots.load(gl.SliceLayout(0, _sums_of(W))), 0)
-    local = gl.arange(0, 16 * W, gl.SliceLayout(1, _sums_of(W)))
+        total *= gl.expand_dims(held_roots.load(gl.SliceLayout(0, SUMS)), 0)
+    local = gl.arange(0, 16 * W, gl.SliceLayout(1, SUMS))
     number = first + local // 16
     rows = gl.expand_dims(row_tile_of(number, N, GATE != "") * 16 + local % 16, 1)
     mine = gl.expand_dims((local < 16 * ROW_TILES) & (number <= last), 1) & (rows < N)
-    m = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, _sums_of(W))), 0)
+    m = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, SUMS)), 0)
     if MATRICES > 1:
         factor += gl.minimum(rows, N - 1) // (N // MATRICES)
     if PARTS == 1 or segments is not None:
@@ -206,30 +232,41 @@ def _pairs_of(W: int, BM: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.constexpr_function
-def _sums_of(W: int) -> gl.NVMMADistributedLayout:
+def _sums_of(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
     """Sums [16 W, BM]: a warp has 16 rows."""
+    if WGMMA:
+        return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])
     return gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
 
 
 @gluon.jit
 def _copy(
     x, chunks, column, M, order, SLOTS: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
-    BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr,
+    BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Have x copied from `column` on, in chunks of BLOCKS times 128 columns: rows [block, m] of 128, zeros
+    """Have x copied from `column` on, in chunks of BLOCKS times WIDE columns: rows [block, m] of WIDE, zeros
     from M on.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [W, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [W, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
-    column += row // BM * 128 + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, LAYOUT)), 0)
+    column += row // BM * WIDE + gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT)), 0)
     m = gl.minimum(row % BM, M - 1)
     if order is not None:
         m = gl.load(order + m) // SLOTS
     at = x + m.to(gl.int64) * K + column
     for chunk in gl.static_range(CHUNKS):
-        inside = (column + chunk * (BLOCKS * 128) < K) & (row % BM < M)
-        async_copy.async_copy_global_to_shared(chunks.index(chunk), at + chunk * (BLOCKS * 128), mask=inside)
+        inside = (column + chunk * (BLOCKS * WIDE) < K) & (row % BM < M)
+        async_copy.async_copy_global_to_shared(chunks.index(chunk), at + chunk * (BLOCKS * WIDE), mask=inside)
         async_copy.commit_group()
+
+
+@gluon.jit
+def _wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
+    """Until all chunks but the LATER ones are there, and what came with the first."""
+    async_copy.wait_group(LATER)
+    if WGMMA:
+        # What reads x from now on is another unit than what wrote it.
+        fence_async_shared()
 
 
 @gluon.jit
@@ -245,10 +282,11 @@ def _codes(given, unit, TILES: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _values(
     given, unit, COUNT: gl.constexpr, PIECES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
-    BLOCKS: gl.constexpr, V: gl.constexpr, HAS_ZERO: gl.constexpr, EVEN: gl.constexpr, W: gl.constexpr,
+    BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr, HAS_ZERO: gl.constexpr,
+    EVEN: gl.constexpr, HELD: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Words of scales and zero-points for the pieces of COUNT units; 0 for what there is none of."""
-    block_at, scale, zero, begin = given[2], given[3], given[4], given[5]
+    block_at, scales, zeros, begin, first_block = given[2], given[3], given[4], given[5], given[6]
     s = ()
     z = ()
     for piece in gl.static_range(COUNT * PIECES):
@@ -257,36 +295,65 @@ def _values(
         else:
             # Beyond the last column x is zero, by whatever weights.
             block = gl.minimum(((begin + unit) * PIECES + piece) * 128 // PER_BLOCK, BLOCKS - 1)
-        s = s + (words_of(scale, block_at + block * 8, V, W) if GROUPS > 1 else 0,)
-        z = z + (words_of(zero, block_at + block * 8, V, W) if HAS_ZERO else 0,)
+            if HELD:
+                block -= first_block
+        s = s + (_words(scales, block, block_at, STORED, HELD, V, W) if GROUPS > 1 else 0,)
+        z = z + (_words(zeros, block, block_at, ZERO, HELD, V, W) if HAS_ZERO else 0,)
     return s, z
+
+
+@gluon.jit
+def _words(
+    values, block, block_at, STORED: gl.constexpr, HELD: gl.constexpr, V: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """Words of a block, from shared memory if they are HELD there."""
+    if HELD:
+        words = held_words(values, block, STORED, V, W)
+    else:
+        words = words_of(values, block_at + block * 8, V, W)
+    return words
 
 
 @gluon.jit
 def _multiply(
     total, units, values, held, given, number, TILES: gl.constexpr, GROUPS: gl.constexpr,
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
-    SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
-    TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr,
-    BM: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr,
-    UNITS: gl.constexpr, EVEN: gl.constexpr, IS_LAST: gl.constexpr,
+    STORED: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, HAS_ZERO: gl.constexpr,
+    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
+    PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, CHUNK: gl.constexpr,
+    AHEAD: gl.constexpr, UNITS: gl.constexpr, EVEN: gl.constexpr, HELD: gl.constexpr,
+    IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
     """Add the products of the units of a chunk, from `number` on; `units` and `values` become those after."""
     PIECES: gl.constexpr = unit_columns(PLANES) // 128
     C: gl.constexpr = unit_columns(PLANES) // (16 * PLANES)
-    SUMS: gl.constexpr = _sums_of(W)
+    SUMS: gl.constexpr = _sums_of(W, BM, WGMMA)
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     # Weights [16 W rows, V groups, their columns] where operand A has them.
     like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
     ON_SUMS: gl.constexpr = GROUPS > 1 and not ON_WEIGHTS and V == 1
-    scale, zero, end, lut = given[3], given[4], given[6], given[7]
-    s, z = values
-    if not IS_LAST:
+    s, z = values if not HELD else ((), ())
+    if not HELD and not IS_LAST:
         following = gl.minimum(number + CHUNK, UNITS - CHUNK)
-        values = _values(given, following, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO, EVEN, W)
+        values = _values(
+            given,
+            following,
+            CHUNK,
+            PIECES,
+            GROUPS,
+            PER_BLOCK,
+            BLOCKS,
+            V,
+            STORED,
+            ZERO,
+            HAS_ZERO,
+            EVEN,
+            HELD,
+            W,
+        )
         _keep_order()
+    end, lut = given[7], given[8]
     for unit in gl.static_range(CHUNK):
         pieces = decoded(units[0], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, C, PIECES, TILES)
         following = units[0]
@@ -295,36 +362,93 @@ def _multiply(
             following = _codes(given, after, TILES, C)
             _keep_order()
         units = (units[1], following) if AHEAD == 2 else (units[1], units[2], units[3], following)
+        if HELD:
+            own_s, own_z = _values(
+                given,
+                number + unit,
+                1,
+                PIECES,
+                GROUPS,
+                PER_BLOCK,
+                BLOCKS,
+                V,
+                STORED,
+                ZERO,
+                HAS_ZERO,
+                EVEN,
+                HELD,
+                W,
+            )
+            s, z = s + own_s, z + own_z
         for piece in gl.static_range(PIECES):
             q = gl.reshape(gl.convert_layout(pieces[piece], A, assert_trivial=True), (16 * W, V, 128 // V))
             if HAS_ZERO:
-                of_rows = values_of(z[unit * PIECES + piece], zero.dtype.element_ty, V, W).to(DTYPE)
+                of_rows = values_of(z[unit * PIECES + piece], ZERO, V, W).to(DTYPE)
                 of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
                 q -= gl.expand_dims(of_rows, 2)
+            times = 0
             if GROUPS > 1:
-                of_rows = scales_of(
-                    s[unit * PIECES + piece],
-                    scale.dtype.element_ty,
-                    SCALE,
-                    gl.float32 if ON_SUMS else DTYPE,
-                    V,
-                    W,
-                )
-                if not ON_SUMS:
+                word = s[unit * PIECES + piece]
+                of_rows = scales_of(word, STORED, SCALE, gl.float32 if ON_SUMS else DTYPE, V, W)
+                if ON_SUMS:
+                    times = gl.convert_layout(
+                        gl.reshape(of_rows, (16 * W,)), gl.SliceLayout(1, SUMS), assert_trivial=True
+                    )
+                else:
                     of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
                     q *= gl.expand_dims(of_rows, 2)
-            q = gl.convert_layout(gl.reshape(q, (16 * W, 128)), A, assert_trivial=True)
-            columns = held.index((number + unit) * PIECES + piece).permute((1, 0)).load(B)
-            if ON_SUMS:
-                of_rows = gl.convert_layout(
-                    gl.reshape(of_rows, (16 * W,)), gl.SliceLayout(1, SUMS), assert_trivial=True
-                )
-                total += mma_v2(q, columns, gl.zeros([16 * W, BM], gl.float32, SUMS)) * gl.expand_dims(
-                    of_rows, 1
-                )
+            q = gl.reshape(q, (16 * W, 128))
+            at = (number + unit) * PIECES + piece
+            if WGMMA:
+                # While these weights were decoded, those before them were multiplied.
+                if unit + piece > 0:
+                    total = _ended(total, begun, ON_SUMS)  # noqa: F821
+                begun = _begun(total, q, times, held, at, A, ON_SUMS)
             else:
-                total = mma_v2(q, columns, total)
+                total = _added(total, q, times, held.index(at), A, ON_SUMS)
+    if WGMMA:
+        total = _ended(total, begun, ON_SUMS)
     return total, units, values
+
+
+@gluon.jit
+def _added(total, q, times, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
+    """Sums with the product of weights and 128 columns of x [BM, 128], ON_SUMS times the scales of rows."""
+    q = gl.convert_layout(q, A, assert_trivial=True)
+    columns = x.permute((1, 0)).load(gl.DotOperandLayout(1, A.parent, 2))
+    if ON_SUMS:
+        total += mma_v2(q, columns, gl.zeros_like(total)) * gl.expand_dims(times, 1)
+    else:
+        total = mma_v2(q, columns, total)
+    return total
+
+
+@gluon.jit
+def _begun(total, q, times, held, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
+    """A product that is under way, with what has to stay where it is meanwhile: of 128 columns in two halves,
+    as the weights of all would take twice the registers.
+    """
+    first, second = gl.split(gl.permute(gl.reshape(q, (q.shape[0], 2, 64)), (0, 2, 1)))
+    first = gl.convert_layout(first, A, assert_trivial=True)
+    x = held.index(2 * at).permute((1, 0))
+    if ON_SUMS:
+        product = warpgroup_mma(first, x, gl.zeros_like(total), use_acc=False, is_async=True)
+    else:
+        product = warpgroup_mma(first, x, total, is_async=True)
+    product, _ = warpgroup_mma_wait(0, [product, first])
+    second = gl.convert_layout(second, A, assert_trivial=True)
+    product = warpgroup_mma(second, held.index(2 * at + 1).permute((1, 0)), product, is_async=True)
+    return product, second, times
+
+
+@gluon.jit
+def _ended(total, begun, ON_SUMS: gl.constexpr):
+    """Sums with a product that `_begun` began."""
+    product, operand, times = begun
+    found, _ = warpgroup_mma_wait(0, [product, operand])
+    if ON_SUMS:
+        found = total + found * gl.expand_dims(times, 1)
+    return found
 
 
 @gluon.jit

@@ -11,7 +11,6 @@ from quantkit.errors import KernelError
 from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused import verdicts
 from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
-from quantkit.kernels.fused.launch.gpu import processors
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
 from quantkit.kernels.fused.launch.pairs import FEW_PAIRS, segment_rows
 from quantkit.kernels.fused.layout import build, join, restore
@@ -195,7 +194,7 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
     """
     x = torch.empty(problem.m, problem.k, dtype=problem.dtype, device="meta")
     parts = tuple(part.to("meta") for part in layout)
-    operands = Operands(x, parts, None, problem.scheme, problem.n, processors=processors(problem))
+    operands = Operands(x, parts, None, problem.scheme, problem.n, gpu=problem.gpu)
     _RUNS[row](operands, tile, problem.features)
 
 

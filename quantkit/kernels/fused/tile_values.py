@@ -4,10 +4,13 @@ Each of W warps has a row tile. Written in Gluon, for kernels whose products are
 4 r + t of a warp has rows r and r + 8.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from quantkit.kernels.fused.blocks import bfloat16_of_bytes, scale_value
+from quantkit.kernels.fused.units import row_tile_of
 
 
 @gluon.constexpr_function
@@ -39,6 +42,59 @@ def words_of(values, at, V: gl.constexpr, W: gl.constexpr):
         at = gl.convert_layout(at, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
         at = gl.expand_dims(at, 2) * WORDS + gl.expand_dims(gl.expand_dims(word, 0), 1)
         words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at)
+    return words
+
+
+@gluon.constexpr_function
+def _held_as(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
+    """The numbers that 2 V values of a row tile are in shared memory, and how many of them."""
+    bits = 2 * V * STORED.primitive_bitwidth
+    return (gl.int16, 1) if bits == 16 else (gl.int32, bits // 32)
+
+
+@gluon.jit
+def hold_words(
+    values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr, HELD: gl.constexpr,
+    V: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Have the words of HELD blocks from `block` on copied to shared memory, of COUNT row tiles from `first`
+    on. They are there when the next group of copies is.
+    """
+    KIND: gl.constexpr = _held_as(values.dtype.element_ty, V)
+    SIZE: gl.constexpr = triton.next_power_of_2(HELD)
+    EACH: gl.constexpr = 8 * KIND[1]
+    # 16 bytes of a thread.
+    VECTOR: gl.constexpr = 128 // KIND[0].primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, VECTOR], [32 * VECTOR // EACH, 1, EACH // VECTOR], [1, W, 1], [2, 1, 0]
+    )
+    held = gl.allocate_shared_memory(KIND[0], [SIZE, W, EACH], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    number = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    warp = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    word = gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    tile = row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
+    at = gl.expand_dims(tile * BLOCKS, 0) + gl.expand_dims(gl.minimum(block + number, BLOCKS - 1), 1)
+    at = gl.expand_dims(at, 2) * EACH + gl.expand_dims(gl.expand_dims(word, 0), 1)
+    there = (gl.expand_dims(warp, 0) < COUNT) & (gl.expand_dims(number, 1) < HELD)
+    async_copy.async_copy_global_to_shared(
+        held,
+        values.to(gl.pointer_type(KIND[0]), bitcast=True) + at,
+        mask=gl.expand_dims(there, 2),
+    )
+    return held
+
+
+@gluon.jit
+def held_words(held, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
+    """The words that `hold_words` has of a block, as `words_of` gives them."""
+    KIND: gl.constexpr = _held_as(STORED, V)
+    if KIND[1] == 1:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        words = held._reinterpret(KIND[0], [held.shape[0], W, 8], FLAT).index(block).load(places_of(W, 1))
+    else:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        of_rows = held._reinterpret(KIND[0], [held.shape[0], W, 8, KIND[1]], FLAT)
+        words = of_rows.index(block).load(places_of(W, KIND[1]))
     return words
 
 

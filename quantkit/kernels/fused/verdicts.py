@@ -23,10 +23,10 @@ SKINNY_ROWS = 32
 MOST_SCALES = 1 << 30
 #: Weights of so many numbers or fewer have no use for the tiles of `fused-hopper` with few or many rows of x.
 SMALL_WEIGHT = 1 << 23
-#: More columns than this are many for `fused-narrow`. Of the least rows of a weight, or fewer, it has too few
-#: row tiles, and for more than the most tiles are faster, on an H200; few rows are those of `has_few_rows`,
-#: or fewer where `fused-hopper` pays.
-MANY_COLUMNS, LEAST_ROWS, FEWER_ROWS, MOST_ROWS = 8192, 2048, 4608, 32768
+#: More columns than this are many for `fused-narrow` without `wgmma`. Of the least rows of a weight, or
+#: fewer, it has too few row tiles, and for more than the most tiles are faster; `has_few_rows` says what few
+#: are.
+MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
 #: Bits of codes for which `fused-stream` is as fast as `fused-narrow` with 5 to 8 rows of x (115 in
 #: docs/kernels-log.md).
 STREAMED_BITS = (2, 5, 7)
@@ -168,15 +168,21 @@ def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str
     return None
 
 
+def _lacks_registers(problem: Problem) -> bool:
+    """Whether `fused-narrow` would spill codes that have so many bits in a unit."""
+    shape = shape_of(problem)
+    is_wide = shape.unit * shape.bits > narrow.LOOP_BITS
+    return is_wide and (problem.m > 16 or narrow.is_loop(narrow.TILING.rule(problem), shape))
+
+
 def narrow_pays(problem: Problem) -> str | None:
     """Why another kernel is at least as fast as `fused-narrow`."""
-    is_taken = problem.m > 16 and hopper_supports(problem) is None and hopper_pays(problem) is None
     least, few, most = (
-        has_few_rows(problem.n, processors(problem), rows)
-        for rows in (LEAST_ROWS, FEWER_ROWS if is_taken else FEW_ROWS, MOST_ROWS)
+        has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
     )
+    has_wgmma = "wgmma" in problem.features
     # Where `fused-stream` has no room for x, nothing else suits so few rows.
-    is_left = 8 < problem.m <= 16 and stream_supports(problem) is not None
+    is_left = problem.m > 8 and stream_supports(problem) is not None and (problem.m <= 16 or has_wgmma)
     reasons = (
         (least and not is_left, f"it has too few row tiles of {problem.n} rows"),
         (
@@ -184,8 +190,12 @@ def narrow_pays(problem: Problem) -> str | None:
             "each multiprocessor would read all of x for many rows, as tiles do not",
         ),
         (
-            problem.m > 16 and not (few and problem.k <= MANY_COLUMNS),
+            problem.m > 16 and not (few and (has_wgmma or problem.k <= MANY_COLUMNS)),
             "from M=17 on each warp would read much of x from shared memory",
+        ),
+        (
+            problem.m > 8 and _lacks_registers(problem),
+            f"a loop lacks registers for codes of {shape_of(problem).bits} bits and so many rows of x",
         ),
     )
     reason = next((reason for loses, reason in reasons if loses), None)

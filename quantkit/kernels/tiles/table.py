@@ -1,6 +1,6 @@
 """The tile table of one GPU: its entries, and its JSON.
 
-    {"version": 11,
+    {"version": 12,
      "gpu": {"name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132},
      "made_with": {"quantkit": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"},
      "tiles": {"fused-skinny": ["warps", "columns", "row_tiles", "ahead", "unroll", ...], ...},
@@ -31,7 +31,7 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, Kerne
 from quantkit.packing.schemes import Scheme
 
 #: Of the format and of the kernels: a table of another version says nothing about these kernels.
-VERSION = 11
+VERSION = 12
 #: The largest M that has a bucket.
 MAX_M = 1 << 16
 #: N and K are no larger.

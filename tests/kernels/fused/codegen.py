@@ -286,13 +286,27 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     gate = "silu" if "gate" in numbers else ""
     k = LONG if "long" in numbers else K
     shape = geometry(N, k, row, dtype)
-    tile = narrow.NarrowTile(*map(int, [one for one in numbers if one.isdecimal()]))
+    *sizes, wgmma = map(int, [one for one in numbers if one.isdecimal()])
+    tile = narrow.NarrowTile(*sizes, bool(wgmma))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     ends, begins = 1e-5 if "end" in numbers else None, 0.0 if "begin" in numbers else None
     grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
     n, has_bias = (N, True) if grouping is None else (2 * N, False)
     launches = narrow._launches(
-        case.m, n, k, row, dtype, has_bias, tile, features, H200_PROCESSORS, gate, begins, ends, grouping
+        case.m,
+        n,
+        k,
+        row,
+        dtype,
+        has_bias,
+        tile,
+        features,
+        H200_PROCESSORS,
+        HOPPER_SHARED,
+        gate,
+        begins,
+        ends,
+        grouping,
     )
     launch = launches[0 if begins is None else 1]
     names, options = launch._kernel.arg_names, launch._options
@@ -312,7 +326,8 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     code = language(launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned)
     others = {name: value for name, value in options.items() if name not in names}
     roots = 0 if ends is None else narrow.root_bytes(case.m)
-    bound = narrow.room(tile, shape, case.m, table_bytes(row, dtype), roots)[1] + roots
+    room = narrow.room(tile, shape, case.m, row, HOPPER_SHARED, table_bytes(row, dtype), roots)
+    bound = room.nbytes + roots
     found = Source(launch._kernel, known, options["num_warps"], 1, bound)
     return triton.compile(code, target=target, options=others), found
 

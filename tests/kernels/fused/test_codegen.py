@@ -440,13 +440,17 @@ def test_two_programs_of_few_rows_of_x_fit_a_multiprocessor(compiled: Compiled, 
 
 def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> None:
     names = ("int8", "int4", "nvfp4", "mxfp4", "nf4", "fp6")
-    cases: list[Case] = [("narrow 8 8 2", name, 90, 16) for name in names]
-    cases += [("narrow 16 1 2", "int4", capability, 16) for capability in (80, 89, 90, 100)]
-    cases += [("narrow 16 1 4", "int4", 90, 8), ("narrow 16 1 2", "mxfp6", 90, 16)]
-    cases += [("narrow end 8 8 2", "fp6", 90, 16), ("narrow end 8 8 2", "nf4", 90, 16)]
-    cases += [("narrow experts 8 1 2", name, 90, 8) for name in ("int8", "nvfp4", "nf4")]
-    cases += [("narrow experts 16 1 2", "int4", 80, 8), ("narrow experts chained 16 4 2 long", "int4", 90, 8)]
-    gated = [("narrow gate end 16 1 2", "int4", 90, 16), ("narrow experts gate 16 1 2", "int4", 90, 8)]
+    cases: list[Case] = [("narrow 8 8 2 0", name, 90, 16) for name in names]
+    cases += [("narrow 16 1 2 0", "int4", capability, 16) for capability in (80, 89, 90, 100)]
+    cases += [("narrow 16 1 4 0", "int4", 90, 8), ("narrow 16 1 2 0", "mxfp6", 90, 16)]
+    cases += [("narrow end 8 8 2 0", "fp6", 90, 16), ("narrow end 8 8 2 0", "nf4", 90, 16)]
+    cases += [("narrow experts 8 1 2 0", name, 90, 8) for name in ("int8", "nvfp4", "nf4")]
+    cases += [
+        ("narrow experts 16 1 2 0", "int4", 80, 8),
+        ("narrow experts chained 16 4 2 0 long", "int4", 90, 8),
+    ]
+    cases += [("narrow 16 1 2 0", "nvfp4", 90, 8)]
+    gated = [("narrow gate end 16 1 2 0", "int4", 90, 16), ("narrow experts gate 16 1 2 0", "int4", 90, 8)]
     for case, found in compiled([*cases, *gated]).items():
         name = case[1]
         assert found["products"] > 0 and found["spills"] == 0, (case, found)
@@ -461,9 +465,25 @@ def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled) -> No
         assert found["wide_copies"] == 1.0, (case, found)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=slow_unless(name in ("int4", "nvfp4", "nf4")))
+        for name in ("int8", "int6", "int4", "int3", "nvfp4", "mxfp4", "nf4", "fp6", "fp8", "binary")
+    ],
+)
+def test_four_warps_multiply_what_they_have_in_registers(compiled: Compiled, name: str) -> None:
+    tiles = [("8 8 2", 16), ("8 8 2", 32), ("16 1 2", 16), ("16 8 2 long", 16)]
+    cases: list[Case] = [(f"narrow {tile} 1".replace("long 1", "1 long"), name, 90, m) for tile, m in tiles]
+    for case, found in compiled([*cases, ("narrow gate end 16 1 2 1", name, 90, 16)]).items():
+        assert found["wgmma"] == found["wgmma_registers"] == found["products"] > 0, (case, found)
+        assert found["spills"] == 0 and found["registers"] <= 128, (case, found)
+        assert found["shared"] == found["bound"] and found["wide_copies"] == 1.0, (case, found)
+
+
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_parts_are_added_up_in_few_registers(compiled: Compiled, capability: int) -> None:
-    (found,) = compiled([("narrow begin 8 8 2", "int4", capability, 16)]).values()
+    (found,) = compiled([("narrow begin 8 8 2 0", "int4", capability, 16)]).values()
     assert found["spills"] == 0 and found["shared"] <= 1024 and found["registers"] <= 64, found
 
 

@@ -85,6 +85,9 @@ NARROW_TILES = (
     NarrowTile(16, ahead=4),
     NarrowTile(8, parts=7, ahead=4),
     NarrowTile(16, parts=4),
+    NarrowTile(8, parts=2, wgmma=True),
+    NarrowTile(16, ahead=4, wgmma=True),
+    NarrowTile(8, parts=7, wgmma=True),
 )
 STREAM_TILES = (
     StreamTile(8, ahead=2, integers=True),

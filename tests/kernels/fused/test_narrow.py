@@ -30,15 +30,21 @@ KERNEL = "quantkit.kernels.fused.narrow"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
 #: What is said in the kernel, and what instead.
 CHANGES = {
-    "products wait for no copy": [("async_copy.wait_group(CHUNKS - 1 - chunk)", "pass")],
-    "products wait for the chunk before": [("wait_group(CHUNKS - 1 - chunk)", "wait_group(CHUNKS - chunk)")],
-    "rows of x are those of another block": [("row // BM * 128", "row // (2 * BM) * 128")],
+    "products wait for no copy": [("async_copy.wait_group(LATER)", "pass")],
+    "products wait for the chunk before": [("_wait_for_x(CHUNKS - 1 - chunk", "_wait_for_x(CHUNKS - chunk")],
+    "rows of x are those of another block": [("row // BM * WIDE", "row // (2 * BM) * WIDE")],
+    "who multiplies does not see what was copied": [("fence_async_shared()", "pass")],
+    "the second half is the first again": [("held.index(2 * at + 1)", "held.index(2 * at)")],
+    "the last product is not ended": [
+        ("    if WGMMA:\n        total = _ended", "    if False:\n        total = _ended")
+    ],
+    "scales are held of two blocks too few": [("BLOCKS, HELD, V, W)", "BLOCKS, HELD - 2, V, W)")],
     "warps without rows write": [
         ("gl.expand_dims((local < 16 * ROW_TILES) & (number <= last), 1) & (rows < N)", "rows < N + 999")
     ],
     "codes are those of the unit before": [("number + unit + AHEAD, end", "number + unit + AHEAD - 1, end")],
     "scales are those of this chunk": [("gl.minimum(number + CHUNK, UNITS - CHUNK)", "number")],
-    "x ends after its last column": [("chunk * (BLOCKS * 128) < K", "chunk * (BLOCKS * 128) < K + 64")],
+    "x ends after its last column": [("chunk * (BLOCKS * WIDE) < K", "chunk * (BLOCKS * WIDE) < K + 64")],
 }
 
 
@@ -72,8 +78,12 @@ def test_what_the_kernel_says_is_needed(
         narrow._launches.cache_clear()
         try:
             errors = [
-                multiply(make_packed, name, NarrowTile(8, parts), k)
-                for name, parts, k in (("int4", 1, 1400), ("nvfp4", 2, 1408))
+                multiply(make_packed, name, tile, k)
+                for name, tile, k in (
+                    ("int4", NarrowTile(8), 1400),
+                    ("nvfp4", NarrowTile(8, 2), 1408),
+                    ("int4", NarrowTile(8, wgmma=True), 1400),
+                )
             ]
         except InterpreterError:
             # Memory of others is written.
@@ -83,13 +93,22 @@ def test_what_the_kernel_says_is_needed(
     assert not all(one < LIMIT[RUN[0]] for one in errors)
 
 
+@pytest.mark.parametrize("wgmma", [False, True])
 @pytest.mark.parametrize("tile", [NarrowTile(8), NarrowTile(16, 2, 4), NarrowTile(8, 7, 4)], ids=str)
 @pytest.mark.parametrize(("k", "m"), [(2560, 9), (2184, 8)])
 def test_chunks_of_a_loop_are_those_of_a_line(
-    make_packed: Callable[..., PackedTensor], poisoned: None, tile: NarrowTile, k: int, m: int
+    make_packed: Callable[..., PackedTensor],
+    poisoned: None,
+    tile: NarrowTile,
+    wgmma: bool,
+    k: int,
+    m: int,
 ) -> None:
     assert RUN is not None
-    for name in ("int4", "int3", "nvfp4"):
+    if wgmma and "wgmma" not in RUN[1]:
+        pytest.skip("no `wgmma` here")
+    tile = replace(tile, wgmma=wgmma)
+    for name in ("int4", "int3", "nvfp4", "int4 float"):
         assert multiply(make_packed, name, tile, k, m) < LIMIT[RUN[0]], name
 
 
@@ -197,8 +216,11 @@ def test_refusals_say_what_is_in_the_way() -> None:
         (16, 57344, 8192, "for many rows"),
         (16, 1024, 4096, "too few row tiles of 1024 rows"),
         (17, 28672, 4096, "M=17"),
-        (32, 4096, 14336, "M=17"),
-        (32, 4096, 4096, None),
+        (32, 14336, 4096, "M=17"),
+        (32, 4096, 14336, None),
+        (32, 6144, 4096, None),
+        # `fused-stream` takes up to 16 rows of x.
+        (32, 1024, 4096, None),
     ],
 )
 def test_it_pays_where_warps_share_x_and_read_little_of_it(
@@ -226,9 +248,40 @@ def test_for_some_bits_it_is_no_sooner_with_eight_rows_of_x(name: str, row: str)
     assert ("as fast for" in str(dict(explain(asked))["fused-narrow"])) == (row == "stream")
 
 
+def test_codes_of_many_bits_have_registers_where_there_is_no_loop() -> None:
+    for m, n, k, reason in (
+        (16, 28672, 4096, "a loop lacks"),
+        (16, 4096, 4096, None),
+        (32, 4096, 4096, "7 bits"),
+    ):
+        found = dict(explain(replace(problem(m, n, k, name="int7"), gpu=None)))["fused-narrow"]
+        assert found is None if reason is None else reason in str(found)
+    shapes = {name: geometry(4096, 2048, scheme(name), torch.bfloat16) for name in ("int4", "int7")}
+    assert {name: narrow.is_loop(NarrowTile(), shape) for name, shape in shapes.items()} == {
+        "int4": True,
+        "int7": False,
+    }
+
+
+def test_without_wgmma_products_wait_for_each_other() -> None:
+    """And few rows of x are too few for it to pay."""
+    before = replace(problem(), features=GPU_FEATURES - {"wgmma"})
+    assert not narrow.TILING.rule(before).wgmma and not narrow.TILING.rule(problem(8)).wgmma
+    assert narrow.TILING.rule(problem(9)).wgmma
+    assert "compute capability 9" in str(narrow.TILING.why_not(before, NarrowTile(wgmma=True)))
+
+
+def test_scales_are_held_where_there_is_room() -> None:
+    shape, tile = geometry(37888, 3584, scheme("nvfp4"), torch.bfloat16), NarrowTile(8)
+    assert not narrow.room(tile, shape, 16, scheme("nvfp4")).holds
+    assert narrow.room(tile, shape, 8, scheme("nvfp4")).holds
+    small = narrow.room(NarrowTile(16, 4), shape, 8, scheme("nvfp4"))
+    assert not small.holds and not narrow.is_loop(NarrowTile(16, 4), shape)
+
+
 def test_where_scales_are_bytes_one_program_of_idle_warps_is_sooner() -> None:
     rules = {name: narrow.TILING.rule(problem(16, 5120, 5120, name=name)) for name in ("int4", "mxfp4")}
-    assert rules == {"int4": NarrowTile(8, 4), "mxfp4": NarrowTile(16, 4)}
+    assert rules == {"int4": NarrowTile(8, 4, wgmma=True), "mxfp4": NarrowTile(16, 4, wgmma=True)}
 
 
 @pytest.mark.parametrize("name", ["nf4", "book4"])
@@ -239,10 +292,11 @@ def test_a_table_of_values_has_room_that_is_asked_for(
     """Triton asks for more than 48 KB where it counts more, and does not count the table."""
     assert RUN is not None
     table, shape = shared_bytes(), geometry(100, k, scheme(name), RUN[0])
-    found, counted = narrow.room(NarrowTile(8), shape, 16, table)
-    assert (found, counted) == (chunks, chunks * 512 * 16 * 2)
-    assert counted + table <= USUAL_SHARED or counted > USUAL_SHARED
+    room, tile = partial(narrow.room, NarrowTile(8), shape, 16, scheme(name), table=table), NarrowTile(8)
+    has, values = room(), narrow.value_bytes(tile, shape, scheme(name))
+    assert has == narrow.Room(chunks, k > 1024, chunks * 512 * 16 * 2 + (values if k > 1024 else 0))
+    assert has.nbytes + table <= USUAL_SHARED or has.nbytes > USUAL_SHARED
     roots = narrow.root_bytes(16)
-    with_roots = narrow.room(NarrowTile(8), shape, 16, table, roots)[1] + roots
+    with_roots = room(roots=roots).nbytes + roots
     assert with_roots + table <= USUAL_SHARED or with_roots > USUAL_SHARED
     assert multiply(make_packed, name, NarrowTile(8), k) < LIMIT[RUN[0]]

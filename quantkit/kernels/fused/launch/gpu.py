@@ -39,3 +39,9 @@ def multiprocessors_of(device: torch.device) -> int:
     """Multiprocessors of a GPU; those of an H200 where a kernel is only compiled."""
     gpu = gpu_of(device)
     return H200_PROCESSORS if gpu is None else gpu.multiprocessors
+
+
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on a GPU, likewise."""
+    gpu = gpu_of(device)
+    return HOPPER_SHARED if gpu is None else gpu.shared_memory

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.fused.launch.gpu import processors, program_memory
+from quantkit.kernels.fused.launch.gpu import HOPPER_SHARED, processors, program_memory
 from quantkit.kernels.fused.launch.operands import (
     Grouping,
     Operands,
@@ -23,7 +23,7 @@ from quantkit.kernels.fused.launch.operands import (
     with_shared_table,
 )
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
-from quantkit.kernels.fused.sizes import unasked
+from quantkit.kernels.fused.sizes import power_of_two, unasked
 from quantkit.kernels.launcher import Launch, overlap
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
@@ -38,25 +38,39 @@ RESIDENT_WARPS = 16
 ADDED = 8
 #: Of experts: the most columns of a part, and rounds of large programs up to which those are the faster ones.
 PART_COLUMNS, FEW_ROUNDS = 4096, 2
-#: Up to so many columns of a part there is code for all; more would not fit the instruction cache.
-UNROLLED = 2048
+#: Up to so many columns of a part there is code for all; more takes longer to come than a loop. Twice as many
+#: of those whose codes have more than so many bits in a unit: a loop has no registers for two such units.
+UNROLLED, LOOP_BITS = 1024, 1024
+#: Bytes of a zero-point in the layout.
+ZERO_BYTES: Mapping[str, int] = {"none": 0, "integer": 2, "float": 4}
 #: What it takes a program to begin, and a launch to add parts up, in units of a warp.
 BEGIN_UNITS, SUMS_UNITS = 4, 3
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
-VALUES: Mapping[str, tuple[int, ...]] = {"warps": (8, 16), "parts": (1, 2, 4, 7, 8), "ahead": (2, 4)}
+VALUES: Mapping[str, tuple[int, ...]] = {
+    "warps": (8, 16),
+    "parts": (1, 2, 4, 7, 8),
+    "ahead": (2, 4),
+    "wgmma": (False, True),
+}
 
 
 @dataclass(frozen=True)
 class NarrowTile:
-    """Warps of a program, parts that the columns are divided into, and units that codes are loaded ahead."""
+    """Warps of a program, parts that the columns are divided into, and units that codes are loaded ahead.
+
+    With `wgmma` four warps multiply at once, which decode what comes next meanwhile.
+    """
 
     warps: int = 16
     parts: int = 1
     ahead: int = 2
+    wgmma: bool = False
 
 
 #: The tiles that rules choose among: fewer parts first, and larger programs.
 _RULED = [NarrowTile(warps, parts) for parts in VALUES["parts"] for warps in VALUES["warps"][::-1]]
+#: From so many rows of x on rules have warps multiply together (145 in docs/kernels-log.md).
+LEAST_WGMMA = 9
 
 
 def rows_of_x(m: int) -> int:
@@ -69,21 +83,86 @@ def root_bytes(m: int) -> int:
     return 4 * rows_of_x(m)
 
 
+def is_loop(tile: NarrowTile, shape: Geometry) -> bool:
+    """Whether the products of a part are a loop."""
+    columns = -(-shape.steps // tile.parts) * shape.unit
+    return columns > (UNROLLED if shape.unit * shape.bits <= LOOP_BITS else 2 * UNROLLED)
+
+
 def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
-    """Units of a part, and those of a chunk of x: of 512 columns, or 256 where that makes parts shorter."""
+    """Units of a part, and those of a chunk of x: of 512 columns, or 256 where that makes parts shorter, or
+    where a loop would have no registers for more.
+    """
     found, unit = -(-shape.steps // tile.parts), shape.unit
-    chunk = 512 // unit if found * unit % 512 == 0 else 256 // unit
+    lacks = tile.wgmma and tile.ahead * unit == 256 and is_loop(tile, shape)
+    chunk = 512 // unit if found * unit % 512 == 0 and not lacks else 256 // unit
     return -(-found // chunk) * chunk, chunk
 
 
-def room(tile: NarrowTile, shape: Geometry, m: int, table: int = 0, roots: int = 0) -> tuple[int, int]:
-    """Chunks that a program has shared memory for, and their bytes, beside those of roots: those of x, and
-    what makes up for the bytes of a table, which Triton does not count.
+def is_even(tile: NarrowTile, shape: Geometry) -> bool:
+    """Whether all parts have as many units, and whole blocks of scales."""
+    count, _ = units(tile, shape)
+    return (
+        tile.parts * count == shape.steps
+        and count * shape.unit % shape.per_block == 0
+        and shape.k == shape.spans * shape.span
+        and shape.blocks * shape.per_block >= shape.k
+    )
+
+
+def blocks_held(tile: NarrowTile, shape: Geometry) -> int:
+    """Blocks of scales that a part may have a column of."""
+    columns = units(tile, shape)[0] * shape.unit
+    return -(-columns // shape.per_block) + (1 if tile.parts > 1 and columns % shape.per_block else 0)
+
+
+def value_bytes(tile: NarrowTile, shape: Geometry, scheme: Scheme) -> int:
+    """Bytes of the scales and zero-points of a program in shared memory."""
+    scale = 1 if shape.scale_kind else 2 if shape.on_weights else scheme.scale_dtype.itemsize
+    value = (scale if shape.groups > 1 else 0) + ZERO_BYTES[scheme.zero_point]
+    return tile.warps * ROWS * shape.in_block * power_of_two(blocks_held(tile, shape)) * value
+
+
+@dataclass(frozen=True)
+class Room:
+    """Chunks that a program has shared memory for, whether scales are there too, and the bytes of both.
+
+    The chunks are those of x, and what makes up for the bytes of a table, which Triton does not count.
+    """
+
+    chunks: int
+    holds: bool
+    nbytes: int
+
+
+def room(
+    tile: NarrowTile,
+    shape: Geometry,
+    m: int,
+    scheme: Scheme,
+    memory: int = HOPPER_SHARED,
+    table: int = 0,
+    roots: int = 0,
+) -> Room:
+    """That of a program, of the `memory` of its GPU, beside so many bytes of a table and of roots.
+
+    Scales are held where products are a loop: loads of them would be waited for with those of codes.
     """
     count, chunk = units(tile, shape)
     size, mine = 2 * chunk * shape.unit * rows_of_x(m), count // chunk
-    chunks = mine + -(-unasked(mine * size + roots, table) // size)
-    return chunks, chunks * size
+
+    def found(held: int) -> Room:
+        chunks = mine + -(-unasked(mine * size + held + roots, table) // size)
+        return Room(chunks, held > 0, chunks * size + held)
+
+    held = value_bytes(tile, shape, scheme) if is_loop(tile, shape) else 0
+    able = found(held)
+    return able if able.nbytes + table + roots <= _mine(tile, memory) else found(0)
+
+
+def _mine(tile: NarrowTile, memory: int) -> int:
+    """Bytes of shared memory of a program."""
+    return memory * tile.warps // RESIDENT_WARPS
 
 
 def row_tiles(
@@ -126,7 +205,9 @@ def _rule(problem: Problem) -> NarrowTile:
 
 def _able(problem: Problem) -> list[NarrowTile]:
     """Those of the rules that can run a problem."""
-    return [tile for tile in _RULED if _why_not(problem, tile) is None]
+    wgmma = problem.m >= LEAST_WGMMA and "wgmma" in problem.features
+    ruled = [replace(tile, wgmma=wgmma) for tile in _RULED]
+    return [tile for tile in ruled if _why_not(problem, tile) is None]
 
 
 def experts_tile(problem: Problem, weights: int) -> NarrowTile:
@@ -172,6 +253,8 @@ def _why_not(problem: Problem, tile: NarrowTile) -> str | None:
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
+    if tile.wgmma and "wgmma" not in problem.features:
+        return "`wgmma` is for compute capability 9"
     if (reason := _too_much(problem, tile)) is not None:
         return reason
     if tile.parts > shape.steps:
@@ -181,9 +264,9 @@ def _why_not(problem: Problem, tile: NarrowTile) -> str | None:
 
 def _too_much(problem: Problem, tile: NarrowTile, roots: int = 0) -> str | None:
     """Why a program cannot have x in shared memory, besides so many bytes of roots."""
-    table = table_bytes(problem.scheme, problem.dtype)
-    _, x = room(tile, shape_of(problem), problem.m, table, roots)
-    needed, most = x + table + roots, program_memory(problem) * tile.warps // RESIDENT_WARPS
+    table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
+    x = room(tile, shape_of(problem), problem.m, problem.scheme, memory, table, roots).nbytes
+    needed, most = x + table + roots, _mine(tile, memory)
     if needed <= most:
         return None
     what = "x and the values of codes take" if table else "x takes"
@@ -215,6 +298,7 @@ def _launches(
     tile: NarrowTile,
     features: frozenset[str],
     multiprocessors: int,
+    memory: int,
     gate: str = "",
     begins: float | None = None,
     ends: float | None = None,
@@ -232,6 +316,8 @@ def _launches(
     gates = gate if tile.parts == 1 else ""
     mine = row_tiles(tile, shape, multiprocessors, bool(gates), 1 if grouping is None else grouping.usual)
     rows = rows_of_x(m)
+    roots = 0 if ends is None else root_bytes(m)
+    has = room(tile, shape, m, scheme, memory, table_bytes(scheme, dtype), roots)
     main = Launch(
         kernel,
         # Segments of an expert run next to each other, and share its weights in the cache.
@@ -245,11 +331,14 @@ def _launches(
         PARTS=tile.parts,
         UNITS=count,
         CHUNK=chunk,
-        ROOM=room(tile, shape, m, table_bytes(scheme, dtype), 0 if ends is None else root_bytes(m))[0],
+        ROOM=has.chunks,
+        EVEN=is_even(tile, shape),
+        HELD=blocks_held(tile, shape) if has.holds else 0,
         AHEAD=tile.ahead,
-        LOOP=count * shape.unit > UNROLLED,
+        LOOP=is_loop(tile, shape),
         **known_of(grouping),
         CHAINED=grouping is not None and grouping.chained,
+        WGMMA=tile.wgmma,
         num_warps=tile.warps,
         maxnreg=128,
         **overlap(features),
@@ -293,6 +382,7 @@ def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) 
         tile,
         features,
         count,
+        op.shared_memory,
         op.gate,
         op.begins,
         op.ends,

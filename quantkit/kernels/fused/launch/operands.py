@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.kernels.fused.expressions import portable
-from quantkit.kernels.fused.launch.gpu import multiprocessors_of
+from quantkit.kernels.fused.launch.gpu import multiprocessors_of, shared_memory_of
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.fused.ptx import Expression, expression, has_shared_table, shared_table
 from quantkit.kernels.fused.sizes import COPIES, shared_bytes
 from quantkit.kernels.glue import NORMS
-from quantkit.kernels.problem import Normed, Problem
+from quantkit.kernels.problem import Gpu, Normed, Problem
 from quantkit.packing.schemes import Scheme
 
 #: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
@@ -83,13 +83,18 @@ class Operands:
     pairs: Pairs | None = None
     normed: Normed | None = None
     gate: str = ""
-    #: Multiprocessors of the GPU that kernels are compiled for, where x is on none.
-    processors: int | None = None
+    #: The GPU that kernels are compiled for, where x is on none.
+    gpu: Gpu | None = None
 
     @property
     def multiprocessors(self) -> int:
         """Those of the GPU that kernels are for."""
-        return self.processors or multiprocessors_of(self.x.device)
+        return multiprocessors_of(self.x.device) if self.gpu is None else self.gpu.multiprocessors
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that a program may have on it."""
+        return shared_memory_of(self.x.device) if self.gpu is None else self.gpu.shared_memory
 
     @property
     def begins(self) -> float | None:

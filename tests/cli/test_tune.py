@@ -130,11 +130,11 @@ def test_only_the_kernels_that_are_named_try_more_tiles(run: Callable[..., Any])
         *(
             "tune",
             "--shapes",
-            "64x256",
+            "33280x256",
             "--formats",
             "int4",
             "--m",
-            "32",
+            "64",
             "--kernels",
             "fused-tiled",
             "--json",

@@ -10,6 +10,7 @@ import importlib.util
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -213,6 +214,14 @@ class Products:
         return tensor(before.handle.data + product, before.dtype)
 
 
+def _whole(part: Shared) -> np.ndarray:
+    """The memory that it is a part of."""
+    data = part.data
+    while isinstance(data.base, np.ndarray):
+        data = data.base
+    return data
+
+
 def number(scalar: Any) -> int:
     return int(scalar.handle.data.item()) if hasattr(scalar, "handle") else int(scalar)
 
@@ -271,8 +280,8 @@ class Gluon:
         #: Copies that threads have asked for: of groups, and those that are in none yet.
         self._groups: list[list[Callable[[], None]]] = []
         self._asked: list[Callable[[], None]] = []
-        #: Whether threads have written what `wgmma` does not see yet.
-        self._unseen = False
+        #: Shared memory that threads have written, and `wgmma` does not see yet.
+        self._unseen: list[weakref.ref[np.ndarray]] = []
 
     def modules(self) -> dict[str, Any]:
         """What takes the place of Triton's own modules."""
@@ -365,7 +374,7 @@ class Gluon:
 
         def arrives() -> None:
             to.data[...] = tl.load(at, mask=mask, other=0).handle.data.view(to.data.dtype)
-            self._unseen = True
+            self._unseen = [one for one in self._unseen if one() is not None] + [weakref.ref(_whole(to))]
 
         self._asked.append(arrives)
 
@@ -382,7 +391,7 @@ class Gluon:
         return tl.dot(weights, x, total)
 
     def _fence(self) -> None:
-        self._unseen = False
+        self._unseen = []
 
     def _multiply(
         self, weights: Any, x: Shared, total: Any, use_acc: bool = True, is_async: bool = False
@@ -390,8 +399,9 @@ class Gluon:
         assert is_async
         if not use_acc:
             total = tl.zeros_like(total)
-        seen = Shared(np.full_like(x.data, UNWRITTEN[x.kind])) if self._unseen else x
-        return Products(total, weights, seen, seen.data.copy())
+        if any(one() is _whole(x) for one in self._unseen):
+            x = Shared(np.full_like(x.data, UNWRITTEN[x.kind]))
+        return Products(total, weights, x, x.data.copy())
 
     def _wait_for_products(self, flying: int, values: list[Any]) -> list[Any]:
         assert flying == 0

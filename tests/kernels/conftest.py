@@ -35,6 +35,7 @@ GLUON = {
         "row_values",
         "tile_values",
         "outputs",
+        "shared_x",
         "hopper",
         "narrow",
         "stream",

@@ -1,9 +1,9 @@
 """y = x W^T for some rows of x, up to 32: warps have 16 rows of the weight each, and one x in shared memory.
 
 Each warp decodes its own codes, which it loads some units of columns ahead, as operand A, and multiplies them
-with x as all warps have it. Nothing is added up between warps, and after x has come nobody waits for another.
-Where a weight has few rows its columns are divided into parts, whose sums `quantkit.kernels.fused.parts` adds
-up.
+with x as all warps have it. Nothing is added up between warps, and after x has come nobody waits for another,
+but for three that multiply with it. Where a weight has few rows its columns are divided into parts, whose
+sums `quantkit.kernels.fused.parts` adds up.
 
 With `segments`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
 `quantkit.kernels.fused.pairs` describes, and MATRICES matrices of its expert, whose rows are those of one.
@@ -13,15 +13,19 @@ Written in Gluon, as Triton itself has no way to say that warps share operand B 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from quantkit.kernels.fused.blocks import finish, of_matrix, row_of_y, segment
 from quantkit.kernels.fused.glue import gated
+from quantkit.kernels.fused.shared_x import (
+    ROWS_FOR_MMA,
+    ROWS_FOR_WGMMA,
+    added,
+    begin_product,
+    copy_x,
+    end_product,
+    sums_of,
+    wait_for_x,
+)
 from quantkit.kernels.fused.tile_values import (
     held_words,
     hold_words,
@@ -41,11 +45,6 @@ from quantkit.kernels.fused.units import (
     unit_columns,
     wait_for_kernel_before,
 )
-
-#: Rows of x in shared memory: 256 bytes in places from which `ldmatrix` takes 16 of eight rows at once, or
-#: 128 bytes where `wgmma` finds them.
-_ROWS_OF_X = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-_ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit(do_not_specialize=["M", "ROW_TILES"])
@@ -148,23 +147,23 @@ def narrow(
     if ENDS is not None:
         of_norm = load_squares(squares, M, K, BM, W)
     WIDE: gl.constexpr = 64 if WGMMA else 128
-    OF_X: gl.constexpr = _ROWS_FOR_WGMMA if WGMMA else _ROWS_OF_X
+    OF_X: gl.constexpr = ROWS_FOR_WGMMA if WGMMA else ROWS_FOR_MMA
     EACH: gl.constexpr = CHUNK * UNIT // WIDE
     chunks = gl.allocate_shared_memory(DTYPE, [ROOM, EACH * BM, WIDE], OF_X)
-    _copy(x, chunks, begin * UNIT, M, order, SLOTS, K, EACH, BM, CHUNKS, W, WIDE)
+    copy_x(x, chunks, begin * UNIT, M, order, SLOTS, K, EACH, BM, CHUNKS, W, WIDE)
     if ENDS is not None:
         held_roots = hold_roots(of_norm, K, ENDS)
     held = chunks._reinterpret(DTYPE, [UNITS * UNIT // WIDE, BM, WIDE], OF_X)
-    SUMS: gl.constexpr = _sums_of(W, BM, WGMMA)
+    SUMS: gl.constexpr = sums_of(W, BM, WGMMA)
     total = gl.zeros([16 * W, BM], gl.float32, SUMS)
     if LOOP:
-        _wait_for_x(CHUNKS - 1, WGMMA)
+        wait_for_x(CHUNKS - 1, WGMMA)
         total, units, values = _multiply(
             total, units, values, held, given, 0, TILES, GROUPS, PER_BLOCK, BLOCKS, V, ON_WEIGHTS, STORED,
             SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, BM, CHUNK, AHEAD, UNITS,
             EVEN, HELD, False, WGMMA,
         )  # fmt: skip
-        _wait_for_x(0, WGMMA)
+        wait_for_x(0, WGMMA)
         for chunk in range(1, CHUNKS):
             total, units, values = _multiply(
                 total, units, values, held, given, chunk * CHUNK, TILES, GROUPS, PER_BLOCK, BLOCKS, V,
@@ -173,7 +172,7 @@ def narrow(
             )  # fmt: skip
     else:
         for chunk in gl.static_range(CHUNKS):
-            _wait_for_x(CHUNKS - 1 - chunk, WGMMA)
+            wait_for_x(CHUNKS - 1 - chunk, WGMMA)
             total, units, values = _multiply(
                 total, units, values, held, given, chunk * CHUNK, TILES, GROUPS, PER_BLOCK, BLOCKS, V,
                 ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
@@ -229,44 +228,6 @@ def _pairs_of(W: int, BM: int) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout(
         [rows[4], *columns[2:]], [*rows[:4], columns[0]], [*rows[5:], columns[1]], [], [16 * W, BM]
     )
-
-
-@gluon.constexpr_function
-def _sums_of(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
-    """Sums [16 W, BM]: a warp has 16 rows."""
-    if WGMMA:
-        return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])
-    return gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
-
-
-@gluon.jit
-def _copy(
-    x, chunks, column, M, order, SLOTS: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
-    BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr, WIDE: gl.constexpr,
-):  # fmt: skip
-    """Have x copied from `column` on, in chunks of BLOCKS times WIDE columns: rows [block, m] of WIDE, zeros
-    from M on.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [W, 1], [1, 0])
-    row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
-    column += row // BM * WIDE + gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT)), 0)
-    m = gl.minimum(row % BM, M - 1)
-    if order is not None:
-        m = gl.load(order + m) // SLOTS
-    at = x + m.to(gl.int64) * K + column
-    for chunk in gl.static_range(CHUNKS):
-        inside = (column + chunk * (BLOCKS * WIDE) < K) & (row % BM < M)
-        async_copy.async_copy_global_to_shared(chunks.index(chunk), at + chunk * (BLOCKS * WIDE), mask=inside)
-        async_copy.commit_group()
-
-
-@gluon.jit
-def _wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
-    """Until all chunks but the LATER ones are there, and what came with the first."""
-    async_copy.wait_group(LATER)
-    if WGMMA:
-        # What reads x from now on is another unit than what wrote it.
-        fence_async_shared()
 
 
 @gluon.jit
@@ -327,7 +288,7 @@ def _multiply(
     """Add the products of the units of a chunk, from `number` on; `units` and `values` become those after."""
     PIECES: gl.constexpr = unit_columns(PLANES) // 128
     C: gl.constexpr = unit_columns(PLANES) // (16 * PLANES)
-    SUMS: gl.constexpr = _sums_of(W, BM, WGMMA)
+    SUMS: gl.constexpr = sums_of(W, BM, WGMMA)
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     # Weights [16 W rows, V groups, their columns] where operand A has them.
     like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
@@ -402,53 +363,13 @@ def _multiply(
             if WGMMA:
                 # While these weights were decoded, those before them were multiplied.
                 if unit + piece > 0:
-                    total = _ended(total, begun, ON_SUMS)  # noqa: F821
-                begun = _begun(total, q, times, held, at, A, ON_SUMS)
+                    total = end_product(total, begun, ON_SUMS)  # noqa: F821
+                begun = begin_product(total, q, times, held, at, A, ON_SUMS)
             else:
-                total = _added(total, q, times, held.index(at), A, ON_SUMS)
+                total = added(total, q, times, held.index(at), A, ON_SUMS)
     if WGMMA:
-        total = _ended(total, begun, ON_SUMS)
+        total = end_product(total, begun, ON_SUMS)
     return total, units, values
-
-
-@gluon.jit
-def _added(total, q, times, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Sums with the product of weights and 128 columns of x [BM, 128], ON_SUMS times the scales of rows."""
-    q = gl.convert_layout(q, A, assert_trivial=True)
-    columns = x.permute((1, 0)).load(gl.DotOperandLayout(1, A.parent, 2))
-    if ON_SUMS:
-        total += mma_v2(q, columns, gl.zeros_like(total)) * gl.expand_dims(times, 1)
-    else:
-        total = mma_v2(q, columns, total)
-    return total
-
-
-@gluon.jit
-def _begun(total, q, times, held, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """A product that is under way, with what has to stay where it is meanwhile: of 128 columns in two halves,
-    as the weights of all would take twice the registers.
-    """
-    first, second = gl.split(gl.permute(gl.reshape(q, (q.shape[0], 2, 64)), (0, 2, 1)))
-    first = gl.convert_layout(first, A, assert_trivial=True)
-    x = held.index(2 * at).permute((1, 0))
-    if ON_SUMS:
-        product = warpgroup_mma(first, x, gl.zeros_like(total), use_acc=False, is_async=True)
-    else:
-        product = warpgroup_mma(first, x, total, is_async=True)
-    product, _ = warpgroup_mma_wait(0, [product, first])
-    second = gl.convert_layout(second, A, assert_trivial=True)
-    product = warpgroup_mma(second, held.index(2 * at + 1).permute((1, 0)), product, is_async=True)
-    return product, second, times
-
-
-@gluon.jit
-def _ended(total, begun, ON_SUMS: gl.constexpr):
-    """Sums with a product that `_begun` began."""
-    product, operand, times = begun
-    found, _ = warpgroup_mma_wait(0, [product, operand])
-    if ON_SUMS:
-        found = total + found * gl.expand_dims(times, 1)
-    return found
 
 
 @gluon.jit

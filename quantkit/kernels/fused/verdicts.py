@@ -24,9 +24,11 @@ MOST_SCALES = 1 << 30
 #: Weights of so many numbers or fewer have no use for the tiles of `fused-hopper` with few or many rows of x.
 SMALL_WEIGHT = 1 << 23
 #: More columns than this are many for `fused-narrow` without `wgmma`. Of the least rows of a weight, or
-#: fewer, it has too few row tiles, and for more than the most tiles are faster; `has_few_rows` says what few
-#: are.
+#: fewer, it has too few row tiles, and for more than the most tiles are faster: rows as for `has_few_rows`.
 MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
+#: Of int5 and int7, weights of so many numbers or fewer have nothing faster than `fused-narrow` with 17 to 32
+#: rows of x.
+SMALL_FOR_WIDE_CODES = 1 << 24
 #: Bits of codes for which `fused-stream` is as fast as `fused-narrow` with 5 to 8 rows of x (115 in
 #: docs/kernels-log.md).
 STREAMED_BITS = (2, 5, 7)
@@ -169,10 +171,15 @@ def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str
 
 
 def _lacks_registers(problem: Problem) -> bool:
-    """Whether `fused-narrow` would spill codes that have so many bits in a unit."""
+    """Whether `fused-narrow` spills codes that have many bits in a unit, of int5 and int7: with more than 16
+    rows of x, unless the weight is so small that nothing else is faster, and those of int7 in loops.
+    """
     shape = shape_of(problem)
-    is_wide = shape.unit * shape.bits > narrow.LOOP_BITS
-    return is_wide and (problem.m > 16 or narrow.is_loop(narrow.TILING.rule(problem), shape))
+    if problem.m <= 8 or "wgmma" not in problem.features or shape.unit * shape.bits <= narrow.LOOP_BITS:
+        return False
+    if problem.m > 16:
+        return problem.n * problem.k > SMALL_FOR_WIDE_CODES
+    return shape.bits > 6 and narrow.is_loop(narrow.TILING.rule(problem), shape)
 
 
 def narrow_pays(problem: Problem) -> str | None:
@@ -181,8 +188,8 @@ def narrow_pays(problem: Problem) -> str | None:
         has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
     )
     has_wgmma = "wgmma" in problem.features
-    # Where `fused-stream` has no room for x, nothing else suits so few rows.
-    is_left = problem.m > 8 and stream_supports(problem) is not None and (problem.m <= 16 or has_wgmma)
+    # Of so few rows others have too few tiles as well, but for `fused-stream`, where there is room for x.
+    is_left = 8 < problem.m <= (32 if has_wgmma else 16) and stream_supports(problem) is not None
     reasons = (
         (least and not is_left, f"it has too few row tiles of {problem.n} rows"),
         (
@@ -190,13 +197,14 @@ def narrow_pays(problem: Problem) -> str | None:
             "each multiprocessor would read all of x for many rows, as tiles do not",
         ),
         (
-            problem.m > 16 and not (few and (has_wgmma or problem.k <= MANY_COLUMNS)),
-            "from M=17 on each warp would read much of x from shared memory",
+            problem.m > 16 and has_wgmma and not few,
+            "from M=17 on tiles of more rows of the weight are faster where there are many",
         ),
         (
-            problem.m > 8 and _lacks_registers(problem),
-            f"a loop lacks registers for codes of {shape_of(problem).bits} bits and so many rows of x",
+            problem.m > 16 and not has_wgmma and not (few and problem.k <= MANY_COLUMNS),
+            "from M=17 on each warp would read much of x from shared memory",
         ),
+        (_lacks_registers(problem), f"it lacks registers for codes of {problem.scheme.format.bits} bits"),
     )
     reason = next((reason for loses, reason in reasons if loses), None)
     return _streams(problem) if reason is None and problem.m <= 8 else reason

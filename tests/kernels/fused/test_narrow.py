@@ -12,11 +12,11 @@ import torch
 from quantkit.kernels.fused.launch import narrow
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.narrow import NarrowTile
-from quantkit.kernels.fused.layout import geometry
+from quantkit.kernels.fused.layout import build, geometry
 from quantkit.kernels.fused.sizes import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.table import choose_by_rules, explain, row_named
-from quantkit.packing.schemes import scheme
+from quantkit.packing.schemes import ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
 from ..conftest import GLUON
@@ -27,16 +27,17 @@ InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
 RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
 pytestmark = pytest.mark.skipif(RUN is None, reason="no Gluon here")
 KERNEL = "quantkit.kernels.fused.narrow"
+WITH_X = "quantkit.kernels.fused.shared_x"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
-#: What is said in the kernel, and what instead.
+#: What is said in the kernel, or of x in shared memory, and what instead.
 CHANGES = {
     "products wait for no copy": [("async_copy.wait_group(LATER)", "pass")],
-    "products wait for the chunk before": [("_wait_for_x(CHUNKS - 1 - chunk", "_wait_for_x(CHUNKS - chunk")],
+    "products wait for the chunk before": [(" wait_for_x(CHUNKS - 1 - chunk", " wait_for_x(CHUNKS - chunk")],
     "rows of x are those of another block": [("row // BM * WIDE", "row // (2 * BM) * WIDE")],
     "who multiplies does not see what was copied": [("fence_async_shared()", "pass")],
     "the second half is the first again": [("held.index(2 * at + 1)", "held.index(2 * at)")],
     "the last product is not ended": [
-        ("    if WGMMA:\n        total = _ended", "    if False:\n        total = _ended")
+        ("    if WGMMA:\n        total = end_product", "    if False:\n        total = end_product")
     ],
     "scales are held of two blocks too few": [("BLOCKS, HELD, V, W)", "BLOCKS, HELD - 2, V, W)")],
     "warps without rows write": [
@@ -53,12 +54,17 @@ def problem(m: int = 16, n: int = 4096, k: int = 4096, name: str = "int4") -> Pr
 
 
 def multiply(
-    make_packed: Callable[..., PackedTensor], name: str, tile: NarrowTile, k: int = 1400, m: int = 13
+    make_packed: Callable[..., PackedTensor],
+    name: str,
+    tile: NarrowTile,
+    k: int = 1400,
+    m: int = 13,
+    gpu: Gpu | None = None,
 ) -> float:
     assert RUN is not None
     dtype, features = RUN
     op, packed = operands(make_packed, name, 100, k, m, dtype)
-    return error(narrow.run(op, tile, features), op.x, packed, op.bias)
+    return error(narrow.run(replace(op, gpu=gpu), tile, features), op.x, packed, op.bias)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="what is copied may be there by chance")
@@ -67,14 +73,15 @@ def test_what_the_kernel_says_is_needed(
     make_packed: Callable[..., PackedTensor], poisoned: None, tmp_path: Path, change: str
 ) -> None:
     assert RUN is not None
-    text = GLUON[KERNEL].read_text()
+    texts = {name: GLUON[name].read_text() for name in (WITH_X, KERNEL)}
     for old, new in CHANGES[change]:
-        assert old in text
-        text = text.replace(old, new)
-    path = tmp_path / "narrow.py"
-    path.write_text(text)
+        (name,) = (name for name, text in texts.items() if old in text)
+        texts[name] = texts[name].replace(old, new)
+    paths = {name: tmp_path / f"{name.rpartition('.')[2]}.py" for name in texts}
+    for name, path in paths.items():
+        path.write_text(texts[name])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(sys.modules, KERNEL, interpreted(GLUON | {KERNEL: path})[KERNEL])
+        patched.setitem(sys.modules, KERNEL, interpreted(GLUON | paths)[KERNEL])
         narrow._launches.cache_clear()
         try:
             errors = [
@@ -110,6 +117,45 @@ def test_chunks_of_a_loop_are_those_of_a_line(
     tile = replace(tile, wgmma=wgmma)
     for name in ("int4", "int3", "nvfp4", "int4 float"):
         assert multiply(make_packed, name, tile, k, m) < LIMIT[RUN[0]], name
+
+
+@pytest.mark.parametrize("tile", [NarrowTile(8), NarrowTile(16, 2, 4), NarrowTile(8, 2, wgmma=True)], ids=str)
+def test_a_loop_without_room_for_scales_loads_them(
+    make_packed: Callable[..., PackedTensor], poisoned: None, tile: NarrowTile
+) -> None:
+    assert RUN is not None
+    if tile.wgmma and "wgmma" not in RUN[1]:
+        pytest.skip("no `wgmma` here")
+    for name in ("int4", "nvfp4", "int4 float"):
+        row, k = scheme(name.split()[0]), 2 * 1056
+        shape = geometry(100, k, row, RUN[0])
+        found = narrow.room(tile, shape, 9, row, HOPPER_SHARED)
+        assert narrow.is_loop(tile, shape) and found.holds
+        x = found.nbytes - narrow.value_bytes(tile, shape, row)
+        small = replace(H200, shared_memory=(x + 512) * narrow.RESIDENT_WARPS // tile.warps)
+        assert not narrow.room(tile, shape, 9, row, small.shared_memory).holds
+        assert multiply(make_packed, name, tile, k, 9, small) < LIMIT[RUN[0]], name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [None, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+@pytest.mark.parametrize("group", [16, 32, 128])
+def test_bytes_of_scales_are_those_of_the_layout(
+    make_packed: Callable[..., PackedTensor],
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
+    zero: ZeroPoint,
+    group: int,
+) -> None:
+    for name in ("int4", "fp4"):
+        if name == "fp4" and zero != "none":
+            continue
+        packed = make_packed(name, (16, 2048), group_size=group, zero_point=zero, scale_dtype=stored)
+        _, scales, zeros, *_ = build(packed, dtype)
+        shape, tile = geometry(16, 2048, packed.scheme, dtype), NarrowTile(8)
+        # All blocks of its one row tile.
+        assert narrow.value_bytes(tile, shape, packed.scheme) == 8 * (scales.nbytes + zeros.nbytes)
 
 
 @pytest.mark.parametrize("first", [1, 8])
@@ -216,7 +262,7 @@ def test_refusals_say_what_is_in_the_way() -> None:
         (16, 57344, 8192, "for many rows"),
         (16, 1024, 4096, "too few row tiles of 1024 rows"),
         (17, 28672, 4096, "M=17"),
-        (32, 14336, 4096, "M=17"),
+        (32, 14336, 4096, "tiles of more rows"),
         (32, 4096, 14336, None),
         (32, 6144, 4096, None),
         # `fused-stream` takes up to 16 rows of x.
@@ -248,14 +294,18 @@ def test_for_some_bits_it_is_no_sooner_with_eight_rows_of_x(name: str, row: str)
     assert ("as fast for" in str(dict(explain(asked))["fused-narrow"])) == (row == "stream")
 
 
-def test_codes_of_many_bits_have_registers_where_there_is_no_loop() -> None:
-    for m, n, k, reason in (
-        (16, 28672, 4096, "a loop lacks"),
-        (16, 4096, 4096, None),
-        (32, 4096, 4096, "7 bits"),
-    ):
-        found = dict(explain(replace(problem(m, n, k, name="int7"), gpu=None)))["fused-narrow"]
-        assert found is None if reason is None else reason in str(found)
+def test_codes_of_many_bits_have_registers_for_few_rows_of_x_or_straight_code() -> None:
+    cases = {
+        (16, 28672, 4096, "int7"): False,
+        (16, 28672, 4096, "int5"): True,
+        (16, 4096, 4096, "int7"): True,
+        (32, 4096, 4096, "int5"): True,
+        (32, 6144, 4096, "int5"): False,
+        (32, 6144, 4096, "int6"): True,
+    }
+    for (m, n, k, name), pays in cases.items():
+        found = dict(explain(replace(problem(m, n, k, name=name), gpu=None)))["fused-narrow"]
+        assert found is None if pays else f"it lacks registers for codes of {name[-1]} bits" in str(found)
     shapes = {name: geometry(4096, 2048, scheme(name), torch.bfloat16) for name in ("int4", "int7")}
     assert {name: narrow.is_loop(NarrowTile(), shape) for name, shape in shapes.items()} == {
         "int4": True,
@@ -273,9 +323,9 @@ def test_without_wgmma_products_wait_for_each_other() -> None:
 
 def test_scales_are_held_where_there_is_room() -> None:
     shape, tile = geometry(37888, 3584, scheme("nvfp4"), torch.bfloat16), NarrowTile(8)
-    assert not narrow.room(tile, shape, 16, scheme("nvfp4")).holds
-    assert narrow.room(tile, shape, 8, scheme("nvfp4")).holds
-    small = narrow.room(NarrowTile(16, 4), shape, 8, scheme("nvfp4"))
+    assert not narrow.room(tile, shape, 16, scheme("nvfp4"), HOPPER_SHARED).holds
+    assert narrow.room(tile, shape, 8, scheme("nvfp4"), HOPPER_SHARED).holds
+    small = narrow.room(NarrowTile(16, 4), shape, 8, scheme("nvfp4"), HOPPER_SHARED)
     assert not small.holds and not narrow.is_loop(NarrowTile(16, 4), shape)
 
 
@@ -292,7 +342,10 @@ def test_a_table_of_values_has_room_that_is_asked_for(
     """Triton asks for more than 48 KB where it counts more, and does not count the table."""
     assert RUN is not None
     table, shape = shared_bytes(), geometry(100, k, scheme(name), RUN[0])
-    room, tile = partial(narrow.room, NarrowTile(8), shape, 16, scheme(name), table=table), NarrowTile(8)
+    room, tile = (
+        partial(narrow.room, NarrowTile(8), shape, 16, scheme(name), HOPPER_SHARED, table=table),
+        NarrowTile(8),
+    )
     has, values = room(), narrow.value_bytes(tile, shape, scheme(name))
     assert has == narrow.Room(chunks, k > 1024, chunks * 512 * 16 * 2 + (values if k > 1024 else 0))
     assert has.nbytes + table <= USUAL_SHARED or has.nbytes > USUAL_SHARED

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.fused.launch.gpu import HOPPER_SHARED, processors, program_memory
+from quantkit.kernels.fused.launch.gpu import processors, program_memory
 from quantkit.kernels.fused.launch.operands import (
     Grouping,
     Operands,
@@ -90,12 +90,14 @@ def is_loop(tile: NarrowTile, shape: Geometry) -> bool:
 
 
 def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
-    """Units of a part, and those of a chunk of x: of 512 columns, or 256 where that makes parts shorter, or
-    where a loop would have no registers for more.
+    """Units of a part, and those of a chunk of x: of 512 columns, or 256 where that makes parts shorter.
+
+    Loops of `wgmma` with two units ahead have 256 columns as well, where these are two units, so that what is
+    loaded next is in its place: with 32 rows of x registers are spilled otherwise.
     """
     found, unit = -(-shape.steps // tile.parts), shape.unit
-    lacks = tile.wgmma and tile.ahead * unit == 256 and is_loop(tile, shape)
-    chunk = 512 // unit if found * unit % 512 == 0 and not lacks else 256 // unit
+    is_short = tile.wgmma and tile.ahead == 2 and unit == 128 and is_loop(tile, shape)
+    chunk = 512 // unit if found * unit % 512 == 0 and not is_short else 256 // unit
     return -(-found // chunk) * chunk, chunk
 
 
@@ -118,7 +120,8 @@ def blocks_held(tile: NarrowTile, shape: Geometry) -> int:
 
 def value_bytes(tile: NarrowTile, shape: Geometry, scheme: Scheme) -> int:
     """Bytes of the scales and zero-points of a program in shared memory."""
-    scale = 1 if shape.scale_kind else 2 if shape.on_weights else scheme.scale_dtype.itemsize
+    # Those of 8 bits without a kind are bfloat16.
+    scale = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
     value = (scale if shape.groups > 1 else 0) + ZERO_BYTES[scheme.zero_point]
     return tile.warps * ROWS * shape.in_block * power_of_two(blocks_held(tile, shape)) * value
 
@@ -140,7 +143,7 @@ def room(
     shape: Geometry,
     m: int,
     scheme: Scheme,
-    memory: int = HOPPER_SHARED,
+    memory: int,
     table: int = 0,
     roots: int = 0,
 ) -> Room:
@@ -157,10 +160,10 @@ def room(
 
     held = value_bytes(tile, shape, scheme) if is_loop(tile, shape) else 0
     able = found(held)
-    return able if able.nbytes + table + roots <= _mine(tile, memory) else found(0)
+    return able if able.nbytes + table + roots <= _share(tile, memory) else found(0)
 
 
-def _mine(tile: NarrowTile, memory: int) -> int:
+def _share(tile: NarrowTile, memory: int) -> int:
     """Bytes of shared memory of a program."""
     return memory * tile.warps // RESIDENT_WARPS
 
@@ -266,7 +269,7 @@ def _too_much(problem: Problem, tile: NarrowTile, roots: int = 0) -> str | None:
     """Why a program cannot have x in shared memory, besides so many bytes of roots."""
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
     x = room(tile, shape_of(problem), problem.m, problem.scheme, memory, table, roots).nbytes
-    needed, most = x + table + roots, _mine(tile, memory)
+    needed, most = x + table + roots, _share(tile, memory)
     if needed <= most:
         return None
     what = "x and the values of codes take" if table else "x takes"

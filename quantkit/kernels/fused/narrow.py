@@ -298,21 +298,9 @@ def _multiply(
     if not HELD and not IS_LAST:
         following = gl.minimum(number + CHUNK, UNITS - CHUNK)
         values = _values(
-            given,
-            following,
-            CHUNK,
-            PIECES,
-            GROUPS,
-            PER_BLOCK,
-            BLOCKS,
-            V,
-            STORED,
-            ZERO,
-            HAS_ZERO,
-            EVEN,
-            HELD,
+            given, following, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, STORED, ZERO, HAS_ZERO, EVEN, HELD,
             W,
-        )
+        )  # fmt: skip
         _keep_order()
     end, lut = given[7], given[8]
     for unit in gl.static_range(CHUNK):
@@ -325,21 +313,9 @@ def _multiply(
         units = (units[1], following) if AHEAD == 2 else (units[1], units[2], units[3], following)
         if HELD:
             own_s, own_z = _values(
-                given,
-                number + unit,
-                1,
-                PIECES,
-                GROUPS,
-                PER_BLOCK,
-                BLOCKS,
-                V,
-                STORED,
-                ZERO,
-                HAS_ZERO,
-                EVEN,
-                HELD,
-                W,
-            )
+                given, number + unit, 1, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, STORED, ZERO, HAS_ZERO, EVEN,
+                HELD, W,
+            )  # fmt: skip
             s, z = s + own_s, z + own_z
         for piece in gl.static_range(PIECES):
             q = gl.reshape(gl.convert_layout(pieces[piece], A, assert_trivial=True), (16 * W, V, 128 // V))

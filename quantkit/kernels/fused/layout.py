@@ -149,6 +149,13 @@ def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
     return bias_factor(scheme.format, BFLOAT16)
 
 
+def value_sizes(shape: Geometry, scheme: Scheme) -> tuple[int, int]:
+    """Bytes of a scale and of a zero-point as `build` has them; 0 for none, and for the scale of a row."""
+    # Those of 8 bits without a kind become bfloat16.
+    scale = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
+    return 0 if shape.groups == 1 else scale, {"none": 0, "integer": 2, "float": 4}[scheme.zero_point]
+
+
 def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
     """Codes, scales, zero-points, factor (both empty for none) and values of `weight` in the fragment layout,
     for activations of `dtype`.

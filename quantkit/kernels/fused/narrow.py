@@ -42,6 +42,7 @@ from quantkit.kernels.fused.units import (
     let_next_start,
     load_squares,
     row_tile_of,
+    row_tile_of_warp,
     unit_columns,
     wait_for_kernel_before,
 )
@@ -105,7 +106,7 @@ def narrow(
     begin = part * UNITS
     last = (N + 15) // 16 - 1
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
-    tile = row_tile_of(gl.minimum(first + gl.minimum(warp, ROW_TILES - 1), last), N, GATE != "")
+    tile = row_tile_of_warp(warp, first, last, ROW_TILES, N, GATE != "")
     tile = gl.expand_dims(gl.expand_dims(tile, 1), 2).to(gl.int64)
     span = gl.expand_dims(gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(2, CODES))), 0), 2)
     lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
@@ -116,8 +117,8 @@ def narrow(
     there = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
     # No part loads what another has.
     end = UNITS - 1 if EVEN else gl.minimum(UNITS - 1, LAST_UNIT - begin)
-    tile = gl.minimum(gl.arange(0, W, gl.SliceLayout(1, places_of(W, 1))), ROW_TILES - 1)
-    tile = row_tile_of(gl.minimum(first + tile, last), N, GATE != "")
+    tile = gl.arange(0, W, gl.SliceLayout(1, places_of(W, 1)))
+    tile = row_tile_of_warp(tile, first, last, ROW_TILES, N, GATE != "")
     block_at = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, places_of(W, 1))), 0)
     block_at += gl.expand_dims(tile, 1) * (BLOCKS * 8)
     block = gl.minimum(begin * UNIT // PER_BLOCK, BLOCKS - 1)
@@ -132,7 +133,7 @@ def narrow(
     units = ()
     for ahead in gl.static_range(AHEAD):
         units = units + (_codes(given, gl.minimum(ahead, end), TILES, C),)
-    values = ()
+    values = ((), ())
     if not HELD:
         values = _values(
             given, 0, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, STORED, ZERO, HAS_ZERO, EVEN, HELD, W
@@ -294,7 +295,7 @@ def _multiply(
     like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
     ON_SUMS: gl.constexpr = GROUPS > 1 and not ON_WEIGHTS and V == 1
-    s, z = values if not HELD else ((), ())
+    s, z = values
     if not HELD and not IS_LAST:
         following = gl.minimum(number + CHUNK, UNITS - CHUNK)
         values = _values(

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from quantkit.kernels.fused.blocks import bfloat16_of_bytes, scale_value
-from quantkit.kernels.fused.units import row_tile_of
+from quantkit.kernels.fused.units import row_tile_of_warp
 
 
 @gluon.constexpr_function
@@ -72,7 +72,7 @@ def hold_words(
     number = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     warp = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     word = gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    tile = row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
+    tile = row_tile_of_warp(warp, first, last, COUNT, N, GATED)
     at = gl.expand_dims(tile * BLOCKS, 0) + gl.expand_dims(gl.minimum(block + number, BLOCKS - 1), 1)
     at = gl.expand_dims(at, 2) * EACH + gl.expand_dims(gl.expand_dims(word, 0), 1)
     there = (gl.expand_dims(warp, 0) < COUNT) & (gl.expand_dims(number, 1) < HELD)

@@ -30,6 +30,12 @@ def row_tile_of(number, N, GATED: gl.constexpr):
     return tile
 
 
+@gluon.jit
+def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
+    """The row tile of a warp, of COUNT from number `first` on up to `last`; warps beyond have the last."""
+    return row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
+
+
 @gluon.constexpr_function
 def unit_columns(PLANES: int, TURN: int = 128) -> int:
     """Columns whose codes are loaded at a time: so many, or a span where that is longer."""

@@ -175,7 +175,7 @@ def _lacks_registers(problem: Problem) -> bool:
     rows of x, unless the weight is so small that nothing else is faster, and those of int7 in loops.
     """
     shape = shape_of(problem)
-    if problem.m <= 8 or "wgmma" not in problem.features or shape.unit * shape.bits <= narrow.LOOP_BITS:
+    if problem.m <= 8 or "wgmma" not in problem.features or not narrow.is_wide(shape):
         return False
     if problem.m > 16:
         return problem.n * problem.k > SMALL_FOR_WIDE_CODES

@@ -22,7 +22,7 @@ from quantkit.kernels.fused.launch.operands import (
     unknown_value,
     with_shared_table,
 )
-from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
+from quantkit.kernels.fused.layout import ROWS, Geometry, geometry, value_sizes
 from quantkit.kernels.fused.sizes import power_of_two, unasked
 from quantkit.kernels.launcher import Launch, overlap
 from quantkit.kernels.problem import Problem, Tiling
@@ -41,8 +41,6 @@ PART_COLUMNS, FEW_ROUNDS = 4096, 2
 #: Up to so many columns of a part there is code for all; more takes longer to come than a loop. Twice as many
 #: of those whose codes have more than so many bits in a unit: a loop has no registers for two such units.
 UNROLLED, LOOP_BITS = 1024, 1024
-#: Bytes of a zero-point in the layout.
-ZERO_BYTES: Mapping[str, int] = {"none": 0, "integer": 2, "float": 4}
 #: What it takes a program to begin, and a launch to add parts up, in units of a warp.
 BEGIN_UNITS, SUMS_UNITS = 4, 3
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
@@ -83,10 +81,15 @@ def root_bytes(m: int) -> int:
     return 4 * rows_of_x(m)
 
 
+def is_wide(shape: Geometry) -> bool:
+    """Whether a loop has no registers for the codes of two units: those of int5 and int7."""
+    return shape.unit * shape.bits > LOOP_BITS
+
+
 def is_loop(tile: NarrowTile, shape: Geometry) -> bool:
     """Whether the products of a part are a loop."""
     columns = -(-shape.steps // tile.parts) * shape.unit
-    return columns > (UNROLLED if shape.unit * shape.bits <= LOOP_BITS else 2 * UNROLLED)
+    return columns > (2 * UNROLLED if is_wide(shape) else UNROLLED)
 
 
 def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
@@ -120,10 +123,13 @@ def blocks_held(tile: NarrowTile, shape: Geometry) -> int:
 
 def value_bytes(tile: NarrowTile, shape: Geometry, scheme: Scheme) -> int:
     """Bytes of the scales and zero-points of a program in shared memory."""
-    # Those of 8 bits without a kind are bfloat16.
-    scale = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
-    value = (scale if shape.groups > 1 else 0) + ZERO_BYTES[scheme.zero_point]
-    return tile.warps * ROWS * shape.in_block * power_of_two(blocks_held(tile, shape)) * value
+    return (
+        tile.warps
+        * ROWS
+        * shape.in_block
+        * power_of_two(blocks_held(tile, shape))
+        * sum(value_sizes(shape, scheme))
+    )
 
 
 @dataclass(frozen=True)

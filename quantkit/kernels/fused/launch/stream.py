@@ -19,7 +19,7 @@ from quantkit.kernels.fused.launch.operands import (
     unknown_value,
 )
 from quantkit.kernels.fused.launch.streamed import Share, StreamTile, ahead, share, streamed, together, units
-from quantkit.kernels.fused.layout import geometry
+from quantkit.kernels.fused.layout import geometry, value_sizes
 from quantkit.kernels.fused.sizes import power_of_two
 from quantkit.kernels.fused.streamed import COLUMNS, Norm
 from quantkit.kernels.glue import NORMS
@@ -63,12 +63,9 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 def unit_registers(problem: Problem) -> int:
     """Registers that a thread has a unit of codes in, with its scales and zero-points."""
-    shape, scheme = shape_of(problem), problem.scheme
+    shape = shape_of(problem)
     codes = shape.unit // shape.span * shape.tiles * 4
-    stored = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
-    scales = 0 if shape.groups == 1 else stored
-    zeros = {"none": 0, "float": 4}.get(scheme.zero_point, 2)
-    words = sum(-(-2 * shape.in_block * size // 4) for size in (scales, zeros))
+    words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
     return codes + shape.unit // 128 * words
 
 

@@ -7,6 +7,9 @@ Each figure is the median of CUDA-graph replays over as many different weights a
 times, divided by their number. Up to M = 16 it is given as a multiple of the floor, above as a multiple of
 dense speed. `--jobs` processes compile the kernels first. With QUANTKIT_TILES=none, rules choose all tiles.
 
+From M = 128 on products may draw more power than a GPU is allowed, and by how much its clock falls depends
+on what ran before: they are timed after a rest, and with `--load 0.3` after 0.3 s of the same product.
+
 Peers are int4 in groups of 128: torch's own kernel (tinygemm, up to M = 64), and GemLite where
 `pip install gemlite` put it, tuned in its default mode ("fast") before it is timed. `--from` needs no GPU.
 """
@@ -17,7 +20,7 @@ import importlib.util
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +30,7 @@ from matmul_report import Row, Run, draw, markdown, plotted, text
 
 import quantkit
 from quantkit.errors import UsageError
-from quantkit.kernels.measure import copies, graph_time, read_time
+from quantkit.kernels.measure import copies, graph_time, read_time, rest_for
 from quantkit.kernels.shapes import shapes_named
 from quantkit.packing.tensor import PackedTensor
 
@@ -90,18 +93,35 @@ def activations(m: int, k: int) -> torch.Tensor:
     return torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
 
 
-def time_of(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of one of `calls`. Some go before: the clock falls while weights are made."""
-    graph_time(calls)
-    return graph_time(calls, REPLAYS)
+@dataclass
+class Clock:
+    """How the products of a run are timed: after `load` seconds of the same. What is read is timed once for
+    sizes that differ by less than 32 KiB.
+    """
+
+    load: float = 0.0
+    read: dict[int, float] = field(default_factory=dict)
+
+    def time(self, calls: Sequence[Callable[[], object]], m: int) -> float:
+        """Microseconds of one of `calls`, products with m rows of x."""
+        # Some go before: the clock falls while weights are made.
+        graph_time(calls)
+        return graph_time(calls, REPLAYS, rest=rest_for(m), load=self.load)
+
+    def floor(self, nbytes: int) -> float:
+        """Microseconds that reading so many bytes takes."""
+        key = nbytes >> 15
+        if key not in self.read:
+            self.read[key] = read_time(nbytes)
+        return self.read[key]
 
 
-def dense(n: int, k: int, m: int) -> float:
+def dense(n: int, k: int, m: int, clock: Clock) -> float:
     weights = [
         torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(min(copies(2 * n * k), 4))
     ]
     x = activations(m, k)
-    return time_of([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])
+    return clock.time([lambda w=w: torch.nn.functional.linear(x, w) for w in weights], m)
 
 
 def quantized(name: str, n: int, k: int) -> PackedTensor:
@@ -126,25 +146,12 @@ def call(job: Callable[[], None]) -> None:
     job()
 
 
-class Floors:
-    """Microseconds that reading takes, measured once for sizes that differ by less than 32 KiB."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, float] = {}
-
-    def __getitem__(self, nbytes: int) -> float:
-        key = nbytes >> 15
-        if key not in self._known:
-            self._known[key] = read_time(nbytes)
-        return self._known[key]
-
-
 def time_formats(
     names: Sequence[str],
     shape: str,
     sides: tuple[int, int],
     dense_us: Mapping[int, float],
-    floors: Floors,
+    clock: Clock,
 ) -> Iterator[Row]:
     n, k = sides
     for name in names:
@@ -156,14 +163,18 @@ def time_formats(
         ]
         for m in dense_us:
             x, used = activations(m, k), weights if m < 1024 else weights[:3]
-            us = time_of([partial(quantkit.linear, x, weight) for weight in used])
-            yield Row(name, shape, m, us, floors[nbytes], dense_us[m], nbytes)
+            us = clock.time([partial(quantkit.linear, x, weight) for weight in used], m)
+            yield Row(name, shape, m, us, clock.floor(nbytes), dense_us[m], nbytes)
         del weights
         torch.cuda.empty_cache()
 
 
 def time_peer(
-    name: str, shape: str, sides: tuple[int, int], dense_us: Mapping[int, float], floors: Floors
+    name: str,
+    shape: str,
+    sides: tuple[int, int],
+    dense_us: Mapping[int, float],
+    clock: Clock,
 ) -> Iterator[Row | str]:
     """Its rows, and a sentence for each M that it fails at."""
     n, k = sides
@@ -181,11 +192,11 @@ def time_peer(
         try:
             # Tunes itself here, if it does; it must not while a graph is captured.
             weights[0](x)
-            us = time_of([partial(weight, x) for weight in used])
+            us = clock.time([partial(weight, x) for weight in used], m)
         except Exception as error:
             yield f"{name} failed for {shape} at M={m}: {_first_line(error)}"
         else:
-            yield Row("int4", shape, m, us, floors[nbytes], dense_us[m], nbytes, name)
+            yield Row("int4", shape, m, us, clock.floor(nbytes), dense_us[m], nbytes, name)
 
 
 def _first_line(error: Exception) -> str:
@@ -199,6 +210,7 @@ def measure(
     ms: Sequence[int],
     jobs: int,
     path: Path | None,
+    clock: Clock,
 ) -> Run:
     """The run, stored at `path` after every format and peer."""
     run = Run(
@@ -212,11 +224,10 @@ def measure(
             todo += [partial(compile_peer, name, shape, m) for shape in shapes.values() for m in ms]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         pool.map(call, todo, chunksize=1)
-    floors = Floors()
     for shape, sides in shapes.items():
-        dense_us = {m: dense(*sides, m) for m in ms}
-        ours = (time_formats([name], shape, sides, dense_us, floors) for name in formats)
-        theirs = (time_peer(name, shape, sides, dense_us, floors) for name in peers)
+        dense_us = {m: dense(*sides, m, clock) for m in ms}
+        ours = (time_formats([name], shape, sides, dense_us, clock) for name in formats)
+        theirs = (time_peer(name, shape, sides, dense_us, clock) for name in peers)
         for found in (*ours, *theirs):
             rows: list[Row] = []
             for row in found:
@@ -252,7 +263,7 @@ def new_run(options: argparse.Namespace) -> Run:
         raise UsageError(f"unknown peers {', '.join(unknown)}; known are {', '.join(PEERS)}")
     shapes = shapes_named(options.shapes or names(SHAPES))
     formats, ms = options.formats or names(FORMATS), options.m or numbers(MS)
-    return measure(formats, peers, shapes, ms, options.jobs, options.json)
+    return measure(formats, peers, shapes, ms, options.jobs, options.json, Clock(options.load))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -267,6 +278,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--m", type=numbers, metavar="1,2", help=f"default {MS}")
     parser.add_argument("--peers", type=names, metavar="A,B", help=f"default {PEER_NAMES}; '' for none")
     parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument(
+        "--load",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds of the same before what counts; default 0",
+    )
     parser.add_argument("--markdown", action="store_true", help="tables as docs/kernels-measured.md has them")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw those of --formats, else eight well-known ones"

@@ -6,6 +6,7 @@ as exceed the L2 cache several times: no launch is waited for, and no weight is 
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,8 +18,13 @@ from quantkit.packing.tensor import PackedTensor
 
 #: Weights that a round of calls reads: more than the L2 cache of any GPU, several times.
 ROUND_BYTES = 320 << 20
-#: Replays before those that count.
-WARMUP = 3
+#: Replays before those that count, and how many count at least.
+WARMUP, LEAST = 3, 5
+#: From so many rows of x on a product may draw more power than a GPU is allowed: after some 40 ms its clock
+#: falls, and for how long what ran before counts.
+POWER_ROWS = 128
+#: Seconds of rest before such a product is timed, and those that its replays take at most.
+REST, SPELL = 0.12, 0.02
 #: Codes drawn at a time.
 _DRAWN = 1 << 24
 
@@ -28,8 +34,19 @@ def copies(nbytes: int) -> int:
     return max(2, math.ceil(ROUND_BYTES / nbytes))
 
 
-def graph_time(calls: Sequence[Callable[[], object]], replays: int = 10) -> float:
-    """Median microseconds of one of `calls`, captured together in one CUDA graph."""
+def rest_for(m: int) -> float:
+    """Seconds of rest before a product with m rows of x is timed."""
+    return REST if m >= POWER_ROWS else 0.0
+
+
+def graph_time(
+    calls: Sequence[Callable[[], object]], replays: int = 10, *, rest: float = 0.0, load: float = 0.0
+) -> float:
+    """Median microseconds of one of `calls`, captured together in one CUDA graph.
+
+    Before, the GPU has seconds of `rest`, then of `load` by the same calls. After a rest as many of the
+    replays count as fit into `SPELL`.
+    """
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     # Memory of `calls` may have been somebody else's before, who is not done with it on the other stream.
     stream.wait_stream(torch.cuda.current_stream())
@@ -41,15 +58,26 @@ def graph_time(calls: Sequence[Callable[[], object]], replays: int = 10) -> floa
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
+    time.sleep(rest)
+    loaded = time.monotonic() + load
+    while time.monotonic() < loaded:
+        _replay(graph)
     times: list[float] = []
     for _ in range(replays + WARMUP):
-        start, stop = _event(), _event()
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / len(calls))
-    return statistics.median(times[WARMUP:])
+        times.append(_replay(graph))
+        if rest and not load and len(times) >= WARMUP + LEAST and sum(times) >= SPELL * 1e6:
+            break
+    return statistics.median(times[WARMUP:]) / len(calls)
+
+
+def _replay(graph: Any) -> float:
+    """Microseconds of one replay."""
+    start, stop = _event(), _event()
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e3
 
 
 def _event() -> Any:

@@ -145,11 +145,12 @@ def test_a_peer_that_fails_for_an_m_is_noted_and_the_rest_is_measured(
     monkeypatch.setattr(benchmark, "PEERS", {"other": benchmark.Peer(lambda *_: [call] * 3, 64)})
     monkeypatch.setattr(benchmark, "activations", lambda m, k: m)
     monkeypatch.setattr(
-        benchmark, "graph_time", lambda calls, _=0: 7.0 if not any(f() for f in calls) else 0.0
+        benchmark, "graph_time", lambda calls, *_, **__: 7.0 if not any(f() for f in calls) else 0.0
     )
-    dense_us, floors = dict.fromkeys(MS, 9.0), dict.fromkeys([64 * 128 // 2 + 64 * 4], 3.0)
+    nbytes = 64 * 128 // 2 + 64 * 4
+    dense_us, clock = dict.fromkeys(MS, 9.0), benchmark.Clock(read={nbytes >> 15: 3.0})
     failed, *rows = sorted(
-        benchmark.time_peer("other", "64x128", (64, 128), dense_us, floors),
+        benchmark.time_peer("other", "64x128", (64, 128), dense_us, clock),
         key=lambda row: not isinstance(row, str),
     )
     assert failed == "other failed for 64x128 at M=16: RuntimeError: out of resource"

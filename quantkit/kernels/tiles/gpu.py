@@ -17,7 +17,7 @@ import torch
 from quantkit.errors import KernelError
 from quantkit.kernels.fused.rows import FRAGMENTS, compile_kernels
 from quantkit.kernels.fused.sizes import power_of_two
-from quantkit.kernels.measure import copies, graph_time, random_packed
+from quantkit.kernels.measure import copies, graph_time, random_packed, rest_for
 from quantkit.kernels.problem import Problem, TileError
 from quantkit.kernels.table import row_named
 from quantkit.kernels.tiles.search import Candidate, Unfit, Weight
@@ -54,7 +54,8 @@ class GpuBench:
         x, _, _ = self._expected(m)
         layouts = self.layouts if m < MANY_ROWS else self.layouts[:FEW_COPIES]
         with _explained(candidate, self.packed, m):
-            return graph_time([partial(self._run, candidate, x, layout) for layout in layouts], replays)
+            calls = [partial(self._run, candidate, x, layout) for layout in layouts]
+            return graph_time(calls, replays, rest=rest_for(m))
 
     def _run(self, candidate: Candidate, x: torch.Tensor, layout: tuple[torch.Tensor, ...]) -> torch.Tensor:
         tile = {} if candidate.tile is None else {"tile": candidate.tile}

@@ -8,7 +8,8 @@ times, divided by their number. Up to M = 16 it is given as a multiple of the fl
 dense speed. `--jobs` processes compile the kernels first. With QUANTKIT_TILES=none, rules choose all tiles.
 
 From M = 128 on products may draw more power than a GPU is allowed, and by how much its clock falls depends
-on what ran before: they are timed after a rest, and with `--load 0.3` after 0.3 s of the same product.
+on what ran before: they are timed after a rest. With `--load 0.3` all are, floors excepted, after 0.3 s of
+the same product.
 
 Peers are int4 in groups of 128: torch's own kernel (tinygemm, up to M = 64), and GemLite where
 `pip install gemlite` put it, tuned in its default mode ("fast") before it is timed. `--from` needs no GPU.
@@ -17,6 +18,7 @@ Peers are int4 in groups of 128: torch's own kernel (tinygemm, up to M = 64), an
 import argparse
 import contextlib
 import importlib.util
+import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +42,8 @@ SHAPES = "llama3-8b.o,llama3-8b.gate_up"
 MS = "1,2,4,8,16,32,64,128,256,1024,4096"
 PEER_NAMES = "tinygemm,gemlite"
 GROUPS = {"int2": 64}
-#: Replays that count. Of ten, one figure in fifty was 10 to 25 % too high, most often the first of a weight.
+#: Replays that count, at most. Of ten, one figure in fifty was 10 to 25 % too high, most often the first of a
+#: weight.
 REPLAYS = 30
 #: Of the peers' weights; each group has a scale and a zero-point in bfloat16.
 PEER_GROUP = 128
@@ -95,25 +98,26 @@ def activations(m: int, k: int) -> torch.Tensor:
 
 @dataclass
 class Clock:
-    """How the products of a run are timed: after `load` seconds of the same. What is read is timed once for
-    sizes that differ by less than 32 KiB.
-    """
+    """Times the products of a run, after `load` seconds of the same product, and the floors."""
 
     load: float = 0.0
-    read: dict[int, float] = field(default_factory=dict)
+    #: Microseconds by size in units of 32 KiB.
+    floors: dict[int, float] = field(default_factory=dict)
 
     def time(self, calls: Sequence[Callable[[], object]], m: int) -> float:
         """Microseconds of one of `calls`, products with m rows of x."""
-        # Some go before: the clock falls while weights are made.
-        graph_time(calls)
-        return graph_time(calls, REPLAYS, rest=rest_for(m), load=self.load)
+        rest = rest_for(m)
+        if not rest:
+            # Some go before: the clock falls while weights are made.
+            graph_time(calls)
+        return graph_time(calls, REPLAYS, rest=rest, load=self.load)
 
     def floor(self, nbytes: int) -> float:
         """Microseconds that reading so many bytes takes."""
         key = nbytes >> 15
-        if key not in self.read:
-            self.read[key] = read_time(nbytes)
-        return self.read[key]
+        if key not in self.floors:
+            self.floors[key] = read_time(nbytes)
+        return self.floors[key]
 
 
 def dense(n: int, k: int, m: int, clock: Clock) -> float:
@@ -213,8 +217,9 @@ def measure(
     clock: Clock,
 ) -> Run:
     """The run, stored at `path` after every format and peer."""
+    about = f"{machine()}, after {clock.load:g} s of the same product" if clock.load else machine()
     run = Run(
-        machine(), shapes, notes=[f"{name} is not installed." for name in peers if not PEERS[name].installed]
+        about, shapes, notes=[f"{name} is not installed." for name in peers if not PEERS[name].installed]
     )
     peers = [name for name in peers if PEERS[name].installed]
     run.notes += [f"{name}: {PEERS[name].tuning}." for name in peers if PEERS[name].tuning]
@@ -253,6 +258,13 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in names(text)]
 
 
+def seconds(text: str) -> float:
+    found = float(text)
+    if not 0 <= found < math.inf:
+        raise ValueError(text)
+    return found
+
+
 def stored_run(options: argparse.Namespace) -> Run:
     return Run.load(options.stored).only(options.formats, options.shapes, options.m, options.peers)
 
@@ -280,10 +292,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument(
         "--load",
-        type=float,
+        type=seconds,
         default=0.0,
         metavar="S",
-        help="seconds of the same before what counts; default 0",
+        help="run each product for so many seconds before it is timed; default 0",
     )
     parser.add_argument("--markdown", action="store_true", help="tables as docs/kernels-measured.md has them")
     parser.add_argument(
@@ -292,6 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib; install it with `pip install 'quantkit[plots]'`")
+    if options.stored is not None and options.load:
+        parser.error("--load is for products that are timed; --from shows a stored run")
     try:
         run = stored_run(options) if options.stored is not None else new_run(options)
     except (OSError, UsageError) as error:

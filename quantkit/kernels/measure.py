@@ -18,12 +18,14 @@ from quantkit.packing.tensor import PackedTensor
 
 #: Weights that a round of calls reads: more than the L2 cache of any GPU, several times.
 ROUND_BYTES = 320 << 20
-#: Replays before those that count, and how many count at least.
+#: Replays before those that count, in which the clock rises, and how many of those that are asked for count
+#: at least.
 WARMUP, LEAST = 3, 5
-#: From so many rows of x on a product may draw more power than a GPU is allowed: after some 40 ms its clock
-#: falls, and for how long what ran before counts.
+#: From so many rows of x on a product may draw more power than a GPU is allowed. After some 40 ms of that its
+#: clock falls, so that a time depends on what ran before. It was seen with 256 rows.
 POWER_ROWS = 128
-#: Seconds of rest before such a product is timed, and those that its replays take at most.
+#: Seconds of rest before such a product is timed, and about those that the replays that count may take. Where
+#: as many as count at least take more than 40 ms, they do so in a clock that falls.
 REST, SPELL = 0.12, 0.02
 #: Codes drawn at a time.
 _DRAWN = 1 << 24
@@ -44,7 +46,7 @@ def graph_time(
 ) -> float:
     """Median microseconds of one of `calls`, captured together in one CUDA graph.
 
-    Before, the GPU has seconds of `rest`, then of `load` by the same calls. After a rest as many of the
+    Before, the GPU has seconds of `rest`, then of `load` by the same calls. After a rest alone as many of the
     replays count as fit into `SPELL`.
     """
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -58,16 +60,21 @@ def graph_time(
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
+    return statistics.median(_counted(partial(_replay, graph), replays, rest, load)) / len(calls)
+
+
+def _counted(replay: Callable[[], float], replays: int, rest: float, load: float) -> list[float]:
+    """Microseconds of the replays that count."""
     time.sleep(rest)
     loaded = time.monotonic() + load
     while time.monotonic() < loaded:
-        _replay(graph)
+        replay()
+    for _ in range(WARMUP):
+        replay()
     times: list[float] = []
-    for _ in range(replays + WARMUP):
-        times.append(_replay(graph))
-        if rest and not load and len(times) >= WARMUP + LEAST and sum(times) >= SPELL * 1e6:
-            break
-    return statistics.median(times[WARMUP:]) / len(calls)
+    while len(times) < replays and (load or not rest or len(times) < LEAST or sum(times) < SPELL * 1e6):
+        times.append(replay())
+    return times
 
 
 def _replay(graph: Any) -> float:

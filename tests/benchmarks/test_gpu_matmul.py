@@ -114,6 +114,9 @@ def test_unless_asked_a_plot_has_the_well_known_formats(benchmark: ModuleType, s
         (["--m", "2"], "the run has no M 2; it has 1, 16, 64, 1024"),
         (["--peers", "gemlite"], "the run has no peer gemlite; it has tinygemm"),
         (["--json", "x.json"], "argument --json: not allowed with argument --from"),
+        (["--load", "0.3"], "--load is for products that are timed; --from shows a stored run"),
+        (["--load", "inf"], "argument --load: invalid seconds value: 'inf'"),
+        (["--load", "-1"], "argument --load: invalid seconds value: '-1'"),
     ],
 )
 def test_what_a_stored_run_lacks_is_an_error(
@@ -148,7 +151,7 @@ def test_a_peer_that_fails_for_an_m_is_noted_and_the_rest_is_measured(
         benchmark, "graph_time", lambda calls, *_, **__: 7.0 if not any(f() for f in calls) else 0.0
     )
     nbytes = 64 * 128 // 2 + 64 * 4
-    dense_us, clock = dict.fromkeys(MS, 9.0), benchmark.Clock(read={nbytes >> 15: 3.0})
+    dense_us, clock = dict.fromkeys(MS, 9.0), benchmark.Clock(floors={nbytes >> 15: 3.0})
     failed, *rows = sorted(
         benchmark.time_peer("other", "64x128", (64, 128), dense_us, clock),
         key=lambda row: not isinstance(row, str),
@@ -159,3 +162,26 @@ def test_a_peer_that_fails_for_an_m_is_noted_and_the_rest_is_measured(
         (1, 7.0, 3.0, "other int4"),
         (64, 7.0, 3.0, "other int4"),
     ]
+
+
+def test_products_that_draw_much_power_rest_and_others_go_before(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def graph_time(calls: object, replays: int = 10, **before: float) -> float:
+        asked.append((replays, before))
+        return 7.0
+
+    monkeypatch.setattr(benchmark, "graph_time", graph_time)
+    clock = benchmark.Clock(load=0.3)
+    assert [clock.time([], m) for m in (64, 128)] == [7.0, 7.0]
+    assert asked == [(10, {}), (30, {"rest": 0.0, "load": 0.3}), (30, {"rest": 0.12, "load": 0.3})]
+
+
+def test_a_run_says_what_it_was_loaded_with(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "machine", lambda: "Some GPU")
+    none: dict[str, tuple[int, int]] = {}
+    assert benchmark.measure([], [], none, [1], 1, None, benchmark.Clock()).about == "Some GPU"
+    loaded = benchmark.measure([], [], none, [1], 1, None, benchmark.Clock(load=0.3))
+    assert loaded.about == "Some GPU, after 0.3 s of the same product"

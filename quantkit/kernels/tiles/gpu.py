@@ -161,7 +161,12 @@ class CompilePool:
         job = (_same_kernel(problem, candidate), candidate)
         if job not in self._futures:
             self._futures[job] = self._threads.submit(self._run, *job)
-        return self._futures[job].result
+        return partial(self._waited, self._futures[job])
+
+    def _waited(self, future: Future[str | None]) -> str | None:
+        # Also where it has been compiled: what is measured meanwhile takes its time.
+        self._signals.check()
+        return future.result()
 
     def _run(self, problem: Problem, candidate: Candidate) -> str | None:
         worker = self._idle.get()

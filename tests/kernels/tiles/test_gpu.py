@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 from quantkit.errors import KernelError
 from quantkit.kernels.fused.launch.skinny import SkinnyTile
 from quantkit.kernels.fused.launch.tiled import TiledTile
-from quantkit.kernels.measure import random_packed
+from quantkit.kernels.measure import REST, random_packed
 from quantkit.kernels.problem import Problem, TileError
 from quantkit.kernels.tiles import gpu as gpu_module
 from quantkit.kernels.tiles.gpu import CompilePool, GpuBench, _explained, _same_kernel
@@ -70,6 +72,22 @@ def test_a_bench_tells_right_from_wrong(
     codes = bench.layouts[0][0]
     codes.view(-1)[:8] ^= -1
     assert bench.error(candidate, 5) > LIMITS[torch.bfloat16]
+
+
+def test_a_bench_rests_before_products_that_draw_much_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def graph_time(calls: list[object], replays: int, *, rest: float) -> float:
+        asked.append((len(calls), replays, rest))
+        return 7.0
+
+    monkeypatch.setattr(gpu_module, "copies", lambda nbytes: 5)
+    monkeypatch.setattr(gpu_module, "graph_time", graph_time)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    bench = GpuBench(random_packed(scheme("int4"), 16, 128, DEVICE), torch.bfloat16)
+    assert [bench.time(Candidate("dequantize"), m, 9) for m in (64, 128, 1024)] == [7.0] * 3
+    assert asked == [(5, 9, 0.0), (5, 9, REST), (3, 9, REST)]
 
 
 def test_lack_of_room_is_a_reason_and_other_errors_end_the_search() -> None:
@@ -209,19 +227,45 @@ def _silent(connection: Connection, target: object) -> None:
     time.sleep(600)
 
 
+def _quick(connection: Connection, target: object) -> None:
+    """A compiler that has nothing to do."""
+    while True:
+        connection.recv()
+        connection.send(None)
+
+
+def test_a_signal_ends_a_search_that_measures_what_has_been_compiled(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_module, "_work", _quick)
+    unnoticed = False
+    with pytest.raises(KeyboardInterrupt), CompilePool(1, H200) as pool:
+        waits = [pool.submit(ask(k=k), Candidate("dequantize")) for k in (128, 256)]
+        assert [wait() for wait in waits] == [None, None]
+        os.kill(os.getpid(), signal.SIGINT)
+        waits[1]()
+        unnoticed = True
+    assert not unnoticed
+
+
 @pytest.mark.parametrize("asked", ["while it waits", "before it asks"])
 def test_a_signal_ends_a_search_and_its_compilers(
     ask: Ask, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     monkeypatch.setattr(gpu_module, "_work", _silent)
+    unnoticed = False
     with pytest.raises(KeyboardInterrupt), CompilePool(1, H200) as pool:
         wait = pool.submit(ask(), Candidate("dequantize"))
         while pool._workers[0]._process is None:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
         if asked == "while it waits":
+            threading.Timer(0.2, interrupt).start()
             wait()
+        else:
+            interrupt()
         pool.submit(ask(k=256), Candidate("dequantize"))
-        pytest.fail("the signal was not noticed")
+        unnoticed = True
+    assert not unnoticed
     assert not pool._workers[0]._process.is_alive()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -8,8 +8,8 @@ times, divided by their number. Up to M = 16 it is given as a multiple of the fl
 dense speed. `--jobs` processes compile the kernels first. With QUANTKIT_TILES=none, rules choose all tiles.
 
 From M = 128 on products may draw more power than a GPU is allowed, and by how much its clock falls depends
-on what ran before: they are timed after a rest. With `--load 0.3` all are, floors excepted, after 0.3 s of
-the same product.
+on what ran before: they are timed after a rest, unless `--rest 0` says otherwise. With `--load 0.3` all are,
+floors excepted, after 0.3 s of the same product.
 
 Peers are int4 in groups of 128: torch's own kernel (tinygemm, up to M = 64), and GemLite where
 `pip install gemlite` put it, tuned in its default mode ("fast") before it is timed. `--from` needs no GPU.
@@ -32,7 +32,7 @@ from matmul_report import Row, Run, draw, markdown, plotted, text
 
 import quantkit
 from quantkit.errors import UsageError
-from quantkit.kernels.measure import copies, graph_time, read_time, rest_for
+from quantkit.kernels.measure import POWER_ROWS, REST, copies, graph_time, read_time, rest_for
 from quantkit.kernels.shapes import shapes_named
 from quantkit.packing.tensor import PackedTensor
 
@@ -98,15 +98,18 @@ def activations(m: int, k: int) -> torch.Tensor:
 
 @dataclass
 class Clock:
-    """Times the products of a run, after `load` seconds of the same product, and the floors."""
+    """Times floors, and products: those that draw much power after seconds of `rest`, all after seconds of
+    `load` by the same.
+    """
 
+    rest: float = REST
     load: float = 0.0
     #: Microseconds by size in units of 32 KiB.
     floors: dict[int, float] = field(default_factory=dict)
 
     def time(self, calls: Sequence[Callable[[], object]], m: int) -> float:
         """Microseconds of one of `calls`, products with m rows of x."""
-        rest = rest_for(m)
+        rest = self.rest if rest_for(m) else 0.0
         if not rest:
             # Some go before: the clock falls while weights are made.
             graph_time(calls)
@@ -217,9 +220,15 @@ def measure(
     clock: Clock,
 ) -> Run:
     """The run, stored at `path` after every format and peer."""
-    about = f"{machine()}, after {clock.load:g} s of the same product" if clock.load else machine()
+    about = [machine()]
+    if clock.rest != REST:
+        about.append(f"after {clock.rest:g} s of rest from M = {POWER_ROWS} on")
+    if clock.load:
+        about.append(f"after {clock.load:g} s of the same product")
     run = Run(
-        about, shapes, notes=[f"{name} is not installed." for name in peers if not PEERS[name].installed]
+        ", ".join(about),
+        shapes,
+        notes=[f"{name} is not installed." for name in peers if not PEERS[name].installed],
     )
     peers = [name for name in peers if PEERS[name].installed]
     run.notes += [f"{name}: {PEERS[name].tuning}." for name in peers if PEERS[name].tuning]
@@ -275,7 +284,7 @@ def new_run(options: argparse.Namespace) -> Run:
         raise UsageError(f"unknown peers {', '.join(unknown)}; known are {', '.join(PEERS)}")
     shapes = shapes_named(options.shapes or names(SHAPES))
     formats, ms = options.formats or names(FORMATS), options.m or numbers(MS)
-    return measure(formats, peers, shapes, ms, options.jobs, options.json, Clock(options.load))
+    return measure(formats, peers, shapes, ms, options.jobs, options.json, Clock(options.rest, options.load))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -291,6 +300,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", type=names, metavar="A,B", help=f"default {PEER_NAMES}; '' for none")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument(
+        "--rest",
+        type=seconds,
+        default=REST,
+        metavar="S",
+        help=f"seconds of rest before products with {POWER_ROWS} rows of x and more; default {REST}",
+    )
+    parser.add_argument(
         "--load",
         type=seconds,
         default=0.0,
@@ -304,8 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib; install it with `pip install 'quantkit[plots]'`")
-    if options.stored is not None and options.load:
-        parser.error("--load is for products that are timed; --from shows a stored run")
+    if options.stored is not None and (options.rest, options.load) != (REST, 0.0):
+        parser.error("--rest and --load are for products that are timed; --from shows a stored run")
     try:
         run = stored_run(options) if options.stored is not None else new_run(options)
     except (OSError, UsageError) as error:

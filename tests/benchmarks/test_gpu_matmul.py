@@ -114,7 +114,7 @@ def test_unless_asked_a_plot_has_the_well_known_formats(benchmark: ModuleType, s
         (["--m", "2"], "the run has no M 2; it has 1, 16, 64, 1024"),
         (["--peers", "gemlite"], "the run has no peer gemlite; it has tinygemm"),
         (["--json", "x.json"], "argument --json: not allowed with argument --from"),
-        (["--load", "0.3"], "--load is for products that are timed; --from shows a stored run"),
+        (["--load", "0.3"], "--rest and --load are for products that are timed; --from shows a stored run"),
         (["--load", "inf"], "argument --load: invalid seconds value: 'inf'"),
         (["--load", "-1"], "argument --load: invalid seconds value: '-1'"),
     ],
@@ -177,6 +177,9 @@ def test_products_that_draw_much_power_rest_and_others_go_before(
     clock = benchmark.Clock(load=0.3)
     assert [clock.time([], m) for m in (64, 128)] == [7.0, 7.0]
     assert asked == [(10, {}), (30, {"rest": 0.0, "load": 0.3}), (30, {"rest": 0.12, "load": 0.3})]
+    asked.clear()
+    assert benchmark.Clock(rest=0.0).time([], 128) == 7.0
+    assert asked == [(10, {}), (30, {"rest": 0.0, "load": 0.0})]
 
 
 def test_a_run_says_what_it_was_loaded_with(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,3 +188,5 @@ def test_a_run_says_what_it_was_loaded_with(benchmark: ModuleType, monkeypatch: 
     assert benchmark.measure([], [], none, [1], 1, None, benchmark.Clock()).about == "Some GPU"
     loaded = benchmark.measure([], [], none, [1], 1, None, benchmark.Clock(load=0.3))
     assert loaded.about == "Some GPU, after 0.3 s of the same product"
+    plain = benchmark.measure([], [], none, [1], 1, None, benchmark.Clock(rest=0.0))
+    assert plain.about == "Some GPU, after 0 s of rest from M = 128 on"

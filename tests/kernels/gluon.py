@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -496,6 +496,23 @@ def interpreted(sources: Mapping[str, Path], seed: int = 0) -> dict[str, ModuleT
             module.range = in_tensors  # type: ignore[attr-defined]
             patched.setitem(sys.modules, name, module)
     return found
+
+
+def rewritten(
+    sources: Mapping[str, Path], changes: Iterable[tuple[str, str]], directory: Path
+) -> dict[str, Path]:
+    """Copies of modules in `directory`, by name, in which something else is said.
+
+    What a change replaces stands in one of them.
+    """
+    texts = {name: path.read_text() for name, path in sources.items()}
+    for old, new in changes:
+        (name,) = (name for name, text in texts.items() if old in text)
+        texts[name] = texts[name].replace(old, new)
+    paths = {name: directory / f"{name.rpartition('.')[2]}.py" for name in texts}
+    for name, path in paths.items():
+        path.write_text(texts[name])
+    return paths
 
 
 def teach(monkeypatch: pytest.MonkeyPatch) -> None:

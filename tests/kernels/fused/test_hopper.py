@@ -15,7 +15,7 @@ from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
 from ..conftest import GLUON
-from ..gluon import interpreted
+from ..gluon import interpreted, rewritten
 from ..memory import OutOfBoundsError
 from .test_fused import HOPPER, LIMIT, error, operands
 
@@ -113,23 +113,12 @@ def test_warps_may_run_in_any_order(
     assert multiply(make_packed, GLUON[KERNEL], seed, name, tile) < LIMIT[HOPPER[0]]
 
 
-def changed(directory: Path, change: list[tuple[str, str]]) -> Path:
-    """The kernel with something else said."""
-    text = GLUON[KERNEL].read_text()
-    for old, new in change:
-        assert old in text
-        text = text.replace(old, new)
-    path = directory / "hopper.py"
-    path.write_text(text)
-    return path
-
-
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_waited_for_is_needed(
     make_packed: Callable[..., PackedTensor], tmp_path: Path, change: str
 ) -> None:
     assert HOPPER is not None
-    path = changed(tmp_path, CHANGES[change])
+    path = rewritten({KERNEL: GLUON[KERNEL]}, CHANGES[change], tmp_path)[KERNEL]
 
     def is_wrong(seed: int, name: str, tile: HopperTile) -> bool:
         try:
@@ -145,7 +134,7 @@ def test_what_is_waited_for_is_needed(
 def test_nothing_is_read_outside_of_a_weight(
     make_packed: Callable[..., PackedTensor], tmp_path: Path, change: str
 ) -> None:
-    path = changed(tmp_path, LOADS[change])
+    path = rewritten({KERNEL: GLUON[KERNEL]}, LOADS[change], tmp_path)[KERNEL]
     with pytest.raises(InterpreterError, match="OutOfBoundsError"):
         multiply(make_packed, path, 0, *CASES[0])
 

@@ -20,7 +20,7 @@ from quantkit.packing.schemes import ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
 from ..conftest import GLUON
-from ..gluon import interpreted
+from ..gluon import interpreted, rewritten
 from .test_fused import DEVICE, LIMIT, RUNS, error, is_gated, operands
 
 InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
@@ -73,13 +73,7 @@ def test_what_the_kernel_says_is_needed(
     make_packed: Callable[..., PackedTensor], poisoned: None, tmp_path: Path, change: str
 ) -> None:
     assert RUN is not None
-    texts = {name: GLUON[name].read_text() for name in (WITH_X, KERNEL)}
-    for old, new in CHANGES[change]:
-        (name,) = (name for name, text in texts.items() if old in text)
-        texts[name] = texts[name].replace(old, new)
-    paths = {name: tmp_path / f"{name.rpartition('.')[2]}.py" for name in texts}
-    for name, path in paths.items():
-        path.write_text(texts[name])
+    paths = rewritten({name: GLUON[name] for name in (WITH_X, KERNEL)}, CHANGES[change], tmp_path)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, KERNEL, interpreted(GLUON | paths)[KERNEL])
         narrow._launches.cache_clear()

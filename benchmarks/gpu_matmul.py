@@ -109,7 +109,7 @@ class Clock:
 
     def time(self, calls: Sequence[Callable[[], object]], m: int) -> float:
         """Microseconds of one of `calls`, products with m rows of x."""
-        rest = self.rest if rest_for(m) else 0.0
+        rest = rest_for(m, self.rest)
         if not rest:
             # Some go before: the clock falls while weights are made.
             graph_time(calls)

@@ -36,9 +36,9 @@ def copies(nbytes: int) -> int:
     return max(2, math.ceil(ROUND_BYTES / nbytes))
 
 
-def rest_for(m: int) -> float:
-    """Seconds of rest before a product with m rows of x is timed."""
-    return REST if m >= POWER_ROWS else 0.0
+def rest_for(m: int, rest: float = REST) -> float:
+    """Seconds of rest before a product with m rows of x is timed: `rest`, or none."""
+    return rest if m >= POWER_ROWS else 0.0
 
 
 def graph_time(
@@ -72,7 +72,8 @@ def _counted(replay: Callable[[], float], replays: int, rest: float, load: float
     for _ in range(WARMUP):
         replay()
     times: list[float] = []
-    while len(times) < replays and (load or not rest or len(times) < LEAST or sum(times) < SPELL * 1e6):
+    spell = SPELL * 1e6 if rest and not load else math.inf
+    while len(times) < replays and (len(times) < LEAST or sum(times) < spell):
         times.append(replay())
     return times
 

@@ -35,14 +35,15 @@ def hopper(
     CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr, FIELDS: gl.constexpr,
     PLANES: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, RASTER: gl.constexpr, TURN: gl.constexpr,
-    PDL: gl.constexpr,
+    EVEN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`x` describes [M, K] in parts of blocks [BM, 128], zeros beyond.
 
     A tile is ROWS rows of the weight times BM rows of x, a step two units, each of TURN columns, or of a
     span where that is longer. Codes are loaded AHEAD units before they are decoded, one or two. TURN columns,
-    128 or 256, are decoded and multiplied at a time, with an expression for each turn of a unit. GROUPS only
-    says whether there are several. `sums` and the integers but M, N, SPANS and BLOCKS are for `shares`.
+    128 or 256, are decoded and multiplied at a time, with an expression for each turn of a unit. N is a
+    multiple of EVEN, up to 8. GROUPS only says whether there are several. `sums` and the integers but M, N,
+    SPANS and BLOCKS are for `shares`.
     """
     PART: gl.constexpr = x.block_shape[0]
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
@@ -60,11 +61,11 @@ def hopper(
         gl.warp_specialize([
             (_multiply, (
                 0, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, PDL,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, EVEN, PDL,
             )),
             (_multiply, (
                 1, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, PDL,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, EVEN, PDL,
             )),
             (_copy, (
                 x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES, ROWS, BM, STAGES, RASTER,
@@ -75,15 +76,15 @@ def hopper(
         gl.warp_specialize([
             (_multiply, (
                 0, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, PDL,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, EVEN, PDL,
             )),
             (_multiply, (
                 1, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, PDL,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, EVEN, PDL,
             )),
             (_multiply, (
                 2, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, PDL,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, EVEN, PDL,
             )),
             (_copy, (
                 x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES, ROWS, BM, STAGES, RASTER,
@@ -133,7 +134,7 @@ def _multiply(
     HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
     CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr,
     DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr,
-    RASTER: gl.constexpr, TURN: gl.constexpr, PDL: gl.constexpr,
+    RASTER: gl.constexpr, TURN: gl.constexpr, EVEN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """64 rows of a tile, those of group number `which`."""
     (
@@ -211,7 +212,10 @@ def _multiply(
         if is_written:
             if is_added:
                 total = add_shares(total, sums, before, which, TOKEN, ROWS, BM, SUMS)
-            _store(total, y, row, m, M, N, scale, factor, bias, BM, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, SUMS)
+            _store(
+                total, y, row, m, M, N, scale, factor, bias,
+                BM, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, SUMS, EVEN,
+            )  # fmt: skip
         else:
             leave_share(total, sums, which, TOKEN, ROWS, BM)
 
@@ -309,13 +313,16 @@ def _load(
 @gluon.jit
 def _store(
     sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
-    HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, SUMS: gl.constexpr,
+    HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, SUMS: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Finish sums of 64 rows from `row` on and write them to columns of y, for rows of x from `m` on."""
     rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), 1)
     out = finish(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-    # Threads side by side write rows side by side.
-    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    # A thread writes EVEN rows at once, threads side by side those beside them.
+    BESIDE: gl.constexpr = min(64 // EVEN, 32)
+    STORED: gl.constexpr = gl.BlockedLayout([EVEN, 1], [BESIDE, 32 // BESIDE], [1, 4], [0, 1])
+    # Of N itself Triton knows whether it is a multiple of 16, and of no other number.
+    N = N // EVEN * EVEN
     out = gl.convert_layout(out.to(y.dtype.element_ty), STORED)
     n = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, STORED)), 1)
     m = gl.expand_dims(m + gl.arange(0, BM, gl.SliceLayout(0, STORED)), 0)

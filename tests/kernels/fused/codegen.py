@@ -30,6 +30,7 @@ from quantkit.kernels.fused.launch import dense, narrow, stream, streamed
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.hopper import (
     COLUMNS,
+    MOST_EVEN,
     PART_ROWS,
     SCRATCH,
     HopperTile,
@@ -229,16 +230,17 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for many rows of x, in the tile that its name has the numbers of, or that of the rules.
 
-    After the preset there may be another group size, and a kind of zero-point.
+    With "by" and a number rows of y are multiples of that, else of 8. After the preset there may be another group size, and a kind of zero-point.
     """
     preset, *more = case.name.split()
     row, dtype = scheme(preset), torch.bfloat16
     if more:
         row = replace(row, group_size=int(more[0]), zero_point=more[1])
     shape = geometry(N, K, row, dtype)
-    numbers = map(int, case.kernel.split()[1:])
+    asked, _, even = case.kernel.partition(" by ")
+    numbers = map(int, asked.split()[1:])
     tile = HopperTile(*numbers)
-    if case.kernel == "hopper":
+    if asked == "hopper":
         tile = hopper_tile(shape, case.m, zeros=row.zero_point != "none")
     known = constants_of(N, K, row, dtype, tile)
     known = {name: value for name, value in known.items() if name in hopper.arg_names}
@@ -248,6 +250,7 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "REGISTERS": residence(tile).multiplying,
         "RASTER": RASTER,
         "TURN": tile.columns,
+        "EVEN": int(even or MOST_EVEN),
         "PDL": True,
     }
     types = {
@@ -431,6 +434,7 @@ def facts(case: Case) -> dict[str, Any]:
         ],
         "shuffles": count(r"shfl\.sync"),
         "stores": count(r"st\.shared"),
+        "written": sorted(set(re.findall(r"st\.global\.(\S+)", assembly))),
         "approximations": count(r"(?:cos|sin)\.approx|v_(?:cos|sin)_f32"),
         "sums": sorted(set(re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.(\w+)\.f16\.f16", assembly))),
         "halves": count(r"wgmma.mma_async\S*\.f16\.f16\.f16"),

@@ -413,6 +413,22 @@ def test_hopper_multiplies_with_many_columns_at_a_time(compiled: Compiled, name:
     assert found["waits"] == 2 * 2 * 3, found
 
 
+@pytest.mark.parametrize(
+    ("even", "written"),
+    [
+        (8, "v4.b32"),
+        (4, "v2.b32"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "b32"), (1, "b16"))),
+    ],
+)
+def test_hopper_writes_as_much_at_once_as_rows_of_y_allow(
+    compiled: Compiled, even: int, written: str
+) -> None:
+    """Sums that are left take 16 bytes at a time, and words that say so 8."""
+    (found,) = compiled([(f"hopper 64 128 1 by {even}", "int4", 90, 0)]).values()
+    assert found["written"] == sorted({"v4.b32", "b64", written}), found
+
+
 @pytest.mark.parametrize("name", ["mxfp4", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_three_groups_of_few_rows_of_x_stay_in_registers(compiled: Compiled, name: str) -> None:
     (found,) = compiled([("hopper 64 192 2", name, 90, 64)]).values()

@@ -1,5 +1,6 @@
 """`fused-hopper`: its tiles, the rules for them, those worth measuring, and its launches."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -42,6 +43,8 @@ COLUMNS, TWO_BLOCKS = 128, 256
 PART_ROWS = 64
 #: Blocks of x in shared memory, each of the rows of a tile, unless there is room for fewer only.
 STAGES = 8
+#: Numbers of 16 bits that a thread writes at once, if rows of y are multiples of them.
+MOST_EVEN = 8
 #: Bytes of shared memory that a multiprocessor keeps for each program.
 RESERVED = 1 << 10
 #: With up to so many rows of x there are registers for two programs on a multiprocessor, with 128 rows of the
@@ -328,6 +331,7 @@ def _launches(
         REGISTERS=resident.multiplying,
         RASTER=RASTER,
         TURN=tile.columns,
+        EVEN=math.gcd(n, MOST_EVEN),
         num_warps=WARPS,
         maxnreg=resident.launched,
         **overlap(features),

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quantkit.kernels.fused import shares as kernel
-from quantkit.kernels.fused.launch.hopper import LEAST_SHARE, launch_token, shares
+from quantkit.kernels.fused.launch.hopper import launch_token, parts_added, shares
 
 SIZES = given(st.integers(1, 500), st.integers(1, 230), st.integers(1, 300))
 
@@ -91,11 +91,38 @@ def test_what_is_waited_for_comes_before_all_else(tiles: int, steps: int, progra
 
 @settings(deadline=None)
 @SIZES
-def test_no_program_takes_much_longer_than_its_part(tiles: int, steps: int, programs: int) -> None:
-    full, share, _ = shares(tiles, steps, programs)
-    assert full % programs == 0 or full == tiles
-    even = -(-(tiles - full) * steps // programs)
-    assert share <= max(even, LEAST_SHARE) and (tiles - full) < programs
+@example(36, 14, 132)
+@example(8, 32, 132)
+def test_no_other_shares_are_sooner(tiles: int, steps: int, programs: int) -> None:
+    """As long as a part takes to be added as a step."""
+
+    def length(share: int, width: int) -> int:
+        return share + parts_added(steps, share, width)
+
+    full, share, width = shares(tiles, steps, programs)
+    others = tiles % programs
+    assert full == (tiles - others if share else tiles)
+    mine = length(share, width) if share else steps * (others > 0)
+    for parts in range(1, programs // max(others, 1) + 1):
+        each = -(-steps // parts)
+        assert mine <= length(each, parts * each)
+    even = -(-others * steps // programs)
+    assert mine <= (length(even, steps) if others else 0)
+
+
+@settings(deadline=None)
+@SIZES
+@example(80, 20, 132)
+def test_as_many_parts_are_added_as_is_said(tiles: int, steps: int, programs: int) -> None:
+    full, share, width = shares(tiles, steps, programs)
+    if share:
+        first = in_python(kernel.first_of, 0, programs)
+        most = max(
+            (full_end - 1) // share - first(tile, full, share, width)
+            for tile in range(full, tiles)
+            for full_end in [(tile - full) * width + steps]
+        )
+        assert most <= parts_added(steps, share, width)
 
 
 def test_every_launch_has_a_token_of_its_own() -> None:

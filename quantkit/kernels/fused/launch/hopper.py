@@ -54,19 +54,20 @@ FEW_OF_X = 32
 #: pace of the rules, and those of what surrounds all steps.
 STEP_US: Mapping[tuple[int, int], float] = {
     (32, 128): 1.1,
-    (64, 128): 1.0,
-    (128, 128): 1.5,
+    (64, 128): 1.05,
+    (128, 128): 1.55,
     (128, 192): 2.15,
-    (256, 128): 2.5,
+    (256, 128): 2.6,
 }
 AROUND_US = 3.0
-#: Microseconds, for each row of x of a tile of 128 rows of the weight, that sums of its parts take to be
-#: written and added up.
-SHARES_US = 0.029
+#: Microseconds that it takes to add what another program has of a tile of 128 rows of the weight and 256 of x
+#: (156 in docs/kernels-log.md); tiles of all sizes take about as long for it as for 256 columns.
+PART_US, PART_COLUMNS = 3.2, 256
 #: A tile that was measured for another problem makes way for one that should take less than this part of its
 #: time.
 FITS = 0.9
-#: Bytes of x that stay in the cache. Programs that share tiles are at different steps, and read x from there.
+#: Bytes of x that stay in the cache. Programs that each have the same of the last tiles are at different
+#: steps, and read x from there.
 CACHED = 32 << 20
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
@@ -76,8 +77,6 @@ VALUES: Mapping[str, tuple[int, ...]] = {
     "share": (False, True),
     "columns": (COLUMNS, TWO_BLOCKS),
 }
-#: Steps that a program has of a tile that it shares, at least.
-LEAST_SHARE = 2
 #: Registers of a thread that `registers` does not count.
 SPARE = 14
 #: Tokens of one launch and the next are so far apart: by 2^64 divided by the golden ratio.
@@ -142,33 +141,55 @@ def step_columns(shape: Geometry, tile: HopperTile) -> int:
     return 2 * max(tile.columns, shape.span)
 
 
-def shares(tiles: int, steps: int, programs: int) -> tuple[int, int, int]:
+def shares(
+    tiles: int, steps: int, programs: int, part: float = 1.0, *, cached: bool = True
+) -> tuple[int, int, int]:
     """How many of `tiles` are done whole, and for the others the steps of a program and from tile to tile.
 
-    Each of the latter is divided among as many programs, unless it is sooner to give all programs the same,
-    some of which have parts of two tiles then.
+    Each of the latter is divided among as many programs, unless x is `cached` and it is sooner to give all
+    programs the same, some of which have parts of two tiles then. To add a part takes as long as so many
+    steps: of many, a tile has fewer than there are programs for.
     """
     others = tiles % programs
     if others == 0:
         return tiles, 0, steps
-    apart = max(LEAST_SHARE, -(-steps // (programs // others)))
-    even = max(LEAST_SHARE, -(-others * steps // programs))
-    if apart <= even:
-        return tiles - others, apart, -(-steps // apart) * apart
-    return tiles - others, even, steps
+
+    def length(share: int, width: int) -> float:
+        return share + part * parts_added(steps, share, width)
+
+    def whole(share: int) -> int:
+        return -(-steps // share) * share
+
+    counts = range(1, programs // others + 1)
+    apart = min((-(-steps // count) for count in counts), key=lambda share: length(share, whole(share)))
+    even = -(-others * steps // programs)
+    if cached and length(even, steps) < length(apart, whole(apart)):
+        return tiles - others, even, steps
+    return (tiles, 0, steps) if apart == steps else (tiles - others, apart, whole(apart))
+
+
+def parts_added(steps: int, share: int, width: int) -> int:
+    """How many parts who writes a tile adds at most, by what `shares` gives."""
+    return width // share - 1 if width % share == 0 else -(-steps // share)
+
+
+def shared(shape: Geometry, m: int, tile: HopperTile, programs: int) -> tuple[int, int, int, int]:
+    """The steps of a tile, and `shares` of those for m rows of x; all tiles are whole if none has a share."""
+    columns = step_columns(shape, tile)
+    tiles, steps = -(-shape.n // tile.rows) * -(-m // tile.m), -(-shape.spans * shape.span // columns)
+    if not tile.share:
+        return steps, tiles, 0, steps
+    cached = 2 * m * shape.k <= CACHED
+    return steps, *shares(tiles, steps, programs, PART_COLUMNS / columns, cached=cached)
 
 
 def tile_time(shape: Geometry, m: int, tile: HopperTile, multiprocessors: int = H200_PROCESSORS) -> float:
     """Microseconds for m rows of x by what a step of each tile in `STEP_US` was measured to take."""
-    columns = step_columns(shape, tile)
-    steps = -(-shape.k // columns)
-    tiles = -(-shape.n // tile.rows) * -(-m // tile.m)
-    mine, sums = -(-tiles // multiprocessors) * steps, 0.0
-    if tile.share:
-        full, share, _ = shares(tiles, steps, multiprocessors)
-        mine = full // multiprocessors * steps + share
-        sums = SHARES_US * tile.m * tile.rows / 128 if share else 0.0
-    return mine * STEP_US[tile.m, tile.rows] * columns / 256 + AROUND_US + sums
+    steps, full, share, width = shared(shape, m, tile, multiprocessors)
+    mine, sums = -(-full // multiprocessors) * steps + share, 0.0
+    if share:
+        sums = PART_US * tile.m * tile.rows / (256 * 128) * parts_added(steps, share, width)
+    return mine * STEP_US[tile.m, tile.rows] * step_columns(shape, tile) / 256 + AROUND_US + sums
 
 
 def registers(shape: Geometry, tile: HopperTile, zeros: bool) -> int:
@@ -190,11 +211,10 @@ def hopper_tile(
     shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS, *, zeros: bool = False
 ) -> HopperTile:
     """The tile for m rows of x that should be fastest, by `tile_time`, of a weight with or without zeros."""
-    able = (False, True) if 2 * m * shape.k <= CACHED else (False,)
     sizes = [_paced(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)]
     able_sizes = [tile for tile in sizes if has_registers(shape, tile, zeros)]
     return min(
-        (replace(tile, share=share) for tile in able_sizes or sizes for share in able),
+        (replace(tile, share=share) for tile in able_sizes or sizes for share in (False, True)),
         key=lambda tile: tile_time(shape, m, tile, multiprocessors),
     )
 
@@ -311,14 +331,10 @@ def _launches(
 
     shape = geometry(n, k, scheme, dtype)
     known = constants_of(n, k, scheme, dtype, tile)
-    columns = shape.spans * shape.span
-    tiles, steps = -(-n // tile.rows) * -(-m // tile.m), -(-columns // step_columns(shape, tile))
     resident = residence(tile)
     most = multiprocessors * resident.programs
-    full, share, width = tiles, 0, steps
-    if tile.share:
-        full, share, width = shares(tiles, steps, most)
-    programs = min(most, tiles) if full == tiles else most
+    _, full, share, width = shared(shape, m, tile, most)
+    programs = most if share else min(most, full)
     main = Launch(
         kernel,
         (programs,),
@@ -343,7 +359,7 @@ def _launches(
         shape.spans,
         shape.blocks,
         # A word of 64 bits for each group of warps.
-        programs * (tile.rows * tile.m + tile.rows // 64 * 2) if 0 < share < steps else 0,
+        programs * (tile.rows * tile.m + tile.rows // 64 * 2) if share else 0,
     )
 
 

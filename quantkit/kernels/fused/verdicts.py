@@ -98,14 +98,16 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
 
 def _streams(problem: Problem) -> str | None:
     """Why `fused-stream`, or without room for its x `fused-skinny`, is as fast as `fused-narrow` with up to 8
-    rows of x; None where it is not, as where there is no room for all the warps of `fused-stream`.
+    rows of x; None where it is not, as where there is no room for all the warps of `fused-stream`, but for
+    int5 and int7.
     """
     if problem.m <= 2:
         return "up to M=2 it was not seen to be faster"
     if stream_supports(problem) is not None:
         return None
-    tile, bits = stream.TILING.rule(problem), shape_of(problem).bits
-    if tile.warps * tile.programs < stream.RESIDENT_WARPS:
+    tile, shape = stream.TILING.rule(problem), shape_of(problem)
+    bits, is_wide = shape.bits, narrow.is_wide(shape)
+    if tile.warps * tile.programs < stream.RESIDENT_WARPS and not is_wide:
         return None
     uneven = stream.idleness(problem, tile) > UNEVEN
     most = UNEVEN_COLUMNS if uneven else EVEN_COLUMNS
@@ -172,14 +174,18 @@ def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str
 
 def _lacks_registers(problem: Problem) -> bool:
     """Whether `fused-narrow` spills codes that have many bits in a unit, of int5 and int7: with more than 16
-    rows of x, unless the weight is so small that nothing else is faster, and those of int7 in loops.
+    rows of x, unless the weight is so small that nothing else is faster, and where it `spills` by the rules.
+
+    For many rows of the weight, or of int7 more than run at once, others are faster.
     """
     shape = shape_of(problem)
     if problem.m <= 8 or "wgmma" not in problem.features or not narrow.is_wide(shape):
         return False
     if problem.m > 16:
         return problem.n * problem.k > SMALL_FOR_WIDE_CODES
-    return shape.bits > 6 and narrow.is_loop(narrow.TILING.rule(problem), shape)
+    tile, count = narrow.TILING.rule(problem), processors(problem)
+    is_late = shape.bits > 6 and narrow.rounds(tile, shape, count) > 1
+    return is_late or narrow.spills(tile, shape) or not has_few_rows(problem.n, count, MOST_ROWS)
 
 
 def narrow_pays(problem: Problem) -> str | None:
@@ -189,11 +195,11 @@ def narrow_pays(problem: Problem) -> str | None:
     )
     has_wgmma = "wgmma" in problem.features
     # Of so few rows others have too few tiles as well, but for `fused-stream`, where there is room for x.
-    is_left = 8 < problem.m <= (32 if has_wgmma else 16) and stream_supports(problem) is not None
+    is_left = problem.m <= (32 if has_wgmma else 16) and stream_supports(problem) is not None
     reasons = (
         (least and not is_left, f"it has too few row tiles of {problem.n} rows"),
         (
-            problem.m > 8 and not most,
+            problem.m > 8 and not most and not _decodes_slowly(problem),
             "each multiprocessor would read all of x for many rows, as tiles do not",
         ),
         (
@@ -233,14 +239,21 @@ def hopper_supports(problem: Problem) -> str | None:
     return None
 
 
+def _decodes_slowly(problem: Problem) -> bool:
+    """Whether `fused-tiled` decodes codes slower than others do: those of long spans or of short groups, and
+    those that are looked up.
+    """
+    shape = shape_of(problem)
+    return shape.span > 128 or shape.group < 64 or table_bytes(problem.scheme, problem.dtype) > 0
+
+
 def _fills_rounds(problem: Problem) -> bool:
     """Whether `fused-tiled`, of which a multiprocessor runs two programs, is hardly ever idle at its end, and
     decodes as fast as `fused-hopper` does.
     """
-    shape = shape_of(problem)
-    slow = shape.span > 128 or shape.group < 64 or table_bytes(problem.scheme, problem.dtype) > 0
-    if slow or has_few_rows(problem.n, processors(problem)):
+    if _decodes_slowly(problem) or has_few_rows(problem.n, processors(problem)):
         return False
+    shape = shape_of(problem)
     tile = tiled.TILING.rule(problem)
     rounds = tiled.programs(tile, shape, problem.m) / (2 * processors(problem))
     return tile.split == 1 and rounds > FULL * math.ceil(rounds)
@@ -250,7 +263,10 @@ def hopper_pays(problem: Problem) -> str | None:
     """Why another kernel is at least as fast as `fused-hopper`."""
     is_small = problem.n * problem.k <= SMALL_WEIGHT
     reasons = (
-        (problem.m <= 16, "up to M=16 warps that share x, or smaller tiles, are faster"),
+        (
+            problem.m <= 16 and not _lacks_registers(problem),
+            "up to M=16 warps that share x, or smaller tiles, are faster",
+        ),
         (
             problem.m <= 32 and is_small,
             f"up to M=32 it has too few tiles of a weight of {problem.n} x {problem.k}",

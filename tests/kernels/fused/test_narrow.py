@@ -12,6 +12,7 @@ import torch
 from quantkit.kernels.fused.launch import narrow
 from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.fused.launch.narrow import NarrowTile
+from quantkit.kernels.fused.launch.operands import shape_of
 from quantkit.kernels.fused.layout import build, geometry
 from quantkit.kernels.fused.sizes import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
@@ -247,13 +248,13 @@ def test_refusals_say_what_is_in_the_way() -> None:
         # No room in `fused-stream`: for x, and for sums of many row tiles.
         (4, 3584, 18944, None),
         (8, 4096, 14336, None),
+        (8, 1536, 8960, None),
         (8, 128256, 4096, None),
         (8, 28672, 4096, None),
         (8, 4096, 4096, "up to 768 columns"),
         (8, 6144, 4096, "up to 768 columns"),
         (8, 4608, 3584, None),
         (16, 28672, 4096, None),
-        (16, 57344, 8192, "for many rows"),
         (16, 1024, 4096, "too few row tiles of 1024 rows"),
         (17, 28672, 4096, "M=17"),
         (32, 14336, 4096, "tiles of more rows"),
@@ -277,6 +278,46 @@ def test_it_pays_where_warps_share_x_and_read_little_of_it(
         )
     # Spans of 256 columns make no difference.
     assert dict(explain(replace(asked, scheme=scheme("int3"))))["fused-narrow"] == found
+
+
+@pytest.mark.parametrize("n", [37888, 57344])
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        *(("int4", "tiled"), ("ternary", "tiled")),
+        *(("nf4", "narrow"), ("int3", "narrow"), ("mxfp6", "narrow")),
+        *(("int5", "hopper"), ("int7", "hopper")),
+    ],
+)
+def test_with_many_rows_of_the_weight_it_is_for_what_tiles_decode_slowly(n: int, name: str, row: str) -> None:
+    asked = replace(problem(16, n, 4096, name=name), gpu=None)
+    assert choose_by_rules(asked).row.name == f"fused-{row}"
+    reason = dict(explain(asked))["fused-narrow"]
+    assert (
+        reason is None if row == "narrow" else ("many rows" if row == "tiled" else "registers") in str(reason)
+    )
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "name", "row"),
+    [
+        (16, 10240, 8192, "int5", "narrow"),
+        (16, 10240, 8192, "int7", "hopper"),
+        (16, 6144, 4096, "int7", "narrow"),
+        (16, 3584, 18944, "int5", "hopper"),
+        (8, 37888, 3584, "int5", "stream"),
+    ],
+)
+def test_codes_that_lack_registers_run_elsewhere(m: int, n: int, k: int, name: str, row: str) -> None:
+    chosen = choose_by_rules(replace(problem(m, n, k, name=name), gpu=None))
+    assert chosen.row.name == f"fused-{row}"
+    if row == "narrow":
+        assert not narrow.spills(chosen.tile, shape_of(problem(m, n, k, name=name)))
+
+
+def test_small_programs_are_sooner_where_few_are_left() -> None:
+    """Of 2368 row tiles 16 warps have 148 programs, and 8 have 296, for 132 multiprocessors."""
+    assert choose_by_rules(replace(problem(8, 37888, 3584, name="nf4"), gpu=None)).tile.warps == 8
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ PART_COLUMNS, FEW_ROUNDS = 4096, 2
 UNROLLED, LOOP_BITS = 1024, 1024
 #: What it takes a program to begin, and a launch to add parts up, in units of a warp.
 BEGIN_UNITS, SUMS_UNITS = 4, 3
+#: How long a program takes alone, of two that a multiprocessor has room for (157 in docs/kernels-log.md).
+LONE = 2 / 3
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (8, 16),
@@ -90,6 +92,13 @@ def is_loop(tile: NarrowTile, shape: Geometry) -> bool:
     """Whether the products of a part are a loop."""
     columns = -(-shape.steps // tile.parts) * shape.unit
     return columns > (2 * UNROLLED if is_wide(shape) else UNROLLED)
+
+
+def spills(tile: NarrowTile, shape: Geometry) -> bool:
+    """Whether warps that multiply together lack registers for codes: those of int7 in loops, of int5 where
+    these are of a part.
+    """
+    return tile.wgmma and is_wide(shape) and is_loop(tile, shape) and (tile.parts > 1 or shape.bits > 6)
 
 
 def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
@@ -189,7 +198,7 @@ def row_tiles(
     return next((count for count in counts if programs(count) <= at_once), tile.warps)
 
 
-def _rounds(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> float:
+def rounds(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> float:
     """How many times as many programs there are as run at once."""
     programs = -(-shape.row_tiles // row_tiles(tile, shape, multiprocessors)) * tile.parts
     return programs * tile.warps / (multiprocessors * RESIDENT_WARPS)
@@ -202,8 +211,10 @@ def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> tuple[floa
     to 1.3 times as long as one, for a reason that is not known (115 in docs/kernels-log.md).
     """
     mine = row_tiles(tile, shape, multiprocessors)
-    rounds = math.ceil(_rounds(tile, shape, multiprocessors))
-    length = rounds * (units(tile, shape)[0] + BEGIN_UNITS) + (SUMS_UNITS if tile.parts > 1 else 0)
+    done, last = divmod(rounds(tile, shape, multiprocessors), 1.0)
+    lone = LONE if done and last <= 0.5 and tile.warps < RESIDENT_WARPS else 1.0
+    length = (done + lone * math.ceil(last)) * (units(tile, shape)[0] + BEGIN_UNITS)
+    length += SUMS_UNITS if tile.parts > 1 else 0
     return length, -tile.warps if shape.scale_kind and shape.bits == 4 else tile.warps - mine
 
 
@@ -216,7 +227,8 @@ def _able(problem: Problem) -> list[NarrowTile]:
     """Those of the rules that can run a problem."""
     wgmma = problem.m >= LEAST_WGMMA and "wgmma" in problem.features
     ruled = [replace(tile, wgmma=wgmma) for tile in _RULED]
-    return [tile for tile in ruled if _why_not(problem, tile) is None]
+    able = [tile for tile in ruled if _why_not(problem, tile) is None]
+    return [tile for tile in able if not spills(tile, shape_of(problem))] or able
 
 
 def experts_tile(problem: Problem, weights: int) -> NarrowTile:
@@ -229,9 +241,9 @@ def experts_tile(problem: Problem, weights: int) -> NarrowTile:
     shape, able = shape_of(every), _able(every)
     tiles = [tile for tile in able if units(tile, shape)[0] * shape.unit <= PART_COLUMNS] or able
     best = min(tiles, key=lambda tile: _time(tile, shape, count))
-    if _rounds(best, shape, count) > 1:
+    if rounds(best, shape, count) > 1:
         fewest = [tile for tile in tiles if tile.parts == tiles[0].parts]
-        best = fewest[0 if _rounds(fewest[0], shape, count) <= FEW_ROUNDS else -1]
+        best = fewest[0 if rounds(fewest[0], shape, count) <= FEW_ROUNDS else -1]
     return best
 
 

@@ -175,17 +175,30 @@ def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str
 def _lacks_registers(problem: Problem) -> bool:
     """Whether `fused-narrow` spills codes that have many bits in a unit, of int5 and int7: with more than 16
     rows of x, unless the weight is so small that nothing else is faster, and where it `spills` by the rules.
-
-    For many rows of the weight, or of int7 more than run at once, others are faster.
     """
     shape = shape_of(problem)
-    if problem.m <= 8 or "wgmma" not in problem.features or not narrow.is_wide(shape):
+    if not _has_wide_codes(problem):
         return False
     if problem.m > 16:
         return problem.n * problem.k > SMALL_FOR_WIDE_CODES
-    tile, count = narrow.TILING.rule(problem), processors(problem)
-    is_late = shape.bits > 6 and narrow.rounds(tile, shape, count) > 1
-    return is_late or narrow.spills(tile, shape) or not has_few_rows(problem.n, count, MOST_ROWS)
+    is_small = problem.n * problem.k <= SMALL_WEIGHT
+    return not is_small and narrow.spills(narrow.TILING.rule(problem), shape)
+
+
+def _has_wide_codes(problem: Problem) -> bool:
+    """Whether it is of int5 or int7, and warps multiply together."""
+    return problem.m > 8 and "wgmma" in problem.features and narrow.is_wide(shape_of(problem))
+
+
+def _is_late(problem: Problem) -> bool:
+    """Whether 9 to 16 rows of x take `fused-narrow` longer than `fused-hopper`: of int5 and int7 where there
+    are many rows of the weight, or of int7 more than the programs have that run at once.
+    """
+    if not _has_wide_codes(problem):
+        return False
+    tile, shape, count = narrow.TILING.rule(problem), shape_of(problem), processors(problem)
+    is_many = shape.bits > 6 and narrow.rounds(tile, shape, count) > 1
+    return is_many or not has_few_rows(problem.n, count, MOST_ROWS)
 
 
 def narrow_pays(problem: Problem) -> str | None:
@@ -195,11 +208,12 @@ def narrow_pays(problem: Problem) -> str | None:
     )
     has_wgmma = "wgmma" in problem.features
     # Of so few rows others have too few tiles as well, but for `fused-stream`, where there is room for x.
-    is_left = problem.m <= (32 if has_wgmma else 16) and stream_supports(problem) is not None
+    fewest, left = (5, 32) if has_wgmma else (9, 16)
+    is_left = fewest <= problem.m <= left and stream_supports(problem) is not None
     reasons = (
         (least and not is_left, f"it has too few row tiles of {problem.n} rows"),
         (
-            problem.m > 8 and not most and not _decodes_slowly(problem),
+            problem.m > 8 and not most and not (has_wgmma and _decodes_slowly(problem)),
             "each multiprocessor would read all of x for many rows, as tiles do not",
         ),
         (
@@ -211,6 +225,7 @@ def narrow_pays(problem: Problem) -> str | None:
             "from M=17 on each warp would read much of x from shared memory",
         ),
         (_lacks_registers(problem), f"it lacks registers for codes of {problem.scheme.format.bits} bits"),
+        (_is_late(problem), f"tiles decode {problem.scheme.format.bits} bits sooner for as many rows"),
     )
     reason = next((reason for loses, reason in reasons if loses), None)
     return _streams(problem) if reason is None and problem.m <= 8 else reason
@@ -264,7 +279,7 @@ def hopper_pays(problem: Problem) -> str | None:
     is_small = problem.n * problem.k <= SMALL_WEIGHT
     reasons = (
         (
-            problem.m <= 16 and not _lacks_registers(problem),
+            problem.m <= 16 and not (_lacks_registers(problem) or _is_late(problem)),
             "up to M=16 warps that share x, or smaller tiles, are faster",
         ),
         (

@@ -230,7 +230,8 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for many rows of x, in the tile that its name has the numbers of, or that of the rules.
 
-    With "by" and a number rows of y are multiples of that, else of 8. After the preset there may be another group size, and a kind of zero-point.
+    With "by" and a number rows of y are multiples of that, else of 8. After the preset there may be another
+    group size, and a kind of zero-point.
     """
     preset, *more = case.name.split()
     row, dtype = scheme(preset), torch.bfloat16

@@ -672,6 +672,8 @@ def test_tiles_of_experts() -> None:
     assert [narrow.experts_tile(mixtral, weights) for weights in (2, 5)] == [NarrowTile(16), NarrowTile(8)]
     assert narrow.experts_tile(replace(mixtral, n=4096, k=14336), 7) == NarrowTile(8, 4)
     assert [narrow.experts_tile(qwen, weights).parts for weights in (8, 16, 64)] == [2, 1, 1]
+    # Parts that run at once are sooner than large programs of which some run alone.
+    assert narrow.experts_tile(replace(qwen, n=1536, k=4096), 8) == NarrowTile(8, 2)
     for asked in (mixtral, qwen, problem(m=8, n=4096, k=14336), problem("nf4", m=8, n=2048, k=768)):
         for weights in (1, 2, 7, 64):
             assert narrow.TILING.why_not(asked, narrow.experts_tile(asked, weights)) is None

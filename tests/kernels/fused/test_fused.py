@@ -327,7 +327,7 @@ SHARED_OUT = (
 @pytest.fixture
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles are divided among as many programs as there are, as if it took no time to add parts up."""
-    monkeypatch.setattr(hopper, "PART_COLUMNS", 0)
+    monkeypatch.setattr(hopper, "PART_US", 0.0)
     hopper._launches.cache_clear()
     yield
     hopper._launches.cache_clear()
@@ -353,7 +353,7 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
     m: int,
     tile: HopperTile,
 ) -> None:
-    """Replays follow each other with one token and memory, and another x. On a GPU up to 40 programs have a
+    """Replays follow each other with one token and memory, and another x. On a GPU up to 80 programs have a
     tile.
     """
     assert HOPPER is not None

@@ -5,13 +5,29 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quantkit.kernels.fused import shares as kernel
-from quantkit.kernels.fused.launch.hopper import launch_token, parts_added, shares
+from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS
+from quantkit.kernels.fused.launch.hopper import (
+    CACHED,
+    are_apart,
+    hopper_tile,
+    launch_token,
+    parts_added,
+    shares,
+    shares_of,
+)
+from quantkit.kernels.fused.layout import geometry
+from quantkit.packing.schemes import scheme
 
-SIZES = given(st.integers(1, 500), st.integers(1, 230), st.integers(1, 300))
+#: Tiles, their steps, programs, and how many steps a part takes to be added.
+SIZES = given(
+    st.integers(1, 500), st.integers(1, 230), st.integers(1, 300), st.sampled_from([0.0, 0.4, 1.0, 2.5])
+)
 
 
 def in_python(function: Any, program: int, programs: int) -> Callable[..., Any]:
@@ -27,9 +43,11 @@ def in_python(function: Any, program: int, programs: int) -> Callable[..., Any]:
     return FunctionType(function.fn.__code__, {"gl": gl})
 
 
-def jobs(program: int, programs: int, tiles: int, steps: int) -> list[tuple[int, int, int]]:
+def jobs(
+    program: int, programs: int, given: tuple[int, int, int], tiles: int, steps: int
+) -> list[tuple[int, int, int]]:
     """What a program does, by the kernel's code: each tile, its first step, and the one after its last."""
-    full, share, width = shares(tiles, steps, programs)
+    full, share, width = given
     whole, count, begin, end, left = in_python(kernel.all_jobs, program, programs)(
         tiles, 1, full, share, width, steps, ROWS=1, BM=1
     )
@@ -37,25 +55,27 @@ def jobs(program: int, programs: int, tiles: int, steps: int) -> list[tuple[int,
     return [job(number, whole, begin, end, left, full, width, steps) for number in range(count)]
 
 
-def before(program: int, tile: int, programs: int, tiles: int, steps: int) -> range:
+def before(program: int, tile: int, programs: int, given: tuple[int, int, int]) -> range:
     """The programs whose sums the one that writes a tile adds up, by the kernel's code."""
-    first = in_python(kernel.first_of, program, programs)(tile, *shares(tiles, steps, programs))
+    first = in_python(kernel.first_of, program, programs)(tile, *given)
     return range(first, program)
 
 
 @settings(deadline=None)
 @SIZES
-@example(16, 56, 132)
-@example(96, 16, 132)
-@example(131, 1, 132)
-@example(224, 16, 264)
+@example(16, 56, 132, 1.0)
+@example(96, 16, 132, 1.0)
+@example(131, 1, 132, 1.0)
+@example(224, 16, 264, 0.0)
+@example(1, 100, 132, 0.0)
 def test_every_step_is_done_once_and_added_up_by_who_writes_the_tile(
-    tiles: int, steps: int, programs: int
+    tiles: int, steps: int, programs: int, part_steps: float
 ) -> None:
+    given = shares(tiles, steps, programs, part_steps)
     done: Counter[tuple[int, int]] = Counter()
     left: dict[int, int] = {}
     writers: dict[int, int] = {}
-    done_by = [jobs(program, programs, tiles, steps) for program in range(programs)]
+    done_by = [jobs(program, programs, given, tiles, steps) for program in range(programs)]
     for program, mine in enumerate(done_by):
         for tile, first, last in mine:
             assert first < last
@@ -71,18 +91,24 @@ def test_every_step_is_done_once_and_added_up_by_who_writes_the_tile(
     for tile in range(tiles):
         program = writers[tile]
         first = next(first for found, first, _ in done_by[program] if found == tile)
-        added = list(before(program, tile, programs, tiles, steps)) if first > 0 else []
+        added = list(before(program, tile, programs, given)) if first > 0 else []
         assert added == [other for other, found in sorted(left.items()) if found == tile]
+        assert len(added) <= parts_added(steps, *given[1:]) if added else True
+        if are_apart(*given[1:]) and tile >= given[0]:
+            assert len(added) == parts_added(steps, *given[1:])
 
 
 @settings(deadline=None)
 @SIZES
-@example(96, 16, 132)
-@example(100, 7, 132)
-def test_what_is_waited_for_comes_before_all_else(tiles: int, steps: int, programs: int) -> None:
+@example(96, 16, 132, 1.0)
+@example(100, 7, 132, 0.0)
+def test_what_is_waited_for_comes_before_all_else(
+    tiles: int, steps: int, programs: int, part_steps: float
+) -> None:
     """So a program waits for programs with smaller numbers only while these do what it waits for."""
+    given = shares(tiles, steps, programs, part_steps)
     for program in range(programs):
-        mine = jobs(program, programs, tiles, steps)
+        mine = jobs(program, programs, given, tiles, steps)
         is_left = [last < steps for _, _, last in mine]
         waits = [last == steps and first > 0 for _, first, last in mine]
         assert is_left == sorted(is_left, reverse=True) and sum(is_left) <= 1
@@ -91,38 +117,44 @@ def test_what_is_waited_for_comes_before_all_else(tiles: int, steps: int, progra
 
 @settings(deadline=None)
 @SIZES
-@example(36, 14, 132)
-@example(8, 32, 132)
-def test_no_other_shares_are_sooner(tiles: int, steps: int, programs: int) -> None:
-    """As long as a part takes to be added as a step."""
+@example(36, 14, 132, 1.0)
+@example(8, 32, 132, 1.0)
+def test_no_other_shares_are_sooner(tiles: int, steps: int, programs: int, part_steps: float) -> None:
+    def length(share: int, width: int) -> float:
+        return share + part_steps * parts_added(steps, share, width)
 
-    def length(share: int, width: int) -> int:
-        return share + parts_added(steps, share, width)
-
-    full, share, width = shares(tiles, steps, programs)
+    full, share, width = shares(tiles, steps, programs, part_steps)
     others = tiles % programs
     assert full == (tiles - others if share else tiles)
-    mine = length(share, width) if share else steps * (others > 0)
-    for parts in range(1, programs // max(others, 1) + 1):
-        each = -(-steps // parts)
-        assert mine <= length(each, parts * each)
-    even = -(-others * steps // programs)
-    assert mine <= (length(even, steps) if others else 0)
+    if others == 0:
+        assert share == 0
+        return
+    mine = length(share, width) if share else steps
+    assert mine <= length(-(-others * steps // programs), steps)
+    for count in range(1, programs // others + 1):
+        each = -(-steps // count)
+        assert mine <= length(each, -(-steps // each) * each)
 
 
-@settings(deadline=None)
-@SIZES
-@example(80, 20, 132)
-def test_as_many_parts_are_added_as_is_said(tiles: int, steps: int, programs: int) -> None:
-    full, share, width = shares(tiles, steps, programs)
-    if share:
-        first = in_python(kernel.first_of, 0, programs)
-        most = max(
-            (full_end - 1) // share - first(tile, full, share, width)
-            for tile in range(full, tiles)
-            for full_end in [(tile - full) * width + steps]
-        )
-        assert most <= parts_added(steps, share, width)
+@pytest.mark.parametrize(
+    ("n", "k", "m", "is_shared"),
+    [
+        # Of 384 tiles 120 are left, for programs at steps of their own, and x takes 63 MiB.
+        (4096, 11008, 3000, False),
+        (4096, 11008, 640, True),
+        # Twelve are left, whose parts several programs have at the same steps each.
+        (1536, 8960, 3000, True),
+    ],
+)
+def test_rules_share_tiles_out_of_step_while_x_stays_in_the_cache(
+    n: int, k: int, m: int, is_shared: bool
+) -> None:
+    shape = geometry(n, k, scheme("fp6"), torch.bfloat16)
+    tile = hopper_tile(shape, m)
+    _, _, share, width = shares_of(shape, m, tile, H200_PROCESSORS)
+    assert (share > 0) == is_shared
+    if is_shared and 2 * m * k > CACHED:
+        assert are_apart(share, width)
 
 
 def test_every_launch_has_a_token_of_its_own() -> None:

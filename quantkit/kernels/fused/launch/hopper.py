@@ -61,8 +61,8 @@ STEP_US: Mapping[tuple[int, int], float] = {
 }
 AROUND_US = 3.0
 #: Microseconds that it takes to add what another program has of a tile of 128 rows of the weight and 256 of x
-#: (156 in docs/kernels-log.md); tiles of all sizes take about as long for it as for 256 columns.
-PART_US, PART_COLUMNS = 3.2, 256
+#: (156 in docs/kernels-log.md).
+PART_US = 3.2
 #: A tile that was measured for another problem makes way for one that should take less than this part of its
 #: time.
 FITS = 0.9
@@ -89,8 +89,9 @@ class HopperTile:
     """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
 
     Codes are on their way while so many units are multiplied. Where some programs would be idle at the end,
-    all have a `share` of the steps of the tiles that are left. So many `columns` are decoded, and multiplied
-    before the next are: few take few registers, many keep the tensor cores busy with few rows of x.
+    they may have a `share` of the steps of the tiles that are left. So many `columns` are decoded, and
+    multiplied before the next are: few take few registers, many keep the tensor cores busy with few rows of
+    x.
     """
 
     m: int = 128
@@ -141,21 +142,19 @@ def step_columns(shape: Geometry, tile: HopperTile) -> int:
     return 2 * max(tile.columns, shape.span)
 
 
-def shares(
-    tiles: int, steps: int, programs: int, part: float = 1.0, *, cached: bool = True
-) -> tuple[int, int, int]:
+def shares(tiles: int, steps: int, programs: int, part_steps: float) -> tuple[int, int, int]:
     """How many of `tiles` are done whole, and for the others the steps of a program and from tile to tile.
 
-    Each of the latter is divided among as many programs, unless x is `cached` and it is sooner to give all
-    programs the same, some of which have parts of two tiles then. To add a part takes as long as so many
-    steps: of many, a tile has fewer than there are programs for.
+    Each of the latter is divided among as many programs, unless it is sooner to give all programs the same,
+    some of which have parts of two tiles then. To add a part takes as long as `part_steps`, so that a tile
+    may have fewer than there are programs for.
     """
     others = tiles % programs
     if others == 0:
         return tiles, 0, steps
 
     def length(share: int, width: int) -> float:
-        return share + part * parts_added(steps, share, width)
+        return share + part_steps * parts_added(steps, share, width)
 
     def whole(share: int) -> int:
         return -(-steps // share) * share
@@ -163,33 +162,49 @@ def shares(
     counts = range(1, programs // others + 1)
     apart = min((-(-steps // count) for count in counts), key=lambda share: length(share, whole(share)))
     even = -(-others * steps // programs)
-    if cached and length(even, steps) < length(apart, whole(apart)):
+    if length(even, steps) < length(apart, whole(apart)):
         return tiles - others, even, steps
     return (tiles, 0, steps) if apart == steps else (tiles - others, apart, whole(apart))
 
 
+def are_apart(share: int, width: int) -> bool:
+    """Whether programs have parts of one tile each, by what `shares` gives."""
+    return share > 0 and width % share == 0
+
+
 def parts_added(steps: int, share: int, width: int) -> int:
     """How many parts who writes a tile adds at most, by what `shares` gives."""
-    return width // share - 1 if width % share == 0 else -(-steps // share)
+    return width // share - 1 if are_apart(share, width) else -(-steps // share)
 
 
-def shared(shape: Geometry, m: int, tile: HopperTile, programs: int) -> tuple[int, int, int, int]:
-    """The steps of a tile, and `shares` of those for m rows of x; all tiles are whole if none has a share."""
-    columns = step_columns(shape, tile)
-    tiles, steps = -(-shape.n // tile.rows) * -(-m // tile.m), -(-shape.spans * shape.span // columns)
+def step_us(shape: Geometry, tile: HopperTile) -> float:
+    """Microseconds of a step, by that of the most similar tile that was measured."""
+    measured = STEP_US.get((tile.m, tile.rows)) or STEP_US[max(tile.m, FEW_OF_X), 128] * tile.rows / 128
+    return measured * step_columns(shape, tile) / 256
+
+
+def part_us(tile: HopperTile) -> float:
+    """Microseconds that a part of a tile takes to be added."""
+    return PART_US * tile.m * tile.rows / (256 * 128)
+
+
+def shares_of(shape: Geometry, m: int, tile: HopperTile, multiprocessors: int) -> tuple[int, int, int, int]:
+    """The steps of a tile, and `shares` of those for m rows of x; all are whole if the tile has no share."""
+    columns = shape.spans * shape.span
+    tiles, steps = -(-shape.n // tile.rows) * -(-m // tile.m), -(-columns // step_columns(shape, tile))
     if not tile.share:
         return steps, tiles, 0, steps
-    cached = 2 * m * shape.k <= CACHED
-    return steps, *shares(tiles, steps, programs, PART_COLUMNS / columns, cached=cached)
+    programs = multiprocessors * residence(tile).programs
+    return steps, *shares(tiles, steps, programs, part_us(tile) / step_us(shape, tile))
 
 
 def tile_time(shape: Geometry, m: int, tile: HopperTile, multiprocessors: int = H200_PROCESSORS) -> float:
     """Microseconds for m rows of x by what a step of each tile in `STEP_US` was measured to take."""
-    steps, full, share, width = shared(shape, m, tile, multiprocessors)
-    mine, sums = -(-full // multiprocessors) * steps + share, 0.0
-    if share:
-        sums = PART_US * tile.m * tile.rows / (256 * 128) * parts_added(steps, share, width)
-    return mine * STEP_US[tile.m, tile.rows] * step_columns(shape, tile) / 256 + AROUND_US + sums
+    steps, full, share, width = shares_of(shape, m, tile, multiprocessors)
+    resident = residence(tile).programs
+    mine = -(-full // (multiprocessors * resident)) * steps + share
+    sums = part_us(tile) * parts_added(steps, share, width) if share else 0.0
+    return mine * resident * step_us(shape, tile) + AROUND_US + sums
 
 
 def registers(shape: Geometry, tile: HopperTile, zeros: bool) -> int:
@@ -212,11 +227,13 @@ def hopper_tile(
 ) -> HopperTile:
     """The tile for m rows of x that should be fastest, by `tile_time`, of a weight with or without zeros."""
     sizes = [_paced(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)]
-    able_sizes = [tile for tile in sizes if has_registers(shape, tile, zeros)]
-    return min(
-        (replace(tile, share=share) for tile in able_sizes or sizes for share in (False, True)),
-        key=lambda tile: tile_time(shape, m, tile, multiprocessors),
-    )
+    able = [tile for tile in sizes if has_registers(shape, tile, zeros)]
+    shared = [
+        tile
+        for tile in (replace(tile, share=True) for tile in able or sizes)
+        if 2 * m * shape.k <= CACHED or are_apart(*shares_of(shape, m, tile, multiprocessors)[2:])
+    ]
+    return min([*(able or sizes), *shared], key=lambda tile: tile_time(shape, m, tile, multiprocessors))
 
 
 def _paced(shape: Geometry, m: int, rows: int, zeros: bool) -> HopperTile:
@@ -255,6 +272,10 @@ def _loses(problem: Problem, tile: HopperTile) -> str | None:
         (
             tile.columns > COLUMNS and tile.m > 128,
             f"beside {tile.m} rows of x {tile.columns} columns at a time lack registers",
+        ),
+        (
+            tile.share and shares_of(shape_of(problem), problem.m, tile, processors(problem))[2] == 0,
+            "no tile is left that is sooner in parts",
         ),
         (
             residence(tile).programs > 1
@@ -333,7 +354,7 @@ def _launches(
     known = constants_of(n, k, scheme, dtype, tile)
     resident = residence(tile)
     most = multiprocessors * resident.programs
-    _, full, share, width = shared(shape, m, tile, most)
+    _, full, share, width = shares_of(shape, m, tile, multiprocessors)
     programs = most if share else min(most, full)
     main = Launch(
         kernel,

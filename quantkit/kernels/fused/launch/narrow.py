@@ -43,7 +43,7 @@ PART_COLUMNS, FEW_ROUNDS = 4096, 2
 UNROLLED, LOOP_BITS = 1024, 1024
 #: What it takes a program to begin, and a launch to add parts up, in units of a warp.
 BEGIN_UNITS, SUMS_UNITS = 4, 3
-#: How long a program takes alone, of two that a multiprocessor has room for (157 in docs/kernels-log.md).
+#: How long a program takes alone, of two that a multiprocessor has room for (158 in docs/kernels-log.md).
 LONE = 2 / 3
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
@@ -204,16 +204,19 @@ def rounds(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> float:
     return programs * tile.warps / (multiprocessors * RESIDENT_WARPS)
 
 
-def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> tuple[float, float]:
+def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int, lone: float = LONE) -> tuple[float, float]:
     """How long programs take, in units of a warp, and what tells tiles apart that take as long.
+
+    One of two takes `lone` of it where there is no other on its multiprocessor in the last round.
 
     It is how many warps are idle; but of e2m1 with scales that are bytes two programs with idle warps take up
     to 1.3 times as long as one, for a reason that is not known (115 in docs/kernels-log.md).
     """
     mine = row_tiles(tile, shape, multiprocessors)
     done, last = divmod(rounds(tile, shape, multiprocessors), 1.0)
-    lone = LONE if done and last <= 0.5 and tile.warps < RESIDENT_WARPS else 1.0
-    length = (done + lone * math.ceil(last)) * (units(tile, shape)[0] + BEGIN_UNITS)
+    is_lone = done > 0 and last <= 0.5 and tile.warps < RESIDENT_WARPS
+    rest = math.ceil(last) * (lone if is_lone else 1.0)
+    length = (done + rest) * (units(tile, shape)[0] + BEGIN_UNITS)
     length += SUMS_UNITS if tile.parts > 1 else 0
     return length, -tile.warps if shape.scale_kind and shape.bits == 4 else tile.warps - mine
 
@@ -240,7 +243,7 @@ def experts_tile(problem: Problem, weights: int) -> NarrowTile:
     every, count = replace(problem, n=problem.n * weights), processors(problem)
     shape, able = shape_of(every), _able(every)
     tiles = [tile for tile in able if units(tile, shape)[0] * shape.unit <= PART_COLUMNS] or able
-    best = min(tiles, key=lambda tile: _time(tile, shape, count))
+    best = min(tiles, key=lambda tile: _time(tile, shape, count, lone=1.0))
     if rounds(best, shape, count) > 1:
         fewest = [tile for tile in tiles if tile.parts == tiles[0].parts]
         best = fewest[0 if rounds(fewest[0], shape, count) <= FEW_ROUNDS else -1]

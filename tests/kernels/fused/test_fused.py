@@ -327,7 +327,7 @@ SHARED_OUT = (
 @pytest.fixture
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles are divided among as many programs as there are, as if it took no time to add parts up."""
-    monkeypatch.setattr(hopper, "PART_US", 0.0)
+    monkeypatch.setattr(hopper, "PART_US", dict.fromkeys(hopper.PART_US, 0.0))
     hopper._launches.cache_clear()
     yield
     hopper._launches.cache_clear()

@@ -50,19 +50,15 @@ RESERVED = 1 << 10
 #: With up to so many rows of x there are registers for two programs on a multiprocessor, with 128 rows of the
 #: weight and as many columns at a time, or for codes that are on their way early.
 FEW_OF_X = 32
-#: Rows of x and of the weight that rules choose from, with the microseconds of 256 columns on an H100, at the
-#: pace of the rules, and those of what surrounds all steps.
-STEP_US: Mapping[tuple[int, int], float] = {
-    (32, 128): 1.1,
-    (64, 128): 1.05,
-    (128, 128): 1.55,
-    (128, 192): 2.15,
-    (256, 128): 2.6,
-}
+#: Rows of x and of the weight that rules choose from, with microseconds on an H100: those of 256 columns, at
+#: the pace of the rules, and those that it takes to add what another program has of a tile (156 and 159 in
+#: docs/kernels-log.md).
+STEP_US, PART_US = (
+    {(32, 128): 1.1, (64, 128): 1.1, (128, 128): 1.6, (128, 192): 2.15, (256, 128): 2.6},
+    {(32, 128): 0.2, (64, 128): 0.3, (128, 128): 1.5, (128, 192): 3.5, (256, 128): 4.0},
+)
+#: Microseconds of what surrounds all steps.
 AROUND_US = 3.0
-#: Microseconds that it takes to add what another program has of a tile of 128 rows of the weight and 256 of x
-#: (156 in docs/kernels-log.md).
-PART_US = 3.2
 #: A tile that was measured for another problem makes way for one that should take less than this part of its
 #: time.
 FITS = 0.9
@@ -172,20 +168,27 @@ def are_apart(share: int, width: int) -> bool:
     return share > 0 and width % share == 0
 
 
-def parts_added(steps: int, share: int, width: int) -> int:
-    """How many parts who writes a tile adds at most, by what `shares` gives."""
-    return width // share - 1 if are_apart(share, width) else -(-steps // share)
+def parts_added(steps: int, share: int, width: int) -> float:
+    """How many parts who writes a tile adds on average, by what `shares` gives: if programs have parts of two
+    tiles, about half of the tiles have one more.
+    """
+    return -(-steps // share) - (1.0 if are_apart(share, width) else 0.5)
 
 
 def step_us(shape: Geometry, tile: HopperTile) -> float:
-    """Microseconds of a step, by that of the most similar tile that was measured."""
-    measured = STEP_US.get((tile.m, tile.rows)) or STEP_US[max(tile.m, FEW_OF_X), 128] * tile.rows / 128
-    return measured * step_columns(shape, tile) / 256
+    """Microseconds of a step."""
+    return _of_tile(STEP_US, tile) * step_columns(shape, tile) / 256
 
 
 def part_us(tile: HopperTile) -> float:
     """Microseconds that a part of a tile takes to be added."""
-    return PART_US * tile.m * tile.rows / (256 * 128)
+    return _of_tile(PART_US, tile)
+
+
+def _of_tile(us: Mapping[tuple[int, int], float], tile: HopperTile) -> float:
+    """What is known of a tile, or of one with 128 rows of the weight or 32 of x."""
+    found = us.get((tile.m, tile.rows))
+    return us[max(tile.m, FEW_OF_X), 128] * tile.rows / 128 if found is None else found
 
 
 def shares_of(shape: Geometry, m: int, tile: HopperTile, multiprocessors: int) -> tuple[int, int, int, int]:

@@ -176,25 +176,26 @@ def _lacks_registers(problem: Problem) -> bool:
     """Whether `fused-narrow` spills codes that have many bits in a unit, of int5 and int7: with more than 16
     rows of x, unless the weight is so small that nothing else is faster, and where it `spills` by the rules.
     """
-    shape = shape_of(problem)
     if not _has_wide_codes(problem):
         return False
     if problem.m > 16:
         return problem.n * problem.k > SMALL_FOR_WIDE_CODES
-    is_small = problem.n * problem.k <= SMALL_WEIGHT
-    return not is_small and narrow.spills(narrow.TILING.rule(problem), shape)
+    return narrow.spills(narrow.TILING.rule(problem), shape_of(problem))
 
 
 def _has_wide_codes(problem: Problem) -> bool:
-    """Whether it is of int5 or int7, and warps multiply together."""
-    return problem.m > 8 and "wgmma" in problem.features and narrow.is_wide(shape_of(problem))
+    """Whether it is of int5 or int7, where warps multiply together and `fused-hopper` has tiles."""
+    is_small = problem.n * problem.k <= SMALL_WEIGHT
+    return (
+        problem.m > 8 and "wgmma" in problem.features and narrow.is_wide(shape_of(problem)) and not is_small
+    )
 
 
 def _is_late(problem: Problem) -> bool:
     """Whether 9 to 16 rows of x take `fused-narrow` longer than `fused-hopper`: of int5 and int7 where there
     are many rows of the weight, or of int7 more than the programs have that run at once.
     """
-    if not _has_wide_codes(problem):
+    if problem.m > 16 or not _has_wide_codes(problem):
         return False
     tile, shape, count = narrow.TILING.rule(problem), shape_of(problem), processors(problem)
     is_many = shape.bits > 6 and narrow.rounds(tile, shape, count) > 1

@@ -304,13 +304,16 @@ def test_with_many_rows_of_the_weight_it_is_for_what_tiles_decode_slowly(n: int,
         (16, 10240, 8192, "int7", "hopper"),
         (16, 6144, 4096, "int7", "narrow"),
         (16, 3584, 18944, "int5", "hopper"),
+        # No tiles for so small a weight, and for more rows of x none are sooner.
+        (16, 40, 18944, "int5", "narrow"),
+        (32, 6144, 2048, "int7", "narrow"),
         (8, 37888, 3584, "int5", "stream"),
     ],
 )
 def test_codes_that_lack_registers_run_elsewhere(m: int, n: int, k: int, name: str, row: str) -> None:
     chosen = choose_by_rules(replace(problem(m, n, k, name=name), gpu=None))
     assert chosen.row.name == f"fused-{row}"
-    if row == "narrow":
+    if row == "narrow" and n > 40:
         assert not narrow.spills(chosen.tile, shape_of(problem(m, n, k, name=name)))
 
 

@@ -264,10 +264,8 @@ def _decodes_slowly(problem: Problem) -> bool:
 
 
 def _fills_rounds(problem: Problem) -> bool:
-    """Whether `fused-tiled`, of which a multiprocessor runs two programs, is hardly ever idle at its end, and
-    decodes as fast as `fused-hopper` does.
-    """
-    if _decodes_slowly(problem) or has_few_rows(problem.n, processors(problem)):
+    """Whether `fused-tiled`, of which a multiprocessor runs two programs, is hardly ever idle at its end."""
+    if has_few_rows(problem.n, processors(problem)):
         return False
     shape = shape_of(problem)
     tile = tiled.TILING.rule(problem)
@@ -284,11 +282,15 @@ def hopper_pays(problem: Problem) -> str | None:
             "up to M=16 warps that share x, or smaller tiles, are faster",
         ),
         (
+            problem.m <= 16 and shape_of(problem).bits < 6 and _fills_rounds(problem),
+            "up to M=16 tiles of `fused-tiled` are as fast for int5 where they leave no multiprocessor idle",
+        ),
+        (
             problem.m <= 32 and is_small,
             f"up to M=32 it has too few tiles of a weight of {problem.n} x {problem.k}",
         ),
         (
-            32 < problem.m <= 64 and _fills_rounds(problem),
+            32 < problem.m <= 64 and not _decodes_slowly(problem) and _fills_rounds(problem),
             "up to M=64 tiles of `fused-tiled` are as fast where they leave no multiprocessor idle",
         ),
         (

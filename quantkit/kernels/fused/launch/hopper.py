@@ -50,13 +50,17 @@ RESERVED = 1 << 10
 #: With up to so many rows of x there are registers for two programs on a multiprocessor, with 128 rows of the
 #: weight and as many columns at a time, or for codes that are on their way early.
 FEW_OF_X = 32
-#: Rows of x and of the weight that rules choose from, with microseconds on an H100: those of 256 columns, at
-#: the pace of the rules, and those that it takes to add what another program has of a tile (156 and 159 in
-#: docs/kernels-log.md).
-STEP_US, PART_US = (
-    {(32, 128): 1.1, (64, 128): 1.1, (128, 128): 1.6, (128, 192): 2.15, (256, 128): 2.6},
-    {(32, 128): 0.2, (64, 128): 0.3, (128, 128): 1.5, (128, 192): 3.5, (256, 128): 4.0},
-)
+#: Rows of x and of the weight that rules choose from, with the microseconds of 256 columns on an H100, at the
+#: pace of the rules.
+STEP_US: Mapping[tuple[int, int], float] = {
+    (32, 128): 1.1,
+    (64, 128): 1.1,
+    (128, 128): 1.6,
+    (128, 192): 2.15,
+    (256, 128): 2.6,
+}
+#: Those that it takes to add what another program has of such a tile (156 and 159 in docs/kernels-log.md).
+PART_US = dict(zip(STEP_US, (0.2, 0.3, 1.5, 3.5, 4.0), strict=True))
 #: Microseconds of what surrounds all steps.
 AROUND_US = 3.0
 #: A tile that was measured for another problem makes way for one that should take less than this part of its
@@ -85,9 +89,8 @@ class HopperTile:
     """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
 
     Codes are on their way while so many units are multiplied. Where some programs would be idle at the end,
-    they may have a `share` of the steps of the tiles that are left. So many `columns` are decoded, and
-    multiplied before the next are: few take few registers, many keep the tensor cores busy with few rows of
-    x.
+    they may have a `share` of the steps of the tiles left. So many `columns` are decoded, and multiplied
+    before the next are: few take few registers, many keep the tensor cores busy with few rows of x.
     """
 
     m: int = 128
@@ -149,18 +152,11 @@ def shares(tiles: int, steps: int, programs: int, part_steps: float) -> tuple[in
     if others == 0:
         return tiles, 0, steps
 
-    def length(share: int, width: int) -> float:
-        return share + part_steps * parts_added(steps, share, width)
-
-    def whole(share: int) -> int:
-        return -(-steps // share) * share
-
-    counts = range(1, programs // others + 1)
-    apart = min((-(-steps // count) for count in counts), key=lambda share: length(share, whole(share)))
-    even = -(-others * steps // programs)
-    if length(even, steps) < length(apart, whole(apart)):
-        return tiles - others, even, steps
-    return (tiles, 0, steps) if apart == steps else (tiles - others, apart, whole(apart))
+    apart = [-(-steps // count) for count in range(1, programs // others + 1)]
+    divided = [(share, -(-steps // share) * share) for share in apart]
+    even = (-(-others * steps // programs), steps)
+    share, width = min([*divided, even], key=lambda one: one[0] + part_steps * parts_added(steps, *one))
+    return (tiles, 0, steps) if share == steps else (tiles - others, share, width)
 
 
 def are_apart(share: int, width: int) -> bool:

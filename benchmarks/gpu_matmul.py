@@ -284,6 +284,8 @@ def new_run(options: argparse.Namespace) -> Run:
         raise UsageError(f"unknown peers {', '.join(unknown)}; known are {', '.join(PEERS)}")
     shapes = shapes_named(options.shapes or names(SHAPES))
     formats, ms = options.formats or names(FORMATS), options.m or numbers(MS)
+    if not torch.cuda.is_available():
+        raise UsageError("there is no GPU here; --from FILE.json shows a stored run.")
     return measure(formats, peers, shapes, ms, options.jobs, options.json, Clock(options.rest, options.load))
 
 

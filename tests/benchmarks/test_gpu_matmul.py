@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 MS = (1, 16, 64, 1024)
 
@@ -136,6 +137,13 @@ def test_what_is_no_run_is_an_error(
         with pytest.raises(SystemExit):
             benchmark.main(["--from", str(path)])
         assert f"{path} is no run that --json stored" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_without_a_gpu_it_says_so(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(["--formats", "int4", "--m", "1"])
+    assert "there is no GPU here; --from" in capsys.readouterr().err
 
 
 def test_a_peer_that_fails_for_an_m_is_noted_and_the_rest_is_measured(

@@ -2,15 +2,14 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from importlib import metadata
 from typing import Any
 
 import torch
 
 from quantkit.errors import KernelError
+from quantkit.kernels.triton_support import BFLOAT16_SINCE, WGMMA_MAJOR, gluon_failure
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -260,13 +259,13 @@ def _gpu_features(device: torch.device) -> frozenset[str]:
         return frozenset()
     facts = {"triton"}
     if device.type == "cuda" and torch.version.cuda is not None and torch.cuda.is_available():
-        major, _ = torch.cuda.get_device_capability(device)
-        # bfloat16 arithmetic came with 8.0, dependent launches with 9.0.
-        facts |= {fact for fact, since in (("ptx", 8), ("overlap", 9)) if major >= since}
-        facts |= {"wgmma"} if major == 9 else set()
-        # It changes with every version.
-        with suppress(metadata.PackageNotFoundError):
-            facts |= {"gluon"} if metadata.version("triton").startswith("3.6.") else set()
+        capability = torch.cuda.get_device_capability(device)
+        # Dependent launches came with 9.0.
+        facts |= {
+            fact for fact, since in (("ptx", BFLOAT16_SINCE), ("overlap", (9, 0))) if capability >= since
+        }
+        facts |= {"wgmma"} if capability[0] == WGMMA_MAJOR else set()
+        facts |= {"gluon"} if "ptx" in facts and gluon_failure(device) is None else set()
     return frozenset(facts)
 
 

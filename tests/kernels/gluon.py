@@ -166,9 +166,8 @@ class Shared:
     def permute(self, axes: tuple[int, ...]) -> "Shared":
         return Shared(self.data.transpose(axes))
 
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
-        # Or what it begins with.
-        return Shared(self.data.reshape(-1)[: np.prod(shape, dtype=int)].reshape(shape))
+    def _keep_alive(self) -> None:
+        """Memory is kept for as long as a program runs here."""
 
     def load(self, layout: Any) -> Any:
         names = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
@@ -222,6 +221,15 @@ def _whole(part: Shared) -> np.ndarray:
     return data
 
 
+def _reinterpret(memory: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:
+    # Triton 3.8 takes no other number of bits.
+    return Shared(memory.data.reshape(shape))
+
+
+def _barrier() -> None:
+    """The threads of a group of warps are one here."""
+
+
 def number(scalar: Any) -> int:
     return int(scalar.handle.data.item()) if hasattr(scalar, "handle") else int(scalar)
 
@@ -256,9 +264,6 @@ class Language:
 
     def convert_layout(self, value: Any, layout: Any, assert_trivial: bool = False) -> Any:
         return value
-
-    def thread_barrier(self) -> None:
-        """The threads of a group of warps are one here."""
 
     def inline_asm_elementwise(
         self, asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int
@@ -301,13 +306,11 @@ class Gluon:
         )
         hopper = SimpleNamespace(
             mbarrier=barriers,
-            tma=SimpleNamespace(async_copy_global_to_shared=self._copy),
             warpgroup_mma=self._multiply,
             warpgroup_mma_wait=self._wait_for_products,
             fence_async_shared=self._fence,
         )
         copies = SimpleNamespace(
-            async_copy_global_to_shared=self._copy_by_threads,
             commit_group=self._commit,
             wait_group=self._wait_for_groups,
         )
@@ -315,8 +318,12 @@ class Gluon:
         experimental = ModuleType("triton.experimental")
         gluon = SimpleNamespace(jit=jit, constexpr_function=cache, language=language)
         experimental.gluon = gluon  # type: ignore[attr-defined]
+        compat = SimpleNamespace(
+            async_load=self._copy_by_threads, tma_load=self._copy, reinterpret=_reinterpret, barrier=_barrier
+        )
         name = "triton.experimental.gluon"
         return {
+            "quantkit.kernels.fused.gluon_compat": compat,
             "triton.experimental": experimental,
             name: gluon,
             f"{name}.language": language,

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from quantkit.kernels.fused.gluon_compat import async_load, reinterpret
 from quantkit.kernels.fused.places import side_by_side, stored
 
 #: 1.5 * 2**23: what a float32 is added to for its last place to be 1, and its bits, less 0x808080.
@@ -84,7 +85,7 @@ def hold(x, other, weights, total, M, order, S: gl.constexpr):
     With `S.is_normed` they are those of the norm of x, or of x + other, which becomes `total`.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    held = gl.allocate_shared_memory(gl.int32, [S.held_rows, S.warps * S.stored_quads * 16], FLAT)
+    held = gl.allocate_shared_memory(gl.int32, [S.held_rows, S.row_words], FLAT)
     if S.integers or S.shared_table or S.is_normed:
         words = _own(x, M, order, S)
         if S.is_normed:
@@ -110,7 +111,7 @@ def columns(held, number, S: gl.constexpr):
         [S.warps, 1, 1, 1, 1],
         [4, 3, 2, 1, 0],
     )
-    words = held.index(number)._reinterpret(gl.int32, S.quad_sizes, stored(S.quad_sizes, S))
+    words = reinterpret(held.index(number), gl.int32, S.quad_sizes, stored(S.quad_sizes, S))
     quads, _ = gl.broadcast(words.load(LANES), gl.full([S.warps, PARTS, S.bm, 4, 4], 0, gl.int32, LANES))
     if not S.as_quads:
         quads = gl.permute(quads, (0, 1, 2, 4, 3))
@@ -148,8 +149,8 @@ def _copy(x, M, order, held, S: gl.constexpr):
     column = (warp * S.pieces + piece) * 16 + _along(4, SIZES, LAYOUT) * 4 + _along(5, SIZES, LAYOUT)
     row = _row_of_x(group * S.group_rows + _along(3, SIZES, LAYOUT), M, order, S)
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
-    async_copy.async_copy_global_to_shared(
-        held._reinterpret(gl.int32, SIZES, stored(SIZES, S)),
+    async_load(
+        reinterpret(held, gl.int32, SIZES, stored(SIZES, S)),
         at,
         mask=(piece < S.pieces) & (column < S.k // 2),
     )
@@ -303,7 +304,7 @@ def _hold_floats(words, held, S: gl.constexpr):
     """
     TURNS: gl.constexpr = S.room // S.at_once
     SIZES: gl.constexpr = S.float_sizes
-    turns = held._reinterpret(gl.int32, [TURNS, S.at_once * S.warps * S.rows * 16], held.type.layout)
+    turns = reinterpret(held, gl.int32, [TURNS, S.at_once * S.warps * S.rows * 16], held.type.layout)
     for turn in gl.static_range(TURNS):
         if S.shared_table:
             first, second = _split_words(_quads(words[turn]), S.warps)
@@ -317,7 +318,7 @@ def _hold_floats(words, held, S: gl.constexpr):
         else:
             own = words[turn]
         own = gl.reshape(own, (S.warps, S.at_once, 1, S.rows, 4, 4))
-        turns.index(turn)._reinterpret(gl.int32, SIZES, stored(SIZES, S)).store(
+        reinterpret(turns.index(turn), gl.int32, SIZES, stored(SIZES, S)).store(
             gl.permute(own, (1, 0, 2, 3, 4, 5))
         )
     return _ones(S)
@@ -340,8 +341,8 @@ def _hold_digits(words, held, S: gl.constexpr):
         # Digits as columns n have them: groups, and those of a group.
         value = gl.reshape(gl.join(high, low), (S.warps, S.at_once, S.rows, 4, 4, GROUPS, 2 // GROUPS, 2))
         value = gl.permute(value, (1, 5, 0, 6, 7, 2, 3, 4))
-        turns = held._reinterpret(gl.int32, [TURNS, S.at_once * S.warps * S.rows * 64], held.type.layout)
-        turns.index(turn)._reinterpret(gl.int32, SIZES, stored(SIZES, S)).store(value)
+        turns = reinterpret(held, gl.int32, [TURNS, S.at_once * S.warps * S.rows * 64], held.type.layout)
+        reinterpret(turns.index(turn), gl.int32, SIZES, stored(SIZES, S)).store(value)
     return unit
 
 

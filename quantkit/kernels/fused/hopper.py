@@ -11,9 +11,10 @@ Written in Gluon, as Triton itself has no way to say which warps do what. `tiled
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from quantkit.kernels.fused.blocks import finish
+from quantkit.kernels.fused.gluon_compat import tma_load
 from quantkit.kernels.fused.shares import add_shares, all_jobs, first_of, job_of, leave_share
 from quantkit.kernels.fused.tile_values import places_of, scales_of, values_of, words_of
 from quantkit.kernels.fused.tiled import place
@@ -123,7 +124,7 @@ def _copy(
                 mbarrier.expect(ready.index(stage), PART * 128 * 2, row < M)
                 mbarrier.arrive(ready.index(stage), count=1, pred=row >= M)
                 to = held.index(stage).slice(part * PART, PART, 0)
-                tma.async_copy_global_to_shared(x, [row, block * 128], ready.index(stage), to, row < M)
+                tma_load(x, [row, block * 128], ready.index(stage), to, row < M)
             count += 1
 
 

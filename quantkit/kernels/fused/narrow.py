@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from quantkit.kernels.fused.blocks import finish, of_matrix, row_of_y, segment
 from quantkit.kernels.fused.glue import gated
+from quantkit.kernels.fused.gluon_compat import reinterpret
 from quantkit.kernels.fused.shared_x import (
     ROWS_FOR_MMA,
     ROWS_FOR_WGMMA,
@@ -57,16 +58,16 @@ def narrow(
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr,
     FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, ENDS: gl.constexpr, GATE: gl.constexpr,
     W: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, CHUNK: gl.constexpr,
-    ROOM: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr, EVEN: gl.constexpr, HELD: gl.constexpr,
+    SPARE: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr, EVEN: gl.constexpr, HELD: gl.constexpr,
     WGMMA: gl.constexpr, SLOTS: gl.constexpr, MATRICES: gl.constexpr, CHAINED: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """A program has ROW_TILES row tiles, up to one for each of its W warps, and UNITS units of columns.
 
-    x comes in chunks of CHUNK units, zeros beyond K, of which shared memory has ROOM. Codes are loaded AHEAD
-    units before they are decoded. With LOOP chunks after the first are one loop, which waits for all of x;
-    without, there is code for each. Scales of HELD blocks come to shared memory with the first chunk; if HELD
-    is 0, each warp loads them a chunk ahead. Parts are EVEN if they have as many units each, and whole blocks
+    x comes in chunks of CHUNK units, zeros beyond K, for which shared memory has room, and for SPARE more.
+    Codes are loaded AHEAD units before they are decoded. With LOOP chunks after the first are one loop, which
+    waits for all of x; without, there is code for each. Scales of HELD blocks come to shared memory with the
+    first chunk; if HELD is 0, each warp loads them a chunk ahead. Parts are EVEN if they have as many units each, and whole blocks
     of scales: offsets in them are constants then. With WGMMA warps decode while what they decoded before is
     multiplied.
     Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16], for each segment. With GATE
@@ -150,11 +151,13 @@ def narrow(
     WIDE: gl.constexpr = 64 if WGMMA else 128
     OF_X: gl.constexpr = ROWS_FOR_WGMMA if WGMMA else ROWS_FOR_MMA
     EACH: gl.constexpr = CHUNK * UNIT // WIDE
-    chunks = gl.allocate_shared_memory(DTYPE, [ROOM, EACH * BM, WIDE], OF_X)
+    chunks = gl.allocate_shared_memory(DTYPE, [CHUNKS, EACH * BM, WIDE], OF_X)
+    if SPARE:
+        spare = gl.allocate_shared_memory(DTYPE, [SPARE, EACH * BM, WIDE], OF_X)
     copy_x(x, chunks, begin * UNIT, M, order, SLOTS, K, EACH, BM, CHUNKS, W, WIDE)
     if ENDS is not None:
         held_roots = hold_roots(of_norm, K, ENDS)
-    held = chunks._reinterpret(DTYPE, [UNITS * UNIT // WIDE, BM, WIDE], OF_X)
+    held = reinterpret(chunks, DTYPE, [UNITS * UNIT // WIDE, BM, WIDE], OF_X)
     SUMS: gl.constexpr = sums_of(W, BM, WGMMA)
     total = gl.zeros([16 * W, BM], gl.float32, SUMS)
     if LOOP:
@@ -199,6 +202,9 @@ def narrow(
     else:
         out = total.to(y.dtype.element_ty)
         _write_gated(out, first, last, y, M, N, ROW_TILES, order, GATE, W, BM)
+    if SPARE:
+        # Nobody reads it, but Triton gives back what is not used to the end.
+        spare._keep_alive()
 
 
 @gluon.jit

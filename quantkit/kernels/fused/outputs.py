@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from quantkit.kernels.fused.blocks import begun, finish, row_of_y
 from quantkit.kernels.fused.glue import gated
+from quantkit.kernels.fused.gluon_compat import reinterpret
 from quantkit.kernels.fused.units import row_tile_of
 
 
@@ -52,7 +53,7 @@ def write(
     """Add up what the warps have, in their order, and write y."""
     LAYOUT: gl.constexpr = _outputs_of(S)
     WIDE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    parts = parts._reinterpret(gl.float32, [S.row_tile_room, S.warps, S.rows * 16], WIDE)
+    parts = reinterpret(parts, gl.float32, [S.row_tile_room, S.warps, S.rows * 16], WIDE)
     sums = gl.sum(parts.load(LAYOUT), axis=1)
     rows, m = _outputs(first, count, N, S)
     if S.ends:

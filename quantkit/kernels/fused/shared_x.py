@@ -13,6 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quantkit.kernels.fused.gluon_compat import async_load
+
 #: Rows of x in shared memory: 256 bytes in places from which `ldmatrix` takes 16 of eight rows at once, or
 #: 128 bytes where `wgmma` finds them.
 ROWS_FOR_MMA = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
@@ -44,7 +46,7 @@ def copy_x(
     at = x + m.to(gl.int64) * K + column
     for chunk in gl.static_range(CHUNKS):
         inside = (column + chunk * (BLOCKS * WIDE) < K) & (row % BM < M)
-        async_copy.async_copy_global_to_shared(chunks.index(chunk), at + chunk * (BLOCKS * WIDE), mask=inside)
+        async_load(chunks.index(chunk), at + chunk * (BLOCKS * WIDE), mask=inside)
         async_copy.commit_group()
 
 

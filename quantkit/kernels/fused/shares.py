@@ -9,6 +9,8 @@ which no other launch of the process has, in what follows there: int64 [programs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quantkit.kernels.fused.gluon_compat import barrier
+
 
 @gluon.jit
 def all_jobs(M, N, FULL, SHARE, WIDTH, STEPS, ROWS: gl.constexpr, BM: gl.constexpr):
@@ -51,7 +53,7 @@ def leave_share(total, sums, which: gl.constexpr, TOKEN, ROWS: gl.constexpr, BM:
     flat = _in_registers_of_threads(total, BM)
     FLAT: gl.constexpr = flat.type.layout
     gl.store(_sums_of(gl.program_id(0), sums, which, FLAT, ROWS, BM), flat)
-    gl.thread_barrier()
+    barrier()
     gl.atomic_xchg(_said_by(gl.program_id(0), sums, which, ROWS, BM), TOKEN, sem="release", scope="gpu")
 
 
@@ -71,7 +73,7 @@ def add_shares(
         said = _said_by(programs, sums, which, ROWS, BM)
         while gl.min((_acquired(said) == TOKEN).to(gl.int32), 0) == 0:
             pass
-        gl.thread_barrier()
+        barrier()
         gl.store(said, gl.full([32], 0, gl.int64, LANES))
     flat = _in_registers_of_threads(total, BM)
     FLAT: gl.constexpr = flat.type.layout

@@ -105,6 +105,10 @@ def stream(
     added = ()
     if S.begins:
         added = (load_outputs(other, first, count, M, N, S),)
+    if S.spare_rows:
+        spare = gl.allocate_shared_memory(
+            gl.int32, [S.spare_rows, S.row_words], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
     held, unit_of_x = hold(x, other, of_norm, total, M, order, S)
     if S.ends:
         of_x = (hold_roots(of_x[0], S.k, S.norm.eps),)
@@ -120,6 +124,9 @@ def stream(
         for turn in range((count + S.together - 1) // S.together):
             ring = _turn(given, ring, turn * S.together, table, held, weights, parts, scale, zero, S)
     write(parts, first, count, scale, factor, bias, y, of_x, added, times, total, squares, M, N, order, S)
+    if S.spare_rows:
+        # Nobody reads it, but Triton gives back what is not used to the end.
+        spare._keep_alive()
 
 
 @gluon.jit

@@ -213,29 +213,29 @@ class Streamed:
 
     @property
     def held_rows(self) -> int:
-        """Rows that all warps have quads of x in, with those of `spare_rows`."""
-        return self.room * self.column_groups + self.spare_rows
+        """Rows of `row_words` that hold the quads of x."""
+        return self.room * self.column_groups
+
+    @property
+    def row_words(self) -> int:
+        """Words of a row of shared memory: a quad of each lane of all warps."""
+        return self.warps * self.stored_quads * 16
 
     @property
     def spare_rows(self) -> int:
-        """Rows without x that make up for what Triton does not count."""
-        return -(-unasked(self._needed, self.shared_table * shared_bytes()) // self._row_bytes)
-
-    @property
-    def _row_bytes(self) -> int:
-        """Bytes of a row of `held_rows`."""
-        return self.warps * self.stored_quads * 64
+        """Rows without x, allocated so that Triton asks for the table that it does not count."""
+        return -(-unasked(self._needed, self.shared_table * shared_bytes()) // (4 * self.row_words))
 
     @property
     def _needed(self) -> int:
         """Bytes of shared memory for x, what warps have of each row tile, and roots of rows of x."""
-        x = self.room * self.column_groups * self._row_bytes
+        x = 4 * self.held_rows * self.row_words
         return x + self.warps * self.row_tile_room * self.rows * 64 + (4 * self.rows if self.ends else 0)
 
     @property
     def counted_memory(self) -> int:
         """Bytes of shared memory that Triton counts, with those of `spare_rows`."""
-        return self._needed + self.spare_rows * self._row_bytes
+        return self._needed + 4 * self.spare_rows * self.row_words
 
     @property
     def shared_memory(self) -> int:

@@ -7,9 +7,9 @@ Each of W warps has a row tile. Written in Gluon, for kernels whose products are
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from quantkit.kernels.fused.blocks import bfloat16_of_bytes, scale_value
+from quantkit.kernels.fused.gluon_compat import async_load, reinterpret
 from quantkit.kernels.fused.units import row_tile_of_warp
 
 
@@ -76,7 +76,7 @@ def hold_words(
     at = gl.expand_dims(tile * BLOCKS, 0) + gl.expand_dims(gl.minimum(block + number, BLOCKS - 1), 1)
     at = gl.expand_dims(at, 2) * EACH + gl.expand_dims(gl.expand_dims(word, 0), 1)
     there = (gl.expand_dims(warp, 0) < COUNT) & (gl.expand_dims(number, 1) < HELD)
-    async_copy.async_copy_global_to_shared(
+    async_load(
         held,
         values.to(gl.pointer_type(KIND[0]), bitcast=True) + at,
         mask=gl.expand_dims(there, 2),
@@ -90,10 +90,10 @@ def held_words(held, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constex
     KIND: gl.constexpr = _held_as(STORED, V)
     if KIND[1] == 1:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        words = held._reinterpret(KIND[0], [held.shape[0], W, 8], FLAT).index(block).load(places_of(W, 1))
+        words = reinterpret(held, KIND[0], [held.shape[0], W, 8], FLAT).index(block).load(places_of(W, 1))
     else:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        of_rows = held._reinterpret(KIND[0], [held.shape[0], W, 8, KIND[1]], FLAT)
+        of_rows = reinterpret(held, KIND[0], [held.shape[0], W, 8, KIND[1]], FLAT)
         words = of_rows.index(block).load(places_of(W, KIND[1]))
     return words
 

@@ -86,7 +86,7 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
         if (reason := unmultipliable(problem)) is not None:
             return reason
         if not {"ptx", "gluon"} <= problem.features:
-            return "it is for NVIDIA GPUs from compute capability 8.0 on, and the Gluon of Triton 3.6"
+            return "it is for NVIDIA GPUs from compute capability 8.0 on, and a Triton whose Gluon compiles"
         if problem.k % 8:
             return f"it loads 16 bytes of x at a time, of whose {problem.k} columns some begin between them"
         if looked_up(problem):
@@ -249,7 +249,7 @@ def hopper_supports(problem: Problem) -> str | None:
     if (reason := unmultipliable(problem)) is not None:
         return reason
     if not {"wgmma", "gluon"} <= problem.features:
-        return "it is for compute capability 9, and the Gluon of Triton 3.6"
+        return "it is for compute capability 9, and a Triton whose Gluon compiles"
     if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:
         return f"it would look up every value of {problem.scheme.format.name} in memory"
     return None

@@ -143,12 +143,12 @@ def value_bytes(tile: NarrowTile, shape: Geometry, scheme: Scheme) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Chunks that a program has shared memory for, whether scales are there too, and the bytes of both.
+    """Shared memory of a program: chunks besides those of x, whether scales are there too, the bytes of all.
 
-    The chunks are those of x, and what makes up for the bytes of a table, which Triton does not count.
+    The spare chunks make up for the bytes of a table, which Triton does not count.
     """
 
-    chunks: int
+    spare: int
     holds: bool
     nbytes: int
 
@@ -170,8 +170,8 @@ def room(
     size, mine = 2 * chunk * shape.unit * rows_of_x(m), count // chunk
 
     def found(held: int) -> Room:
-        chunks = mine + -(-unasked(mine * size + held + roots, table) // size)
-        return Room(chunks, held > 0, chunks * size + held)
+        spare = -(-unasked(mine * size + held + roots, table) // size)
+        return Room(spare, held > 0, (mine + spare) * size + held)
 
     held = value_bytes(tile, shape, scheme) if is_loop(tile, shape) else 0
     able = found(held)
@@ -355,7 +355,7 @@ def _launches(
         PARTS=tile.parts,
         UNITS=count,
         CHUNK=chunk,
-        ROOM=has.chunks,
+        SPARE=has.spare,
         EVEN=is_even(tile, shape),
         HELD=blocks_held(tile, shape) if has.holds else 0,
         AHEAD=tile.ahead,

@@ -23,7 +23,8 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
         self._kernel = kernel
         self._grid = (*grid, 1, 1)[:3]
-        self._options = options
+        # Explicit, as Triton 3.10 turns the default off: a * b + c rounds once.
+        self._options = {"enable_fp_fusion": True} | options
         # What a compiled kernel is called with after the other arguments, in the order of its signature.
         self._known = tuple(options[name] for name in kernel.arg_names if name in options)
         self._compiled: dict[tuple[Any, ...], Any] = {}

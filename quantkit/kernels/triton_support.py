@@ -49,7 +49,7 @@ def gluon_failure(device: torch.device) -> str | None:
             kernels.append(probe.specialize)
         with torch.cuda.device(device):
             for kernel in kernels:
-                kernel.warmup(torch.int32, torch.float32, grid=(1,), num_warps=4)
+                kernel.warmup(torch.int32, torch.float32, grid=(1,), num_warps=4, enable_fp_fusion=True)
     except Exception as error:  # A compiler of an unknown version raises whatever it likes.
         cause: BaseException = error
         while cause.__cause__ is not None:

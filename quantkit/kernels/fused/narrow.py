@@ -67,9 +67,9 @@ def narrow(
     x comes in chunks of CHUNK units, zeros beyond K, for which shared memory has room, and for SPARE more.
     Codes are loaded AHEAD units before they are decoded. With LOOP chunks after the first are one loop, which
     waits for all of x; without, there is code for each. Scales of HELD blocks come to shared memory with the
-    first chunk; if HELD is 0, each warp loads them a chunk ahead. Parts are EVEN if they have as many units each, and whole blocks
-    of scales: offsets in them are constants then. With WGMMA warps decode while what they decoded before is
-    multiplied.
+    first chunk; if HELD is 0, each warp loads them a chunk ahead. Parts are EVEN if they have as many units
+    each, and whole blocks of scales: offsets in them are constants then. With WGMMA warps decode while what
+    they decoded before is multiplied.
     Where there are several PARTS, `sums` is float32 [PARTS, row tiles, BM, 16], for each segment. With GATE
     row tiles are pairs of what gates and what is gated. With ENDS, its eps, the norm that x was begun to
     become is ended.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quantkit.about import DISTRIBUTION, requirement
 from quantkit.bench.figures import Serving, Speed, read_benchmark
 from quantkit.bench.report import (
     SERVING_RULES,
@@ -175,6 +176,11 @@ def make_card(
         )
     if "license" not in carried:
         notes.append("the card names no license: the source's card has none or is not here. Give --license.")
+    if requirement() is None:
+        notes.append(
+            "the card does not say where to get quantkit: this one was installed from a local directory. "
+            f"Installed with `pip install '{DISTRIBUTION} @ git+https://...'`, it writes that address."
+        )
     front: dict[str, Any] = {}
     if base is not None:
         front = {"base_model": base, "base_model_relation": "quantized"}
@@ -391,8 +397,14 @@ def _speed_blocks(measurements: Measurements) -> Iterator[Block]:
 
 
 def _running(record: ModelRecord, name: str) -> Iterator[Block]:
+    source = requirement()
+    how = f"`pip install '{source}'`" if source else "`pip install .` at the root of its repository"
+    yield Text(
+        f"Install quantkit first: {how}. Its distribution is called `{DISTRIBUTION}`; the package index has "
+        "a `quantkit` that is not it."
+    )
     yield Command(
-        "import quantkit  # pip install quantkit\n"
+        "import quantkit\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'

@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.model.devices import pick_device
 from quantkit.model.memory import enough_memory, is_lack_of_memory
+from quantkit.model.renamed import wrapper
 from quantkit.model.structure import check_layer_counts
 from quantkit.model.versions import register_plugin, require_transformers
 
@@ -173,6 +174,15 @@ def _generation_config(directory: Path) -> Any:
 def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:
     """transformers fills what is missing with random numbers and goes on with a warning."""
     missing = sorted(info["missing_keys"])
+    checkpoint = Checkpoint.open(directory)
+    hidden = wrapper(checkpoint) if missing and not checkpoint.is_quantized else {}
+    if hidden:
+        parts = " and ".join(map(repr, hidden.values()))
+        raise CheckpointError(
+            f"{directory}: the names of its tensors have {parts}, which the model does not. `quantkit "
+            "quantize` takes it off. Write a dense copy without: AutoModelForCausalLM.from_pretrained("
+            f"{str(directory)!r}, key_mapping={dict.fromkeys(hidden, '')}).save_pretrained(NEW_DIR)."
+        )
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(

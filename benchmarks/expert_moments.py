@@ -23,7 +23,7 @@ from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.moments import Moments, gram
 from quantkit.calibrate.parameters import TensorParameters
 from quantkit.calibrate.samples import draw
-from quantkit.model.load import tokenize, tokenizer
+from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 

@@ -31,6 +31,7 @@ from machine import machine
 from matmul_report import Row, Run, draw, markdown, plotted, text
 
 import quantkit
+from quantkit.about import pip_install
 from quantkit.errors import UsageError
 from quantkit.kernels.measure import POWER_ROWS, REST, copies, graph_time, read_time, rest_for
 from quantkit.kernels.shapes import shapes_named
@@ -321,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib; install it with `pip install 'quantkit[plots]'`")
+        parser.error(f"--plot needs matplotlib; install it with {pip_install('plots')}")
     if options.stored is not None and (options.rest, options.load) != (REST, 0.0):
         parser.error("--rest and --load are for products that are timed; --from shows a stored run")
     try:

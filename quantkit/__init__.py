@@ -5,10 +5,12 @@ registers quantkit's formats with transformers the moment transformers' quantize
 plain `AutoModelForCausalLM.from_pretrained(packed_directory)` works afterwards.
 """
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import wrapt
+
+from quantkit.about import VERSION as __version__
 
 if TYPE_CHECKING:
     from quantkit.calibrate.methods import quantize_tensor as quantize_tensor
@@ -43,11 +45,6 @@ __all__ = [
     "quantize",
     "quantize_tensor",
 ]
-
-try:
-    __version__ = metadata.version("quantkit")
-except metadata.PackageNotFoundError:  # a source tree on the path, not installed
-    __version__ = "0.0.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,8 @@ from quantkit.model.decoding import GraphedForward, plain_forward, static_cache
 from quantkit.model.deferred import HostCopy
 from quantkit.model.devices import pick_device
 from quantkit.model.generate import cache_name, last_logits
-from quantkit.model.load import load, tokenize, tokenizer
+from quantkit.model.load import load
+from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.model.unpacked import unpacked
 from quantkit.progress import Progress
 

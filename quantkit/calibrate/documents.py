@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from quantkit.about import pip_install
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.files import shown
 
@@ -164,7 +165,7 @@ def import_parquet(name: Path | str) -> Any:
     except ImportError as error:
         raise EnvironmentProblem(
             f"{name}: reading .parquet takes pyarrow, which cannot be imported ({error}). Install it with "
-            "`pip install 'quantkit[parquet]'`, or give a .jsonl file."
+            f"{pip_install('parquet')}, or give a .jsonl file."
         ) from error
     return parquet
 

@@ -2,7 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +26,9 @@ from quantkit.progress import Progress
 
 #: Columns where there is no terminal: lines in a pipe or a file are not broken, whatever their length.
 PIPED_WIDTH = 10_000
+
+#: Seconds between lines of progress where there is no terminal.
+LINE_SECONDS = 60.0
 
 #: Results go to stdout, which a program may read; progress, notes and errors to stderr.
 out = Console(highlight=False, markup=False, emoji=False)
@@ -83,13 +88,50 @@ class _LabelColumn(ProgressColumn):
         return Text(printable(task.fields["label"]), style="dim", no_wrap=True, overflow="ellipsis")
 
 
+def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progress:
+    """Prints how far work is when `LINE_SECONDS` have passed since the last line, and never before that."""
+    import psutil
+
+    clock = clock or time.monotonic
+    process = psutil.Process()
+    start = last = clock()
+    first: int | None = None
+    mutex = threading.Lock()
+
+    def report(done: int, total: int, label: str) -> None:
+        nonlocal last, first
+        with mutex:
+            now = clock()
+            # What was done before, by a run that is resumed, took none of this run's time.
+            first = done if first is None else first
+            if now - last < LINE_SECONDS or not total:
+                return
+            last = now
+        speed = (done - first) / (now - start)
+        left = f", {_duration((total - done) / speed)} left" if speed > 0 else ""
+        rest = f"{size_text(process.memory_info().rss)} RAM, {printable(label)}"
+        err.print(f"{what}: {100 * done / total:.0f} % after {_duration(now - start)}{left}, {rest}")
+
+    return report
+
+
+def _duration(seconds: float) -> str:
+    """`1:02:03`, or `2:03` below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 @contextmanager
 def progress(what: str, shown: bool = True) -> Iterator[Progress]:
     """A progress line on stderr while the block runs: part done, time left, memory, what is at work.
 
-    The block gets `report(done, total, label)`. Nothing is drawn where stderr is not a terminal, or it is not
-    to be `shown`.
+    The block gets `report(done, total, label)`. Where stderr is not a terminal that is a plain line a minute.
+    Nothing is written if it is not to be `shown`.
     """
+    if not err.is_terminal:
+        yield _plain_lines(what) if shown else lambda done, total, label: None
+        return
     columns = (
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=20, table_column=Column(no_wrap=True)),
@@ -98,7 +140,7 @@ def progress(what: str, shown: bool = True) -> Iterator[Progress]:
         _MemoryColumn(),
         _LabelColumn(),
     )
-    with Bar(*columns, console=err, transient=True, disable=not (shown and err.is_terminal)) as bar:
+    with Bar(*columns, console=err, transient=True, disable=not shown) as bar:
         task = bar.add_task(what, total=None, label="")
 
         def report(done: int, total: int, label: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantkit.about import pip_install
 from quantkit.cli import options
 from quantkit.cli.console import note, progress, say
 from quantkit.cli.files import check_writable, make_directory, write_file
@@ -172,7 +173,7 @@ def _check(
             "--limit is of tasks and none is to run: name them with --tasks, or use --max-windows for texts."
         )
     if names and find_spec("lm_eval") is None:
-        raise EnvironmentProblem("--tasks needs lm-eval. Install it with `pip install 'quantkit[eval]'`.")
+        raise EnvironmentProblem(f"--tasks needs lm-eval. Install it with {pip_install('eval')}.")
 
 
 def _figures(results: Sequence["EvalReport"]) -> str:

@@ -27,13 +27,13 @@ def inspect(
 ) -> None:
     """Show how a packed checkpoint stores each linear.
 
-    Reads the manifest and headers only. "bits" counts every stored bit per weight, "error" is the squared
-    error of the weights over their squares. With --json, prints the manifest. The plot has the errors of the
-    outputs if the model was calibrated.
+    Reads the manifest, if there is one, and headers only. "bits" counts every stored bit per weight, "error"
+    is the squared error of the weights over their squares. With --json, prints the manifest, or what headers
+    tell of it. The plot has the errors of the outputs if the model was calibrated.
     """
     from quantkit.checkpoint.manifest import read_manifest
     from quantkit.checkpoint.source import Checkpoint
-    from quantkit.model.record import ModelRecord
+    from quantkit.model.saved import NO_MANIFEST, is_saved, read_record
 
     if json and tensor_parallel:
         raise UsageError(
@@ -42,8 +42,7 @@ def inspect(
         )
     if plot is not None:
         check_png(plot)
-    manifest = read_manifest(directory)
-    record = ModelRecord.from_manifest(manifest)
+    record = read_record(directory)
     checkpoint = Checkpoint.open(directory)
     if plot is not None:
         left_out = draw_errors(plot, directory.resolve().name, record.layers)
@@ -52,12 +51,15 @@ def inspect(
                 f"{len(left_out)} linears are not in the plot, such as {left_out[0]}: exact, or without data."
             )
     if json:
-        print_json(manifest)
+        print_json(record.to_dict() if is_saved(directory) else read_manifest(directory))
         return
     for warning in checkpoint.warnings:
         note(warning)
-    made_by = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    say(f"made from {record.source} with {made_by}")
+    if record.source is None:
+        note(NO_MANIFEST)
+    else:
+        made_by = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+        say(f"made from {record.source} with {made_by}")
     if record.calibration is not None:
         say(f"calibrated on {record.calibration}")
     if record.recipe.get("rotate"):

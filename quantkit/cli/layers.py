@@ -134,10 +134,11 @@ def print_readers(container: str, reasons: Sequence[str]) -> None:
         note(f"only quantkit can load this: {reasons[0]}{linears}.")
 
 
-def totals(source_bytes: int, output_bytes: int, bits: Mapping[str, float | None]) -> str:
-    """Sizes before and after, and bits per weight of the packed linears and the whole model."""
+def totals(source_bytes: int | None, output_bytes: int, bits: Mapping[str, float | None]) -> str:
+    """Sizes before, if known, and after, and bits per weight of the packed linears and the whole model."""
+    before = "" if source_bytes is None else f"{size_text(source_bytes)} -> "
     linears = "none" if bits["linears"] is None else f"{bits['linears']:.3f}"
     return (
-        f"{size_text(source_bytes)} -> {size_text(output_bytes)}; "
+        f"{before}{size_text(output_bytes)}; "
         f"bits per weight: packed linears {linears}, whole model {bits['model']:.3f}"
     )

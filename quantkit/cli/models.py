@@ -9,7 +9,8 @@ from typing import Any
 def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
     """The model and tokenizer of `source`; arguments as for `load`."""
     from quantkit.eval.models import dtype_named
-    from quantkit.model.load import load, tokenizer
+    from quantkit.model.load import load
+    from quantkit.model.tokenizer import tokenizer
 
     named = None if dtype == "auto" else dtype_named(dtype)
     with using_transformers(source):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.about import pip_install
 from quantkit.cli.files import write_file
 from quantkit.errors import EnvironmentProblem, UsageError
 
@@ -30,7 +31,7 @@ def figure_class() -> Callable[..., Any]:
     except ImportError as error:
         raise EnvironmentProblem(
             f"--plot needs matplotlib, which cannot be imported ({error}). Install it with "
-            "`pip install 'quantkit[plots]'`."
+            f"{pip_install('plots')}."
         ) from error
     figure: Callable[..., Any] = Figure
     return figure

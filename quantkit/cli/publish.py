@@ -92,9 +92,10 @@ def push(
 ) -> None:
     """Upload a packed checkpoint to the hub.
 
-    It goes there with its card, in one commit. Every file is compared with its hash first; a checkpoint that
-    is not whole is refused.
+    It goes there with its card, in one commit. Every file is compared with its hash first, if there is a
+    manifest; a checkpoint that is not whole is refused.
     """
+    from quantkit.model.saved import NO_MANIFEST, is_saved
     from quantkit.publish import upload as uploading
     from quantkit.publish.card import check_repo_id
 
@@ -102,6 +103,8 @@ def push(
         raise UsageError("--card has its own base model and license; give those to 'quantkit report'.")
     check_repo_id(repo)
     files = _card_files(directory, None, (), repo, base_model, license) if card is None else _read_card(card)
+    if card is not None and is_saved(directory):
+        note(NO_MANIFEST)
     with progress("verifying") as advance:
         prepared = uploading.prepare(directory, files, advance)
     sizes = prepared.sizes

@@ -12,7 +12,7 @@ from quantkit import __version__
 from quantkit.checkpoint.hub import resolve
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.devices import pick_device
-from quantkit.model.load import tokenizer
+from quantkit.model.tokenizer import tokenizer
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

@@ -4,6 +4,7 @@ import io
 import re
 from typing import Any
 
+from quantkit.about import pip_install
 from quantkit.errors import EnvironmentProblem
 from quantkit.eval.document import Figure
 
@@ -37,7 +38,7 @@ def check_matplotlib() -> None:
     except ImportError as error:
         raise EnvironmentProblem(
             f"plots need matplotlib, which cannot be imported ({error}). Install it with "
-            "`pip install 'quantkit[plots]'`."
+            f"{pip_install('plots')}."
         ) from error
     assert matplotlib.figure
 

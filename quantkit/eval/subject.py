@@ -17,7 +17,7 @@ from quantkit.eval.text import (
     text_names,
     usable_window,
 )
-from quantkit.model.load import tokenize
+from quantkit.model.tokenizer import tokenize
 
 
 @dataclass(frozen=True)

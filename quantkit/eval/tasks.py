@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.about import pip_install
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.eval.paired import Paired, accuracy_error, compare
 from quantkit.eval.partial import Partial
@@ -109,8 +110,7 @@ def task_manager(tasks: Tasks) -> Any:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise EnvironmentProblem(
-            f"tasks need lm-eval, which cannot be imported ({error}). Install it with "
-            "`pip install 'quantkit[eval]'`."
+            f"tasks need lm-eval, which cannot be imported ({error}). Install it with {pip_install('eval')}."
         ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # lm-eval's own index takes seconds to read, and is not needed where the folder has all tasks.

@@ -35,7 +35,7 @@ from quantkit.model.blocks import Block, Decoder, set_weight
 from quantkit.model.feature_scales import scale_features
 from quantkit.model.hidden_states import States, choose_home
 from quantkit.model.learned_rounding import learn_rounding
-from quantkit.model.memory import free_share
+from quantkit.model.memory import free_share, trim_cache
 from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
 from quantkit.model.routed import Routed, coverage, quantize_experts
@@ -136,6 +136,7 @@ def quantize_blocks(
             if following and READS_AHEAD[decoder.device.type]:
                 decoder.read_ahead(following[0])
             states = worker.quantize(modules[i], block, states, output, report)
+            trim_cache(decoder.device)
             late = time.monotonic() - stored_at >= HIDDEN_SECONDS
             if any(ranks.meet(late)) and block is not blocks[-1]:
                 states.write(output, block.hidden_filename, len(batches), ranks)

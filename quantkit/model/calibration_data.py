@@ -11,7 +11,7 @@ from quantkit.calibrate.samples import DEFAULT_LENGTH, DEFAULT_SAMPLES, Samples,
 from quantkit.calibrate.sources import parse_sources, read_source, shares
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model.load import tokenize, tokenizer
+from quantkit.model.tokenizer import tokenize, tokenizer
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
     `quantizer` is the `HfQuantizer` at work, which has a say in how transformers renames tensors.
     Raises `CheckpointError` naming the tensor, what was found, and what was expected.
     """
-    stored = _read_headers(files)
-    by_target = _by_target(model, quantizer, stored)
+    by_target = stored_by_entry(model, quantizer, _read_headers(files))
     for name, module in packed_modules(model):
         specs = {f"{name}.{entry}": spec for entry, spec in module.part_specs().items()}
         _check_complete(specs, by_target)
@@ -45,7 +44,7 @@ def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
     return stored
 
 
-def _by_target(
+def stored_by_entry(
     model: Any, quantizer: Any, stored: Mapping[str, StoredTensor]
 ) -> dict[str, list[StoredTensor]]:
     """Stored tensors by the state-dict entry that transformers loads them into."""

@@ -19,13 +19,11 @@ from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.model.devices import pick_device
 from quantkit.model.memory import enough_memory, is_lack_of_memory
+from quantkit.model.renamed import wrapper
 from quantkit.model.structure import check_layer_counts
 from quantkit.model.versions import register_plugin, require_transformers
 
 GENERATION_CONFIG_NAME = "generation_config.json"
-
-#: Characters that are tokenized at a time: tokenizers take hundreds of bytes for each.
-TOKENIZED = 1 << 22
 
 _PACKAGE = Path(quantkit.__file__).parent
 #: What quantkit's own calls of Python and torch raise for what files say: numbers that do not fit, such as
@@ -60,7 +58,7 @@ def load(
         )
     activations = _activation_dtype(dtype)
     require_transformers()
-    directory = _whole(path)
+    directory = whole_directory(path)
     check_layer_counts(Checkpoint.open(directory))
     register_plugin()
     from transformers import AutoModelForCausalLM
@@ -109,42 +107,7 @@ def _on_gpu(model: Any) -> bool:
     return {tensor.device.type for tensor in model.parameters()} - {"meta"} == {"cuda"}
 
 
-def tokenizer(path: str | Path) -> Any:
-    """The tokenizer in `path`, a directory or a hub id; code in the checkpoint is never run."""
-    require_transformers()
-    from transformers import AutoTokenizer
-
-    with explained(path):
-        return AutoTokenizer.from_pretrained(_whole(path), trust_remote_code=False)
-
-
-def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
-    """The tokens of `text` alone, int64 [n]: no BOS, no EOS, no other special token is added.
-
-    Lines of up to `TOKENIZED` characters go together. `CheckpointError` for a tokenizer whose files do not
-    fit each other.
-    """
-    with explained(getattr(tokenizer, "name_or_path", None) or "the tokenizer"):
-        # verbose=False: windows make the length warning of the tokenizer pointless.
-        found = [
-            torch.tensor(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-            for part in _parts(text)
-        ]
-        return torch.cat(found).to(torch.int64)
-
-
-def _parts(text: str) -> Iterator[str]:
-    """`text` in parts of up to `TOKENIZED` characters, which end with a line where there is one."""
-    start = 0
-    while start == 0 or start < len(text):
-        end = start + TOKENIZED
-        if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
-        yield text[start:end]
-        start = end
-
-
-def _whole(source: str | Path) -> Path:
+def whole_directory(source: str | Path) -> Path:
     """The directory of `source`; `CheckpointError` for a link out of it, which transformers would follow."""
     directory = resolve(source)
     with explained(source):
@@ -211,6 +174,15 @@ def _generation_config(directory: Path) -> Any:
 def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:
     """transformers fills what is missing with random numbers and goes on with a warning."""
     missing = sorted(info["missing_keys"])
+    checkpoint = Checkpoint.open(directory)
+    hidden = wrapper(checkpoint) if missing and not checkpoint.is_quantized else {}
+    if hidden:
+        parts = " and ".join(map(repr, hidden.values()))
+        raise CheckpointError(
+            f"{directory}: the names of its tensors have {parts}, which the model does not. `quantkit "
+            "quantize` takes it off. Write a dense copy without: AutoModelForCausalLM.from_pretrained("
+            f"{str(directory)!r}, key_mapping={dict.fromkeys(hidden, '')}).save_pretrained(NEW_DIR)."
+        )
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(

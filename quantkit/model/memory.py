@@ -28,6 +28,9 @@ RUN_AGAIN = (
 #: The same where the host has too little.
 RUN_ON_HOST = "Free memory and run the same command, with --resume where it has begun to write."
 
+#: The most that torch may hold for reuse between blocks of a model that is calibrated.
+IDLE_BYTES = 1 << 30
+
 _ASKED_OF_HOST = re.compile(r"tried to allocate (\d+) bytes")
 _TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 _FREE = re.compile(r"of which ([\d.]+ \w+) is free")
@@ -47,6 +50,18 @@ def free_memory(device: torch.device) -> int:
 def free_share(device: torch.device, ranks: Ranks) -> int:
     """Bytes free on a device for each of the ranks there."""
     return free_memory(device) // (ranks.on_host if device.type == "cpu" else 1)
+
+
+def trim_cache(device: torch.device) -> None:
+    """Give a GPU's memory back that torch holds for reuse, where that is more than it may hold idle.
+
+    Blocks of other sizes do not fit into what it holds, which grows past all that is in use. Others who use
+    the GPU, and nvidia-smi, count it as used.
+    """
+    if device.type == "cuda":
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if idle > IDLE_BYTES:
+            torch.cuda.empty_cache()
 
 
 def in_pieces(function: Callable[..., T], rows: Sequence[torch.Tensor], what: str) -> list[T]:

@@ -192,11 +192,6 @@ def make_plan(
     ) + tuple(Assignment(name, stored, (1, 1), None) for name, stored in structure.unpackable.items())
     config = QuantizationConfig.from_assignments(assignments)
     untied = _untied_head(structure, schemes)
-    if untied is not None and structure.embedding is None:
-        raise UsageError(
-            f"{untied} cannot be packed: the file has its weights for the embedding too, which stays dense. "
-            "Keep it dense, or save the model with both first."
-        )
 
     tasks = []
     layer_bytes: dict[str, int] = {}

@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError
 from quantkit.kernels.table import quietly
 from quantkit.model.load import load
 from quantkit.model.record import ModelRecord
+from quantkit.model.saved import is_saved
 
 KEY = "prompt_logits"
 #: Tokens of the prompt, and how many of the largest logits are stored of each position.
@@ -99,7 +100,7 @@ def compare(directory: Path, device: str | torch.device = "cpu") -> list[str]:
 
     Without stored logits, those of a prompt have to be finite and nothing else.
     """
-    stored = PromptLogits.from_manifest(read_manifest(directory))
+    stored = None if is_saved(directory) else PromptLogits.from_manifest(read_manifest(directory))
     with quietly():
         model = load(directory, device=device, dtype=torch.float32)
         logits = _logits(model, _prompt(model) if stored is None else stored.prompt, directory)

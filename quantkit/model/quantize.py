@@ -34,6 +34,7 @@ from quantkit.model.memory import enough_memory
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.ranks import Ranks, joined
 from quantkit.model.record import Measured, ModelRecord
+from quantkit.model.renamed import read_names
 from quantkit.model.rotated import rotated
 from quantkit.model.stream import write_shards
 from quantkit.model.structure import Structure, read_structure
@@ -129,11 +130,15 @@ def _check_agreeing(given: Mapping[str, object], default: Choice, recipe: str | 
             )
 
 
-def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> Checkpoint:
-    """The source as the recipe wants it, refused if it cannot be quantized."""
+def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
+    """The source as the recipe wants it, refused if it cannot be quantized, and its structure."""
     checkpoint = Checkpoint.open(directory, allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)
-    return rotated(checkpoint) if recipe.rotate else checkpoint
+    checkpoint, structure = read_names(checkpoint)
+    if not recipe.rotate:
+        return checkpoint, structure
+    turned = rotated(checkpoint)
+    return turned, read_structure(turned)
 
 
 def plan(
@@ -154,8 +159,7 @@ def plan(
     cache; `progress(done, all, at work)` is called meanwhile.
     """
     chosen = recipe or Recipe()
-    checkpoint = _open(resolve(source, headers_only=budget is None), chosen, allow_auto_map)
-    structure = read_structure(checkpoint)
+    checkpoint, structure = _open(resolve(source, headers_only=budget is None), chosen, allow_auto_map)
     if budget is None:
         return checkpoint, make_plan(checkpoint, structure, chosen, max_shard_bytes=max_shard_bytes)
     options = calibration or CalibrationOptions()
@@ -280,8 +284,8 @@ def quantize(
     with enough_memory(str(source)), ExitStack() as stack:
         ranks = stack.enter_context(joined()) if ranks is None else ranks
         target = ranks.device(pick_device(device))
-        checkpoint = _open(resolve(source), recipe, allow_auto_map)
-        structure, options = read_structure(checkpoint), calibration or CalibrationOptions()
+        checkpoint, structure = _open(resolve(source), recipe, allow_auto_map)
+        options = calibration or CalibrationOptions()
         allocation: dict[str, Any] = {}
         if budget is None:
             planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=max_shard_bytes)

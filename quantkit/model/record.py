@@ -73,10 +73,13 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """The model part of a manifest. `needs_quantkit` says why other tools cannot read it, if so."""
+    """The model part of a manifest. `needs_quantkit` says why other tools cannot read it, if so.
 
-    source: str
-    source_bytes: int
+    `source` and `source_bytes` are None where there is no manifest that says them.
+    """
+
+    source: str | None
+    source_bytes: int | None
     container: str
     needs_quantkit: tuple[str, ...]
     bits_per_weight: Mapping[str, float | None]

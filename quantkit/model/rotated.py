@@ -119,7 +119,7 @@ class RotatedCheckpoint(Checkpoint):
 
 
 def rotated(checkpoint: Checkpoint) -> RotatedCheckpoint:
-    """`checkpoint`, rotated. Reads no weights.
+    """`checkpoint`, under the names of its model, rotated. Reads no weights.
 
     An lm_head that is tied to the embedding becomes a tensor of its own, as only it takes the final norm.
     `CheckpointError` for a model of another family than `ROTATABLE`, features that no Hadamard matrix is
@@ -133,8 +133,7 @@ def rotated(checkpoint: Checkpoint) -> RotatedCheckpoint:
             f"touches the residual stream; it does of {', '.join(sorted(ROTATABLE))}",
         )
     structure = read_structure(checkpoint)
-    if structure.embedding is None:
-        raise _refusal(checkpoint, "the file has no embedding; save the model with both it and lm_head first")
+    assert structure.embedding is not None
     config = model_config(checkpoint.config, checkpoint.directory)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     spaces: dict[Space, Rotation] = {

@@ -61,6 +61,8 @@ class Structure:
     tied lm_head takes its weights when the file has none of its own. `unpackable` are the linears and
     fused experts that stay dense whatever a recipe says, by module name, with their stored names without
     `.weight`: a reader of the output takes every linear for packed that it is not told is dense.
+    `tied_head` is the stored name of a tied lm_head whose weights the file has under that name alone, and the
+    name of the embedding in the model; else None.
     """
 
     linears: Mapping[str, Linear]
@@ -68,6 +70,7 @@ class Structure:
     embedding: str | None
     tied: bool
     unpackable: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tied_head: tuple[str, str] | None = None
 
 
 def read_structure(checkpoint: Checkpoint) -> Structure:
@@ -189,7 +192,11 @@ def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
         assert head is not None
         rows, columns = checkpoint.tensors[embedding].shape
         linears[head] = Linear(head, "lm_head", (head,), (rows, columns))
-    return Structure(linears, dense, embedding, tied, _unpackable(modules, linears, names))
+    stored_head = next((name for name, (of, _) in names.items() if of == f"{head}.weight"), None)
+    tied_head = None
+    if tied and embedding is None and stored_head is not None:
+        tied_head = stored_head, f"{_input_name(model, modules)}.weight"
+    return Structure(linears, dense, embedding, tied, _unpackable(modules, linears, names), tied_head)
 
 
 def _unpackable(
@@ -353,6 +360,10 @@ def _decoder_prefix(model: Any, modules: Mapping[str, "nn.Module"]) -> str:
 def _embedding_name(
     model: Any, modules: Mapping[str, "nn.Module"], names: Mapping[str, tuple[str, bool]]
 ) -> str | None:
+    weight = f"{_input_name(model, modules)}.weight"
+    return next((stored for stored, (parameter, _) in names.items() if parameter == weight), None)
+
+
+def _input_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
     embedding = model.get_input_embeddings()
-    name = next((name for name, module in modules.items() if module is embedding), None)
-    return next((stored for stored, (parameter, _) in names.items() if parameter == f"{name}.weight"), None)
+    return next((name for name, module in modules.items() if module is embedding), None)

@@ -13,6 +13,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.model.prompt_logits import PromptLogits
 from quantkit.model.record import ModelRecord
+from quantkit.model.saved import NO_MANIFEST, is_saved, record_of
 from quantkit.packing.names import packed_parameters
 from quantkit.progress import Progress, counting
 
@@ -35,11 +36,12 @@ print(json.dumps(problems))
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what it looked at, in how many cases, and what it found wrong."""
+    """One check: what it looked at, in how many cases, and what it found wrong; `skipped` if it could not."""
 
     name: str
     detail: str
     problems: tuple[str, ...]
+    skipped: bool = False
 
 
 def verify(directory: Path, *, reload: bool = True, progress: Progress | None = None) -> tuple[Check, ...]:
@@ -49,8 +51,11 @@ def verify(directory: Path, *, reload: bool = True, progress: Progress | None = 
     manifest against config.json and the packed tensors, and, with `reload`, loading and running the model
     in a fresh process, whose logits of a fixed prompt have to be those stored at quantization. Without files,
     headers or a manifest that can be read, the checks end there.
-    Raises `CheckpointError` when there is no manifest to verify against.
+    A directory that `save_pretrained` wrote has no manifest: its files are not compared, and its logits have
+    to be finite. Raises `CheckpointError` for what is no packed checkpoint.
     """
+    if is_saved(directory):
+        return _verify_saved(directory, reload)
     manifest = read_manifest(directory)
     total = sum(entry["size"] for entry in manifest["files"].values())
     advance = counting(total, progress)
@@ -73,6 +78,18 @@ def verify(directory: Path, *, reload: bool = True, progress: Progress | None = 
     if reload:
         checks += _check_reload(directory, stored)
     return tuple(checks)
+
+
+def _verify_saved(directory: Path, reload: bool) -> tuple[Check, ...]:
+    checks = [Check("files", NO_MANIFEST, (), skipped=True)]
+    try:
+        checkpoint = Checkpoint.open(directory, strict=True)
+        checks.append(Check("headers", f"{len(checkpoint.tensors)} tensors", ()))
+        layers = record_of(checkpoint).layers
+    except QuantkitError as error:
+        return (*checks, Check("layers" if checks[1:] else "headers", "unreadable", (str(error),)))
+    checks.append(Check("layers", f"{len(layers)} linears", ()))
+    return (*checks, *(_check_reload(directory, None) if reload else ()))
 
 
 def _check_layers(checkpoint: Checkpoint, record: ModelRecord) -> Check:

@@ -2,19 +2,19 @@
 
 from pathlib import Path
 
-from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.model.record import ModelRecord
+from quantkit.model.saved import read_record
 from quantkit.packing.schemes import Scheme
 
 
 def packed_weights(directory: Path) -> dict[tuple[Scheme, tuple[int, int]], int]:
     """How many matrices [N, K] there are of each scheme and shape, in the order of the layers.
 
-    Reads the manifest, config.json and headers. `CheckpointError` for what is no packed checkpoint.
+    Reads config.json, headers, and the manifest if there is one. `CheckpointError` for what is no packed
+    checkpoint.
     """
-    record = ModelRecord.from_manifest(read_manifest(directory))
+    record = read_record(directory)
     config = QuantizationConfig.from_dict(Checkpoint.open(directory).config.get("quantization_config", {}))
     found: dict[tuple[Scheme, tuple[int, int]], int] = {}
     for module, layer in record.layers.items():

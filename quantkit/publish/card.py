@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quantkit.about import DISTRIBUTION, requirement
 from quantkit.bench.figures import Serving, Speed, read_benchmark
 from quantkit.bench.report import (
     SERVING_RULES,
@@ -22,7 +23,6 @@ from quantkit.bench.report import (
     serving_table,
     speed_table,
 )
-from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import UsageError
 from quantkit.eval.document import Block, Bullets, Command, Document, Figure, Section, Table, Text
 from quantkit.eval.report import TASK_EXPLANATION, floor_label, task_table
@@ -30,6 +30,7 @@ from quantkit.eval.tasks import TaskMetrics
 from quantkit.files import from_json, os_error_text
 from quantkit.model.notes import fused_sets
 from quantkit.model.record import LayerRecord, ModelRecord
+from quantkit.model.saved import NO_MANIFEST, read_record
 
 CARD_NAME = "README.md"
 _HUB_ID = re.compile(r"[\w.\-]+/[\w.\-]+", re.ASCII)
@@ -161,20 +162,27 @@ def make_card(
     for name in (repo, base_model):
         if name is not None:
             check_repo_id(name)
-    record = ModelRecord.from_manifest(read_manifest(directory))
-    base = base_model or (record.source if _came_from_hub(record.source) else None)
-    source = source_metadata(base or record.source)
+    record = read_record(directory)
+    base = base_model or (record.source if record.source and _came_from_hub(record.source) else None)
+    original = base or record.source
+    source = {} if original is None else source_metadata(original)
     carried = {key: source[key] for key in _CARRIED if source.get(key)}
     if license is not None:
         carried = {"license": license, **{k: v for k, v in carried.items() if not k.startswith("license")}}
-    notes = []
+    notes = [NO_MANIFEST] if record.source is None else []
     if base is None:
+        why = "there is no manifest" if record.source is None else f"{record.source} is no hub id"
         notes.append(
-            f"the card names no base model: {record.source} is no hub id. With --base-model ORG/NAME the hub "
-            "lists the model as a quantization of it."
+            f"the card names no base model: {why}. With --base-model ORG/NAME the hub lists the model as a "
+            "quantization of it."
         )
     if "license" not in carried:
         notes.append("the card names no license: the source's card has none or is not here. Give --license.")
+    if requirement() is None:
+        notes.append(
+            "the card does not say where to get quantkit: this one was installed from a local directory. "
+            f"Installed with `pip install '{DISTRIBUTION} @ git+https://...'`, it writes that address."
+        )
     front: dict[str, Any] = {}
     if base is not None:
         front = {"base_model": base, "base_model_relation": "quantized"}
@@ -283,7 +291,7 @@ def _introduction(record: ModelRecord, base: str | None) -> Iterator[Block]:
     packed = [layer for layer in record.layers.values() if layer.scheme is not None]
     of = f"`{base}`" if base is not None else "A language model"
     yield Text(
-        f"{of}, quantized with quantkit {record.versions.get('quantkit', '')} to "
+        f"{of}, quantized with {' '.join(filter(None, ('quantkit', record.versions.get('quantkit'))))} to "
         f"{', '.join(_formats(record))}: {sum(layer.matrices for layer in packed)} matrices in "
         f"{len(packed)} linears."
     )
@@ -302,10 +310,10 @@ def _storage(record: ModelRecord) -> Iterator[Block]:
     yield Table(("format", "method", "linears", "bits per weight"), rows, frozenset({"format", "method"}))
     linears, model = record.bits_per_weight["linears"], record.bits_per_weight["model"]
     packed = "" if linears is None else f"{linears:.3f} bits per weight in packed linears, "
+    more = " `quantkit_manifest.json` has the recipe, the error of each layer and the hash of each file."
     yield Text(
         f"{packed}{model:.3f} in the whole model. Every stored bit counts: words, padding, scales and "
-        "zero-points. `quantkit_manifest.json` has the recipe, the error of each layer and the hash of "
-        "each file."
+        f"zero-points.{'' if record.source is None else more}"
     )
 
 
@@ -391,8 +399,14 @@ def _speed_blocks(measurements: Measurements) -> Iterator[Block]:
 
 
 def _running(record: ModelRecord, name: str) -> Iterator[Block]:
+    source = requirement()
+    how = f"`pip install '{source}'`" if source else "`pip install .` at the root of its repository"
+    yield Text(
+        f"Install quantkit first: {how}. Its distribution is called `{DISTRIBUTION}`; the package index has "
+        "a `quantkit` that is not it."
+    )
     yield Command(
-        "import quantkit  # pip install quantkit\n"
+        "import quantkit\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
+from quantkit.model.saved import file_names
 from quantkit.model.verify import verify
 from quantkit.progress import Progress
 from quantkit.publish.card import CARD_NAME
@@ -29,10 +29,10 @@ class Upload:
 
 
 def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | None = None) -> Upload:
-    """What to upload: the files of the manifest, the manifest, and the `card` with its plots by name.
+    """What to upload: the files of the checkpoint, its manifest, and the `card` with its plots by name.
 
-    Every file is compared with its hash first. `CheckpointError` if a check of `verify` fails, and where
-    there is no manifest.
+    Every file is compared with its hash first, if there is a manifest. `CheckpointError` if a check of
+    `verify` fails.
     """
     checks = verify(directory, reload=False, progress=progress)
     problems = [problem for check in checks for problem in check.problems]
@@ -41,8 +41,7 @@ def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | Non
             f"{directory} is not uploaded: {problems[0]} ({len(problems)} problems). `quantkit verify` "
             "shows all; quantize the model again."
         )
-    names = [*read_manifest(directory)["files"], MANIFEST_NAME]
-    files: dict[str, Path | bytes] = {name: directory / name for name in sorted(names)}
+    files: dict[str, Path | bytes] = {name: directory / name for name in file_names(directory)}
     if taken := files.keys() & card.keys() - {CARD_NAME}:
         raise UsageError(
             f"{sorted(taken)[0]} is a file of the card and of the checkpoint. Rename it in the card."

@@ -189,7 +189,7 @@ def test_parquet_is_not_downloaded_where_it_cannot_be_read_nor_files_without_bou
     calls = [("hf:org/name/train.parquet", 9), ("hf:org/name/b", 9)]
     result, cached = in_process(tmp_path, calls, endpoint, PYTHONPATH=path)
     kind, text = result["hf:org/name/train.parquet"]
-    assert kind == "EnvironmentProblem" and "pip install 'quantkit[parquet]'" in text
+    assert kind == "EnvironmentProblem" and "pip install 'pyarrow>=17'" in text
     kind, text = result["hf:org/name/b"]
     assert (
         kind == "UsageError" and "b/train.jsonl has 112 bytes, more than the 99 that are downloaded" in text

@@ -37,7 +37,7 @@ def test_parquet_needs_pyarrow_and_says_so(tmp_path: Path, monkeypatch: pytest.M
         return plain(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(EnvironmentProblem, match=r"a\.parquet.*pip install 'quantkit\[parquet\]'.*jsonl"):
+    with pytest.raises(EnvironmentProblem, match=r"a\.parquet.*pip install 'pyarrow>=17'.*jsonl"):
         read_documents(path)
 
 

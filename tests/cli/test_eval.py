@@ -43,7 +43,7 @@ def test_eval_without_lm_eval(run: Run, packed: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("quantkit.cli.evaluate.find_spec", lambda name: None)
     done = run("eval", packed, "--text", STORIES, "--tasks", "arc_easy")
     assert (done.code, done.out) == (7, "")
-    assert "pip install 'quantkit[eval]'" in done.err
+    assert "pip install 'lm-eval[hf]>=" in done.err
 
 
 def test_eval_compares_models_and_goes_on_after_an_interruption(

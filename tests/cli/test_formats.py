@@ -134,7 +134,7 @@ def test_a_plot_without_matplotlib(run: Run, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("formats", "--noise", "--plot", tmp_path / "noise.png")
     assert done.code == 7
-    assert "pip install 'quantkit[plots]'" in done.err
+    assert "pip install 'matplotlib>=3.9'" in done.err
     assert done.out == ""
 
 

@@ -97,5 +97,9 @@ def test_inspect_draws_or_says_why_not(run, packed: Path, tmp_path: Path, monkey
     assert done.code == 2 and "errors.svg does not end in .png" in done.err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("inspect", packed, "--plot", tmp_path / "none.png")
-    assert done.code == 7 and "--plot needs matplotlib" in done.err and "quantkit[plots]" in done.err
+    assert (
+        done.code == 7
+        and "--plot needs matplotlib" in done.err
+        and "pip install 'matplotlib>=3.9'" in done.err
+    )
     assert not (tmp_path / "none.png").exists()

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.model.load import load
 
 from .conftest import SOURCE, STORIES, Run, edit_json
 
@@ -170,6 +172,46 @@ def test_inspect_json_is_the_manifest(run: Run, packed: Path) -> None:
     both = run("inspect", packed, "--json", "--tensor-parallel")
     assert (both.code, both.out) == (2, "")
     assert "--json prints the manifest, which has no tensor parallel sizes" in both.err
+
+
+@pytest.fixture
+def saved(packed: Path, tmp_path: Path) -> Path:
+    """What `save_pretrained` makes of `packed`, with the tokenizer."""
+    directory = tmp_path / "saved"
+    load(packed, device="cpu").save_pretrained(directory)
+    for path in packed.glob("tokenizer*"):
+        shutil.copy(path, directory)
+    return directory
+
+
+def test_commands_take_what_save_pretrained_wrote(
+    run: Run, saved: Path, packed: Path, tmp_path: Path, reloaded_here: None
+) -> None:
+    done = run("inspect", saved)
+    assert done.code == 0 and "no quantkit_manifest.json, as save_pretrained writes none" in done.err
+    # The same table, but for what only the manifest has.
+    assert done.out.split("\n")[1].split()[:5] == run("inspect", packed).out.split("\n")[2].split()[:5]
+    assert json.loads(run("inspect", saved, "--json").out)["source"] is None
+    assert run("inspect", saved, "--plot", tmp_path / "errors.png").err.startswith(
+        "error: saved: no linear has a measured error"
+    )
+    done = run("verify", saved)
+    assert done.code == 0 and [line.split(":")[0].split() for line in done.out.splitlines()] == [
+        ["skip", "files"],
+        *(["ok", name] for name in ("headers", "layers", "reload", "logits")),
+    ]
+    assert json.loads(run("verify", saved, "--no-reload", "--json").out)["checks"][0]["skipped"] is True
+    done = run("doctor", saved, "--m", "1")
+    assert done.code == 0, done.err
+    done = run("report", saved, "-o", tmp_path / "card")
+    assert done.code == 0 and "the card names no base model: there is no manifest" in done.err
+    assert "quantized with quantkit to int4" in (tmp_path / "card" / "README.md").read_text()
+    for card in ((), ("--card", tmp_path / "card")):
+        done = run("push", saved, "me/x", "--dry-run", *card)
+        assert done.code == 0 and "nothing was uploaded" in done.out and "nor whether a byte has" in done.err
+    assert run("generate", saved, "Once", "-n", 2).code == 0
+    done = run("eval", saved, "--against", SOURCE, "--text", STORIES, "--window", 32, "--max-windows", 1)
+    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

@@ -205,7 +205,7 @@ def test_a_missing_matplotlib_is_said_in_the_report(tmp_path, monkeypatch, unhas
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     files = write_report(tmp_path, [report(a=text(0.1))])
     assert [file.name for file in files] == ["report.md", "report.html", "report.json"]
-    assert "pip install 'quantkit[plots]'" in files[0].read_text(encoding="utf-8")
+    assert "pip install 'matplotlib>=3.9'" in files[0].read_text(encoding="utf-8")
 
 
 def test_without_a_reference_there_is_no_plot_and_no_column_for_it():

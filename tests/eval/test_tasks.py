@@ -179,7 +179,7 @@ def test_tasks_without_lm_eval_name_the_extra(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_lm_eval)
-    with pytest.raises(EnvironmentProblem, match=r"pip install 'quantkit\[eval\]'"):
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'lm-eval\[hf\]>="):
         task_manager(Tasks(("arc_easy",)))
 
 

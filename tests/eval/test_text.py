@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quantkit.calibrate.documents import read_text
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.text import check_tokens, cut, text_names, usable_window
-from quantkit.model.load import tokenize
+from quantkit.model.tokenizer import tokenize
 
 
 def written(tmp_path, data: bytes):

@@ -1,6 +1,6 @@
 """Fuzzing guided by coverage: atheris keeps what reaches new code of quantkit, and mutates it further.
 
-The mutations are those of the targets. atheris has wheels for Linux: `pip install 'quantkit[fuzz]'`.
+The mutations are those of the targets. atheris has wheels for Linux: `pip install '.[fuzz]'`.
 """
 
 import sys
@@ -14,7 +14,7 @@ def guided(arguments: Any) -> int:
     try:
         import atheris
     except ImportError as error:
-        print(f"atheris cannot be imported ({error}); pip install 'quantkit[fuzz]'", file=sys.stderr)
+        print(f"atheris cannot be imported ({error}); pip install '.[fuzz]'", file=sys.stderr)
         return 2
     with atheris.instrument_imports(include=["quantkit"]):
         from .runner import Place, finding, in_scratch, run_case

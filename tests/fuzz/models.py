@@ -13,8 +13,9 @@ from safetensors.torch import save
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.model.load import explained, load, tokenize, tokenizer
+from quantkit.model.load import explained, load
 from quantkit.model.structure import read_structure
+from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.packing.names import QUANTKIT
 from quantkit.packing.schemes import Scheme, scheme
 

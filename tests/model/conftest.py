@@ -314,3 +314,16 @@ def assert_same_checkpoint(found: Path, expected: Path) -> None:
         assert torch.equal(tensor, wanted[name]), name
     configs = [json.loads((directory / "config.json").read_text()) for directory in (found, expected)]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+@pytest.fixture
+def words():
+    """A tokenizer of a word per token: "w17" is 17."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )

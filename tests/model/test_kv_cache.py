@@ -12,7 +12,8 @@ from quantkit.cli import options
 from quantkit.errors import FormatError, UsageError
 from quantkit.model.generate import generate
 from quantkit.model.kv_cache import KV_SCHEMES, PackedCache, PackedLayer
-from quantkit.model.load import load, tokenizer
+from quantkit.model.load import load
+from quantkit.model.tokenizer import tokenizer
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
 

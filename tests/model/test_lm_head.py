@@ -12,9 +12,10 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.eval.evaluate import evaluate
 from quantkit.eval.sizes import measure
 from quantkit.model.generate import generate
-from quantkit.model.load import load, tokenizer
+from quantkit.model.load import load
 from quantkit.model.modules import PackedLinear
 from quantkit.model.quantize import quantize
+from quantkit.model.tokenizer import tokenizer
 
 from .calibrated_models import data
 from .conftest import assert_same_checkpoint

@@ -17,7 +17,7 @@ from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.model import plugin, versions
 from quantkit.model.devices import best_device, pick_device
 from quantkit.model.generate import Generation, _choose, generate, stream
-from quantkit.model.load import _on_gpu, explained, load, tokenizer
+from quantkit.model.load import _on_gpu, explained, load
 from quantkit.model.modules import packed_modules
 
 from .conftest import HALF_ON_DISK, VOCAB, logits_of, run_python
@@ -153,19 +153,6 @@ def test_no_transformers(monkeypatch):
 # Generation
 
 
-@pytest.fixture
-def words():
-    """A tokenizer of a word per token: "w17" is 17."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    )
-
-
 def test_greedy_generation_is_that_of_transformers(tiny, words):
     checkpoint = tiny("gemma3")
     model = load(checkpoint.packed, device="cpu")
@@ -285,40 +272,6 @@ def test_wrong_arguments(tiny, words, arguments, message):
 
 def test_one_token_has_no_speed():
     assert Generation("a", (1,), 1, 0.5, 0.0, "positions").tokens_per_second == 0.0
-
-
-def test_tokenizer(tiny, words):
-    checkpoint = tiny()
-    words.save_pretrained(checkpoint.packed)
-    assert tokenizer(checkpoint.packed)("w5 w6").input_ids == [5, 6]
-
-
-def test_long_texts_are_tokenized_in_parts(tiny, words, monkeypatch):
-    load_module = importlib.import_module("quantkit.model.load")
-    checkpoint = tiny()
-    words.save_pretrained(checkpoint.packed)
-    words = tokenizer(checkpoint.packed)
-    text = "w1 w2\nw3 w4 w5\nw6\nw7 w8 w9 w1 w2\n"
-    whole = load_module.tokenize(words, text)
-    monkeypatch.setattr(load_module, "TOKENIZED", 9)
-    assert list(load_module._parts(text)) == ["w1 w2\n", "w3 w4 w5\n", "w6\n", "w7 w8 w9 ", "w1 w2\n"]
-    found = load_module.tokenize(words, text)
-    assert torch.equal(found, whole) and found.dtype == torch.int64
-    assert load_module.tokenize(words, "").tolist() == []
-
-
-def test_a_tokenizer_with_code_is_refused(tiny, words):
-    checkpoint = tiny()
-    words.save_pretrained(checkpoint.packed)
-    path = checkpoint.packed / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {
-        "tokenizer_class": "Mine",
-        "auto_map": {"AutoTokenizer": ["mine.Mine", None]},
-    }
-    path.write_text(json.dumps(config))
-    (checkpoint.packed / "mine.py").write_text("raise SystemExit('code of the checkpoint ran')")
-    with pytest.raises(CheckpointError, match="asks for code that comes with it, and quantkit runs none"):
-        tokenizer(checkpoint.packed)
 
 
 # Costs, each in a process of its own

@@ -73,7 +73,20 @@ def test_a_card_without_measurements_says_so(packed: Path) -> None:
     assert [note.partition(":")[0] for note in card.notes] == [
         "the card names no base model",
         "the card names no license",
+        "the card does not say where to get quantkit",
     ]
+    assert (
+        "`pip install .` at the root of its repository. Its distribution is called `quantkit-lowbit`"
+        in parsed.text
+    )
+
+
+def test_a_card_says_where_quantkit_was_installed_from(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "quantkit-lowbit @ git+https://a.b/quantkit@c0"
+    monkeypatch.setattr(card_module, "requirement", lambda: source)
+    card = make_card(packed, Measurements())
+    assert f"`pip install '{source}'`" in card.markdown()
+    assert not any("where to get quantkit" in note for note in card.notes)
 
 
 def test_front_matter(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +103,7 @@ def test_front_matter(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         }
 
     monkeypatch.setattr(card_module, "source_metadata", metadata)
+    monkeypatch.setattr(card_module, "requirement", lambda: "quantkit-lowbit")
     card = make_card(packed, Measurements(), base_model="org/base", repo="me/tiny")
     front = yaml.safe_load(card.markdown().split("---\n")[1])
     assert asked == ["org/base"]

@@ -10,7 +10,7 @@ from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, 
 from quantkit.publish.card import Measurements, make_card
 from quantkit.publish.upload import Upload, prepare, push
 
-from .conftest import HubState
+from .conftest import SOURCE, HubState
 
 
 @pytest.fixture
@@ -93,9 +93,16 @@ def test_damaged_checkpoints_are_refused(packed: Path, tmp_path: Path) -> None:
         CheckpointError, match=r"is not uploaded: .* the manifest says .* `quantkit verify` shows"
     ):
         prepare(damaged, {})
-    (damaged / MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match="not a finished quantkit checkpoint"):
-        prepare(damaged, {})
+        prepare(SOURCE, {})
+
+
+def test_what_save_pretrained_wrote_is_uploaded(packed: Path, tmp_path: Path) -> None:
+    saved = Path(shutil.copytree(packed, tmp_path / "saved"))
+    (saved / MANIFEST_NAME).unlink()
+    (saved / "trainer_state.bin").write_bytes(b"not of the checkpoint")
+    found = set(prepare(saved, {"README.md": b"card"}).files)
+    assert found == {*prepare(packed, {"README.md": b"card"}).files} - {MANIFEST_NAME}
 
 
 def test_a_card_does_not_replace_files_of_the_checkpoint(packed: Path) -> None:

@@ -21,7 +21,8 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes
 from quantkit.cli.main import main
 from quantkit.errors import QuantkitError
 from quantkit.model import blockwise
-from quantkit.model.load import load, tokenizer
+from quantkit.model.load import load
+from quantkit.model.tokenizer import tokenizer
 from quantkit.model.verify import verify
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories.txt"

@@ -132,7 +132,12 @@ def test_a_missing_tokenizer(run: Run, source: Path, out: Path, command: str) ->
         "eval": ("eval", source, "--text", STORIES),
         "generate": ("generate", source, "hello"),
     }[command]
-    message = Message(source, "cannot be opened or run", "tokenizer", "Check its files")
+    message = Message(
+        source,
+        "has special_tokens_map.json",
+        "but no file with a vocabulary",
+        "Copy the original model's tokenizer",
+    )
     refused(run, arguments, CheckpointError, message, source.parent)
 
 

@@ -1,0 +1,49 @@
+"""Progress where there is no terminal: plain lines, a minute apart."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from quantkit.cli import console
+
+LINES = """
+from quantkit.cli import console
+console.LINE_SECONDS = 0.0
+with console.progress("quantizing") as report:
+    report(0, 200, "first")
+    report(50, 200, "a\\x1b[31mb")
+with console.progress("hidden", shown=False) as report:
+    report(1, 2, "not shown")
+"""
+
+
+def test_a_pipe_gets_lines_without_control_characters() -> None:
+    done = subprocess.run([sys.executable, "-c", LINES], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    first, second = done.stderr.splitlines()
+    assert re.fullmatch(r"quantizing: 0 % after 0:0\d, [\d.]+ MB RAM, first", first)
+    assert re.fullmatch(r"quantizing: 25 % after 0:0\d, 0:0\d left, [\d.]+ MB RAM, a\\x1b\[31mb", second)
+
+
+def test_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    report = console._plain_lines("evaluating", lambda: now[0])
+    # A run that is resumed begins at 40.
+    for seconds, done in ((100, 40), (130, 42), (161, 50), (190, 55), (222, 60), (7422, 90)):
+        now[0] = seconds
+        report(done, 100, f"at {done}")
+    found = [re.sub(r"[\d.]+ [MG]B", "N", line) for line in capsys.readouterr().err.splitlines()]
+    assert found == [
+        "evaluating: 50 % after 1:01, 5:05 left, N RAM, at 50",
+        "evaluating: 60 % after 2:02, 4:04 left, N RAM, at 60",
+        "evaluating: 90 % after 2:02:02, 24:24 left, N RAM, at 90",
+    ]
+
+
+def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress("verifying") as report:
+        for done in range(101):
+            report(done, 100, "hashing")
+    assert capsys.readouterr().err == ""

@@ -220,8 +220,9 @@ def plain_forward(model: Any) -> Callable[..., Any]:
 
 
 def _forward_of_class(model: Any) -> Callable[..., Any]:
-    """The forward that the class of `model` had before graphs."""
-    forward: Callable[..., Any] = getattr(model, "forward_without_graphs", None) or model.forward
+    """The forward of the class that `model` had before graphs, as that is now."""
+    before = getattr(type(model), "class_before", None)
+    forward: Callable[..., Any] = model.forward if before is None else before.forward.__get__(model)
     return forward
 
 
@@ -247,7 +248,7 @@ def forward_of(model: Any) -> Any:
 
 def graphs_of(model: Any) -> GraphedForward | None:
     """The graphs of `model`, None if it has not the class for them."""
-    if not hasattr(type(model), "forward_without_graphs"):
+    if not hasattr(type(model), "class_before"):
         return None
     found: GraphedForward | None = vars(model).get(GRAPHS_OF)
     if found is None:

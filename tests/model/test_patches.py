@@ -18,6 +18,7 @@ from transformers.quantizers import auto
 
 import quantkit
 from quantkit.model.decoding import graphs_of
+from quantkit.model.generate import generate
 from quantkit.model.modules import PackedLinear, packed_modules
 from quantkit.model.patches import attention, generation, loading, parallel, quantizers
 from quantkit.model.patches.table import PATCHES, Patch
@@ -317,6 +318,27 @@ def test_a_model_on_a_cpu_runs_as_transformers_runs_it(
     assert not graphs_of(model).refused and not [one for one in caplog.records if "quantkit" in one.name]
     generation.undo(model)
     assert torch.equal(model.generate(prompt, **SEVEN), found.sequences)
+
+
+def test_a_class_that_somebody_changes_later_is_taken(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = from_pretrained(packed, dtype=torch.float32)
+    expected = logits_of(model, ids().cpu())
+    forward = LlamaForCausalLM.forward
+
+    def doubled(self: Any, *arguments: Any, **inputs: Any) -> Any:
+        output = forward(self, *arguments, **inputs)
+        output.logits = output.logits * 2
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", doubled)
+    assert torch.equal(logits_of(model, ids().cpu()), 2 * expected)
+
+
+def test_quantkits_own_loop_is_quiet_on_a_cpu(packed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(packed)
+    model = from_pretrained(packed, dtype=torch.float32, device_map="cpu")
+    assert generate(model, tokenizer, "One", max_new_tokens=3).tokens
+    assert not [one for one in caplog.records if "quantkit" in one.name]
 
 
 def test_a_dequantized_model_is_dense(packed: Path) -> None:

@@ -68,7 +68,7 @@ def _class_for(before: Any) -> type:
 
     names = ("__module__", "__qualname__", "__doc__")
     more = {name: getattr(before, name) for name in names}
-    own = {"forward": forward, "forward_without_graphs": before.forward, "class_before": before}
+    own = {"forward": forward, "class_before": before}
     return type(before.__name__, (DecodesByGraphs, before), {**more, **own})
 
 

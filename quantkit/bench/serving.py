@@ -23,9 +23,9 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.eval.models import dtype_named, language_limits
 from quantkit.eval.sizes import measure
-from quantkit.model.decoding import layers_without_keys
 from quantkit.model.devices import pick_device
 from quantkit.model.load import load
+from quantkit.model.static_cache import layers_without_keys
 from quantkit.progress import Progress
 
 #: By device: requests per second, and the shortest and longest prompt and answer in tokens.

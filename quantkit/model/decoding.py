@@ -11,19 +11,18 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, StaticLayer
-from transformers.generation import MaxLengthCriteria
+from transformers.cache_utils import StaticLayer
 
-from quantkit.kernels.table import forced_row
 from quantkit.model import deferred, graphs, prompt_graphs
-from quantkit.model.attention import use_decode_attention
-from quantkit.model.cache_name import CACHE, OLD_NAME, renamed
+from quantkit.model.cache_name import CACHE, renamed
+from quantkit.model.fitness import fingerprint, modules_of, why_unfit
 from quantkit.model.fused_forward import fused_forward, held_tensors
 from quantkit.model.graphs import (
     Inputs,
@@ -38,30 +37,18 @@ from quantkit.model.graphs import (
     why_not_asked,
 )
 from quantkit.model.packed_module import PackedModule
+from quantkit.model.patches.attention import decode_attention_in
 from quantkit.model.prompt_graphs import PromptGraphs
+from quantkit.model.ready import make_ready
+from quantkit.model.static_cache import growing, said, static_cache, tokens_of, why_no_static_cache
 from quantkit.model.trial import try_step
 
 logger = logging.getLogger("quantkit.model")
 
 #: Graphs that a model keeps, of different batches or lengths of the cache. Each holds the cache it writes.
 GRAPHS = 2
-#: Lengths of caches are multiples of this, so that answers of other lengths find their graph again.
-BUCKET = 256
-#: Layers that a cache of whole keys and values does for.
-_ATTENTION = frozenset({"full_attention", "sliding_attention"})
-#: Arguments of `generate` with which it has a cache, makes another, or takes tokens back from it.
-_OWN_CACHE = (
-    CACHE,
-    OLD_NAME,
-    "cache_implementation",
-    "assistant_model",
-    "assistant_early_exit",
-    "prompt_lookup_num_tokens",
-    "is_assistant",
-    "custom_generate",
-)
-#: New tokens that `generate` makes where nobody says how many.
-_NEW_TOKENS = 20
+#: Where a model keeps its graphs.
+GRAPHS_OF = "_quantkit_graphs"
 
 
 class GraphedForward:
@@ -69,19 +56,26 @@ class GraphedForward:
 
     Called as the model is. A step that cannot be recorded runs as it would have, is logged once with the
     reason, and is in `refused`. The outputs are the caller's own. `renew` has to be called where the model
-    may have changed since: before each generation.
+    may have changed since: before each generation. It does not keep the model.
     """
 
-    def __init__(self, model: Any, plain: Callable[..., Any] | None = None) -> None:
-        self._model = model
+    def __init__(self, model: Any) -> None:
+        self._reference = weakref.ref(model)
         #: The forward without graphs.
-        self.plain = _without_graphs(model.forward if plain is None else plain)
+        self.plain = _PlainForward(model)
         self._graphs: OrderedDict[tuple[Any, ...], _Graph | str] = OrderedDict()
         self._recorded: tuple[Any, ...] = ()
         self._unfit: str | None = None
         self._lock = threading.Lock()
         self._prompts = PromptGraphs(self.plain, self._lock)
+        #: One of the packed modules, which are moved together.
+        self._packed: Callable[[], PackedModule | None] | None = None
+        self._asked = threading.local()
         self.refused: dict[str, None] = {}
+
+    @property
+    def _model(self) -> Any:
+        return self._reference()
 
     def __call__(self, **inputs: Any) -> Any:
         given = renamed(inputs)
@@ -96,25 +90,42 @@ class GraphedForward:
         return self._plainly(inputs, graph)
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
-        """The model's forward, with prompts as graphs where they can be; `renew` is called for them."""
-        # What torch.compile traces is what the model computes.
-        traced = torch.compiler.is_compiling()
+        """The model's forward, with prompts as graphs where they can be; `renew` is called for them.
+
+        Kernel layouts are built first if the model was moved or cast since it was called last.
+        """
+        self._prepare()
         given = renamed(inputs)
-        if not traced and not arguments and prompt_graphs.is_recordable(given, self._model):
+        asked = not arguments and not getattr(self._asked, "plain", False)
+        if asked and prompt_graphs.is_recordable(given, self._model):
             self.renew()
             fit = self._unfit is None and self._prompts.refused is None
             if fit and prompt_graphs.is_empty(given[CACHE]):
-                output = self._prompts.run(given, partial(try_step, self._model, self.plain, given))
+                output = self._prompts.run(given, partial(self._try_step, given))
                 if output is not None:
                     return output
         return self.plain(*arguments, **inputs)
+
+    def _prepare(self) -> None:
+        """Build the kernel layouts of a model that was moved or cast."""
+        if self._packed is None:
+            found = next((one for one in modules_of(self._model) if isinstance(one, PackedModule)), None)
+            self._packed = (lambda: None) if found is None else weakref.ref(found)
+        packed = self._packed()
+        if packed is not None and packed.lacks_layouts:
+            make_ready(self._model)
+
+    def _try_step(self, prompt: Inputs) -> None:
+        with decode_attention_in(self._model):
+            try_step(self._model, self.plain, prompt)
 
     def _graph_of(self, inputs: Inputs) -> "_Graph | str":
         """The graph for such inputs, recorded unless it is there, or why there is none."""
         key = _key(inputs, inputs[CACHE])
         if key not in self._graphs:
             try:
-                self._graphs[key] = _record(self._model, inputs)
+                with decode_attention_in(self._model):
+                    self._graphs[key] = _record(self._model, inputs)
             except NotRecorded as error:
                 # Not the error, whose traceback keeps the inputs and what else the step had.
                 self._graphs[key] = str(error)
@@ -123,42 +134,67 @@ class GraphedForward:
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def renew(self, *_: Any) -> "GraphedForward":
-        """Drop the graphs if the model is not what it was when they were recorded.
-
-        transformers calls this, as the model's `get_compiled_call`, once for each generation.
-        """
-        modules = _modules_of(self._model)
-        now = _fingerprint(self._model, modules)
+    def renew(self) -> "GraphedForward":
+        """Drop the graphs if the model is not what it was when they were recorded."""
+        modules = modules_of(self._model)
+        self._unfit = why_unfit(self._model, modules)
+        if self._unfit is not None:
+            return self
+        # Another thread may be recording, with another attention in the model's config.
         with self._lock:
+            now = fingerprint(self._model, modules)
             if now != self._recorded:
                 self._graphs.clear()
-                never = _why_no_static_cache(self._model) or prompt_graphs.why_never(self._model, self.plain)
+                never = why_no_static_cache(self._model) or prompt_graphs.why_never(self._model, self.plain)
                 self._prompts.clear(never)
                 self._recorded = now
-        self._unfit = _why_unfit(self._model, modules)
         return self
 
-    def generate(self, *arguments: Any, **options: Any) -> Any:
-        """The model's own `generate`, with a cache that steps can be recorded with unless it has another."""
-        cls = type(self._model)
-        bound = inspect.signature(cls.generate).bind_partial(self._model, *arguments, **options).arguments
+    def cache_for(self, tokens: int) -> Any:
+        """A cache for so many tokens that steps are recorded with, None where they are not.
+
+        The reason is logged once, but for a model on a CPU.
+        """
+        if not graphs.records_on(self._model.device):
+            return None
+        reason = why_unfit(self._model, modules_of(self._model)) or why_no_static_cache(self._model)
+        if reason is not None:
+            self._say(reason)
+            return None
+        return static_cache(self._model, tokens)
+
+    def generate(self, own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The model's `own` generate, with a cache that steps can be recorded with unless it has another.
+
+        On a CPU, with `disable_compile`, or where the model cannot be recorded, it is as it would have been.
+        """
+        if not graphs.records_on(self._model.device):
+            return own(*arguments, **options)
+        bound = inspect.signature(own).bind_partial(*arguments, **options).arguments
         asked = {**bound.pop("kwargs", {}), **bound}
-        del asked["self"]
-        tokens = _tokens_of(asked, self._model.generation_config)
-        cache = None
-        if tokens is not None:
-            cache = static_cache(self._model, tokens)
-            if cache is None:
-                self._say(str(_why_no_static_cache(self._model)))
-            else:
-                options[CACHE] = cache
-                if deferred.is_enough(asked, self._model.generation_config):
-                    options["custom_generate"] = partial(deferred.sample, streamer=asked.get("streamer"))
-        found = cls.generate(self._model, *arguments, **options)
+        defaults = self._model.generation_config
+        if said(asked, defaults, "disable_compile"):
+            with self._kernel_by_kernel():
+                return own(*arguments, **options)
+        tokens = tokens_of(asked, defaults)
+        cache = None if tokens is None else self.cache_for(tokens)
+        if cache is not None:
+            options[CACHE] = cache
+            if deferred.is_enough(asked, defaults):
+                options["custom_generate"] = partial(deferred.sample, streamer=asked.get("streamer"))
+        found = own(*arguments, **options)
         if cache is not None and getattr(found, CACHE, None) is cache:
-            setattr(found, CACHE, _growing(cache, self._model))
+            setattr(found, CACHE, growing(cache, self._model))
         return found
+
+    @contextmanager
+    def _kernel_by_kernel(self) -> Iterator[None]:
+        """A block in which this thread's prompts are not recorded either."""
+        self._asked.plain = True
+        try:
+            yield
+        finally:
+            self._asked.plain = False
 
     def _plainly(self, inputs: Inputs, reason: str) -> Any:
         self._say(reason)
@@ -167,93 +203,57 @@ class GraphedForward:
     def _say(self, reason: str) -> None:
         if reason not in self.refused:
             self.refused[reason] = None
-            logger.warning("decoding steps are launched one kernel at a time: %s", reason)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Copies have graphs of their own.
-        return GraphedForward, (self._model, self.plain)
+            if _is_first_rank():
+                logger.warning("decoding steps are launched one kernel at a time: %s", reason)
 
 
-class _ModelForward:
-    """What `model.forward` is with graphs: a callable that says it has the arguments of the model's own."""
+def _is_first_rank() -> bool:
+    """Whether this process is the only one, or the first of those that share a model."""
+    ranks = torch.distributed
+    return not (ranks.is_available() and ranks.is_initialized() and ranks.get_rank())
 
-    def __init__(self, graphed: GraphedForward) -> None:
-        self.graphed = graphed
+
+def plain_forward(model: Any) -> Callable[..., Any]:
+    """The forward of `model` without graphs, with what somebody put before it."""
+    forward: Callable[..., Any] = model.forward if "forward" in vars(model) else _forward_of_class(model)
+    return forward
+
+
+def _forward_of_class(model: Any) -> Callable[..., Any]:
+    """The forward of the class that `model` had before graphs, as that is now."""
+    before = getattr(type(model), "class_before", None)
+    forward: Callable[..., Any] = model.forward if before is None else before.forward.__get__(model)
+    return forward
+
+
+class _PlainForward:
+    """The forward of `model` without graphs, which does not keep the model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        return self.graphed.forward(*arguments, **inputs)
+        return _forward_of_class(self._model())(*arguments, **inputs)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.graphed.plain)
-
-
-def _without_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward.graphed.plain if isinstance(forward, _ModelForward) else forward
-
-
-def graph_decoding(model: Any) -> None:
-    """Make `model`, on one GPU, decode by graphs: by `generate` of transformers, and by `forward_of`.
-
-    `generate` then uses a static cache where it is not told otherwise. Prompts are recorded wherever the
-    model is called with them.
-    """
-    use_decode_attention(model)
-    graphed = GraphedForward(model)
-    model.forward = _ModelForward(graphed)
-    model.get_compiled_call = graphed.renew
-    model.generate = graphed.generate
+        return inspect.signature(_forward_of_class(self._model()))
 
 
 def forward_of(model: Any) -> Any:
     """What to call for the tokens of one generation: the graphs of `model` if it has any, else `model`."""
-    renew = vars(model).get("get_compiled_call")
-    return model if renew is None else renew()
+    graphed = graphs_of(model)
+    return model if graphed is None else graphed.renew()
 
 
-def plain_forward(model: Any) -> Callable[..., Any]:
-    """The forward of `model` without graphs."""
-    return _without_graphs(model.forward)
-
-
-def _modules_of(model: Any) -> list[Any]:
-    """What `model.modules()` has, in another order and in a third of the time: each prompt waits for it."""
-    found: dict[Any, None] = {}
-    left = [model]
-    for module in left:
-        if module is not None and module not in found:
-            found[module] = None
-            left += module._modules.values()
-    return list(found)
-
-
-def _fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
-    """What a graph of `model` depends on besides its inputs: its `modules`, and where their tensors lie."""
-    states = tuple((id(module), module.training) for module in modules)
-    held = (group for module in modules for group in (module._parameters, module._buffers) if group)
-    tensors = tuple(tensor.data_ptr() for group in held for tensor in group.values() if tensor is not None)
-    packed = (module for module in modules if isinstance(module, PackedModule))
-    layouts = tuple(address for module in packed for address in module.layout_addresses())
-    # What the config asks for beside logits.
-    asked = tuple(name for name, value in vars(model.config).items() if value and "output_" in name)
-    return states, tensors, layouts, asked, model.config._attn_implementation, forced_row()
-
-
-def _why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
-    """None if a step of `model` may be recorded, else what the host does at each step in one of `modules`."""
-    if any(_package(kind) == "peft" for kind in {type(module) for module in modules}):
-        return "adapters may change what it computes from step to step"
-    for module in modules:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            # Those of transformers do nothing until somebody asks for outputs.
-            if hooks and any(_package(hook) != "transformers" for hook in hooks.values()):
-                name = next(name for name, one in model.named_modules() if one is module)
-                return f"a hook of {name or type(module).__name__!r} is to be called at each"
-    return None
-
-
-def _package(of: Any) -> str:
-    return str(getattr(of, "__module__", "")).partition(".")[0]
+def graphs_of(model: Any) -> GraphedForward | None:
+    """The graphs of `model`, None if it has not the class for them."""
+    if not hasattr(type(model), "class_before"):
+        return None
+    found: GraphedForward | None = vars(model).get(GRAPHS_OF)
+    if found is None:
+        found = vars(model)[GRAPHS_OF] = GraphedForward(model)
+    return found
 
 
 def why_not(inputs: Mapping[str, Any]) -> str | None:
@@ -273,76 +273,6 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
         return asked
     odd = [name for name, value in inputs.items() if value is not cache and not is_plain(value)]
     return f"{odd[0]} is a {type(inputs[odd[0]]).__name__}" if odd else None
-
-
-def _tokens_of(asked: Mapping[str, Any], defaults: Any) -> int | None:
-    """The most tokens of a sequence, with its prompt, that `generate` makes when it is asked for this.
-
-    None where it needs another cache than a static one. `defaults` is the generation config of the model.
-    """
-    config = asked.get("generation_config")
-
-    def said(name: str) -> Any:
-        if name in asked:
-            return asked[name]
-        values = (getattr(config, name, None), getattr(defaults, name, None))
-        return next((value for value in values if value is not None), None)
-
-    # "hybrid" is what old checkpoints of sliding windows say, which transformers takes for nothing.
-    own = [said(name) for name in _OWN_CACHE]
-    if any(value not in (None, False, "hybrid") for value in own):
-        return None
-    # None, if that is asked for, is no cache either.
-    if said("use_cache") is False or asked.get("use_cache", True) is None:
-        return None
-    prompts = [asked.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
-    prompt = max((part.shape[1] for part in prompts if part is not None), default=1)
-    new: int | None = said("max_new_tokens")
-    tokens = prompt + new if new is not None else max(prompt, said("max_length") or 0) + _NEW_TOKENS
-    # Criteria of the caller are taken instead.
-    criteria = asked.get("stopping_criteria") or ()
-    lengths: list[int] = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
-    return max([tokens, *lengths])
-
-
-def static_cache(model: Any, tokens: int) -> Cache | None:
-    """A cache for so many tokens that graphs can be recorded with; None where the model needs another.
-
-    Windows of sliding attention come from masks: every layer has room for all tokens.
-    """
-    if _why_no_static_cache(model) is not None:
-        return None
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    length = -(-tokens // BUCKET) * BUCKET
-    return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(layers)])
-
-
-def layers_without_keys(model: Any) -> list[str]:
-    """The kinds of layers of `model` that have something else than keys and values of all tokens."""
-    config = model.config.get_text_config(decoder=True)
-    return sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
-
-
-def _why_no_static_cache(model: Any) -> str | None:
-    """None if keys and values of a length that is fixed do for `model`, else the reason they do not."""
-    config = model.config.get_text_config(decoder=True)
-    if others := layers_without_keys(model):
-        return f"the model has layers of {others[0]}"
-    # transformers says of a model that it compiles if it runs with such keys and values.
-    if getattr(config, "is_encoder_decoder", False) or not getattr(model, "_can_compile_fullgraph", False):
-        return "transformers does not run the model with a static cache"
-    # Keys and values may have two dtypes then, for which a static layer has one.
-    return "autocast is asked for" if torch.is_autocast_enabled(model.device.type) else None
-
-
-def _growing(cache: Cache, model: Any) -> Cache:
-    """A cache as transformers makes it, which has room for more tokens, with what `cache` holds."""
-    grown = DynamicCache(config=model.config.get_text_config(decoder=True))
-    for number, layer in enumerate(cache.layers):
-        if layer.is_initialized:
-            held = int(layer.get_seq_length())
-            grown.update(layer.keys[:, :, :held], layer.values[:, :, :held], number)
-    return grown
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ _KNOWN = frozenset(
     | {"stopping_criteria", "use_model_defaults", "streamer"}
 )
 #: What asks for more than tokens, or for none of what makes them fast, in a generation config.
-_MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size", "disable_compile")
+_MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size", "disable_compile", "compile_config")
 
 
 def is_enough(asked: Mapping[str, Any], defaults: Any) -> bool:

@@ -156,11 +156,12 @@ def _decoded(
     ends = _end_tokens(model)
     text = _TextOf(tokenizer, ids[0].tolist())
     name = cache_name(model)
-    graphed = cache is None and model.device.type == "cuda" and name != CACHE_NAMES[-1]
-    if graphed:
-        from quantkit.model.decoding import forward_of, static_cache
+    from quantkit.model.decoding import graphs_of
 
-        cache = static_cache(model, prompt_tokens + room)
+    graphed = graphs_of(model) if cache is None and name != CACHE_NAMES[-1] else None
+    if graphed is not None:
+        cache = graphed.cache_for(prompt_tokens + room)
+        graphed = None if cache is None else graphed
     only_last = last_logits(model)
 
     def follow(tokens: torch.Tensor, run: Any) -> torch.Tensor:
@@ -174,7 +175,7 @@ def _decoded(
     started = time.perf_counter()
     chosen, prefilled = follow(ids, model), None
     # While a GPU runs the prompt, as this looks at all of the model.
-    forward = forward_of(model) if graphed else model
+    forward = model if graphed is None else graphed.renew()
     while True:
         # A GPU runs the next step while the host waits for this token, which may have been the last.
         answer = HostCopy(chosen)

@@ -13,6 +13,11 @@ from quantkit.model.cache_name import CACHE
 Inputs = dict[str, Any]
 
 
+def records_on(device: torch.device) -> bool:
+    """Whether what runs on `device` can be recorded."""
+    return device.type == "cuda"
+
+
 class NotRecorded(Exception):
     """Why something could not be recorded."""
 

@@ -42,10 +42,12 @@ def load(
 ) -> Any:
     """The causal language model in `path`, a directory or a hub id, packed weights staying packed.
 
-    The model is in evaluation mode, with kernel layouts built where the weights are. On one GPU, `generate`
-    decodes with a static cache and CUDA graphs unless it is told otherwise (`decoding.py`). `device` "auto"
-    is the first GPU if there is one, else the CPU. `device_map`, `max_memory` and `offload_folder` are those
-    of `from_pretrained` and place a model that does not fit one device. `dtype` is that of activations and
+    It is what `from_pretrained` of transformers makes of a packed checkpoint, with arguments checked and
+    errors explained. The model is in evaluation mode, with kernel layouts built where the weights are. On one
+    GPU, `generate` decodes with a static cache and CUDA graphs unless it is told otherwise (`decoding.py`),
+    also for a dense checkpoint. `device` "auto" is the first GPU if there is one, else the CPU. `device_map`,
+    `max_memory` and `offload_folder` are those of `from_pretrained` and place a model that does not fit one
+    device. `dtype` is that of activations and
     dense weights: float32, bfloat16 or float16, by default, or for "auto", the one in config.json; scales
     keep their own. Code in the checkpoint is never run.
 
@@ -84,10 +86,10 @@ def load(
         )
     _refuse_incomplete(directory, info)
     model.eval()
-    if device_map is None and _on_gpu(model):
-        from quantkit.model.decoding import graph_decoding
+    from quantkit.model.patches import generation
 
-        graph_decoding(model)
+    # Dense models as well, which the plug-in does not see.
+    generation.apply(model)
     return model
 
 
@@ -100,11 +102,6 @@ def _activation_dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
         known = ", ".join(map(str, ACTIVATION_DTYPES))
         raise UsageError(f"dtype is {asked!r}; expected {known}, or None for that of config.json.")
     return names[asked]
-
-
-def _on_gpu(model: Any) -> bool:
-    """Whether all of `model` is on a GPU; words that kernel layouts hold are nowhere else."""
-    return {tensor.device.type for tensor in model.parameters()} - {"meta"} == {"cuda"}
 
 
 def whole_directory(source: str | Path) -> Path:

@@ -138,6 +138,8 @@ class PackedModule(nn.Module):
 
     #: How the model may be divided among ranks, once it is known: see `quantkit.model.tensor_parallel`.
     tensor_parallel: "TensorParallelPlan | None" = None
+    #: Whether it is called with the very tensor that the model hands it, not with one made of that.
+    shares_x: bool = True
 
     def __init__(self, container: Container, schemes: Mapping[str, tuple[Scheme, int]]) -> None:
         """`schemes` are the effective scheme and the columns of each packed parameter."""
@@ -194,6 +196,13 @@ class PackedModule(nn.Module):
         self._released.clear()
         self._layouts.clear()
         self._layout_owners.clear()
+
+    @property
+    def lacks_layouts(self) -> bool:
+        """Whether a move, a cast or new words dropped its layouts, and they can be built where it is."""
+        if self._layout_owners:
+            return False
+        return not (self._words(next(iter(self._entries))).is_meta or _is_offloaded(self))
 
     def layout_addresses(self) -> Iterator[int]:
         """Where the kernel layouts lie, as long as they are the ones that there are."""

@@ -1,7 +1,7 @@
-"""The transformers plug-in: packed checkpoints load packed and are written back as they were.
+"""The transformers plug-in: packed checkpoints load packed, ready to run, and are written back as they were.
 
-`register` adds the quantizer "quantkit" and puts thin dispatchers in front of "compressed-tensors": a
-configuration with a `quantkit` section is quantkit's, every other goes to the class that was there.
+`register` makes it known to transformers and `unregister` takes it out again; `patches` has all that either
+changes of transformers, and what loading changes of the one model.
 """
 
 import copy
@@ -12,25 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.integrations.accelerate import load_offloaded_parameter
-from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.compressed_tensors import stored_formats
-from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
+from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import CheckpointError, FormatError, UsageError
-from quantkit.kernels.building import building
-from quantkit.model.drift import mend
 from quantkit.model.experts import PackedExperts
 from quantkit.model.headers import check_headers
 from quantkit.model.modules import packed_modules, packed_replacement
-from quantkit.model.shared_input import shared_inputs
-from quantkit.model.structure import reads_weight
-from quantkit.model.tensor_parallel import divide_packed
-from quantkit.packing.names import Container
+from quantkit.model.patches import generation, loading, parallel, quantizers, table
+from quantkit.model.ready import make_ready
 from quantkit.packing.schemes import PARTS
-
-COMPRESSED_TENSORS: Container = "compressed-tensors"
 
 
 class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -71,9 +64,9 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         swap_modules(model, self.quantization_config.parsed)
-        _skip_initializing(model)
+        loading.skip_initializing(model)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            divide_packed(model)
+            parallel.divide_packed(model)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         files = kwargs.get("checkpoint_files")
         if files:
@@ -85,16 +78,15 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             # The loader makes every floating-point parameter trainable.
             module.requires_grad_(False)
             module.align()
-        with building():
-            # Joined as they are built, so that no more than those of one input are there twice.
-            for shared in shared_inputs(model):
-                shared.build(model.dtype)
-            for _, module in packed_modules(model):
-                module.build_kernel_layouts(model.dtype)
+        parallel.divide_forwards(model)
+        make_ready(model)
         for _, module in packed_modules(model):
             if isinstance(module, PackedExperts) and not module.is_grouped(model.dtype):
                 self._routes_on_host = True
-        mend(model, self._dtypes)
+        loading.keep_expert_shapes(model)
+        loading.keep_offloaded_dtypes(model)
+        loading.cast_renamed(model, self._dtypes)
+        generation.apply(model)
         return model
 
     def _convert_model_for_quantization(self, model: nn.Module) -> None:
@@ -162,18 +154,6 @@ def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
         )
 
 
-def _skip_initializing(model: nn.Module) -> None:
-    """Have transformers initialize no module of whose packed children it asks for the weight.
-
-    Mambas ask for that of a projection, loaded or not. Modules with buffers compute those then.
-    """
-    for name, _ in packed_modules(model):
-        parent, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(parent)
-        if not owner._buffers and reads_weight(type(model)._init_weights, leaf):  # type: ignore[attr-defined]
-            owner._is_hf_initialized = True  # type: ignore[assignment]
-
-
 def unpack_modules(model: Any, dtype: torch.dtype) -> None:
     """The reverse of `swap_modules`: dense modules with dequantized weights, and all of `model` in `dtype`.
 
@@ -224,37 +204,14 @@ def _others(names: Sequence[str]) -> str:
 
 def register() -> None:
     """Register with transformers. Does nothing when that was done already."""
-    configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
-    if "quantkit" in configs:
-        return
-    configs["quantkit"] = QuantkitConfig
-    quantizers["quantkit"] = QuantkitQuantizer
-    configs[COMPRESSED_TENSORS] = _config_dispatcher(configs[COMPRESSED_TENSORS])
-    quantizers[COMPRESSED_TENSORS] = _quantizer_dispatcher(quantizers[COMPRESSED_TENSORS])
+    quantizers.apply()
 
 
-def _config_dispatcher(original: Any) -> type:
-    # A subclass, so that `issubclass` checks and class attributes answer as the original's do; `__new__`
-    # returns another class's instance, so no instance of the dispatcher ever exists.
-    class CompressedTensorsConfig(original):  # type: ignore[misc]
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            return QuantkitConfig(**kwargs) if SECTION in kwargs else original(*args, **kwargs)
-
-        @classmethod
-        def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            target = QuantkitConfig if SECTION in config_dict else original
-            return target.from_dict(config_dict, *args, **kwargs)
-
-    return CompressedTensorsConfig
-
-
-def _quantizer_dispatcher(original: Any) -> type:
-    class CompressedTensorsHfQuantizer(original):  # type: ignore[misc]
-        def __new__(cls, quantization_config: Any, **kwargs: Any) -> Any:
-            target = QuantkitQuantizer if isinstance(quantization_config, QuantkitConfig) else original
-            return target(quantization_config, **kwargs)
-
-    return CompressedTensorsHfQuantizer
+def unregister() -> None:
+    """Take everything that quantkit added to transformers out of it again; packed models stay as they are."""
+    for patch in table.PATCHES:
+        if patch.of == "process":
+            patch.undo(None)
 
 
 # On import, and not only in the hook: whoever imports this module first is who makes transformers run it.

@@ -145,6 +145,7 @@ def is_recordable(inputs: Mapping[str, Any], model: Any) -> bool:
     ids = inputs.get("input_ids")
     return (
         torch.is_tensor(ids)
+        and graphs.records_on(ids.device)
         and ids.device == model.device
         and _is_prompt(ids, model.config)
         and _is_cache(inputs.get(CACHE))

@@ -135,7 +135,7 @@ def shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
             members = [module for module in found if isinstance(module, PackedLinear)]
             alike = {(member.scheme, member.in_features) for member in members}
             # Column scales of its own are what each has to multiply x with; where ranks divide linears,
-            # transformers gives each another tensor with the numbers of x.
-            own = any(member.scheme.column_scale or member.tensor_parallel for member in members)
+            # transformers may give each another tensor with the numbers of x.
+            own = any(member.scheme.column_scale or not member.shares_x for member in members)
             if len(members) == len(names) and len(alike) == 1 and not own:
                 yield SharedInput(members)

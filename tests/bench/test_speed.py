@@ -32,7 +32,7 @@ from quantkit.bench.worker import speed_of
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model import graphs
-from quantkit.model.decoding import graph_decoding
+from quantkit.model.patches.generation import apply as graph_decoding
 
 from .conftest import SOURCE
 
@@ -142,6 +142,7 @@ def test_what_is_timed_is_recorded_before(packed: Path, monkeypatch: pytest.Monk
         return timed(*arguments)
 
     monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "records_on", lambda device: True)
     monkeypatch.setattr(speed, "generate_timed", counting)
     speed._cell(model, prompts_of(Settings(), packed, 512)(2, 9), mode, 5, 4, None, EnergyMeter(CPU))
     assert before[-4:] == [len(recorded)] * 4

@@ -89,6 +89,7 @@ def count_recordings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[i
         return output, run
 
     monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "records_on", lambda device: True)
     return steps, prompts
 
 

@@ -16,7 +16,9 @@ from quantkit.kernels.compiling import COMPILERS, Compilers
 from quantkit.kernels.launcher import Launch
 from quantkit.model import decoding, fused_forward, prompt_graphs, trial
 from quantkit.model.cache_name import CACHE
-from quantkit.model.decoding import forward_of, graph_decoding, plain_forward, static_cache
+from quantkit.model.decoding import forward_of, plain_forward
+from quantkit.model.patches.generation import apply as graph_decoding
+from quantkit.model.static_cache import static_cache
 
 from .graphed import DEVICE, close, count_recordings, decode, decode_whole, ids, made
 from .test_step_experts import FAMILIES as EXPERTS

@@ -37,10 +37,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import quantkit
 from quantkit.kernels.linear import KernelLayout
-from quantkit.model import attention, decoding, graphs
-from quantkit.model.attention import use_decode_attention
+from quantkit.model import decoding, graphs
+from quantkit.model import static_cache as static_caches
 from quantkit.model.cache_name import CACHE, OLD_NAME, renamed
-from quantkit.model.decoding import GraphedForward, forward_of, graph_decoding, static_cache
+from quantkit.model.decoding import GraphedForward, forward_of, graphs_of
+from quantkit.model.fitness import modules_of
+from quantkit.model.patches import attention, generation
+from quantkit.model.patches.attention import decode_attention_in
+from quantkit.model.patches.generation import apply as graph_decoding
+from quantkit.model.ready import make_ready
+from quantkit.model.static_cache import static_cache
 
 from .graphed import (
     DEVICE,
@@ -68,10 +74,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(packed: Path) -> Any:
-    """Without graphs, which it has on a GPU."""
+    """Without graphs."""
     found = quantkit.load(packed, device=DEVICE, dtype=torch.float32)
-    for name in ("generate", "get_compiled_call", "forward"):
-        vars(found).pop(name, None)
+    generation.undo(found)
     return found
 
 
@@ -290,7 +295,7 @@ def test_a_change_of_any_module_is_seen(model: Any) -> None:
     model.extra.nothing = torch.nn.Dropout()
     model.extra.nothing = None
     model.extra[0].whole = model
-    found = decoding._modules_of(model)
+    found = modules_of(model)
     assert len(found) == len(set(found)) and set(found) == set(model.modules())
 
 
@@ -300,7 +305,7 @@ def test_hooks_are_called_at_each_step(model: Any, recorded: list[int]) -> None:
     graph_decoding(model)
     decode(model, forward_of(model), static_cache(model, 20), ids(), 6)
     assert len(seen) == 7 and not recorded
-    assert list(forward_of(model).refused) == ["a hook of 'model.norm' is to be called at each"]
+    assert list(forward_of(model).refused) == ["a hook of 'model.norm' is to be called at each; remove it"]
     handle.remove()
     # Once somebody asked for outputs, transformers has hooks that do nothing else.
     model(input_ids=ids(), output_hidden_states=True)
@@ -384,7 +389,7 @@ def test_generate_takes_caches_and_ways_that_need_their_own(model: Any, recorded
 def test_the_cache_that_a_generation_returns_has_room_for_more(window: int | None) -> None:
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(sliding_window=window, **SIZES)).to(DEVICE).eval()
-    options = SEVEN | {"max_new_tokens": decoding.BUCKET}
+    options = SEVEN | {"max_new_tokens": static_caches.BUCKET}
 
     def turns() -> torch.Tensor:
         first = model.generate(ids(), **SEVEN, return_dict_in_generate=True)
@@ -426,7 +431,7 @@ def test_models_that_need_another_cache_have_theirs(family: str, recorded: list[
 
 def test_the_most_tokens_of_a_generation() -> None:
     def most(**asked: Any) -> int | None:
-        return decoding._tokens_of(asked, GenerationConfig(max_length=100))
+        return static_caches.tokens_of(asked, GenerationConfig(max_length=100))
 
     prompt = ids(tokens=9)
     assert most(inputs=prompt) == 120
@@ -438,7 +443,10 @@ def test_the_most_tokens_of_a_generation() -> None:
     assert most(max_new_tokens=7) == 8
     # What an argument says is meant, also where it is nothing.
     defaults = GenerationConfig(max_new_tokens=5)
-    assert decoding._tokens_of({"inputs": prompt, "max_new_tokens": None, "max_length": 300}, defaults) == 320
+    assert (
+        static_caches.tokens_of({"inputs": prompt, "max_new_tokens": None, "max_length": 300}, defaults)
+        == 320
+    )
 
 
 @pytest.mark.usefixtures("compiling")
@@ -454,7 +462,7 @@ def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int]) -> Non
     decode(model, forward_of(model), static_cache(model, 20), ids())
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert forward_of(twin)._model is twin and not forward_of(twin)._graphs
-        assert twin.generate.__self__ is forward_of(twin)
+        assert type(twin) is type(model) and graphs_of(twin) is not graphs_of(model)
     assert forward_of(object.__new__(type("Plain", (), {}))) is not None
 
 
@@ -523,9 +531,9 @@ def test_layers_that_share_keys_with_others_are_recorded(recorded: list[int]) ->
 def test_our_attention_is_for_one_token_and_sdpa_for_more(model: Any, attended: list[int]) -> None:
     prompt = ids()
     expected = decode_whole(model, prompt, 4)
-    use_decode_attention(model)
-    close(decode(model, model, static_cache(model, 20), prompt, 4), expected)
-    close(decode_whole(model, prompt, 4), expected)
+    with decode_attention_in(model):
+        close(decode(model, model, static_cache(model, 20), prompt, 4), expected)
+        close(decode_whole(model, prompt, 4), expected)
     assert attended == [1] * 4 * model.config.num_hidden_layers
 
 
@@ -535,17 +543,19 @@ def test_our_attention_computes_what_sdpa_does(attended: list[int], interpreter:
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(DEVICE, torch.float16).eval()
     # One token: those after it may be others.
     expected = decode(model, model, static_cache(model, 20), ids(), 1)
-    use_decode_attention(model)
-    found = decode(model, model, static_cache(model, 20), ids(), 1)
+    with decode_attention_in(model):
+        found = decode(model, model, static_cache(model, 20), ids(), 1)
     assert attended == [1] * model.config.num_hidden_layers
     assert (found - expected).float().norm() < 5e-3 * expected.float().norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_that_computes_in_float32_is_told_that_attention_is_torchs(
-    model: Any, attended: list[int], caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+    model: Any, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
 ) -> None:
-    use_decode_attention(model.to(dtype))
+    pytest.importorskip("triton")
+    caplog.clear()
+    make_ready(model.to(dtype))
     told = [record.getMessage() for record in caplog.records]
     if dtype == torch.float32:
         assert len(told) == 1 and "the model computes in float32" in told[0]
@@ -554,16 +564,29 @@ def test_a_model_that_computes_in_float32_is_told_that_attention_is_torchs(
         assert not told
 
 
-def test_our_attention_is_that_of_models_that_ask_for_it(model: Any, attended: list[int]) -> None:
+def test_our_attention_is_that_of_one_model_while_a_step_is_recorded(
+    model: Any, attended: list[int], recorded: list[int]
+) -> None:
     other = copy.deepcopy(model)
-    use_decode_attention(model)
-    decode(other, other, static_cache(other, 20), ids(), 1)
-    if DEVICE == "cpu":
-        assert not attended
-    model.set_attn_implementation("eager")
+    graph_decoding(model)
+    decode(model, forward_of(model), static_cache(model, 20), ids(), 2)
+    layers = model.config.num_hidden_layers
+    # As often as it runs there, and where graphs run again.
+    assert recorded == [1] and attended and len(attended) % layers == 0
     attended.clear()
-    decode(model, model, static_cache(model, 20), ids(), 1)
-    assert not attended
+    decode(model, model, static_cache(model, 20), ids(), 2)
+    with decode_attention_in(model):
+        decode(other, other, static_cache(other, 20), ids(), 2)
+        assert model.config._attn_implementation == attention.NAME
+    assert not attended and model.config._attn_implementation == "sdpa"
+
+
+def test_other_implementations_are_left_as_they_are(model: Any, attended: list[int]) -> None:
+    model.set_attn_implementation("eager")
+    with decode_attention_in(model):
+        decode(model, model, static_cache(model, 20), ids(), 1)
+        assert model.config._attn_implementation == "eager"
+    assert not attended and model.config._attn_implementation == "eager"
 
 
 @torch.no_grad()
@@ -572,9 +595,9 @@ def test_our_attention_runs_in_mixtures_of_experts(attended: list[int]) -> None:
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(num_local_experts=2, **SIZES)).to(DEVICE).eval()
     expected = decode(model, model, static_cache(model, 20), ids(), 2)
-    use_decode_attention(model)
-    assert not attended
-    close(decode(model, model, static_cache(model, 20), ids(), 2), expected)
+    with decode_attention_in(model):
+        assert not attended
+        close(decode(model, model, static_cache(model, 20), ids(), 2), expected)
     assert attended == [1] * 4
 
 
@@ -589,13 +612,14 @@ def test_sparse_attention_stays_sparse(attended: list[int]) -> None:
     torch.manual_seed(0)
     model = family.DeepseekV32ForCausalLM(family.DeepseekV32Config(**sizes)).to(DEVICE).eval()
     expected = model(input_ids=ids(), use_cache=False).logits
-    use_decode_attention(model)
-    close(model(input_ids=ids(), use_cache=False).logits, expected)
+    with decode_attention_in(model):
+        close(model(input_ids=ids(), use_cache=False).logits, expected)
+    assert not attended
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it takes most of the GPU's memory")
-def test_our_attention_lets_continuous_batching_run(model: Any, attended: list[int]) -> None:
-    use_decode_attention(model)
+def test_continuous_batching_runs(model: Any) -> None:
+    graph_decoding(model)
     sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     options = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
     (answer,) = model.generate_batch(

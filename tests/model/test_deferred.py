@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from quantkit.model import deferred
-from quantkit.model.decoding import graph_decoding
+from quantkit.model.patches.generation import apply as graph_decoding
 
 from .graphed import DEVICE, SIZES, count_recordings, ids
 

@@ -34,9 +34,11 @@ from quantkit.kernels.prepared import (
     linear_then_norm,
 )
 from quantkit.model import fused_forward, products, prompt_graphs
-from quantkit.model.decoding import forward_of, graph_decoding, static_cache
+from quantkit.model.decoding import forward_of
 from quantkit.model.fusion import fused
 from quantkit.model.graphs import NotRecorded
+from quantkit.model.patches.generation import apply as graph_decoding
+from quantkit.model.static_cache import static_cache
 from quantkit.model.trace import trace
 
 from .graphed import (

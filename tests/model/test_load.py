@@ -16,8 +16,9 @@ import quantkit
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.model import plugin, versions
 from quantkit.model.devices import best_device, pick_device
+from quantkit.model.fitness import _devices_of
 from quantkit.model.generate import Generation, _choose, generate, stream
-from quantkit.model.load import _on_gpu, explained, load
+from quantkit.model.load import explained, load
 from quantkit.model.modules import packed_modules
 
 from .conftest import HALF_ON_DISK, VOCAB, logits_of, run_python
@@ -445,11 +446,14 @@ def test_numbers_that_torch_refuses_are_those_of_files(tmp_path):
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [(("cuda", "cuda"), True), (("cuda", "meta"), True), (("cuda", "cpu"), False), (("cpu", "meta"), False)],
+    [(("cuda", "cuda"), 1), (("cuda", "meta"), 1), (("cuda", "cpu"), 2), (("cpu", "meta"), 1)],
 )
-def test_released_words_do_not_hide_that_a_model_is_on_a_gpu(devices, expected):
-    tensors = [types.SimpleNamespace(device=torch.device(device)) for device in devices]
-    assert _on_gpu(types.SimpleNamespace(parameters=lambda: iter(tensors))) is expected
+def test_released_words_do_not_hide_that_a_model_is_on_one_device(devices, expected):
+    parameters = {
+        str(i): types.SimpleNamespace(device=torch.device(one), is_meta=one == "meta")
+        for i, one in enumerate(devices)
+    }
+    assert len(_devices_of([types.SimpleNamespace(_parameters=parameters)])) == expected
 
 
 def test_what_waits_for_a_collection_makes_room_on_a_gpu(monkeypatch):

@@ -27,9 +27,11 @@ from transformers import (
 
 import quantkit
 from quantkit.model import graphs, prompt_graphs
-from quantkit.model.decoding import forward_of, graph_decoding, static_cache
+from quantkit.model.decoding import forward_of
 from quantkit.model.generate import last_logits
+from quantkit.model.patches.generation import apply as graph_decoding
 from quantkit.model.prompt_graphs import bucket
+from quantkit.model.static_cache import static_cache
 
 from .graphed import (
     DEVICE,
@@ -713,8 +715,7 @@ def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int], tmp_pa
     generate(model, ids(), static_cache(model, 20))
     generate(model, ids(), static_cache(model, 20))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.forward.graphed is forward_of(twin) is not forward_of(model)
-        assert forward_of(twin).plain.__self__ is twin and not prompts_of(twin).graphs
+        assert forward_of(twin)._model is twin and not prompts_of(twin).graphs
         with torch.no_grad():
             twin.lm_head.weight.mul_(2)
         recorded.clear()
@@ -728,9 +729,12 @@ def test_copies_have_graphs_of_their_own(model: Any, recorded: list[int], tmp_pa
 
 
 @torch.no_grad()
-def test_what_others_made_of_a_forward_is_recorded(model: Any, recorded: list[int]) -> None:
-    """As accelerate does, before there are graphs; copies have it too."""
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_what_others_put_before_a_forward_is_called(model: Any, recorded: list[int], order: str) -> None:
+    """As accelerate does, before there are graphs or after; copies have it too."""
     other = made(LlamaForCausalLM, LlamaConfig(**SIZES))
+    if order == "after":
+        graph_decoding(other)
     forward = other.forward
 
     def doubled(*arguments: Any, **inputs: Any) -> Any:
@@ -743,9 +747,8 @@ def test_what_others_made_of_a_forward_is_recorded(model: Any, recorded: list[in
     graph_decoding(other)
     for one in (other, copy.deepcopy(other)):
         for _ in range(3):
-            found = generate(one, ids(), static_cache(other, 20), 0)
-            close(found, generate_whole(model, ids(), 0) * 2)
-    assert len(recorded) == 2
+            close(generate(one, ids(), static_cache(other, 20)), generate_whole(model, ids()) * 2)
+    assert bool(recorded) == (order == "after")
 
 
 @torch.no_grad()

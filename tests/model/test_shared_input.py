@@ -20,7 +20,6 @@ from quantkit.kernels.problem import KernelRow, Layout, always
 from quantkit.model import shared_input
 from quantkit.model.modules import PackedLinear
 from quantkit.model.shared_input import shared_inputs
-from quantkit.model.tensor_parallel import TensorParallelPlan
 from quantkit.packing.schemes import scheme
 
 MODELS = Path(__file__).parents[2] / "examples"
@@ -287,7 +286,7 @@ def test_what_ranks_divide_does_not_share(launches):
     """transformers calls each of their linears with a tensor of its own."""
     model, x = Attention(), torch.randn(2, 96)
     for layer in model.children():
-        layer.tensor_parallel = TensorParallelPlan("", ())
+        layer.shares_x = False
         layer.register_forward_pre_hook(lambda _, args: (args[0].view_as(args[0]),))
     joined(model)
     close(model(x), model.alone(x))

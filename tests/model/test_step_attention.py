@@ -10,10 +10,12 @@ import torch
 from quantkit.kernels import attention as kernels
 from quantkit.kernels import glue
 from quantkit.kernels.attention import decode_attention, rotated_attention
-from quantkit.model import attention, fused_forward, step_attention
-from quantkit.model.attention import use_decode_attention
-from quantkit.model.decoding import forward_of, graph_decoding, static_cache
+from quantkit.model import fused_forward, step_attention
+from quantkit.model.decoding import forward_of
 from quantkit.model.fusion import fused
+from quantkit.model.patches import attention
+from quantkit.model.patches.generation import apply as graph_decoding
+from quantkit.model.static_cache import static_cache
 
 from .graphed import DEVICE, calls, count_recordings, decode, ids, keep_modules, made
 
@@ -60,7 +62,6 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.sampled(2, "taken")
 def test_families(family: str, more: dict[str, Any], taken: bool, modules: list[Any]) -> None:
     model = made(family, **more).half()
-    use_decode_attention(model)
     expected = decode(model, model, static_cache(model, 20), ids(), STEPS)
     graph_decoding(model)
     found = decode(model, forward_of(model), static_cache(model, 20), ids(), STEPS)
@@ -92,7 +93,6 @@ def test_reading_early_changes_no_bit(
     for is_settled in (step_attention._is_settled, lambda *given: False):
         monkeypatch.setattr(step_attention, "_is_settled", is_settled)
         model = made("Llama", num_hidden_layers=LAYERS).half()
-        use_decode_attention(model)
         graph_decoding(model)
         cache = static_cache(model, 40)
         for layer in cache.layers:

@@ -12,8 +12,10 @@ import quantkit
 from quantkit.kernels import glue, router
 from quantkit.kernels.experts import ORDER_OPERATOR
 from quantkit.model import fused_forward
-from quantkit.model.decoding import forward_of, graph_decoding, static_cache
+from quantkit.model.decoding import forward_of
 from quantkit.model.fusion import fused
+from quantkit.model.patches.generation import apply as graph_decoding
+from quantkit.model.static_cache import static_cache
 
 from .graphed import (
     DEVICE,

@@ -12,8 +12,10 @@ from torch import is_tensor
 from quantkit.kernels import glue
 from quantkit.model import constants, fused_forward
 from quantkit.model.constants import held_by
-from quantkit.model.decoding import forward_of, graph_decoding, static_cache
+from quantkit.model.decoding import forward_of
 from quantkit.model.fusion import fused
+from quantkit.model.patches.generation import apply as graph_decoding
+from quantkit.model.static_cache import static_cache
 
 from .graphed import (
     DEVICE,

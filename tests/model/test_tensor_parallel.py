@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
-from quantkit.model.tensor_parallel import Cut, TensorParallelPlan, divide_packed, plan_of_checkpoint
+from quantkit.model.patches.parallel import ShareForward, divide_packed
+from quantkit.model.tensor_parallel import Cut, TensorParallelPlan, plan_of_checkpoint
 
 from .conftest import SCHEMES, VERSION, VOCAB, Tiny, assert_same_checkpoint, logits_of, write_tiny
 from .processes import ended
@@ -108,6 +109,9 @@ def found(models: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) -> 
     directory = tmp_path_factory.mktemp("found")
 
     def run(rank: int) -> None:
+        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+        before = {name: (style, dict(vars(style))) for name, style in ALL_PARALLEL_STYLES.items()}
         answers: dict[str, Any] = {}
         for i, (name, checkpoint) in enumerate(models.items()):
             try:
@@ -126,6 +130,17 @@ def found(models: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) -> 
                     for m in (model.model.layers[0].mlp, model.model.layers[0].self_attn)
                 ],
             }
+            answers[name]["own forwards"] = [
+                name.rpartition(".")[2]
+                for name, module in model.model.layers[0].named_modules()
+                if isinstance(vars(module).get("forward"), ShareForward)
+            ]
+            after = {name: style for name, style in ALL_PARALLEL_STYLES.items() if name in before}
+            own = [name for name in ALL_PARALLEL_STYLES if name not in before]
+            answers[name]["styles are kept"] = all(name.startswith("quantkit_") for name in own) and all(
+                style is after[name] and vars(style) == attributes
+                for name, (style, attributes) in before.items()
+            )
             if name in SAVED:
                 model.save_pretrained(directory / str(i))
                 answers[name]["saved"] = str(directory / str(i))
@@ -159,6 +174,18 @@ def test_two_ranks_generate_what_one_does(models, found, name):
         for m in (model.model.layers[0].mlp, model.model.layers[0].self_attn)
     ]
     assert all(0.4 < mine / all_ < 0.7 for mine, all_ in zip(answer["local"], whole, strict=True))
+
+
+#: Linears of attention and of an MLP, by what ranks divide.
+BY_ROWS, BY_COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"o_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_ranks_call_their_shares_as_they_are(found, name):
+    """Without DTensors around them."""
+    known = BY_ROWS | BY_COLUMNS if "mixtral" not in name else {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert set(found[name]["own forwards"]) == known
+    assert found[name]["styles are kept"]
 
 
 @pytest.mark.parametrize("name", SAVED)

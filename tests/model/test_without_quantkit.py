@@ -182,5 +182,9 @@ def logits_without_quantkit(
 @pytest.mark.parametrize("name", ["fp6", "binary"])
 def test_plain_transformers_refuses_other_formats(plain, tiny, tmp_path, family, name):
     checkpoint = tiny(family, name)
-    assert "mismatch" in plain(checkpoint.packed, tmp_path / "logits.pt").lower()
+    found = plain(checkpoint.packed, tmp_path / "logits.pt")
+    assert "mismatch" in found.lower()
     assert not (tmp_path / "logits.pt").exists()
+    if VERSION >= (5, 24):
+        readme = (Path(__file__).parents[2] / "README.md").read_text()
+        assert found.splitlines()[-1] in readme, "the README shows another error"

@@ -1,0 +1,80 @@
+"""The registration with transformers: the quantizer "quantkit", and who takes compressed-tensors configs.
+
+A config with a `quantkit` section is quantkit's; every other goes to the class that was there.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.checkpoint.quantization_config import SECTION
+from quantkit.packing.names import Container
+
+NAME = "quantkit"
+COMPRESSED_TENSORS: Container = "compressed-tensors"
+#: Where a dispatcher keeps the class that was there.
+_ORIGINAL = "_quantkit_original"
+
+
+def apply() -> None:
+    """Register; does nothing when that was done already."""
+    from transformers.quantizers import auto
+
+    # It is imported by the module of these, which registers.
+    from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer
+
+    configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
+    if is_applied():
+        return
+    configs[NAME] = QuantkitConfig
+    quantizers[NAME] = QuantkitQuantizer
+    configs[COMPRESSED_TENSORS] = _config_dispatcher(configs[COMPRESSED_TENSORS], QuantkitConfig)
+    quantizers[COMPRESSED_TENSORS] = _quantizer_dispatcher(
+        quantizers[COMPRESSED_TENSORS], QuantkitQuantizer, QuantkitConfig
+    )
+
+
+def undo() -> None:
+    """Leave both tables as they were."""
+    from transformers.quantizers import auto
+
+    for table in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
+        table.pop(NAME, None)
+        # Of the class itself: the original has no such attribute to inherit.
+        original = vars(table[COMPRESSED_TENSORS]).get(_ORIGINAL)
+        if original is not None:
+            table[COMPRESSED_TENSORS] = original
+
+
+def is_applied() -> bool:
+    """Whether transformers knows the quantizer."""
+    from transformers.quantizers import auto
+
+    return NAME in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+
+
+def _config_dispatcher(original: Any, ours: type) -> type:
+    # A subclass, so that `issubclass` checks and class attributes answer as the original's do; `__new__`
+    # returns another class's instance, so no instance of the dispatcher ever exists.
+    class CompressedTensorsConfig(original):  # type: ignore[misc]
+        _quantkit_original = original
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return ours(**kwargs) if SECTION in kwargs else original(*args, **kwargs)
+
+        @classmethod
+        def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            target: Any = ours if SECTION in config_dict else original
+            return target.from_dict(config_dict, *args, **kwargs)
+
+    return CompressedTensorsConfig
+
+
+def _quantizer_dispatcher(original: Any, ours: type, config: type) -> type:
+    class CompressedTensorsHfQuantizer(original):  # type: ignore[misc]
+        _quantkit_original = original
+
+        def __new__(cls, quantization_config: Any, **kwargs: Any) -> Any:
+            target = ours if isinstance(quantization_config, config) else original
+            return target(quantization_config, **kwargs)
+
+    return CompressedTensorsHfQuantizer

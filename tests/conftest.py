@@ -151,6 +151,8 @@ def run(
     monkeypatch.setattr(console.out, "width", console.PIPED_WIDTH)
     monkeypatch.setattr(console.err, "width", console.PIPED_WIDTH)
     monkeypatch.setenv("QUANTKIT_VERBOSE", "0")
+    # Other tests keep the cores busy, and are no business of what a command prints.
+    monkeypatch.setattr("quantkit.cli.threads.shortage", lambda *_: None)
     before = signal.getsignal(signal.SIGTERM)
 
     def command(*arguments: object) -> Done:

@@ -1,6 +1,7 @@
 """`quantkit doctor`: what runs on this machine, and why the rest does not."""
 
 import platform
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 ROWS_OF_X = "1,16,512"
 #: [N, K] of the weight that is asked about where no checkpoint is named.
 SHAPE = (4096, 4096)
+
+#: What NVIDIA's driver says of itself on Linux.
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "huggingface-hub", "accelerate", "lm-eval")
 
@@ -43,6 +47,7 @@ def doctor(
     x: for every format, or for the weights of DIR.
     """
     from quantkit.kernels.table import FORCE_VARIABLE, forced_row, row_named
+    from quantkit.kernels.triton_support import tested_versions
 
     rows_of_x = options.parse_rows_of_x(m)
     if forced_row():
@@ -50,13 +55,24 @@ def doctor(
         note(
             f"{FORCE_VARIABLE} is set, and products run {forced} or not at all; this is what runs without it"
         )
-    packages, machine, tables = _packages(), _machine(), _tile_tables()
+    packages, machine, tables, slow = _packages(), _machine(), _tile_tables(), _why_slow()
     kernels = _kernels(directory, rows_of_x)
     if json:
-        print_json({"packages": packages, "machine": machine, "tile_tables": tables, "kernels": kernels})
+        print_json(
+            {
+                "packages": packages,
+                "machine": machine,
+                "slow": slow,
+                "tile_tables": tables,
+                "kernels": kernels,
+            }
+        )
         return
+    for device, reason in slow.items():
+        say(f"{device}: packed products run slower than they could: {reason}", style="bold")
     for name, version in packages.items():
-        say(f"{name:16} {version or 'not installed'}")
+        tested = f" (tested: {tested_versions()})" if name == "triton" else ""
+        say(f"{name:16} {version or 'not installed'}{tested}")
     for name, value in machine.items():
         say(f"{name:16} {value}")
     if "gpu 0" in machine:
@@ -133,10 +149,34 @@ def _machine() -> dict[str, str]:
         built = torch.version.cuda or torch.version.hip
         reason = "this torch is a CPU build" if built is None else "torch finds no device or driver"
         return facts | {"gpu": f"none: {reason}"}
+    facts["driver"] = _driver()
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         facts[f"gpu {index}"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
     return facts
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel driver, as it says itself; for others what torch was built for."""
+    import torch
+
+    try:
+        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _DRIVER_FILE.read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    return f"{found[0] if found else 'of unknown version'}; torch is built for {built}"
+
+
+def _why_slow() -> dict[str, str]:
+    """Why the fastest kernels do not run, for each GPU where they do not."""
+    import torch
+
+    from quantkit.kernels.triton_support import why_slow
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = {f"gpu {index}": why_slow(torch.device("cuda", index)) for index in range(count)}
+    return {name: reason for name, reason in found.items() if reason is not None}
 
 
 def _half_sums() -> str:

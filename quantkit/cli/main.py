@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -19,6 +20,7 @@ from quantkit.cli.methods import methods
 from quantkit.cli.plan import plan
 from quantkit.cli.publish import push, report
 from quantkit.cli.quantize import quantize
+from quantkit.cli.threads import with_threads
 from quantkit.cli.tune import tune
 from quantkit.cli.verify import verify
 from quantkit.errors import OtherRankFailed, QuantkitError
@@ -33,20 +35,25 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(quantize)
-app.command()(plan)
+#: Commands that compute, on a CPU unless there is a GPU, and take `--threads`.
+COMPUTING: dict[str, Callable[..., None]] = {
+    "quantize": quantize,
+    "plan": plan,
+    "verify": verify,
+    "eval": evaluate,
+    "bench": bench,
+    "generate": generate,
+    "doctor": doctor,
+    "demo": demo,
+}
+for _name, _command in COMPUTING.items():
+    app.command(name=_name)(with_threads(_command))
 app.command()(inspect)
-app.command()(verify)
-app.command(name="eval")(evaluate)
-app.command()(bench)
 app.command()(report)
 app.command()(push)
-app.command()(generate)
-app.command()(doctor)
 app.command()(tune)
 app.command()(formats)
 app.command()(methods)
-app.command()(demo)
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,7 +7,6 @@ measured once (`model/sensitivity.py`) and kept in the user's cache, from which 
 """
 
 import math
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -29,6 +28,7 @@ from quantkit.model.plan import QUANTIZABLE_DTYPES
 from quantkit.model.sensitivity import TOKENS, Losses, Sensitivities, measure
 from quantkit.model.sensitivity_cache import SensitivityCache, cache_key
 from quantkit.model.structure import Linear, Structure
+from quantkit.model.workers import cpu_workers
 from quantkit.packing.schemes import Scheme
 from quantkit.progress import Progress
 
@@ -302,7 +302,7 @@ def _losses(
     cache = SensitivityCache.of(key)
     found, notes = cache.read(schemes)
     if found is None:
-        lanes = max(1, os.cpu_count() or 1) if device.type == "cpu" else 1
+        lanes = cpu_workers() if device.type == "cpu" else 1
         found = measure(decoder, schemes, method, tokens, lanes, report)
         checkpoint.check_unchanged()
         notes = (*notes, *cache.write(found))

@@ -3,7 +3,6 @@
 `model/block_tasks.py` says what is to do in each block, and `model/blockwise.py` does it.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,8 @@ from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.plan import Plan
 from quantkit.model.ranks import Ranks
 from quantkit.model.work_files import Followed, WorkFiles
-from quantkit.model.workers import working
+from quantkit.model.workers import cpu_workers, working
 from quantkit.progress import Advance
-
-#: Workers by device: one per core, and one for a GPU, whose passes would share its memory.
-CALIBRATION_WORKERS = {"cpu": max(1, os.cpu_count() or 1), "cuda": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +108,8 @@ def calibrate(
         return
     files: WorkFiles = Followed(out, known) if output is None else output
     decoder = calibration.decoder
-    lanes = max(1, CALIBRATION_WORKERS[decoder.device.type] // ranks.on_host)
+    # One for a GPU, whose passes would share its memory.
+    lanes = max(1, cpu_workers() // ranks.on_host) if decoder.device.type == "cpu" else 1
     with working(lanes, "quantize") as workers:
         blocks, samples = calibration.blocks, calibration.samples
         quantize_blocks(checkpoint, blocks, decoder, files, samples, workers, lanes, ranks, report)

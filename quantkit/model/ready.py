@@ -6,6 +6,7 @@ from typing import Any
 from quantkit.kernels.attention import DTYPES
 from quantkit.kernels.building import building
 from quantkit.kernels.problem import device_features
+from quantkit.kernels.triton_support import why_slow
 from quantkit.model import graphs
 from quantkit.model.modules import packed_modules
 from quantkit.model.shared_input import shared_inputs
@@ -31,6 +32,8 @@ def make_ready(model: Any) -> None:
 
 def _tell(model: Any) -> None:
     """Log, once for each model and place, why what `model` runs on its GPU is slower than it could be."""
+    if (reason := why_slow(model.device)) is not None:
+        logger.warning("packed products run slower than they could: %s", reason)
     if "triton" in device_features("cuda") and model.dtype not in DTYPES:
         logger.warning(
             "attention of new tokens is torch's, not quantkit's: the model computes in %s, quantkit's kernel "

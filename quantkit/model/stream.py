@@ -5,7 +5,6 @@ writing overlap and the memory in use does not grow with the model. Chunk bounda
 so the bytes do not depend on the workers.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
@@ -24,16 +23,22 @@ from quantkit.errors import FormatError
 from quantkit.model.memory import in_pieces
 from quantkit.model.plan import Plan, Shard, Task
 from quantkit.model.record import Measured
-from quantkit.model.workers import working
+from quantkit.model.workers import cpu_workers, working
 from quantkit.packing.tensor import store_zero_points
 from quantkit.packing.words import BLOCK
 from quantkit.progress import Advance
 
 #: Bytes of a source tensor that a worker holds at a time, by device.
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
-#: Each on one thread: the work is cut into pieces too small for more, and sums then have one order. A GPU
-#: only needs one to work while the other reads.
-WORKERS = {"cpu": min(8, max(2, os.cpu_count() or 1)), "cuda": 2}
+#: The fewest workers, as one reads while another computes, and the most, which memory is for. Each has one
+#: thread: the work is cut into pieces too small for more, and sums then have one order.
+FEWEST_WORKERS, MOST_WORKERS = 2, 8
+
+
+def worker_count(device: str) -> int:
+    """How many workers quantize on a device of this type."""
+    wanted = cpu_workers() if device == "cpu" else FEWEST_WORKERS
+    return min(MOST_WORKERS, max(FEWEST_WORKERS, wanted))
 
 
 def peak_bytes(planned: Plan) -> int:
@@ -44,7 +49,7 @@ def peak_bytes(planned: Plan) -> int:
     fitted = any(task.scheme is not None and task.scheme.is_fitted for task in tasks)
     # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work; with code
     # books the sample, its scales, codes and errors, and what the search makes of them.
-    return WORKERS["cpu"] * (8 * chunk + 128 * CHUNK_WEIGHTS + fitted * 64 * SAMPLE_WEIGHTS)
+    return worker_count("cpu") * (8 * chunk + 128 * CHUNK_WEIGHTS + fitted * 64 * SAMPLE_WEIGHTS)
 
 
 def write_shards(
@@ -60,7 +65,7 @@ def write_shards(
     What the files `quantized` of `output` have is copied from there.
     """
     details: dict[str, dict[str, Any]] = {}
-    with working(WORKERS[device.type], "quantize") as workers:
+    with working(worker_count(device.type), "quantize") as workers:
         prepared = None
         if quantized and not all(output.is_done(shard.filename) for shard in planned.shards):
             prepared = Checkpoint.of_files([output.path / filename for filename in quantized])

@@ -30,6 +30,11 @@ class Workers(ThreadPoolExecutor):
         return super().submit(job)
 
 
+def cpu_workers() -> int:
+    """How many keep the cores busy: as many as torch would use threads, which the caller of quantkit sets."""
+    return torch.get_num_threads()
+
+
 @contextmanager
 def working(count: int, name: str) -> Iterator[Workers]:
     """So many workers. A signal ends the block at its next job, and the jobs in work are waited for."""

@@ -147,7 +147,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_s
     rules = ("*.layers.1.*=int4:32:awq",)
     options = {"method": "best", "group_size": 32, "calibration": data(text), "rules": rules}
     quantize(source, tmp_path / "one", **options)
-    monkeypatch.setitem(calibration.CALIBRATION_WORKERS, "cpu", 5)
+    monkeypatch.setattr(calibration, "cpu_workers", lambda: 5)
     monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)

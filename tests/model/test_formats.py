@@ -219,7 +219,7 @@ def test_linears_that_engines_fuse_have_one_global_scale(tmp_path, monkeypatch):
     written = []
     # However the model is cut into files, and whoever works.
     for shard, workers in ((1 << 10, 1), (1 << 30, 4)):
-        monkeypatch.setattr(stream, "WORKERS", {"cpu": workers, "cuda": 1})
+        monkeypatch.setattr(stream, "worker_count", lambda _, count=workers: count)
         quantize(source, tmp_path / str(shard), format="nvfp4", max_shard_bytes=shard)
         written.append(tensors_of(tmp_path / str(shard)))
     few, one = written

@@ -226,7 +226,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_s
     source = write(tmp_path, num_hidden_layers=2)
     options = {"calibration": data(text, samples=5), **OPTIONS}
     quantize(source, tmp_path / "one", **options)
-    monkeypatch.setitem(calibration.CALIBRATION_WORKERS, "cpu", 5)
+    monkeypatch.setattr(calibration, "cpu_workers", lambda: 5)
     monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
     quantize(source, tmp_path / "two", **options)
     assert files_of(tmp_path / "two") == files_of(tmp_path / "one")

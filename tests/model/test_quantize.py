@@ -200,7 +200,7 @@ def test_the_bytes_do_not_depend_on_workers_threads_or_the_run(tmp_path, monkeyp
     threads = torch.get_num_threads()
     outputs = []
     for workers, torch_threads in ((2, threads), (2, threads), (1, 1), (5, 3)):
-        monkeypatch.setitem(stream.WORKERS, "cpu", workers)
+        monkeypatch.setattr(stream, "worker_count", lambda _, count=workers: count)
         torch.set_num_threads(torch_threads)
         try:
             quantize(source, tmp_path / "out", **options, overwrite=bool(outputs))

@@ -245,7 +245,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_s
     rules = ("*.layers.1.*=int4:32:awq",)
     options = {"method": "best", "group_size": 32, "calibration": data(text, samples=4), "rules": rules}
     quantize(source, tmp_path / "one", lm_head="int8", **options)
-    monkeypatch.setitem(calibration.CALIBRATION_WORKERS, "cpu", 3)
+    monkeypatch.setattr(calibration, "cpu_workers", lambda: 3)
     monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
     monkeypatch.setattr(blockwise, "EXPERTS_MEMORY", 0.0)
     monkeypatch.setattr(blockwise, "FREE", 1)

@@ -319,7 +319,11 @@ class Gluon:
         gluon = SimpleNamespace(jit=jit, constexpr_function=cache, language=language)
         experimental.gluon = gluon  # type: ignore[attr-defined]
         compat = SimpleNamespace(
-            async_load=self._copy_by_threads, tma_load=self._copy, reinterpret=_reinterpret, barrier=_barrier
+            async_load=self._copy_by_threads,
+            tma_load=self._copy,
+            reinterpret=_reinterpret,
+            barrier=_barrier,
+            in_flight=_same,
         )
         name = "triton.experimental.gluon"
         return {
@@ -475,6 +479,7 @@ def _halves(words: Any) -> Any:
 
 #: Inline PTX of the kernels that is no expression: what it gives for its inputs.
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
+    "wgmma.wait_group.sync.aligned 0;": Products.sums,
     "griddepcontrol.wait; // $0": _nothing,
     "griddepcontrol.launch_dependents; // $0": _nothing,
     "bar.warp.sync 0xffffffff; // $0": _nothing,

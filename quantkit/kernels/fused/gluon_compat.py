@@ -31,3 +31,9 @@ _REINTERPRET = "reinterpret" if hasattr(gl.shared_memory_descriptor, "reinterpre
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """The shared memory `memory` seen as `dtype` in `shape` and `layout`, of as many bytes; none moves."""
     return getattr(memory, _REINTERPRET)(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def in_flight(accumulator, _semantic=None):
+    """The tensor of sums that an asynchronous product writes, before it is waited for."""
+    return gl.tensor(accumulator.handle, accumulator.type.tensor_type)

@@ -14,13 +14,13 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.building import building
+from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.fused import rows, stacks
 from quantkit.kernels.fused.launch import pairs as launch_pairs
 from quantkit.kernels.fused.launch import stream
 from quantkit.kernels.fused.launch.operands import Grouping, Pairs
 from quantkit.kernels.fused.launch.pairs import FEW_PAIRS
 from quantkit.kernels.fused.verdicts import why_not_narrow_experts, why_not_shared
-from quantkit.kernels.linear import KernelLayout
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
 from quantkit.kernels.table import FORCE_VARIABLE, forced_row, log_grouped, row_named, warn_looped
 from quantkit.packing.schemes import parse_token

@@ -1,6 +1,8 @@
 """Launches of Triton kernels without Triton's own lookup at every call."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,23 +35,12 @@ class Launch:
 
     def __call__(self, *arguments: Any) -> None:
         """Launch on the current device; for operands on the meta device only compile."""
-        first, block = arguments[0], ()
-        if not isinstance(first, torch.Tensor):
-            # A descriptor of blocks of a tensor.
-            first, block = first.base, tuple(first.block_shape)
-        if first.is_meta:
+        first = arguments[0]
+        # A descriptor of blocks of a tensor has that tensor.
+        if (first if isinstance(first, torch.Tensor) else first.base).is_meta:
             self._compile(arguments)
             return
-        key = (
-            first.get_device(),
-            block,
-            *[
-                _kind(a) if isinstance(a, int) else (a.dtype, a.data_ptr() & 15)
-                for a in (first, *arguments[1:])
-            ],
-        )
-        if self._by_size:
-            key += tuple([a.untyped_storage().size() >> 31 for a in arguments if not isinstance(a, int)])
+        key = self._key(arguments)
         compiled, compilers = self._compiled.get(key), COMPILERS.get()
         if compilers is not None:
             compiled = compilers.kernel(compiled, lambda: self._compile(arguments), self.is_needed)
@@ -64,8 +55,102 @@ class Launch:
         if compiled is not None:
             self._compiled[key] = compiled
 
+    def fixed(self, arguments: Sequence[Any], places: Sequence[tuple[int, int]]) -> "FixedLaunch | None":
+        """The launch of such arguments, of which those at the first of `places` are addresses that vary.
+
+        The second of a place is the number of the address. None before it was launched, and where Triton
+        compiles for more than addresses being multiples of 16.
+        """
+        if self._by_size or not all(isinstance(one, torch.Tensor | int) for one in arguments):
+            return None
+        compiled = self._compiled.get(self._key(arguments))
+        if compiled is None or not all(hasattr(compiled, name) for name in _COMPILED):
+            return None
+        return FixedLaunch(compiled, self._grid, [*arguments, *self._known], places)
+
+    def _key(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """What Triton compiles the kernel for: all that still varies."""
+        first, block = arguments[0], ()
+        if not isinstance(first, torch.Tensor):
+            first, block = first.base, tuple(first.block_shape)
+        key = (
+            first.get_device(),
+            block,
+            *[
+                _kind(a) if isinstance(a, int) else (a.dtype, a.data_ptr() & 15)
+                for a in (first, *arguments[1:])
+            ],
+        )
+        if self._by_size:
+            key += tuple([a.untyped_storage().size() >> 31 for a in arguments if not isinstance(a, int)])
+        return key
+
     def _compile(self, arguments: tuple[Any, ...]) -> Any:
         return self._kernel.warmup(*arguments, grid=self._grid, **self._options)
+
+
+#: What `FixedLaunch` takes of a compiled kernel; all versions of Triton since 3.6 have it.
+_COMPILED = ("run", "function", "packed_metadata")
+
+
+class FixedLaunch:
+    """A compiled kernel with all its arguments but for some addresses, in one call of Triton's launcher.
+
+    `CompiledKernel.__getitem__` asks for the device, the stream and hooks, makes a record for hooks that
+    mostly are not there, and has the driver look every tensor's address up.
+    """
+
+    __slots__ = ("_arguments", "_before", "_grid", "_places", "_run")
+
+    def __init__(
+        self,
+        compiled: Any,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        self._run = compiled.run
+        self._grid = grid
+        # Where no hook is called, there are neither hooks nor what they would be told.
+        self._before = (compiled.function, compiled.packed_metadata, None, None, None)
+        # Launchers take addresses for pointers. What is not an operand stays where it is.
+        self._arguments = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
+        self._places = tuple(places)
+
+    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launch on a stream of the current device; addresses are multiples of 16."""
+        arguments = self._arguments.copy()
+        for place, number in self._places:
+            arguments[place] = addresses[number]
+        self._run(*self._grid, stream, *self._before, *arguments)
+
+
+def is_watched() -> bool:
+    """Whether launches cannot be fixed ones: some are left out, or hooks of Triton's are told of each."""
+    if COMPILERS.get() is not None:
+        return True
+    runtime = _knobs()
+    return _has_calls(runtime.launch_enter_hook) or _has_calls(runtime.launch_exit_hook)
+
+
+def _has_calls(hook: Any) -> bool:
+    """Whether a hook is there; a chain of hooks may have none."""
+    return bool(getattr(hook, "calls", hook))
+
+
+@cache
+def _knobs() -> Any:
+    from triton import knobs
+
+    return knobs.runtime
+
+
+def stream_getter() -> Callable[[int], int]:
+    """What gives the handle of the current stream of a device, by its index."""
+    from triton.runtime import driver
+
+    found: Callable[[int], int] = driver.active.get_current_stream
+    return found
 
 
 class IndexLaunch(Launch):

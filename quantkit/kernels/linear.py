@@ -6,13 +6,14 @@ transforms make of it, are in `transforms` and registered here. Layouts of weigh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from quantkit.errors import KernelError
 from quantkit.kernels.building import building, wait_for
+from quantkit.kernels.eager import KernelLayout, is_plain, plan_next, planned
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Normed, Outline, Problem
 from quantkit.kernels.table import FORCE_VARIABLE, choose, forced_row, layout_named, log_choice, warn_unfused
 from quantkit.kernels.transforms import (
@@ -36,15 +37,6 @@ _NOT_BETWEEN_RUNS = (
 )
 #: torch refuses to be asked about others, such as meta.
 _AUTOCAST_DEVICES = ("cpu", "cuda")
-
-
-@dataclass(frozen=True, eq=False)
-class KernelLayout:
-    """What rows built from a weight: private to them, for one activation dtype and one device."""
-
-    name: str
-    dtype: torch.dtype
-    tensors: tuple[torch.Tensor, ...]
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,6 +71,9 @@ def autocast(operand: torch.Tensor) -> torch.Tensor:
 
     Before the operator, as layouts belong to a dtype; scales of a weight keep theirs.
     """
+    # torch.compile keeps to what is documented.
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return operand
     device = operand.device.type
     if (
         device not in _AUTOCAST_DEVICES
@@ -105,13 +100,41 @@ def linear_parts(
     as many columns as the weight is for the caller to see to: `check_features`.
     """
     token = scheme if isinstance(scheme, str) else scheme.token
-    tensors, name = (
-        ([], "") if layout is None or layout.dtype != x.dtype else (list(layout.tensors), layout.name)
-    )
+    layout = layout if layout is not None and layout.dtype == x.dtype else None
+    if not torch.compiler.is_compiling() and is_plain(x) and _are_plain(parts, bias):
+        return _plain_product(x, parts, bias, token, out_features, layout)
+    tensors, name = ([], "") if layout is None else (list(layout.tensors), layout.name)
     if is_transformed(x):
         weight = WeightOperand(tuple(parts), tuple(tensors), token, (out_features, x.shape[-1]), name)
         return with_tangent(x, bias, weight)
     y: torch.Tensor = torch.ops.quantkit.linear(x, list(parts), tensors, bias, token, out_features, name)
+    return y
+
+
+def _are_plain(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> bool:
+    """`is_plain` of what x is multiplied with."""
+    operands = parts if bias is None else (*parts, bias)
+    trained = torch.is_grad_enabled()
+    return not any(
+        type(one) not in (torch.Tensor, nn.Parameter) or (trained and one.requires_grad) for one in operands
+    )
+
+
+def _plain_product(
+    x: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    token: str,
+    out_features: int,
+    layout: KernelLayout | None,
+) -> torch.Tensor:
+    """What the operator computes, without torch's dispatcher."""
+    if layout is None:
+        return run_linear(x, list(parts), [], bias, token, out_features, "")
+    y = planned(layout, x, bias, token)
+    if y is None:
+        y = run_linear(x, list(parts), list(layout.tensors), bias, token, out_features, layout.name)
+        plan_next(layout, x, bias, parse_token(token), out_features)
     return y
 
 
@@ -199,7 +222,8 @@ def _check_tensor(name: str, operand: object) -> None:
 
 def check_features(x: torch.Tensor, columns: int) -> None:
     """Raise `KernelError` unless rows of `x` are as long as those of a weight. Kernel layouts do not say."""
-    _check_tensor("x", x)
+    if not isinstance(x, torch.Tensor):
+        _check_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] != columns:
         raise KernelError(
             f"x has shape {tuple(x.shape)}; its last dimension must be the packed weight's "

@@ -215,6 +215,9 @@ class KernelRow:
     y [m, n] of x's dtype, for m >= 1 and contiguous x; with a `tiling` it takes a `tile` too. A column scale
     is in x already. Where the layout is `whole`, `weight` is only the `Outline`.
 
+    `bind`, where a row has it, takes what `launch` takes and returns what computes y for other x of that
+    shape: `quantkit.kernels.fused.launch.bound.Bound`.
+
     `no_norm(problem, tile, part)` says why the kernel cannot do a part of a norm. Where it can, `launch`
     takes such a `normed`. `no_gate(problem, tile)` says so of a gate: the first half of columns of y is what
     gates the others, and `launch` with the kind of a `gate` returns [m, n / 2]: `quantkit.kernels.glue.gate`.
@@ -230,6 +233,7 @@ class KernelRow:
     tiling: Tiling | None = None
     no_norm: Callable[[Problem, Any, str], str | None] = never_normed
     no_gate: Callable[[Problem, Any], str | None] = never_gated
+    bind: Callable[..., Any] | None = None
 
 
 @lru_cache(maxsize=64)

@@ -53,6 +53,26 @@ def forced_row() -> str:
     return os.environ.get(FORCE_VARIABLE, "")
 
 
+def choosing(dtype: torch.dtype) -> tuple[Any, ...]:
+    """All that a choice for one problem, and whether it is told, depends on: equal as long as that is.
+
+    The environment as its bytes, as `os.environ` takes a microsecond to decode a variable.
+    """
+    half_sums = dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
+    return _stored(_FORCE_KEY), _stored(_VERBOSE_KEY), half_sums, _tables_read[0]
+
+
+#: What `os.environ` keeps variables in; where that is another one than on Linux, `os.environ` itself.
+_environment: Any = getattr(os.environ, "_data", None)
+_as_key: Callable[[str], Any] = getattr(os.environ, "encodekey", str)
+if not isinstance(_environment, dict):
+    _environment, _as_key = os.environ, str
+_stored: Callable[[Any], Any] = _environment.get
+_FORCE_KEY, _VERBOSE_KEY = map(_as_key, (FORCE_VARIABLE, VERBOSE_VARIABLE))
+#: How often tile tables were to be read anew.
+_tables_read = [0]
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a tile table has of a problem: the entry of `m`, the bucket of its M or one of more rows of x.
@@ -168,6 +188,7 @@ def tile_tables(gpu: Gpu) -> tuple[StoredTable, ...]:
 
 def forget_tile_tables() -> None:
     """Read tile tables anew at the next choice."""
+    _tables_read[0] += 1
     tile_tables.cache_clear()
     _choose.cache_clear()
 

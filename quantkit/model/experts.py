@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.experts import (
     ExpertsLayout,
     build_experts_layout,
@@ -14,7 +15,7 @@ from quantkit.kernels.experts import (
     order_pairs,
     weigh_pairs,
 )
-from quantkit.kernels.linear import KernelLayout, autocast
+from quantkit.kernels.linear import autocast
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import warn_looped
 from quantkit.kernels.transforms import is_transformed

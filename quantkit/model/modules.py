@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from quantkit.errors import FormatError
-from quantkit.kernels.linear import KernelLayout, autocast, check_features
+from quantkit.kernels.eager import KernelLayout, is_plain, planned
+from quantkit.kernels.linear import autocast, check_features
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts, is_fused_experts, why_not_packable_experts
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.model.shared_input import SharedInput
@@ -40,6 +41,9 @@ class PackedLinear(PackedModule):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
+        self._words_key, self._scale_key = (entry.name for entry in self._entries["weight"][:2])
+        #: By the dtype of the scale, which a cast of the model may change.
+        self._tokens: dict[torch.dtype, str] = {}
         #: The linears that this one shares its input with, and which of them it is.
         self._shared: tuple[SharedInput, int] | None = None
         self._register_parts(self.part_specs())
@@ -130,12 +134,27 @@ class PackedLinear(PackedModule):
 
     def drop_kernel_layouts(self) -> None:
         super().drop_kernel_layouts()
+        self._tokens.clear()
         if self._shared is not None:
             self._shared[0].drop()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no layouts that could be joined, and words of its own.
         return {**super().__getstate__(), "_shared": None}
+
+    def held(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The parameters of the words and of the bias, as they are."""
+        return self._parameters[self._words_key], self._parameters["bias"]
+
+    def token(self) -> str:
+        """The token of the scheme that the weight has now."""
+        scale = self._parameters[self._scale_key]
+        found = None if scale is None else self._tokens.get(scale.dtype)
+        if found is None:
+            found = self.matrix.scheme.token
+            if scale is not None and not torch.compiler.is_compiling():
+                self._tokens[scale.dtype] = found
+        return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         check_features(x, self._columns["weight"])
@@ -145,8 +164,22 @@ class PackedLinear(PackedModule):
             if y is not None:
                 return y
         bias: torch.Tensor | None = self._parameters["bias"]
-        bias = None if bias is None else autocast(bias)
-        return self._product("weight", 0, self.matrix, autocast(x), bias)
+        x, bias = autocast(x), None if bias is None else autocast(bias)
+        if not torch.compiler.is_compiling() and is_plain(x):
+            y = self._planned(x, bias)
+            if y is not None:
+                return y
+        return self._product("weight", 0, self.matrix, x, bias)
+
+    def _planned(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """The product by a plan of the layout, where that is there and valid, and nothing is trained."""
+        layout, owner = self._layouts.get(("weight", 0, x.dtype)), self._layout_owners.get("weight")
+        if layout is None or owner is None or owner() is not self._parameters[self._words_key]:
+            return None
+        parameters = self._parameters.values()
+        if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in parameters):
+            return None
+        return planned(layout, x, bias, self.token())
 
     def extra_repr(self) -> str:
         return (

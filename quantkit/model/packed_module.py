@@ -10,7 +10,8 @@ from torch import nn
 
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.errors import KernelError
-from quantkit.kernels.linear import KernelLayout, build_layout, can_restore, linear_parts, restore_words
+from quantkit.kernels.eager import KernelLayout
+from quantkit.kernels.linear import build_layout, can_restore, linear_parts, restore_words
 from quantkit.packing.names import Container, is_aligned
 from quantkit.packing.schemes import CAST_PARTS, SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor

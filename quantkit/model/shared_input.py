@@ -8,12 +8,14 @@ tensor, takes its part of it. A module that is called with anything else compute
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from quantkit.kernels.linear import KernelLayout, autocast, join_layouts, linear_parts
+from quantkit.kernels.eager import KernelLayout
+from quantkit.kernels.linear import autocast, join_layouts, linear_parts
 
 if TYPE_CHECKING:
     from quantkit.model.modules import PackedLinear
@@ -27,15 +29,25 @@ APART = 1024
 _Ref = weakref.ref[torch.Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    """The layout and the bias of all members together, and how many of their rows each has."""
+
+    layout: KernelLayout
+    bias: torch.Tensor | None
+    rows: list[int]
+    is_even: bool
+
+
 class SharedInput:
     """Packed linears of one scheme with the same input, in the order in which they are called."""
 
     def __init__(self, members: Sequence["PackedLinear"]) -> None:
         # Weak, as the members have this: freeing a model would have to wait for the garbage collector.
         self._members = tuple(map(weakref.ref, members))
-        self._joined: dict[torch.dtype, tuple[KernelLayout, torch.Tensor | None]] = {}
-        #: The words of each member, and its bias if it has one.
-        self._owners: tuple[tuple[_Ref, _Ref | None], ...] = ()
+        self._joined: dict[torch.dtype, _Joined] = {}
+        #: The parameters of the words of each member, and of its bias if it has one.
+        self._owners: tuple[tuple[_Ref | None, _Ref | None], ...] = ()
         self._x: torch.Tensor | None = None
         self._rest: dict[int, torch.Tensor] = {}
         for index, member in enumerate(members):
@@ -51,17 +63,18 @@ class SharedInput:
         biases = [bias for member in members if (bias := member.own_bias) is not None]
         if len(layouts) < len(self._members) or len(biases) not in (0, len(self._members)):
             return
-        joined = join_layouts(layouts, _rows(members), members[0].scheme, members[0].in_features)
+        # A tensor-parallel rank has a shard of them.
+        rows = [member.words.shape[0] for member in members]
+        joined = join_layouts(layouts, rows, members[0].scheme, members[0].in_features)
         if joined is None or any(bias.dtype != dtype for bias in biases):
             return
         whole, parts = joined
         for member, part in zip(members, parts, strict=True):
             member.replace_layout(part)
         self._owners = tuple(
-            (weakref.ref(member.words), None if member.own_bias is None else weakref.ref(member.own_bias))
-            for member in members
+            (_reference(words), _reference(bias)) for words, bias in (member.held() for member in members)
         )
-        self._joined[dtype] = whole, _join(biases)
+        self._joined[dtype] = _Joined(whole, _join(biases), rows, len(set(rows)) == 1)
 
     def drop(self) -> None:
         """Forget the joined layouts: those of a member are no longer valid."""
@@ -76,16 +89,17 @@ class SharedInput:
                 self._forget()
             return y
         self._forget()
+        if index:
+            return None
         operand = autocast(x)
+        joined = self._joined.get(operand.dtype)
+        if joined is None or (joined.is_even and operand.numel() >= APART * operand.shape[-1]):
+            return None
         members = self._present()
-        if index or operand.dtype not in self._joined or not self._valid(members):
+        if not self._valid(members):
             return None
-        layout, bias = self._joined[operand.dtype]
-        rows = _rows(members)
-        if len(set(rows)) == 1 and operand.numel() >= APART * operand.shape[-1]:
-            return None
-        y = linear_parts(operand, (), bias, members[0].matrix.scheme, sum(rows), layout)
-        first, *rest = torch.split(y, rows, dim=-1)
+        y = linear_parts(operand, (), joined.bias, members[0].token(), sum(joined.rows), joined.layout)
+        first, *rest = y.split_with_sizes(joined.rows, -1)
         self._x, self._rest = x, dict(enumerate(rest, 1))
         return first
 
@@ -97,17 +111,14 @@ class SharedInput:
     def _valid(self, members: Sequence["PackedLinear"]) -> bool:
         """Whether what was joined are the words and biases that the members, all present, have now."""
         return len(members) == len(self._owners) and all(
-            words() is member.words and _refers(bias, member.own_bias)
-            for (words, bias), member in zip(self._owners, members, strict=True)
+            _refers(of_words, words) and _refers(of_bias, bias)
+            for (of_words, of_bias), (words, bias) in zip(
+                self._owners, [member.held() for member in members], strict=True
+            )
         )
 
     def _forget(self) -> None:
         self._x, self._rest = None, {}
-
-
-def _rows(members: Sequence["PackedLinear"]) -> list[int]:
-    # A tensor-parallel rank has a shard of them.
-    return [member.words.shape[0] for member in members]
 
 
 def _join(biases: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -121,8 +132,12 @@ def _join(biases: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return whole
 
 
+def _reference(tensor: torch.Tensor | None) -> _Ref | None:
+    return None if tensor is None else weakref.ref(tensor)
+
+
 def _refers(reference: _Ref | None, tensor: torch.Tensor | None) -> bool:
-    return tensor is None if reference is None else tensor is not None and reference() is tensor
+    return reference is None if tensor is None else reference is not None and reference() is tensor
 
 
 def shared_inputs(model: nn.Module) -> Iterator[SharedInput]:

@@ -36,7 +36,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import quantkit
-from quantkit.kernels.linear import KernelLayout
+from quantkit.kernels.eager import KernelLayout
 from quantkit.model import decoding, graphs
 from quantkit.model import static_cache as static_caches
 from quantkit.model.cache_name import CACHE, OLD_NAME, renamed

@@ -11,6 +11,7 @@ from quantkit.errors import KernelError
 from quantkit.kernels.building import wait_for
 from quantkit.kernels.fused import verdicts
 from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
+from quantkit.kernels.fused.launch.bound import Bound
 from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
 from quantkit.kernels.fused.launch.pairs import FEW_PAIRS, segment_rows
 from quantkit.kernels.fused.layout import build, join, restore
@@ -62,6 +63,22 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         return _started(run, operands, tile)
 
     return launched
+
+
+def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
+    """`bind` as rows do it; see `KernelRow.bind`."""
+
+    def bound(
+        x: torch.Tensor,
+        weight: Outline,
+        layout: tuple[torch.Tensor, ...],
+        bias: torch.Tensor | None,
+        tile: Any,
+    ) -> Bound:
+        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
+        return on_device(x.device, lambda features: bind(operands, tile, features))
+
+    return bound
 
 
 def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
@@ -208,6 +225,7 @@ FUSED_ROWS = (
         pays=verdicts.stream_pays,
         layout=FRAGMENTS,
         launch=_launch(stream.run),
+        bind=_bind(stream.bind),
         tiling=stream.TILING,
         no_norm=stream.why_no_norm,
         no_gate=stream.why_no_gate,
@@ -220,6 +238,7 @@ FUSED_ROWS = (
         pays=verdicts.skinny_pays,
         layout=FRAGMENTS,
         launch=_launch(skinny.run),
+        bind=_bind(skinny.bind),
         tiling=skinny.TILING,
     ),
     KernelRow(
@@ -231,6 +250,7 @@ FUSED_ROWS = (
         pays=verdicts.narrow_pays,
         layout=FRAGMENTS,
         launch=_launch(narrow.run),
+        bind=_bind(narrow.bind),
         tiling=narrow.TILING,
         no_gate=narrow.why_no_gate,
         no_norm=narrow.why_no_norm,
@@ -254,6 +274,7 @@ FUSED_ROWS = (
         pays=verdicts.tiled_pays,
         layout=FRAGMENTS,
         launch=_launch(tiled.run),
+        bind=_bind(tiled.bind),
         tiling=tiled.TILING,
     ),
     KernelRow(

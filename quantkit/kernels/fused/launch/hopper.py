@@ -19,7 +19,7 @@ from quantkit.kernels.fused.launch.operands import (
     Operands,
     constants,
     empty,
-    outputs,
+    output_size,
     shape_of,
     table_bytes,
     unknown_value,
@@ -417,7 +417,7 @@ def run(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset()) 
     has_bias, programs = op.bias is not None, op.multiprocessors
     launches = _launches(m, op.n, k, op.scheme, op.x.dtype, has_bias, tile, features, programs)
     # A block has no more columns than x.
-    y, x = outputs(op), whole_rows(op.x, COLUMNS)
+    y, x = empty(op, *output_size(op)), whole_rows(op.x, COLUMNS)
     blocks = TensorDescriptor(
         x, list(x.shape), list(x.stride()), [min(tile.m, PART_ROWS), COLUMNS], launches.layout
     )

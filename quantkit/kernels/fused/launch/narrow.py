@@ -7,16 +7,15 @@ from functools import lru_cache
 
 import torch
 
+from quantkit.kernels.fused.launch.bound import BIAS, SUMS, Bound, X, Y
 from quantkit.kernels.fused.launch.gpu import processors, program_memory
 from quantkit.kernels.fused.launch.operands import (
     Grouping,
     Operands,
-    aligned,
+    bound,
     constants,
-    empty,
     known_of,
     no_pairs,
-    outputs,
     shape_of,
     table_bytes,
     unknown_value,
@@ -388,10 +387,9 @@ def _launches(
     return main, last, mine
 
 
-def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """y [m, n] for m up to 32, on NVIDIA GPUs that copy to shared memory asynchronously."""
-    x = aligned(op.x)
-    m, k = x.shape
+def bind(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) -> Bound:
+    """The product y [m, n] for m up to 32, on NVIDIA GPUs that copy to shared memory asynchronously."""
+    m, k = op.x.shape
     has_bias, count, grouping = op.bias is not None, op.multiprocessors, op.grouping
     n, segments = op.n, 1
     if grouping is not None:
@@ -401,7 +399,7 @@ def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) 
         n,
         k,
         op.scheme,
-        x.dtype,
+        op.x.dtype,
         has_bias,
         tile,
         features,
@@ -412,13 +410,15 @@ def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) 
         op.ends,
         grouping,
     )
-    y, bias, sums = outputs(op), op.bias, None
-    bias = y if bias is None else bias
-    if last is not None:
-        sums = empty(op, segments, tile.parts, -(-n // ROWS), rows_of_x(m), ROWS, dtype=torch.float32)
-    squares = y if op.ends is None else op.of_norm(y)[-1]
-    main(x, squares, *op.layout, bias, y, y if sums is None else sums, m, n, mine, *op.grouped)
-    if last is not None:
-        _, scale, _, factor, _ = op.layout
-        last(sums, scale, factor, bias, y, *op.of_norm(y), m, n, *op.grouped)
-    return y
+    squares = Y if op.ends is None else op.of_norm(Y)[-1]
+    first = main, (X, squares, *op.layout, BIAS, Y, SUMS, m, n, mine, *op.grouped)
+    if last is None:
+        return bound(op, first)
+    _, scale, _, factor, _ = op.layout
+    second = last, (SUMS, scale, factor, BIAS, Y, *op.of_norm(Y), m, n, *op.grouped)
+    return bound(op, first, second, sums=(segments, tile.parts, -(-n // ROWS), rows_of_x(m), ROWS))
+
+
+def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """What `bind` binds, for these operands."""
+    return bind(op, tile, features)(op.x, op.bias)

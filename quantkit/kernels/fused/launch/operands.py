@@ -1,6 +1,6 @@
 """What kernels multiply, and what they know of a weight when they are compiled."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.kernels.fused.expressions import portable
+from quantkit.kernels.fused.launch.bound import Bound, Operand
 from quantkit.kernels.fused.launch.gpu import multiprocessors_of, shared_memory_of
 from quantkit.kernels.fused.layout import ROWS, Geometry, geometry
 from quantkit.kernels.fused.ptx import Expression, expression, has_shared_table, shared_table
 from quantkit.kernels.fused.sizes import COPIES, shared_bytes
 from quantkit.kernels.glue import NORMS
+from quantkit.kernels.launcher import Launch
 from quantkit.kernels.problem import Gpu, Normed, Problem
 from quantkit.packing.schemes import Scheme
 
@@ -106,7 +108,7 @@ class Operands:
         """The eps of a norm that is ended; None where none is."""
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
-    def of_norm(self, instead: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def of_norm(self, instead: Operand) -> tuple[Any, ...]:
         """What a norm adds, its weights, the sum, and the squares of that; `instead` of what there is not."""
         if (normed := self.normed) is None:
             return (instead,) * 4
@@ -229,9 +231,24 @@ def whole_rows(x: torch.Tensor, least: int = 0) -> torch.Tensor:
     return F.pad(x, (0, more)) if more else aligned(x)
 
 
-def outputs(op: Operands) -> torch.Tensor:
-    """Room for y."""
+def output_size(op: Operands) -> tuple[int, int]:
+    """Rows and columns of y."""
     if op.grouping is None:
-        return empty(op, op.x.shape[0], op.n // 2 if op.gate else op.n)
+        return op.x.shape[0], op.n // 2 if op.gate else op.n
     n = op.grouping.matrices * op.n
-    return empty(op, op.grouping.count, n // 2 if op.gate else n)
+    return op.grouping.count, n // 2 if op.gate else n
+
+
+def bound(
+    op: Operands,
+    *launches: tuple[Launch, tuple[Any, ...]],
+    prepare: Callable[[torch.Tensor], torch.Tensor] = aligned,
+    sums: tuple[int, ...] = (),
+) -> Bound:
+    """The product by `launches`, for operands like these."""
+    return Bound(launches, output_size(op), op.x.dtype, op.x.device, prepare, sums)
+
+
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    """`x`, for kernels that copy it from anywhere."""
+    return x

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from quantkit.kernels.fused.launch.bound import BIAS, Bound, X, Y
 from quantkit.kernels.fused.launch.gpu import (
     CODE_REGISTERS,
     H200_PROCESSORS,
@@ -16,9 +17,10 @@ from quantkit.kernels.fused.launch.gpu import (
 from quantkit.kernels.fused.launch.operands import (
     Grouping,
     Operands,
+    as_it_is,
+    bound,
     constants,
     known_of,
-    outputs,
     shape_of,
     unknown_value,
 )
@@ -170,11 +172,14 @@ def _launch(
     )
 
 
-def run(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """y [m, n] for m up to 32; with pairs, y [P, matrices * n] for segments of up to 32."""
+def bind(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> Bound:
+    """The product y [m, n] for m up to 32; with pairs, y [P, matrices * n] for segments of up to 32."""
     m, k = op.x.shape
-    y = outputs(op)
     m = m if op.grouping is None else op.grouping.rows
     launch = _launch(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, op.grouping)
-    launch(op.x, *op.layout, y if op.bias is None else op.bias, y, m, op.n, *op.grouped)
-    return y
+    return bound(op, (launch, (X, *op.layout, BIAS, Y, m, op.n, *op.grouped)), prepare=as_it_is)
+
+
+def run(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """What `bind` binds, for these operands."""
+    return bind(op, tile, features)(op.x, op.bias)

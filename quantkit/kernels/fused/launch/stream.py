@@ -7,13 +7,13 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.fused.integers import as_bytes
+from quantkit.kernels.fused.launch.bound import BIAS, Bound, X, Y
 from quantkit.kernels.fused.launch.gpu import processors, program_memory
 from quantkit.kernels.fused.launch.operands import (
     Grouping,
     Operands,
-    aligned,
+    bound,
     no_pairs,
-    outputs,
     shape_of,
     table_bytes,
     unknown_value,
@@ -313,20 +313,23 @@ def _launch(
     ), shared_out
 
 
-def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs that copy to shared memory asynchronously."""
-    x = aligned(op.x)
-    m, k = x.shape
+def bind(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> Bound:
+    """The product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs that copy asynchronously."""
+    m, k = op.x.shape
     n, has_bias, count, grouping = op.n, op.bias is not None, op.multiprocessors, op.grouping
     if grouping is not None:
         m, n = grouping.rows, n * grouping.matrices
-    y, norm = outputs(op), None
+    norm = None
     if (normed := op.normed) is not None:
         norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])
     launch, shared_out = _launch(
-        m, n, k, op.scheme, x.dtype, has_bias, tile, features, count, norm, op.gate, grouping
+        m, n, k, op.scheme, op.x.dtype, has_bias, tile, features, count, norm, op.gate, grouping
     )
-    bias = y if op.bias is None else op.bias
+    sizes = m, n, shared_out.each, shared_out.more
     # What there is not is neither read nor written.
-    launch(x, *op.of_norm(x), *op.layout, bias, y, m, n, shared_out.each, shared_out.more, *op.grouped)
-    return y
+    return bound(op, (launch, (X, *op.of_norm(X), *op.layout, BIAS, Y, *sizes, *op.grouped)))
+
+
+def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """What `bind` binds, for these operands."""
+    return bind(op, tile, features)(op.x, op.bias)

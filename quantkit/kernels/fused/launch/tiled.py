@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from quantkit.kernels.fused.launch.bound import BIAS, SUMS, Bound, X, Y
 from quantkit.kernels.fused.launch.gpu import (
     H200_PROCESSORS,
     HALF_RATE,
@@ -20,10 +21,9 @@ from quantkit.kernels.fused.launch.operands import (
     RASTER,
     Grouping,
     Operands,
+    bound,
     constants,
-    empty,
     known_of,
-    outputs,
     shape_of,
     unknown_value,
     whole_columns,
@@ -286,8 +286,8 @@ def _launches(
     return _Launches(main, last, m, full, rest)
 
 
-def run(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """y [m, n] for any m; with pairs, y [P, matrices * n]."""
+def bind(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -> Bound:
+    """The product y [m, n] for any m; with pairs, y [P, matrices * n]."""
     m, k = op.x.shape
     launches = _launches(
         m,
@@ -301,13 +301,16 @@ def run(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -
         op.multiprocessors,
         op.grouping,
     )
-    y = outputs(op)
-    bias = y if op.bias is None else op.bias
-    sums = y
-    if launches.rest:
-        sums = empty(op, tile.split, launches.rest, tile.m, tile.rows, dtype=torch.float32)
-    launches.kernel(whole_rows(op.x), *op.layout, bias, y, sums, launches.m, op.n, launches.full, *op.grouped)
-    if launches.combine is not None:
-        _, scale, _, factor, _ = op.layout
-        launches.combine(sums, scale, factor, bias, y, launches.m, op.n, launches.full)
-    return y
+    sizes = launches.m, op.n, launches.full
+    main = launches.kernel, (X, *op.layout, BIAS, Y, SUMS, *sizes, *op.grouped)
+    if launches.combine is None:
+        return bound(op, main, prepare=whole_rows)
+    _, scale, _, factor, _ = op.layout
+    last = launches.combine, (SUMS, scale, factor, BIAS, Y, *sizes)
+    sums = tile.split, launches.rest, tile.m, tile.rows
+    return bound(op, main, last, prepare=whole_rows, sums=sums)
+
+
+def run(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """What `bind` binds, for these operands."""
+    return bind(op, tile, features)(op.x, op.bias)

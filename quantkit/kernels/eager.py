@@ -52,7 +52,7 @@ class Plan:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """None where this x or bias, or what is going on, is not what the plan is for."""
-        if x.get_device() != self._index or x.is_neg() or (bias is not None and not self._takes(bias)):
+        if x.get_device() != self._index or (bias is not None and not self._takes(bias)):
             return None
         if _current_device() != self._index or is_watched():
             return None
@@ -91,7 +91,7 @@ def is_plain(x: torch.Tensor) -> bool:
     return (
         type(x) is torch.Tensor
         and x.layout is torch.strided
-        and not x.is_meta
+        and not (x.is_meta or x.is_neg())
         and not (x.requires_grad and torch.is_grad_enabled())
         and not (_modes() or _functions() or _transforms())
         and forward_ad._current_level < 0

@@ -64,9 +64,10 @@ class Launch:
         if self._by_size or not all(isinstance(one, torch.Tensor | int) for one in arguments):
             return None
         compiled = self._compiled.get(self._key(arguments))
-        if compiled is None or not all(hasattr(compiled, name) for name in _COMPILED):
+        every = [*arguments, *self._known]
+        if compiled is None or not _is_run_as_known(compiled, self._grid, every):
             return None
-        return FixedLaunch(compiled, self._grid, [*arguments, *self._known], places)
+        return FixedLaunch(compiled, self._grid, every, places)
 
     def _key(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """What Triton compiles the kernel for: all that still varies."""
@@ -89,8 +90,40 @@ class Launch:
         return self._kernel.warmup(*arguments, grid=self._grid, **self._options)
 
 
-#: What `FixedLaunch` takes of a compiled kernel; all versions of Triton since 3.6 have it.
-_COMPILED = ("run", "function", "packed_metadata")
+class _Recorded:
+    """A compiled kernel whose `run` tells what it was called with and launches nothing."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self.calls: list[tuple[Any, ...]] = []
+
+    def run(self, *given: Any) -> None:
+        self.calls.append(given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+
+def _is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> bool:
+    """Whether Triton runs compiled kernels as `FixedLaunch` does, which no version of it promises.
+
+    3.6 to 3.9 do: the grid, the stream, the function, metadata, three for hooks, the arguments.
+    """
+    recorded, stream = _Recorded(compiled), 1
+    try:
+        type(compiled).__getitem__(recorded, grid)(*arguments, stream=stream)
+        expected = (*grid, stream, compiled.function, compiled.packed_metadata)
+    except (AttributeError, TypeError):
+        return False
+    if len(recorded.calls) != 1:
+        return False
+    (found,) = recorded.calls
+    rest = found[len(expected) + 3 :]
+    return (
+        found[: len(expected)] == expected
+        and len(rest) == len(arguments)
+        and all(one is other for one, other in zip(rest, arguments, strict=True))
+    )
 
 
 class FixedLaunch:
@@ -100,7 +133,7 @@ class FixedLaunch:
     mostly are not there, and has the driver look every tensor's address up.
     """
 
-    __slots__ = ("_arguments", "_before", "_grid", "_places", "_run")
+    __slots__ = ("_arguments", "_before", "_compiled", "_grid", "_places", "_run")
 
     def __init__(
         self,
@@ -109,7 +142,8 @@ class FixedLaunch:
         arguments: Sequence[Any],
         places: Sequence[tuple[int, int]],
     ) -> None:
-        self._run = compiled.run
+        # Newer versions unload a kernel that nobody has any more.
+        self._compiled, self._run = compiled, compiled.run
         self._grid = grid
         # Where no hook is called, there are neither hooks nor what they would be told.
         self._before = (compiled.function, compiled.packed_metadata, None, None, None)

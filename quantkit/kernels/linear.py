@@ -116,7 +116,8 @@ def _are_plain(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> bool
     operands = parts if bias is None else (*parts, bias)
     trained = torch.is_grad_enabled()
     return not any(
-        type(one) not in (torch.Tensor, nn.Parameter) or (trained and one.requires_grad) for one in operands
+        type(one) not in (torch.Tensor, nn.Parameter) or one.is_neg() or (trained and one.requires_grad)
+        for one in operands
     )
 
 

@@ -37,7 +37,7 @@ FAST, ANY = "by addresses", "by tensors"
 
 
 class Compiled:
-    """A compiled kernel as Triton has them since 3.6; `ran` gets how it was launched."""
+    """A compiled kernel that is run as Triton does since 3.6; `ran` gets how it was launched."""
 
     function, packed_metadata = 7, (4, 1, 0)
 
@@ -45,25 +45,27 @@ class Compiled:
         self._ran = ran
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.by_tensors
+        def launch(*arguments: Any, stream: int = 5) -> None:
+            hooks = "record", "enter", "exit"
+            self.run(*grid, stream, self.function, self.packed_metadata, *hooks, *arguments)
 
-    def by_tensors(self, x, weight, bias, y, sums, m, *_: Any) -> None:
-        self._ran.append(ANY)
-        x, y = x.view(m, -1), y.view(m, -1)
-        y.copy_(nn.functional.linear(x, weight, None if bias.data_ptr() == y.data_ptr() else bias))
-        sums.view(-1)[0] += 0
+        return launch
 
     def run(self, *given: Any) -> None:
-        before, (x, weight, bias, y, sums, m, n, has_bias) = given[:9], given[9:]
-        assert before == (3, 1, 1, 11, self.function, self.packed_metadata, None, None, None)
-        assert sums != y
-        added = _at(bias, n) if has_bias else None
-        _at(y, m, n).copy_(nn.functional.linear(_at(x, m, K), _at(weight, n, K), added))
-        self._ran.append(FAST)
+        hooks, (x, weight, bias, y, sums, m, n, has_bias) = given[6:9], given[9:]
+        by_tensors = isinstance(x, torch.Tensor)
+        self._ran.append(ANY if by_tensors else FAST)
+        assert given[:6] == (3, 1, 1, 5 if by_tensors else 11, self.function, self.packed_metadata)
+        assert hooks == (("record", "enter", "exit") if by_tensors else (None, None, None))
+        x, y, weight = _at(x, m, K), _at(y, m, n), _at(weight, n, K)
+        assert _at(sums, 1).data_ptr() != y.data_ptr()
+        y.copy_(nn.functional.linear(x, weight, _at(bias, n) if has_bias else None))
 
 
-def _at(address: int, *size: int) -> torch.Tensor:
+def _at(address: int | torch.Tensor, *size: int) -> torch.Tensor:
     count = torch.Size(size).numel()
+    if isinstance(address, torch.Tensor):
+        address = address.data_ptr()
     return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32).view(size)
 
 
@@ -74,9 +76,9 @@ class Kernel:
         self._ran = ran
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
-        def run(*arguments: Any, **_: Any) -> Compiled:
+        def run(*arguments: Any, **options: Any) -> Compiled:
             compiled = Compiled(self._ran)
-            compiled.by_tensors(*arguments)
+            compiled[3, 1, 1](*arguments, options["HAS_BIAS"])
             return compiled
 
         return run
@@ -500,6 +502,27 @@ def test_launches_that_are_left_out_or_watched_are_not_fixed(ran, monkeypatch):
     finally:
         hook.remove(called)
     check(layer, x_of(2), ran, FAST)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one, grid: lambda *given, stream=5: one.run(*grid, stream, given),
+        lambda one, grid: lambda *given, stream=5: one.run(*grid, stream, 8, (4, 1, 0), *"123", *given),
+        lambda one, grid: lambda *given, stream=5: one.run(*grid, stream, 7, (4, 1, 0), *"123", 0, *given),
+        lambda one, grid: lambda *given, stream=5: None,
+        lambda one, grid: lambda *given: one.run(*grid, 5, 7, (4, 1, 0), *"123", *given),
+    ],
+    ids=["arguments in one", "function", "one more", "another method", "no stream"],
+)
+def test_no_launch_is_fixed_that_triton_would_make_otherwise(change):
+    launch = Launch(Kernel([]), (3,), HAS_BIAS=False)
+    tensors = [torch.zeros(4, K), torch.zeros(N, K), *(torch.zeros(4, N) for _ in range(3))]
+    launch(*tensors, 4, N)
+    assert launch.fixed([*tensors, 4, N], [(0, 0)]) is not None
+    (compiled,) = launch._compiled.values()
+    compiled.__class__ = type("Other", (Compiled,), {"__getitem__": change})
+    assert launch.fixed([*tensors, 4, N], [(0, 0)]) is None
 
 
 @torch.no_grad()

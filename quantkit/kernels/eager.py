@@ -1,7 +1,7 @@
 """Products of eager mode, whose time on the host counts: what was chosen and looked up once is kept.
 
 With few rows of x a GPU computes a product in some microseconds, in which torch's dispatcher, its layers for
-gradients, a choice among kernels and Triton's launcher have only begun. A `Plan` is what is left for a
+gradients, a choice among kernels and Triton's launcher have only begun. A `LaunchPlan` is what is left for a
 weight and a number of rows: room for y, and launches with addresses. It is kept with the kernel layout that
 it was made for, and taken only while all is as it was then, so that it computes what the operator would.
 """
@@ -36,10 +36,10 @@ class KernelLayout:
     dtype: torch.dtype
     tensors: tuple[torch.Tensor, ...]
     #: By what they depend on; None where the operator is called.
-    plans: dict[tuple[Any, ...], "Plan | None"] = field(default_factory=dict, init=False, repr=False)
+    plans: dict[tuple[Any, ...], "LaunchPlan | None"] = field(default_factory=dict, init=False, repr=False)
 
 
-class Plan:
+class LaunchPlan:
     """y [..., n] = x [..., k] W^T + bias for one number of rows of x, on a GPU."""
 
     __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_stream", "_sums")
@@ -133,7 +133,7 @@ def plan_next(
         weight = Outline(scheme, (rows, columns))
         bound: Bound = chosen.row.bind(flat, weight, layout.tensors, bias, chosen.tile)
         launches = bound.fixed(flat, bias)
-        plan = None if launches is None else Plan(bound, launches, x.get_device())
+        plan = None if launches is None else LaunchPlan(bound, launches, x.get_device())
     if len(layout.plans) >= MOST_PLANS:
         layout.plans.clear()
     layout.plans[key] = plan

@@ -65,7 +65,7 @@ class Launch:
             return None
         compiled = self._compiled.get(self._key(arguments))
         every = [*arguments, *self._known]
-        if compiled is None or not _is_run_as_known(compiled, self._grid, every):
+        if compiled is None or not is_run_as_known(compiled, self._grid, every):
             return None
         return FixedLaunch(compiled, self._grid, every, places)
 
@@ -104,7 +104,7 @@ class _Recorded:
         return getattr(self._compiled, name)
 
 
-def _is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> bool:
+def is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> bool:
     """Whether Triton runs compiled kernels as `FixedLaunch` does, which no version of it promises.
 
     3.6 to 3.9 do: the grid, the stream, the function, metadata, three for hooks, the arguments.

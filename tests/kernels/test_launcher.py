@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels.launcher import Launch
+from quantkit.kernels.launcher import Launch, is_run_as_known
 
 pytest.importorskip("triton")
 
@@ -53,3 +53,17 @@ def test_what_runs_is_what_triton_would_run(gpu: str, monkeypatch: pytest.Monkey
     for arguments in (*every, *every):
         launch(*arguments)
         assert kernel.ran == (kernel.compiled_for(*arguments), (None, 64)), arguments
+
+
+def test_this_version_of_triton_runs_kernels_as_fixed_launches_do() -> None:
+    """Without a GPU a compiled kernel is never loaded; what runs it is Triton's own code."""
+    from triton.compiler import CompiledKernel
+
+    compiled = object.__new__(CompiledKernel)
+    vars(compiled).update(
+        module=1, function=7, packed_metadata=(4, 1, 0), name="", src=None, metadata=None, _module_pid=None
+    )
+    tensors = torch.zeros(4), torch.zeros(4)
+    assert is_run_as_known(compiled, (3, 1, 1), [*tensors, 4, None, "constant"])
+    # Newer versions unload what was loaded.
+    compiled.module = None

@@ -50,6 +50,9 @@ GRAPHS = 2
 #: Where a model keeps its graphs.
 GRAPHS_OF = "_quantkit_graphs"
 
+#: The output that a step writes to, or None, what runs it, and what it reads that nobody else holds.
+Captured = tuple[Any, Callable[[], Any], list[torch.Tensor]]
+
 
 class GraphedForward:
     """The forward of `model` for one new token of each sequence, as a CUDA graph; `forward` is for prompts.
@@ -58,6 +61,11 @@ class GraphedForward:
     reason, and is in `refused`. The outputs are the caller's own. `renew` has to be called where the model
     may have changed since: before each generation. It does not keep the model.
     """
+
+    #: Whether `generate` may run a step more than it needs, so that it waits for none.
+    defers = True
+    #: What a step that is not recorded is logged as, with the reason.
+    refusal = "decoding steps are launched one kernel at a time: %s"
 
     def __init__(self, model: Any) -> None:
         self._reference = weakref.ref(model)
@@ -77,17 +85,27 @@ class GraphedForward:
     def _model(self) -> Any:
         return self._reference()
 
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded where the model is."""
+        return graphs.records_on(self._model.device)
+
     def __call__(self, **inputs: Any) -> Any:
-        given = renamed(inputs)
+        output = self.step(renamed(inputs))
+        return self._model(**inputs) if output is None else output
+
+    def step(self, given: Inputs) -> Any:
+        """The output for a step with these inputs; None, and the reason logged, where it is not recorded."""
         reason = self._unfit or why_not(given)
-        if reason is not None:
-            return self._plainly(inputs, reason)
-        # All threads that generate have the same memory for inputs and outputs.
-        with self._lock:
-            graph = self._graph_of(given)
-            if not isinstance(graph, str):
-                return graph.replay(given)
-        return self._plainly(inputs, graph)
+        if reason is None:
+            # All threads that generate have the same memory for inputs and outputs.
+            with self._lock:
+                graph = self._graph_of(given)
+                if not isinstance(graph, str):
+                    return graph.replay(given)
+            reason = graph
+        self._say(reason)
+        return None
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
         """The model's forward, with prompts as graphs where they can be; `renew` is called for them.
@@ -125,7 +143,7 @@ class GraphedForward:
         if key not in self._graphs:
             try:
                 with decode_attention_in(self._model):
-                    self._graphs[key] = _record(self._model, inputs)
+                    self._graphs[key] = _record(self._model, inputs, self.capture)
             except NotRecorded as error:
                 # Not the error, whose traceback keeps the inputs and what else the step had.
                 self._graphs[key] = str(error)
@@ -153,9 +171,9 @@ class GraphedForward:
     def cache_for(self, tokens: int) -> Any:
         """A cache for so many tokens that steps are recorded with, None where they are not.
 
-        The reason is logged once, but for a model on a CPU.
+        The reason is logged once.
         """
-        if not graphs.records_on(self._model.device):
+        if not self.records:
             return None
         reason = why_unfit(self._model, modules_of(self._model)) or why_no_static_cache(self._model)
         if reason is not None:
@@ -166,9 +184,9 @@ class GraphedForward:
     def generate(self, own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """The model's `own` generate, with a cache that steps can be recorded with unless it has another.
 
-        On a CPU, with `disable_compile`, or where the model cannot be recorded, it is as it would have been.
+        With `disable_compile`, or where the model cannot be recorded, it is as it would have been.
         """
-        if not graphs.records_on(self._model.device):
+        if not self.records:
             return own(*arguments, **options)
         bound = inspect.signature(own).bind_partial(*arguments, **options).arguments
         asked = {**bound.pop("kwargs", {}), **bound}
@@ -180,7 +198,7 @@ class GraphedForward:
         cache = None if tokens is None else self.cache_for(tokens)
         if cache is not None:
             options[CACHE] = cache
-            if deferred.is_enough(asked, defaults):
+            if self.defers and deferred.is_enough(asked, defaults):
                 options["custom_generate"] = partial(deferred.sample, streamer=asked.get("streamer"))
         found = own(*arguments, **options)
         if cache is not None and getattr(found, CACHE, None) is cache:
@@ -196,15 +214,18 @@ class GraphedForward:
         finally:
             self._asked.plain = False
 
-    def _plainly(self, inputs: Inputs, reason: str) -> Any:
-        self._say(reason)
-        return self._model(**inputs)
-
     def _say(self, reason: str) -> None:
         if reason not in self.refused:
             self.refused[reason] = None
             if _is_first_rank():
-                logger.warning("decoding steps are launched one kernel at a time: %s", reason)
+                logger.warning(self.refusal, reason)
+
+    def capture(self, step: Callable[[], Any], given: Inputs, rewind: Callable[[], None]) -> Captured:
+        """`step`, which reads `given`, as a graph; `rewind` takes back what it writes."""
+        step = fused_forward("decoding steps", step, given, rewind)
+        output, run = graphs.capture(step, rewind, given["input_ids"].device)
+        check_output(output)
+        return output, run, held_tensors(step)
 
 
 def _is_first_rank() -> bool:
@@ -247,12 +268,17 @@ def forward_of(model: Any) -> Any:
 
 
 def graphs_of(model: Any) -> GraphedForward | None:
-    """The graphs of `model`, None if it has not the class for them."""
+    """The graphs of `model`, or flat steps on a CPU; None if it has not the class for them."""
     if not hasattr(type(model), "class_before"):
         return None
+    from quantkit.model.cpu_decoding import FlatForward
+
+    flat = model.device.type == "cpu" and not graphs.records_on(model.device)
+    kind = FlatForward if flat else GraphedForward
     found: GraphedForward | None = vars(model).get(GRAPHS_OF)
-    if found is None:
-        found = vars(model)[GRAPHS_OF] = GraphedForward(model)
+    # It may have been moved.
+    if type(found) is not kind:
+        found = vars(model)[GRAPHS_OF] = kind(model)
     return found
 
 
@@ -282,8 +308,9 @@ class _Graph:
     given: dict[str, Any]
     #: Of each layer that is used.
     state: list[dict[str, torch.Tensor]]
+    #: None where each run returns its own.
     output: Any
-    run: Callable[[], None]
+    run: Callable[[], Any]
     #: What it reads beside the model and these.
     held: list[torch.Tensor]
     #: The cache whose tensors are `state` now.
@@ -294,8 +321,8 @@ class _Graph:
         cache = inputs[CACHE]
         self._attach(cache)
         copy_tensors(inputs, self.given)
-        self.run()
-        return own_output(self.output, cache)
+        output = self.run()
+        return own_output(self.output if output is None else output, cache)
 
     def _attach(self, cache: Any) -> None:
         """Give `cache` the tensors of `state`, with what it holds in them."""
@@ -324,12 +351,12 @@ class _Graph:
         self.cache = weakref.ref(cache)
 
 
-def _record(model: Any, inputs: Inputs) -> _Graph:
+def _record(model: Any, inputs: Inputs, capture: Callable[..., Captured]) -> _Graph:
     """The graph of a step with inputs of such shapes, of fewer launches where kernels do for several.
 
     The cache is left as it was.
     """
-    cache, device = inputs[CACHE], inputs["input_ids"].device
+    cache = inputs[CACHE]
     # A cache of the graph's own, on the same tensors: the caller's is not kept alive, nor its layers changed.
     own = copy.copy(cache)
     own.layers = [copy.copy(layer) for layer in cache.layers]
@@ -351,12 +378,10 @@ def _record(model: Any, inputs: Inputs) -> _Graph:
             tensor.copy_(before)
 
     host = [_host_state(layer) for layer in own.layers]
-    step = fused_forward("decoding steps", step, given, rewind)
-    output, run = graphs.capture(step, rewind, device)
+    output, run, held = capture(step, given, rewind)
     if [_host_state(layer) for layer in own.layers] != host:
         raise NotRecorded("the cache counts its tokens on the host")
-    check_output(output)
-    return _Graph(given, state, output, run, held_tensors(step), weakref.ref(cache))
+    return _Graph(given, state, output, run, held, weakref.ref(cache))
 
 
 def _key(inputs: Inputs, cache: Any) -> tuple[Any, ...]:

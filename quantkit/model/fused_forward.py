@@ -24,11 +24,15 @@ logger = logging.getLogger("quantkit.model")
 MOST_DIFFERENCE = 0.25
 
 
+#: What returns the tensors that a forward makes.
+_Module = Callable[..., Any]
+
+
 @dataclass(frozen=True, eq=False)
 class _Changed:
     """A forward in fewer launches: what it became, what that reads, and an output without tensors."""
 
-    module: GraphModule
+    module: _Module
     inputs: Sequence[torch.Tensor]
     output: Any
 
@@ -45,12 +49,23 @@ def fused_forward(
     so of `what`. `rewind` takes back what a run writes. Raises `NotRecorded` as `trace` and `check_output`
     do, and torch's OutOfMemoryError.
     """
-    device = given["input_ids"].device
-    if not is_possible(device):
+    if not is_possible(given["input_ids"].device):
         return forward
+    return changed_forward(what, lambda step, inputs: fused(step, inputs, what), forward, given, rewind)
+
+
+def changed_forward(
+    what: str,
+    change: Callable[..., _Module],
+    forward: Callable[[], Any],
+    given: Inputs,
+    rewind: Callable[[], None] | None,
+) -> Callable[[], Any]:
+    """`fused_forward` by what `change`, called as `fused` is, makes of it, wherever that runs."""
+    device = given["input_ids"].device
     try:
         changed = compiled_first(
-            device, lambda: _fused(what, forward, tensors_of(given)), rewind, ahead=_Changed.__call__
+            device, lambda: _changed(change, forward, tensors_of(given)), rewind, ahead=_Changed.__call__
         )
         difference = _difference(forward, changed, rewind, given["input_ids"])
     except (NotRecorded, torch.OutOfMemoryError):
@@ -70,12 +85,14 @@ def fused_forward(
 def try_fused(forward: Callable[[], Any], given: Inputs) -> None:
     """Launch what `fused_forward` of a decoding step would, once: for kernels that are compiled."""
     if is_possible(given["input_ids"].device):
-        _fused("decoding steps", forward, tensors_of(given))()
+        _changed(lambda step, inputs: fused(step, inputs, "decoding steps"), forward, tensors_of(given))()
 
 
 def held_tensors(forward: Callable[[], Any]) -> list[torch.Tensor]:
     """What a graph of `forward`, which `fused_forward` returned, reads and nobody else holds."""
-    return held_by(forward.module) if isinstance(forward, _Changed) else []
+    if not isinstance(forward, _Changed) or not isinstance(forward.module, GraphModule):
+        return []
+    return held_by(forward.module)
 
 
 @lru_cache(maxsize=256)
@@ -84,8 +101,10 @@ def warn_unchanged(what: str, reason: str) -> None:
     logger.warning("%s are recorded as they are, with more launches: %s", what, reason)
 
 
-def _fused(what: str, forward: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> _Changed:
-    """`forward`, which reads `inputs`, in fewer launches."""
+def _changed(
+    change: Callable[..., _Module], forward: Callable[[], Any], inputs: Sequence[torch.Tensor]
+) -> _Changed:
+    """`forward`, which reads `inputs`, as `change` makes it."""
     outputs = []
 
     def traced(*_: torch.Tensor) -> list[torch.Tensor]:
@@ -96,7 +115,7 @@ def _fused(what: str, forward: Callable[[], Any], inputs: Sequence[torch.Tensor]
         outputs.append(_with(output, [None] * len(made)))
         return made
 
-    module = fused(traced, inputs, what)
+    module = change(traced, inputs)
     (output,) = outputs
     return _Changed(module, inputs, output)
 

@@ -293,7 +293,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
     module = trace(step, inputs)
     graph = module.graph
     memory = Memory(module)
-    _count_at_the_end(graph, memory)
+    count_at_the_end(graph, memory)
     dtypes = {node.meta[META].dtype for node in graph.nodes if META in node.meta}
     # float32 last: of what is rounded before or at the end it would take all but that.
     for dtype in (one for one in ACTIVATION_DTYPES[::-1] if one in dtypes):
@@ -329,7 +329,7 @@ def _launches(graph: Graph, memory: Memory) -> str:
     return ", ".join(f"{number} {name}" for name, number in names.most_common())
 
 
-def _count_at_the_end(graph: Graph, memory: Memory) -> None:
+def count_at_the_end(graph: Graph, memory: Memory) -> None:
     """Add to the counters of tokens that each layer of a cache has in one launch, at the end of a step."""
     last: dict[Any, Node] = {}
     for node in graph.nodes:

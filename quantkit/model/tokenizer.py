@@ -50,7 +50,8 @@ def tokenizer(path: str | Path) -> Any:
 
 
 def _vocabularies(directory: Path) -> list[Path]:
-    return [path for path in sorted(directory.iterdir()) if _packages(path) is not None]
+    # Opening a FIFO would wait for who writes to it.
+    return [path for path in sorted(directory.iterdir()) if path.is_file() and _packages(path) is not None]
 
 
 def _packages(path: Path) -> tuple[str, ...] | None:

@@ -1,6 +1,7 @@
 """Tokenizers of checkpoints: read as transformers reads them, and errors that say which file is missing."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -109,4 +110,11 @@ def test_half_of_a_vocabulary(tmp_path):
     config_of(tmp_path, "gpt2")
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
     with pytest.raises(CheckpointError, match=r"can be made of vocab\.json \(.*merges.*\)\. Copy all"):
+        tokenizer(tmp_path)
+
+
+def test_a_fifo_is_no_tokenizer_and_nobody_waits_for_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="no file with a vocabulary"):
         tokenizer(tmp_path)

@@ -1,6 +1,7 @@
 """A packed model before it computes: its kernel layouts are built, and a user is told what will be slow."""
 
 import logging
+from functools import lru_cache
 from typing import Any
 
 from quantkit.kernels.attention import DTYPES
@@ -33,10 +34,16 @@ def make_ready(model: Any) -> None:
 def _tell(model: Any) -> None:
     """Log, once for each model and place, why what `model` runs on its GPU is slower than it could be."""
     if (reason := why_slow(model.device)) is not None:
-        logger.warning("packed products run slower than they could: %s", reason)
+        _warn_once(f"packed products run slower than they could: {reason}")
     if "triton" in device_features("cuda") and model.dtype not in DTYPES:
         logger.warning(
             "attention of new tokens is torch's, not quantkit's: the model computes in %s, quantkit's kernel "
             "in bfloat16 and float16. Load the model with one of these as dtype.",
             str(model.dtype).removeprefix("torch."),
         )
+
+
+@lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    """Log `text` at its first call of the process: it is the same for every model on a GPU."""
+    logger.warning("%s", text)

@@ -26,6 +26,7 @@ _modes = torch._C._len_torch_dispatch_stack
 _functions = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
 _jit_trace = torch._C._get_tracing_state
+_is_profiled = torch._C._autograd._profiler_enabled
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +97,8 @@ def is_plain(x: torch.Tensor) -> bool:
         and not (_modes() or _functions() or _transforms())
         and forward_ad._current_level < 0
         and _jit_trace() is None
+        # A profile is to show the operator by its name.
+        and not _is_profiled()
     )
 
 

@@ -15,7 +15,7 @@ from quantkit.model.decoding import Captured, GraphedForward, why_not
 from quantkit.model.experts import PackedExperts, is_fused_experts
 from quantkit.model.fitness import modules_of
 from quantkit.model.fused_forward import changed_forward
-from quantkit.model.graphs import Inputs
+from quantkit.model.graphs import Inputs, NotRecorded
 
 
 class FlatForward(GraphedForward):
@@ -60,7 +60,11 @@ class FlatForward(GraphedForward):
     def capture(self, step: Callable[[], Any], given: Inputs, rewind: Callable[[], None]) -> Captured:
         # What is traced is the model's own forward.
         with self._steps(False):
-            return None, changed_forward("decoding steps", flat, step, given, rewind), []
+            run = changed_forward("decoding steps", flat, step, given, rewind)
+        if run is step:
+            # It would call this forward again, which has the lock.
+            raise NotRecorded("what a step computes is not what torch sees of it")
+        return None, run, []
 
     @contextmanager
     def _steps(self, flat: bool) -> Iterator[None]:

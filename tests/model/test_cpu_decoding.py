@@ -147,3 +147,19 @@ def test_experts_on_a_cpu_run_module_by_module(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, "quantkit.model"):
         model.generate(ids(), **SEVEN)
     assert "takes longer: Python reads which experts are chosen" in caplog.text
+
+
+def test_a_step_that_cannot_be_changed_runs_module_by_module(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not replayed, which would call the forward again that has the lock."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr("quantkit.model.cpu_decoding.flat", fails)
+    model = packed()
+    expected = model.generate(ids(), **SEVEN, disable_compile=True)
+    with caplog.at_level(logging.WARNING, "quantkit.model"):
+        assert torch.equal(model.generate(ids(), **SEVEN), expected)
+    assert "what a step computes is not what torch sees of it" in caplog.text

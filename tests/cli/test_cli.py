@@ -95,7 +95,7 @@ def test_doctor(run: Run) -> None:
     assert "  not torch-int4: " in done.out
     assert "  experts: " in done.out
     report = json.loads(run("doctor", "--json").out)
-    assert set(report) == {"packages", "machine", "tile_tables", "kernels"}
+    assert set(report) == {"packages", "machine", "slow", "tile_tables", "kernels"}
     assert all(entry["kernel"] or entry["refused"] for entry in report["kernels"])
 
 

@@ -163,10 +163,13 @@ def test_short_reads_are_continued(places: Path, tmp_path: Path) -> None:
 
 #: Who may open files by other means than quantkit/files.py, and why.
 OPENERS = {
+    "about.py": "how pip says that quantkit was installed",
     "calibrate/documents.py": "texts, read line by line",
     "checkpoint/hub.py": "the headers of a repository, in a temporary directory",
     "checkpoint/journal.py": "appends to the journal, and reads it",
     "checkpoint/lock.py": "the lock",
+    "cli/doctor.py": "what NVIDIA's driver says of itself",
+    "cli/threads.py": "what the kernel says of cores and their limits",
     "cli/main.py": "/dev/null for a stdout that nobody reads",
     "cli/files.py": "whether results can be written, and those for /dev/stdout or a pipe",
     "cli/publish.py": "reads a card",

@@ -366,7 +366,11 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
     empty, sums = hopper.empty, []
     behind = 4 * tile.rows * tile.m
 
-    def filled(op: Operands, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def filled(op: Operands, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if dtype is None:
+            # Room for y.
+            return empty(op, *sizes)
+        (size,) = sizes
         sums.append(empty(op, size + behind, dtype=dtype).fill_(1.0))
         return sums[-1][:size]
 
@@ -395,12 +399,16 @@ def replays(
 ) -> Iterator[torch.Tensor]:
     """What a graph with a launch gives for one x and the other, by turns; without a GPU what it would."""
     if DEVICE == "cpu":
-        token, memory = hopper.launch_token(), hopper.empty(op, 3 * 4 * tile.rows * tile.m)
-        memory = memory.to(torch.float32)
+        token, empty = hopper.launch_token(), hopper.empty
+        memory = empty(op, 3 * 4 * tile.rows * tile.m, dtype=torch.float32)
+
+        def reused(op: Operands, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+            return empty(op, *sizes) if dtype is None else memory[: sizes[0]]
+
         monkeypatch.setattr(hopper, "launch_token", lambda: token)
         for turn in range(2):
             with monkeypatch.context() as patched:
-                patched.setattr(hopper, "empty", lambda op, size, dtype: memory[:size])
+                patched.setattr(hopper, "empty", reused)
                 yield hopper.run(replace(op, x=xs[turn % 2]), tile, features)
         return
     graph = torch.cuda.CUDAGraph()

@@ -40,7 +40,7 @@ def triton_version() -> str | None:
 def gluon_failure(device: torch.device) -> str | None:
     """Why Gluon kernels do not compile for `device`, an NVIDIA GPU; None where they do.
 
-    Takes about a second the first time on a machine, then milliseconds, from Triton's cache.
+    Takes some two seconds the first time on a machine (an H100), then Triton's cache has both kernels.
     """
     try:
         probe: Any = importlib.import_module("quantkit.kernels.fused.probe")

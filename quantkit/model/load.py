@@ -47,9 +47,8 @@ def load(
     GPU, `generate` decodes with a static cache and CUDA graphs unless it is told otherwise (`decoding.py`),
     also for a dense checkpoint. `device` "auto" is the first GPU if there is one, else the CPU. `device_map`,
     `max_memory` and `offload_folder` are those of `from_pretrained` and place a model that does not fit one
-    device. `dtype` is that of activations and
-    dense weights: float32, bfloat16 or float16, by default, or for "auto", the one in config.json; scales
-    keep their own. Code in the checkpoint is never run.
+    device. `dtype` is that of activations and dense weights: float32, bfloat16 or float16, by default, or for
+    "auto", the one in config.json; scales keep their own. Code in the checkpoint is never run.
 
     Raises `CheckpointError` for a checkpoint that breaks the rules of its format or lacks tensors,
     `UsageError` for contradicting arguments, `EnvironmentProblem` for an unsupported transformers.

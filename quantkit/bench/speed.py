@@ -25,9 +25,9 @@ from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
 from quantkit.kernels.choice import likeliest
 from quantkit.model.decoding import GraphedForward, plain_forward
-from quantkit.model.deferred import HostCopy
 from quantkit.model.devices import pick_device
 from quantkit.model.generate import cache_name, last_logits
+from quantkit.model.host_copy import HostCopy
 from quantkit.model.load import load
 from quantkit.model.static_cache import static_cache
 from quantkit.model.tokenizer import tokenize, tokenizer

@@ -39,7 +39,7 @@ class FlatForward(GraphedForward):
         """The model's forward, with steps of `generate` as flat lists where they can be."""
         self._prepare()
         given = renamed(inputs)
-        plain = arguments or not self._flat or getattr(self._asked, "plain", False)
+        plain = arguments or not self._flat or getattr(self._thread, "plain", False)
         output = None if plain or why_not(given) is not None else self.step(given)
         return self.plain(*arguments, **inputs) if output is None else output
 

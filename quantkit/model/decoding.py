@@ -78,7 +78,7 @@ class GraphedForward:
         self._prompts = PromptGraphs(self.plain, self._lock)
         #: One of the packed modules, which are moved together.
         self._packed: Callable[[], PackedModule | None] | None = None
-        self._asked = threading.local()
+        self._thread = threading.local()
         self.refused: dict[str, None] = {}
 
     @property
@@ -96,16 +96,31 @@ class GraphedForward:
 
     def step(self, given: Inputs) -> Any:
         """The output for a step with these inputs; None, and the reason logged, where it is not recorded."""
+        self._thread.last = (), lambda: None
         reason = self._unfit or why_not(given)
         if reason is None:
             # All threads that generate have the same memory for inputs and outputs.
             with self._lock:
-                graph = self._graph_of(given)
+                key = _key(given, given[CACHE])
+                graph = self._graph_of(key, given)
                 if not isinstance(graph, str):
+                    self._thread.last = key, weakref.ref(graph)
                     return graph.replay(given)
             reason = graph
         self._say(reason)
         return None
+
+    def following(self) -> Callable[[Inputs], Any]:
+        """What to call for steps that differ from this thread's last one in the numbers of tensors alone."""
+        return partial(self._again, *self._thread.last)
+
+    def _again(self, key: tuple[Any, ...], recorded: "weakref.ref[_Graph]", inputs: Inputs) -> Any:
+        graph = recorded()
+        with self._lock:
+            # It may have been dropped since, for another one or because the model has changed.
+            if graph is not None and self._graphs.get(key) is graph:
+                return graph.replay(renamed(inputs))
+        return self(**inputs)
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
         """The model's forward, with prompts as graphs where they can be; `renew` is called for them.
@@ -114,7 +129,7 @@ class GraphedForward:
         """
         self._prepare()
         given = renamed(inputs)
-        asked = not arguments and not getattr(self._asked, "plain", False)
+        asked = not arguments and not getattr(self._thread, "plain", False)
         if asked and prompt_graphs.is_recordable(given, self._model):
             self.renew()
             fit = self._unfit is None and self._prompts.refused is None
@@ -137,9 +152,8 @@ class GraphedForward:
         with decode_attention_in(self._model):
             try_step(self._model, self.plain, prompt)
 
-    def _graph_of(self, inputs: Inputs) -> "_Graph | str":
-        """The graph for such inputs, recorded unless it is there, or why there is none."""
-        key = _key(inputs, inputs[CACHE])
+    def _graph_of(self, key: tuple[Any, ...], inputs: Inputs) -> "_Graph | str":
+        """The graph for inputs of that key, recorded unless it is there, or why there is none."""
         if key not in self._graphs:
             try:
                 with decode_attention_in(self._model):
@@ -208,11 +222,11 @@ class GraphedForward:
     @contextmanager
     def _kernel_by_kernel(self) -> Iterator[None]:
         """A block in which this thread's prompts are not recorded either."""
-        self._asked.plain = True
+        self._thread.plain = True
         try:
             yield
         finally:
-            self._asked.plain = False
+            self._thread.plain = False
 
     def _say(self, reason: str) -> None:
         if reason not in self.refused:

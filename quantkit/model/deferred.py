@@ -5,14 +5,16 @@ knows, while the GPU has nothing to do. Here the next step runs already when the
 is left out of the result if it was one too many.
 """
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from quantkit.kernels.choice import likeliest
 from quantkit.kernels.problem import ACTIVATION_DTYPES
+from quantkit.model.graphs import Inputs
+from quantkit.model.host_copy import HostCopy
+from quantkit.model.next_inputs import NextInputs
 
 #: Arguments of `generate`, beside inputs and what a generation config has, with which `sample` does as well.
 _KNOWN = frozenset(
@@ -40,44 +42,6 @@ def is_enough(asked: Mapping[str, Any], defaults: Any) -> bool:
     )
 
 
-@lru_cache(maxsize=64)
-def _copies_of(device: torch.device) -> Any:
-    """The stream of `device` on which numbers are copied to the host, beside what computes.
-
-    Of high priority, as torch has a few streams of each, handed out in turn: no graph is recorded on it.
-    """
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-
-
-class HostCopy:
-    """A copy of `tensor` on the host: asked for now, waited for later.
-
-    The host waits for what was launched before this, not for what is launched after, which does not wait for
-    the copy. So nothing may write to `tensor` before `get`. Not for what is recorded as a CUDA graph.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._event: Any = None
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        if not tensor.is_cuda:
-            self._copy.copy_(tensor)
-            return
-        side = _copies_of(tensor.device)
-        # Not the current stream, which is one of the current device.
-        side.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(side):
-            self._copy.copy_(tensor, non_blocking=True)
-        # Whoever frees its memory does not know of the copy.
-        tensor.record_stream(side)
-        self._event = side.record_event()
-
-    def get(self) -> torch.Tensor:
-        """The copy."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copy
-
-
 def sample(
     model: Any,
     input_ids: torch.Tensor,
@@ -98,17 +62,24 @@ def sample(
     forward = model.get_compiled_call(getattr(generation_config, "compile_config", None))
     with_ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
-    before: tuple[HostCopy, HostCopy] | None = None
+    most = stopping_criteria.max_length
+    # Of what replays graphs, unless somebody took its place.
+    following_of: Callable[[], Callable[[Inputs], Any]] | None = getattr(forward, "following", None)
+    follow: Callable[[Inputs], Any] | None = None
+    known = NextInputs(model.config, None if following_of is None else most)
+    before: list[HostCopy] = []
     with model._optimize_model_for_decode():
         while True:
-            if before is not None:
+            if before:
                 # The step before this one, which runs already.
-                ended, shown = (copy.get() for copy in before)
+                ended, *shown = (copy.get() for copy in before)
                 if streamer is not None:
-                    streamer.put(shown)
+                    streamer.put(*shown)
                 if ended:
                     break
-            inputs = model._update_model_kwargs_for_generation(output, inputs)
+            is_known = known.is_proved
+            if not is_known:
+                inputs = model._update_model_kwargs_for_generation(output, inputs)
             tokens = _chosen(input_ids, output.logits[:, -1], logits_processor, generation_config.do_sample)
             # Logits of a long prompt may be large.
             del output
@@ -116,14 +87,20 @@ def sample(
                 tokens = tokens * unfinished + generation_config._pad_token_tensor * (1 - unfinished)
             input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
             unfinished = unfinished & ~stopping_criteria(input_ids, None)
-            most = stopping_criteria.max_length
-            if most is not None and input_ids.shape[1] >= most:
+            length = input_ids.shape[1]
+            if most is not None and length >= most:
                 if streamer is not None:
                     streamer.put(tokens.cpu())
                 break
-            before = HostCopy(unfinished.max() == 0), HostCopy(tokens)
+            before = [HostCopy(one) for one in (unfinished.max() == 0, *[tokens] * (streamer is not None))]
+            if is_known and follow is not None:
+                output = follow(known.advance(tokens, length))
+                continue
             following = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **inputs)
-            output = forward(**following, return_dict=True)
+            following["return_dict"] = True
+            known.compare(following, length)
+            output = forward(**following)
+            follow = None if following_of is None else following_of()
     if streamer is not None:
         streamer.end()
     return input_ids

@@ -11,7 +11,7 @@ import torch
 from quantkit.calibrate.samples import check_seed
 from quantkit.errors import UsageError
 from quantkit.kernels.choice import likeliest
-from quantkit.model.deferred import HostCopy
+from quantkit.model.host_copy import HostCopy
 
 #: The model ended the text; as many tokens as were asked for; the model has no more positions.
 ENDS = (END_OF_TEXT, MAX_NEW_TOKENS, POSITIONS) = ("end_of_text", "max_new_tokens", "positions")

@@ -20,7 +20,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from quantkit.model import deferred
+from quantkit.model import deferred, host_copy
+from quantkit.model.host_copy import HostCopy, _copies_of
 from quantkit.model.patches.generation import apply as graph_decoding
 
 from .graphed import DEVICE, SIZES, count_recordings, ids
@@ -230,7 +231,7 @@ def test_steps_run_with_the_experts_that_transformers_chooses_for_them(
 def test_copies_are_of_what_was_there(tensor: torch.Tensor) -> None:
     tensor = tensor.to(DEVICE)
     for part in (tensor, tensor.mT if tensor.dim() == 2 else tensor):
-        copy = deferred.HostCopy(part)
+        copy = HostCopy(part)
         found = copy.get()
         assert found.device.type == "cpu" and torch.equal(found, part.cpu())
         part.logical_not_() if part.dtype == torch.bool else part.add_(1)
@@ -245,7 +246,7 @@ SHORT, LONG = 10**7, 10**9
 @on_a_gpu
 def test_copies_wait_for_what_was_launched_before_and_nothing_waits_for_them() -> None:
     # What is first launched, and memory first pinned, may wait for all that runs.
-    deferred.HostCopy(torch.ones(5, device=DEVICE)).get()
+    HostCopy(torch.ones(5, device=DEVICE)).get()
     number = torch.zeros(5, device=DEVICE)
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         torch.cuda.synchronize()
@@ -253,14 +254,14 @@ def test_copies_wait_for_what_was_launched_before_and_nothing_waits_for_them() -
             number.zero_()
             torch.cuda._sleep(SHORT)
             number.add_(1)
-            copy = deferred.HostCopy(number)
+            copy = HostCopy(number)
             torch.cuda._sleep(LONG)
             assert copy.get().tolist() == [1.0] * 5
             assert not stream.query()
     torch.cuda.synchronize()
-    with torch.cuda.stream(deferred._copies_of(number.device)):
+    with torch.cuda.stream(_copies_of(number.device)):
         torch.cuda._sleep(LONG)
-    copy = deferred.HostCopy(number)
+    copy = HostCopy(number)
     torch.cuda.current_stream().synchronize()
     assert not copy._event.query()
     assert copy.get().tolist() == [1.0] * 5
@@ -271,10 +272,10 @@ def test_memory_is_not_used_again_before_it_is_copied() -> None:
     torch.cuda.empty_cache()
     number = torch.full((1 << 20,), 7, device=DEVICE)
     # The host's memory is there then, which may wait for all that runs when it is pinned.
-    deferred.HostCopy(number).get()
-    with torch.cuda.stream(deferred._copies_of(number.device)):
+    HostCopy(number).get()
+    with torch.cuda.stream(_copies_of(number.device)):
         torch.cuda._sleep(LONG)
-    copy = deferred.HostCopy(number)
+    copy = HostCopy(number)
     del number
     other = torch.zeros(1 << 20, dtype=torch.int64, device=DEVICE)
     torch.cuda.current_stream().synchronize()
@@ -286,8 +287,8 @@ def test_copies_are_of_the_device_of_the_tensor() -> None:
     with torch.cuda.device(1):
         torch.cuda._sleep(SHORT)
         number = torch.ones(5, device="cuda:1") + 1
-    copy = deferred.HostCopy(number)
-    assert torch.cuda.current_device() == 0 and deferred._copies_of(number.device).device_index == 1
+    copy = HostCopy(number)
+    assert torch.cuda.current_device() == 0 and _copies_of(number.device).device_index == 1
     assert copy.get().tolist() == [2.0] * 5
 
 
@@ -306,11 +307,11 @@ def test_copies_run_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
         dtype=None,
         record_stream=called.append,
     )
-    monkeypatch.setattr(deferred, "_copies_of", lambda device: side if device == "cuda:1" else None)
+    monkeypatch.setattr(host_copy, "_copies_of", lambda device: side if device == "cuda:1" else None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: _Block(called) if stream is side else None)
     monkeypatch.setattr(torch, "empty", lambda *_, **options: called.append(options) or copy)
-    found = deferred.HostCopy(cast(torch.Tensor, tensor))
+    found = HostCopy(cast(torch.Tensor, tensor))
     assert called == [
         {"dtype": None, "pin_memory": True},
         "after stream of cuda:1",

@@ -1,8 +1,8 @@
 """Inputs of a decoding step made from those of the step before.
 
-transformers prepares each step anew, by some 40 small operations and a walk over the config, to add one column
-to a mask and 1 to positions. The host needs longer for that than a GPU for a step of a 1B model. Here the same
-tensors are advanced, once two steps have shown that they are then what transformers makes.
+transformers prepares each step anew, by some 40 small operations and a walk over the config, to add one
+column to a mask and 1 to positions. The host needs longer for that than a GPU for a step of a 1B model. Here
+the same tensors are advanced, once two steps have shown that they are then what transformers makes.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ class NextInputs:
 
 
 def _advanced(inputs: Mapping[str, Any], tokens: torch.Tensor, length: int) -> Inputs:
-    """The inputs of the step after that of `inputs`, which gets `tokens` [B, 1]; `inputs` stay as they are."""
+    """The inputs of the step after that of `inputs`, which gets `tokens` [B, 1]; `inputs` do not change."""
     found = {name: _next(name, value, length) for name, value in inputs.items()}
     return found | {"input_ids": tokens}
 

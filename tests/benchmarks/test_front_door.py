@@ -1,6 +1,7 @@
 """The benchmark of the ways that a model is loaded and run, on a CPU, where only its calls are tried."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -10,19 +11,32 @@ import torch
 import quantkit
 
 
-@pytest.mark.parametrize("way", ["generate", "pipeline"])
-def test_a_way_is_timed(
-    benchmark: ModuleType, stories: Path, monkeypatch: pytest.MonkeyPatch, way: str
+def test_ways_are_timed_in_turn(
+    benchmark: ModuleType, stories: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = quantkit.load(stories, device="cpu")
     monkeypatch.setitem(benchmark.SIZES, "vocab_size", 500)
-    run = (
-        benchmark._generate(model, disable_compile=True)
-        if way == "generate"
-        else benchmark._pipeline(model, "cpu")
+    order: list[str] = []
+
+    def noted(way: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *given: (order.append(way), run(*given))[1]
+
+    ways = {
+        "eager": benchmark._generate(model, disable_compile=True),
+        "pipeline": benchmark._pipeline(model, "cpu"),
+    }
+    runs = {way: noted(way, run) for way, run in ways.items()}
+    options = argparse.Namespace(device="cpu", prompt=8, new_tokens=3, repeats=2, against="pipeline")
+    rows = benchmark.measure(runs, 2, options)
+    assert [row.way for row in rows] == ["eager", "pipeline"] and rows[1].ratio == 1
+    assert all(row.batch == 2 and row.first_ms > 0 and row.low <= row.high for row in rows)
+    assert str(rows[0]).startswith("| eager | 2 | ")
+    # Four calls of each before the rounds, and two in each round.
+    assert order[:8] == ["eager"] * 4 + ["pipeline"] * 4
+    assert all(
+        sorted(order[8 + 4 * one : 12 + 4 * one]) == ["eager"] * 2 + ["pipeline"] * 2 for one in (0, 1)
     )
-    row = benchmark.measure(way, run, 2, argparse.Namespace(device="cpu", prompt=8, new_tokens=3, repeats=1))
-    assert row.batch == 2 and row.first_ms > 0 and str(row).startswith(f"| {way} | 2 | ")
+    assert len(benchmark.host_ms()) == 5
 
 
 def test_without_a_gpu_it_says_so(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

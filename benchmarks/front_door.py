@@ -41,7 +41,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id":
 class Row:
     """Tokens a second of all sequences with their least and most, and milliseconds of the first token.
 
-    `ratio` is that of the tokens a second to those of the way that all are compared with, and `rounds` has the
+    `ratio` is that of the tokens a second to those of the way that all are compared with; `rounds` has the
     tokens a second of each round.
     """
 

@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import quantkit
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import KernelError
+from quantkit.kernels import unpack
 from quantkit.kernels.linear import build_layout, linear, linear_parts
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, ROWS, explain
@@ -114,6 +116,35 @@ def test_unpack_crosses_block_boundaries(make_packed, reference, monkeypatch, po
     packed = make_packed("int4", (37, 172), group_size=32, zero_point="integer", exact=True)
     x, bias = integers(3, 172, torch.float32), integers(1, 37, torch.float32)[0]
     assert torch.equal(linear(x, packed, bias).double(), reference(x, packed, bias))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_unpack_multiplies_in_float32_where_that_is_faster(
+    dtype, slow, make_packed, reference, relative_error, monkeypatch
+):
+    monkeypatch.setenv(FORCE_VARIABLE, "unpack")
+    monkeypatch.setattr(unpack, "is_slower_than_float32", lambda _: slow)
+    packed = make_packed("nf4", (37, 172), group_size=32)
+    x = torch.randn(3, 172, generator=torch.Generator().manual_seed(0)).to(dtype)
+    bias = torch.ones(37, dtype=dtype)
+    seen, real = set(), F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: seen.add(x.dtype) or real(x, *rest))
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            y = linear(x, packed, bias)
+        assert y.dtype == dtype
+        if slow:
+            # Rounded once, from float32.
+            assert torch.equal(y, real(x.float(), packed.dequantize(), bias.float()).to(dtype))
+        assert relative_error(y, reference(x, packed, bias)) < ERROR[dtype]
+    assert seen == {torch.float32 if slow else dtype}
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [(0.5, False), (1.1, False), (2.0, True)])
+def test_a_dtype_is_slower_than_float32_by_the_clock(seconds, slow, monkeypatch):
+    monkeypatch.setattr(unpack, "_seconds", lambda dtype: 1.0 if dtype == torch.float32 else seconds)
+    assert unpack.is_slower_than_float32.__wrapped__(torch.bfloat16) is slow
 
 
 def test_leading_dimensions_and_strides(make_packed):

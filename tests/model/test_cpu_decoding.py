@@ -54,7 +54,8 @@ def test_flat_steps_give_the_logits_of_the_model(family: str, dtype: torch.dtype
 
 
 def test_generate_runs_flat_steps_and_makes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = packed(), []
+    # In float32, as logits in bfloat16 tie, and the cache of another length has sums of another order.
+    model, calls = packed(dtype=torch.float32), []
     real = FlatForward.step
     monkeypatch.setattr(FlatForward, "step", lambda *given: calls.append(1) or real(*given))
     expected = model.generate(ids(), **SEVEN, disable_compile=True)

@@ -69,7 +69,7 @@ def test_generate_runs_flat_steps_and_makes_the_same_tokens(monkeypatch: pytest.
 
 
 def test_a_weight_that_is_replaced_is_seen_by_the_next_generation() -> None:
-    model = packed()
+    model = packed(dtype=torch.float32)
     model.generate(ids(), **SEVEN)
     with torch.no_grad():
         model.model.norm.weight = torch.nn.Parameter(-model.model.norm.weight)
@@ -159,7 +159,7 @@ def test_a_step_that_cannot_be_changed_runs_module_by_module(
         raise RuntimeError("not today")
 
     monkeypatch.setattr("quantkit.model.cpu_decoding.flat", fails)
-    model = packed()
+    model = packed(dtype=torch.float32)
     expected = model.generate(ids(), **SEVEN, disable_compile=True)
     with caplog.at_level(logging.WARNING, "quantkit.model"):
         assert torch.equal(model.generate(ids(), **SEVEN), expected)

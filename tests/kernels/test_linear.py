@@ -11,7 +11,7 @@ import quantkit
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import KernelError
 from quantkit.kernels import unpack
-from quantkit.kernels.linear import build_layout, linear, linear_parts
+from quantkit.kernels.linear import build_layout, join_layouts, linear, linear_parts
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, ROWS, explain
 from quantkit.kernels.unpack import BLOCK_WEIGHTS
@@ -116,6 +116,22 @@ def test_unpack_crosses_block_boundaries(make_packed, reference, monkeypatch, po
     packed = make_packed("int4", (37, 172), group_size=32, zero_point="integer", exact=True)
     x, bias = integers(3, 172, torch.float32), integers(1, 37, torch.float32)[0]
     assert torch.equal(linear(x, packed, bias).double(), reference(x, packed, bias))
+
+
+@pytest.mark.parametrize("m", [1, 3, 32])
+def test_joined_int4_weights_give_what_each_gives(m, make_packed):
+    many = [make_packed("int4", (rows, 64), group_size=32, zero_point="integer") for rows in (64, 192, 128)]
+    layouts = [build_layout(one, torch.bfloat16) for one in many]
+    whole, parts = join_layouts(layouts, [64, 192, 128], many[0].scheme, 64)
+    x = torch.randn(m, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    alone = [linear(x, one) for one in many]
+    token = many[0].scheme.token
+    assert torch.equal(linear_parts(x, (), None, token, 384, whole), torch.cat(alone, dim=1))
+    # The parts are views of the whole.
+    for one, part, y in zip(many, parts, alone, strict=True):
+        assert part.tensors[0].untyped_storage().data_ptr() == whole.tensors[0].untyped_storage().data_ptr()
+        assert torch.equal(linear_parts(x, one.tensors, None, token, one.shape[0], part), y)
+    assert join_layouts(layouts, [64, 192, 100], many[0].scheme, 64) is None
 
 
 @pytest.mark.parametrize("slow", [False, True])

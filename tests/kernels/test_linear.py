@@ -163,6 +163,16 @@ def test_a_dtype_is_slower_than_float32_by_the_clock(seconds, slow, monkeypatch)
     assert unpack.is_slower_than_float32.__wrapped__(torch.bfloat16) is slow
 
 
+def test_what_is_timed_is_in_its_dtype_on_the_cpu_wherever_it_is_asked(monkeypatch):
+    seen, real = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda x, weight: seen.append(real(x, weight)) or seen[-1])
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert unpack._seconds(dtype) > 0
+            assert {(one.dtype, one.device.type) for one in seen} == {(dtype, "cpu")}
+            seen.clear()
+
+
 def test_leading_dimensions_and_strides(make_packed):
     packed = make_packed("int4", (16, 64), group_size=32, exact=True)
     x = integers(12, 128, torch.float32).view(3, 4, 128)[:, :, ::2]

@@ -4,7 +4,7 @@ The layers are those of a Llama of hidden size 2048, intermediate size 8192, 32 
 of 64. `--layers` of its 16 blocks are built with weights of their own, so no weight is still in cache when
 its turn comes again; times are scaled to the 16.
 
-    python benchmarks/cpu_decode.py [--threads 2] [--json out.json]
+    python benchmarks/cpu_decode.py [--threads 2] [--formats int4] [--dtypes bfloat16] [--json out.json]
 
 GB/s counts the bytes of weights, scales and layouts that a row reads, over the time. On a machine that does
 other work, use `--threads 1`: threads that wait for a core hold up all others of their operation.
@@ -15,12 +15,13 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from machine import cpu_machine
 
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import Problem
@@ -83,7 +84,7 @@ def bytes_read(weight: PackedTensor, row: str) -> int:
     return weight.nbytes
 
 
-def measure(dtype: torch.dtype, layers: int, repeats: int) -> list[Measurement]:
+def measure(dtype: torch.dtype, formats: Sequence[str], layers: int, repeats: int) -> list[Measurement]:
     generator = torch.Generator().manual_seed(0)
     xs = {k: torch.randn(1, k, generator=generator).to(dtype) for _, k in SHAPES}
     name = str(dtype).removeprefix("torch.")
@@ -100,7 +101,7 @@ def measure(dtype: torch.dtype, layers: int, repeats: int) -> list[Measurement]:
         found.append(Measurement(name, what, kernel, chosen, ms, least, megabytes, megabytes / ms, speedup))
 
     record("dense", "torch", True, dense, repeats, sum(w.nbytes for w in weights))
-    for format_name in FORMATS:
+    for format_name in formats:
         layout = scheme(format_name)
         packed = [random_packed(layout, s, generator) for _ in range(layers) for s in SHAPES]
         n, k = SHAPES[4]
@@ -125,6 +126,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
@@ -132,11 +135,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     found: list[Measurement] = []
     with torch.inference_mode():
-        for dtype in (torch.bfloat16, torch.float32):
-            found += measure(dtype, arguments.layers, arguments.repeats)
-    print(
-        f"{arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
-    )
+        for dtype in arguments.dtypes.split(","):
+            formats = arguments.formats.split(",")
+            found += measure(getattr(torch, dtype), formats, arguments.layers, arguments.repeats)
+    print(f"{cpu_machine()}; {arguments.threads} threads")
     heads = ("dtype", "weights", "kernel", "ms/token", "min", "MB read", "GB/s", "speedup")
     print("{:9} {:24} {:11} {:>9} {:>7} {:>8} {:>6} {:>8}".format(*heads))
     for m in found:
@@ -147,7 +149,10 @@ def main() -> None:
         )
     print("* what the table chooses")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(m) for m in found], indent=1) + "\n")
+        given = f"--formats {arguments.formats} --dtypes {arguments.dtypes} --repeats {arguments.repeats}"
+        command = f"python benchmarks/cpu_decode.py --threads {arguments.threads} {given}"
+        record = {"machine": cpu_machine(), "command": command, "rows": [asdict(m) for m in found]}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

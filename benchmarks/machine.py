@@ -1,4 +1,4 @@
-"""What figures were measured with, in a line: the GPU, packages, and the commit of the tree."""
+"""What figures were measured with, in a line: the GPU or CPU, packages, and the commit of the tree."""
 
 import importlib.metadata
 import subprocess
@@ -6,15 +6,28 @@ from pathlib import Path
 
 import torch
 
+from quantkit.bench.machine import cpu_name
+from quantkit.cli.threads import usable_cores
+
 #: Beside torch, those that are installed.
 PACKAGES = ("triton", "transformers", "gemlite")
 
 
 def machine() -> str:
     """As "NVIDIA H200, torch 2.11.0, triton 3.6.0, commit 1234567 with changes"."""
+    return _with_versions(torch.cuda.get_device_name())
+
+
+def cpu_machine() -> str:
+    """As "2 cores of AMD EPYC (AVX512), torch 2.13.0, transformers 5.24.0, commit 1234567"."""
+    kind = torch.backends.cpu.get_cpu_capability()
+    return _with_versions(f"{usable_cores()} cores of {cpu_name()} ({kind})")
+
+
+def _with_versions(device: str) -> str:
     packages = [("torch", torch.__version__), *((name, _version(name)) for name in PACKAGES)]
     versions = [f"{name} {version}" for name, version in packages if version]
-    return ", ".join([torch.cuda.get_device_name(), *versions, commit()])
+    return ", ".join([device, *versions, commit()])
 
 
 def commit(tree: Path = Path(__file__).parent) -> str:

@@ -50,7 +50,7 @@ class Percentiles:
 class Cell:
     """What generating from `batch` prompts of `prompt` tokens each took.
 
-    `mode` is how the decoding steps were launched: `eager`, or `cuda-graph`; in older files also `compiled`.
+    `mode` is how the decoding steps ran: `eager`, `flat` or `cuda-graph`; in older files also `compiled`.
     `first_token` is in seconds; `prefill` and `decode` are tokens per second of all sequences together;
     `token_p50` and `token_p99` are seconds between two tokens of a sequence. `read_bandwidth` is bytes of
     weights per second, None where it is not known which are read; `joules` are per token that was decoded,

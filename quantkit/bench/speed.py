@@ -24,6 +24,7 @@ from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
 from quantkit.kernels.choice import likeliest
+from quantkit.model.cpu_decoding import FlatForward
 from quantkit.model.decoding import GraphedForward, plain_forward
 from quantkit.model.devices import pick_device
 from quantkit.model.generate import cache_name, last_logits
@@ -42,12 +43,27 @@ DEFAULTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "cpu": ((1, 4), (32, 128, 512), 32),
     "cuda": ((1, 8, 64), (128, 1024, 4096), 128),
 }
-#: How prompts and steps run: kernel by kernel, or as graphs. By device, those that are measured by default.
-EAGER, GRAPH = "eager", "cuda-graph"
-MODES = {"cpu": (EAGER,), "cuda": (EAGER, GRAPH)}
-#: Generations until a prompt is surely replayed: one lays out weights, for which graphs are made anew, in the
-#: next the prompt comes for the first time, and in the last it is recorded.
-_UNTIL_REPLAYED = 3
+#: How prompts and steps run: as the model's modules do, or as `generate` has them, steps as flat lists on a
+#: CPU, prompts and steps as graphs on a GPU. By device, those that are measured by default.
+EAGER, FLAT, GRAPH = "eager", "flat", "cuda-graph"
+MODES = {"cpu": (EAGER, FLAT), "cuda": (EAGER, GRAPH)}
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What steps of a mode are called, what runs them, and generations until all of them are recorded."""
+
+    name: str
+    forward: type[GraphedForward]
+    generations: int
+
+
+_RECORDED = {
+    FLAT: _Recorded("flat steps", FlatForward, 1),
+    # One lays out weights, for which graphs are made anew, in the next the prompt comes for the first time,
+    # and in the last it is recorded.
+    GRAPH: _Recorded("CUDA graph", GraphedForward, 3),
+}
 #: Tokens that a profile has.
 _PROFILED = 4
 
@@ -67,10 +83,11 @@ class Settings:
     modes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        unknown = set(self.modes or ()) - set(MODES["cuda"])
+        known = dict.fromkeys(mode for modes in MODES.values() for mode in modes)
+        unknown = set(self.modes or ()) - known.keys()
         if unknown or self.modes == ():
             given = ", ".join(map(repr, sorted(unknown))) or "none"
-            raise UsageError(f"modes are {' and '.join(MODES['cuda'])}, not {given}.")
+            raise UsageError(f"modes are {', '.join(known)}, not {given}.")
         numbers = (*(self.batches or ()), *(self.prompts or ()), self.repeats)
         if min(numbers) < 1 or (self.new_tokens is not None and self.new_tokens < 2):
             raise UsageError(
@@ -86,7 +103,9 @@ class Settings:
         batches, prompts, new_tokens = DEFAULTS[device.type]
         modes = self.modes or MODES[device.type]
         if not set(modes) <= set(MODES[device.type]):
-            raise UsageError(f"a {device.type} has no {GRAPH}: it runs {', '.join(MODES[device.type])} only.")
+            lacking = ", ".join(mode for mode in modes if mode not in MODES[device.type])
+            here = " and ".join(MODES[device.type])
+            raise UsageError(f"a {device.type} has no {lacking}: it runs {here} only.")
         batches, prompts = self.batches or batches, self.prompts or prompts
         return Grid(batches, prompts, self.new_tokens or new_tokens, modes)
 
@@ -163,7 +182,7 @@ def measure_speed(
         except torch.OutOfMemoryError:
             skipped.append(f"batch {batch} with prompts of {prompt} tokens does not fit in the GPU's memory")
         except _NoGraph as error:
-            skipped.append(f"no CUDA graph at batch {batch}, prompt {prompt}: {error}")
+            skipped.append(f"no {_RECORDED[mode].name} at batch {batch}, prompt {prompt}: {error}")
         release(device.type)
         steady = steady or used_bytes(device)
     if profile is not None:
@@ -225,7 +244,7 @@ def weight_bytes(model: Any) -> int | None:
 
 
 class _NoGraph(Exception):
-    """Why a decoding step could not be captured."""
+    """Why a decoding step could not be recorded."""
 
 
 @torch.no_grad()
@@ -247,11 +266,11 @@ def _cell(
     if cache is None:
         cache = StaticCache(config=model.config, max_cache_len=length + new_tokens)
     prefill = step = greedy_step(model, cache, plain_forward(model))
-    graphed = None
-    if mode == GRAPH:
-        graphed = GraphedForward(model)
+    graphed, recorded = None, _RECORDED.get(mode)
+    if recorded is not None:
+        graphed = recorded.forward(model).renew()
         prefill, step = greedy_step(model, cache, graphed.forward), greedy_step(model, cache, graphed)
-    for _ in range(1 if graphed is None else _UNTIL_REPLAYED):
+    for _ in range(1 if recorded is None else recorded.generations):
         generate_timed(prefill, step, cache, prompt, min(new_tokens, 4))
         if graphed is not None and graphed.refused:
             raise _NoGraph(", ".join(graphed.refused))

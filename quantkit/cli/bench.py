@@ -44,7 +44,8 @@ def bench(
     mode: Annotated[
         str | None,
         typer.Option(
-            help="How it runs, comma-separated: eager, cuda-graph.", show_default="eager; on a GPU both"
+            help="How it runs, comma-separated: eager, flat (on a CPU), cuda-graph (on a GPU).",
+            show_default="those of the device",
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Generations that count.", min=1)] = 5,

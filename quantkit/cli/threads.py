@@ -66,8 +66,7 @@ def use_threads(asked: int | None, device: str = "auto") -> None:
     short = shortage(threads)
     if short is not None and not loaded:
         # Threads that wait spin, for the next work comes within microseconds. Without cores of their own they
-        # spin on those of the threads that they wait for: decoding with two threads on one free core of two
-        # went from 18 tokens a second to 5.5. Threads that sleep cost 40 % where cores are free (26 to 15).
+        # spin on those of the threads that they wait for. Where cores are free it is sleeping that is slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 

@@ -4,16 +4,22 @@ The limits in `supports` and the crossovers in `pays` were measured with torch 2
 AVX512 machine; `benchmarks/cpu_decode.py` measures the rows again.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from quantkit.kernels.digits import DIGITS_ROW
-from quantkit.kernels.problem import KernelRow, Layout, Problem, one_plane
+from quantkit.kernels.problem import KernelRow, Layout, LayoutTensors, Problem, one_plane
 from quantkit.kernels.unpack import block_rows
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
 _INT4_GROUPS = (32, 64, 128, 256)
+#: Rows of a weight that torch's operator packs together.
+_INT4_BLOCK = 64
+#: Rows of x up to which torch's products pay.
+_INT4_ROWS, _INT8_ROWS = 32, 16
 
 
 def _inexact_scales(problem: Problem) -> str | None:
@@ -63,8 +69,8 @@ def _torch_op_pays(problem: Problem, name: str, limit: int) -> str | None:
 
 def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     rows, columns = weight.shape
-    step = -(-block_rows(columns, weight.device) // 64) * 64
-    # Blocks of 64 rows are packed on their own, so cutting at a multiple of 64 changes nothing.
+    step = -(-block_rows(columns, weight.device) // _INT4_BLOCK) * _INT4_BLOCK
+    # Blocks of rows are packed on their own, so cutting between them changes nothing.
     packed = [
         torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes(start, start + step).int(), 1)
         for start in range(0, rows, step)
@@ -76,6 +82,17 @@ def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     return torch.cat(packed), scales.to(dtype).contiguous()
 
 
+def _int4_join(
+    layouts: Sequence[LayoutTensors], rows: Sequence[int], *_: object
+) -> tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None:
+    if any(count % _INT4_BLOCK for count in rows):
+        return None
+    packed = torch.cat([one for one, _ in layouts])
+    scales = torch.cat([one for _, one in layouts], dim=1)
+    parts = zip(torch.split(packed, list(rows)), torch.split(scales, list(rows), dim=1), strict=True)
+    return (packed, scales), tuple(parts)
+
+
 def _int4_launch(
     x: torch.Tensor,
     weight: PackedTensor,
@@ -85,7 +102,8 @@ def _int4_launch(
     packed, scales = layout
     group_size = weight.scheme.group_size
     assert isinstance(group_size, int)
-    y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
+    # The operator reads scales as if they were contiguous; those of a part of joined weights are not.
+    y: torch.Tensor = torch._weight_int4pack_mm_for_cpu(x, packed, group_size, scales.contiguous())
     return y if bias is None else y.add_(bias)
 
 
@@ -120,7 +138,7 @@ def _int8_launch(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     values, scale = layout
-    y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, values, scale)
+    y: torch.Tensor = torch._weight_int8pack_mm(x, values, scale)
     return y if bias is None else y.add_(bias)
 
 
@@ -131,8 +149,8 @@ CPU_ROWS = (
         "and once more by a bias; scale * (8 - zero_point) is rounded too; holds the codes twice",
         devices=("cpu",),
         supports=_int4_supports,
-        pays=lambda problem: _torch_op_pays(problem, "int4", 32),
-        layout=Layout("torch-int4", _int4_build),
+        pays=lambda problem: _torch_op_pays(problem, "int4", _INT4_ROWS),
+        layout=Layout("torch-int4", _int4_build, _int4_join, most_rows=_INT4_ROWS),
         launch=_int4_launch,
     ),
     KernelRow(
@@ -141,7 +159,7 @@ CPU_ROWS = (
         "and once more by a bias; holds the codes twice",
         devices=("cpu",),
         supports=_int8_supports,
-        pays=lambda problem: _torch_op_pays(problem, "int8", 16),
+        pays=lambda problem: _torch_op_pays(problem, "int8", _INT8_ROWS),
         layout=Layout("torch-int8", _int8_build),
         launch=_int8_launch,
     ),

@@ -177,6 +177,11 @@ def join_layouts(
     return KernelLayout(name, dtype, whole), tuple(KernelLayout(name, dtype, part) for part in parts)
 
 
+def most_joined_rows(layout: KernelLayout) -> int:
+    """Rows of x up to which joined weights in `layout` are multiplied with."""
+    return layout_named(layout.name).most_rows
+
+
 def can_restore(layout: KernelLayout | None) -> bool:
     """Whether the words of the weight can be got back from its layout, so that they need not be kept."""
     return layout is not None and layout_named(layout.name).restore is not None

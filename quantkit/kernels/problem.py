@@ -1,6 +1,7 @@
 """What a kernel is asked, and what a row of the kernel table says about itself."""
 
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -135,6 +136,8 @@ class Layout:
         tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None,
     ] = unjoinable
     restore: Callable[[LayoutTensors, Scheme, tuple[int, int], torch.Tensor], torch.Tensor] | None = None
+    #: Rows of x up to which a row of the kernel table runs joined weights.
+    most_rows: int = sys.maxsize
 
     @property
     def whole(self) -> bool:

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from quantkit.kernels.linear import OPERATOR
-from quantkit.kernels.problem import Problem
+from quantkit.kernels.problem import Outline, Problem
 from quantkit.kernels.table import choose, log_choice
 from quantkit.model.constants import held_by, hold_constants
 from quantkit.model.fusion import count_at_the_end
@@ -46,6 +46,7 @@ FASTER: dict[Any, Callable[..., Any]] = {
     aten.neg.default: torch.neg,
     aten.pow.Tensor_Scalar: torch.pow,
     aten.rsqrt.default: torch.rsqrt,
+    aten.split_with_sizes.default: torch.split_with_sizes,
     aten.silu.default: torch.nn.functional.silu,
     aten.sin.default: torch.sin,
     aten.t.default: torch.t,
@@ -159,9 +160,12 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
     problem = Problem.on(torch.device("cpu"), x.numel() // columns, rows, columns, scheme, x.dtype, name)
     chosen = choose(problem)
     log_choice(problem, chosen)
-    weight = PackedTensor(tuple(parts), scheme, (rows, columns))
+    # Of joined weights there is nothing but the layout.
+    weight = (
+        PackedTensor(tuple(parts), scheme, (rows, columns)) if parts else Outline(scheme, (rows, columns))
+    )
     given = tuple(layout) if chosen.row.layout is not None else ()
-    scale = weight.part("column_scale")
+    scale = weight.part("column_scale") if isinstance(weight, PackedTensor) else None
     scale = None if scale is None else scale.to(x.dtype)
     launch, flat_shape = chosen.launch, (problem.m, columns)
 
@@ -169,7 +173,10 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
         flat = x.reshape(flat_shape).contiguous()
         return launch(flat if scale is None else flat * scale, weight, given, bias).view(shape)
 
-    return product
+    def plain_product(x: torch.Tensor) -> torch.Tensor:
+        return launch(x.view(flat_shape), weight, given, bias).view(shape)
+
+    return plain_product if scale is None and x.is_contiguous() else product
 
 
 def _hasten(node: Node) -> None:

@@ -6,6 +6,7 @@ first module that is called computes the product for all; each of the others, if
 tensor, takes its part of it. A module that is called with anything else computes its own.
 """
 
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from quantkit.kernels.eager import KernelLayout
-from quantkit.kernels.linear import autocast, join_layouts, linear_parts
+from quantkit.kernels.linear import autocast, join_layouts, linear_parts, most_joined_rows
 
 if TYPE_CHECKING:
     from quantkit.model.modules import PackedLinear
@@ -36,7 +37,8 @@ class _Joined:
     layout: KernelLayout
     bias: torch.Tensor | None
     rows: list[int]
-    is_even: bool
+    #: Rows of x that are too many for the product of all.
+    too_many: int
 
 
 class SharedInput:
@@ -74,7 +76,8 @@ class SharedInput:
         self._owners = tuple(
             (_reference(words), _reference(bias)) for words, bias in (member.held() for member in members)
         )
-        self._joined[dtype] = _Joined(whole, _join(biases), rows, len(set(rows)) == 1)
+        too_many = min(most_joined_rows(whole) + 1, APART if len(set(rows)) == 1 else sys.maxsize)
+        self._joined[dtype] = _Joined(whole, _join(biases), rows, too_many)
 
     def drop(self) -> None:
         """Forget the joined layouts: those of a member are no longer valid."""
@@ -93,7 +96,7 @@ class SharedInput:
             return None
         operand = autocast(x)
         joined = self._joined.get(operand.dtype)
-        if joined is None or (joined.is_even and operand.numel() >= APART * operand.shape[-1]):
+        if joined is None or operand.numel() >= joined.too_many * operand.shape[-1]:
             return None
         members = self._present()
         if not self._valid(members):

@@ -32,6 +32,8 @@ from quantkit.bench.worker import speed_of
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model import graphs
+from quantkit.model.cpu_decoding import FlatForward
+from quantkit.model.graphs import NotRecorded
 from quantkit.model.patches.generation import apply as graph_decoding
 
 from .conftest import SOURCE
@@ -92,7 +94,7 @@ def test_figures_count_what_they_say(packed: Path, monkeypatch: pytest.MonkeyPat
         str(packed), Settings("cpu", batches=(1, 3), prompts=(4, 8), new_tokens=3, repeats=2), profile=None
     )
     assert [(cell.batch, cell.prompt, cell.mode) for cell in found.cells] == [
-        (batch, prompt, "eager") for batch in (1, 3) for prompt in (4, 8)
+        (batch, prompt, mode) for batch in (1, 3) for prompt in (4, 8) for mode in ("eager", "flat")
     ]
     for cell in found.cells:
         assert cell.first_token.median == cell.token_p50 == cell.token_p99 == 1
@@ -147,6 +149,27 @@ def test_what_is_timed_is_recorded_before(packed: Path, monkeypatch: pytest.Monk
     speed._cell(model, prompts_of(Settings(), packed, 512)(2, 9), mode, 5, 4, None, EnergyMeter(CPU))
     assert before[-4:] == [len(recorded)] * 4
     assert (len(recorded) >= 2) is (mode != "eager")
+
+
+def test_flat_steps_are_those_of_generate_or_the_reason_is_noted(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    real = FlatForward.step
+    monkeypatch.setattr(FlatForward, "step", lambda *given: steps.append(1) or real(*given))
+    settings = Settings("cpu", batches=(1,), prompts=(4,), new_tokens=3, repeats=2)
+    found = speed.measure_speed(str(packed), settings)
+    assert [cell.mode for cell in found.cells] == ["eager", "flat"]
+    # Two tokens of a generation that does not count, and of two that do.
+    assert len(steps) == 6
+
+    def fails(*_: Any) -> Any:
+        raise NotRecorded("not today")
+
+    monkeypatch.setattr("quantkit.model.cpu_decoding.flat", fails)
+    found = speed.measure_speed(str(packed), settings)
+    assert [cell.mode for cell in found.cells] == ["eager"]
+    assert "no flat steps at batch 1, prompt 4: not today" in found.notes
 
 
 def test_weight_bytes_are_those_of_the_file(packed: Path) -> None:
@@ -211,10 +234,10 @@ def test_settings_are_checked(wrong: dict[str, Any]) -> None:
 
 def test_modes_are_those_of_the_device_or_the_ones_asked_for() -> None:
     assert Settings().on(torch.device("cuda")).modes == ("eager", "cuda-graph")
-    assert Settings().on(torch.device("cpu")).modes == ("eager",)
+    assert Settings().on(torch.device("cpu")).modes == ("eager", "flat")
     asked = Settings(modes=("cuda-graph",))
     assert asked.on(torch.device("cuda")).modes == ("cuda-graph",)
-    with pytest.raises(UsageError, match="a cpu has no cuda-graph: it runs eager only"):
+    with pytest.raises(UsageError, match="a cpu has no cuda-graph: it runs eager and flat only"):
         asked.on(torch.device("cpu"))
 
 
@@ -227,8 +250,8 @@ def test_a_fresh_process_gives_the_same_kind_of_figures(packed: Path, tmp_path: 
         profile=trace,
         progress=lambda *line: told.append(line),
     )
-    assert told == [(0, 1, "int4: batch 1, prompt 4, eager")]
-    assert len(found.cells) == 1 and found.notes[0].startswith("prompts of 600 tokens were left out")
+    assert told == [(n, 2, f"int4: batch 1, prompt 4, {mode}") for n, mode in enumerate(("eager", "flat"))]
+    assert len(found.cells) == 2 and found.notes[0].startswith("prompts of 600 tokens were left out")
     events = json.loads(trace.read_text())["traceEvents"]
     assert any("quantkit" in str(event.get("name")) for event in events)
     # Libraries are resident there, and little else.

@@ -35,7 +35,8 @@ def test_bench_writes_what_it_prints(
     found = read_benchmark(file).speed
     assert found is not None and found == read_benchmark(report / "bench.json").speed
     assert [one.label for one in found] == ["int4", "stories260K"]
-    assert [(cell.batch, cell.prompt) for one in found for cell in one.cells] == [(1, 4), (2, 4)] * 2
+    cells = [(batch, 4, mode) for batch in (1, 2) for mode in ("eager", "flat")]
+    assert [(cell.batch, cell.prompt, cell.mode) for one in found for cell in one.cells] == cells * 2
     for cell in found[0].cells:
         assert f"{cell.decode.median:.3g} ({cell.decode.low:.3g} to" in done.out
     assert f"quantkit bench {packed} --against" in (report / "bench.md").read_text()

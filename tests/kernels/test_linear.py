@@ -5,11 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import quantkit
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import KernelError
-from quantkit.kernels.linear import build_layout, linear, linear_parts
+from quantkit.kernels import unpack
+from quantkit.kernels.linear import build_layout, join_layouts, linear, linear_parts
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
 from quantkit.kernels.table import FORCE_VARIABLE, ROWS, explain
 from quantkit.kernels.unpack import BLOCK_WEIGHTS
@@ -114,6 +116,61 @@ def test_unpack_crosses_block_boundaries(make_packed, reference, monkeypatch, po
     packed = make_packed("int4", (37, 172), group_size=32, zero_point="integer", exact=True)
     x, bias = integers(3, 172, torch.float32), integers(1, 37, torch.float32)[0]
     assert torch.equal(linear(x, packed, bias).double(), reference(x, packed, bias))
+
+
+@pytest.mark.parametrize("m", [1, 3, 32])
+def test_joined_int4_weights_give_what_each_gives(m, make_packed):
+    many = [make_packed("int4", (rows, 64), group_size=32, zero_point="integer") for rows in (64, 192, 128)]
+    layouts = [build_layout(one, torch.bfloat16) for one in many]
+    whole, parts = join_layouts(layouts, [64, 192, 128], many[0].scheme, 64)
+    x = torch.randn(m, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    alone = [linear(x, one) for one in many]
+    token = many[0].scheme.token
+    assert torch.equal(linear_parts(x, (), None, token, 384, whole), torch.cat(alone, dim=1))
+    # The parts are views of the whole.
+    for one, part, y in zip(many, parts, alone, strict=True):
+        assert part.tensors[0].untyped_storage().data_ptr() == whole.tensors[0].untyped_storage().data_ptr()
+        assert torch.equal(linear_parts(x, one.tensors, None, token, one.shape[0], part), y)
+    assert join_layouts(layouts, [64, 192, 100], many[0].scheme, 64) is None
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_unpack_multiplies_in_float32_where_that_is_faster(
+    dtype, slow, make_packed, reference, relative_error, monkeypatch
+):
+    monkeypatch.setenv(FORCE_VARIABLE, "unpack")
+    monkeypatch.setattr(unpack, "is_slower_than_float32", lambda _: slow)
+    packed = make_packed("nf4", (37, 172), group_size=32)
+    x = torch.randn(3, 172, generator=torch.Generator().manual_seed(0)).to(dtype)
+    bias = torch.ones(37, dtype=dtype)
+    seen, real = set(), F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: seen.add(x.dtype) or real(x, *rest))
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            y = linear(x, packed, bias)
+        assert y.dtype == dtype
+        if slow:
+            # Rounded once, from float32.
+            assert torch.equal(y, real(x.float(), packed.dequantize(), bias.float()).to(dtype))
+        assert relative_error(y, reference(x, packed, bias)) < ERROR[dtype]
+    assert seen == {torch.float32 if slow else dtype}
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [(0.5, False), (1.1, False), (2.0, True)])
+def test_a_dtype_is_slower_than_float32_by_the_clock(seconds, slow, monkeypatch):
+    monkeypatch.setattr(unpack, "_seconds", lambda dtype: 1.0 if dtype == torch.float32 else seconds)
+    assert unpack.is_slower_than_float32.__wrapped__(torch.bfloat16) is slow
+
+
+def test_what_is_timed_is_in_its_dtype_on_the_cpu_wherever_it_is_asked(monkeypatch):
+    seen, real = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda x, weight: seen.append(real(x, weight)) or seen[-1])
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert unpack._seconds(dtype) > 0
+            assert {(one.dtype, one.device.type) for one in seen} == {(dtype, "cpu")}
+            seen.clear()
 
 
 def test_leading_dimensions_and_strides(make_packed):

@@ -66,7 +66,8 @@ def test_autocast_casts_x_and_bias(dtype, make_packed):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, expected = linear(x, packed, bias), torch.nn.functional.linear(x, packed.dequantize(), bias)
     assert y.dtype == expected.dtype
-    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    # Dense weights are rounded to bfloat16 first.
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=1e-1)
     torch.testing.assert_close(y, linear(x.bfloat16(), packed, bias.bfloat16()), rtol=0, atol=0)
 
 

@@ -46,7 +46,7 @@ BEGIN_UNITS, SUMS_UNITS = 4, 3
 LONE = 2 / 3
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
-    "warps": (8, 16),
+    "warps": (4, 8, 16),
     "parts": (1, 2, 4, 7, 8),
     "ahead": (2, 4),
     "wgmma": (False, True),
@@ -67,7 +67,7 @@ class NarrowTile:
 
 
 #: The tiles that rules choose among: fewer parts first, and larger programs.
-_RULED = [NarrowTile(warps, parts) for parts in VALUES["parts"] for warps in VALUES["warps"][::-1]]
+_RULED = [NarrowTile(warps, parts) for parts in VALUES["parts"] for warps in (16, 8)]
 #: From so many rows of x on rules have warps multiply together (145 in docs/kernels-log.md).
 LEAST_WGMMA = 9
 

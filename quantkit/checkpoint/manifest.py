@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.checkpoint.durable import hash_file, is_inside, is_plain_name, read_inside, write_file
+from quantkit.checkpoint.lock import DirectoryLock, locked
 from quantkit.errors import CheckpointError
 from quantkit.files import os_error_text, parse_json, shown
 
@@ -80,9 +81,21 @@ def manifest_bytes(content: Mapping[str, Any]) -> bytes:
     return pretty_json({**rest, OWN_HASH: hashlib.sha256(pretty_json(rest)).hexdigest()})
 
 
-def extend_manifest(directory: Path, values: Mapping[str, Any]) -> None:
-    """Add keys to the manifest of a finished directory, in one step; `OutputError` on failure."""
-    write_file(directory, MANIFEST_NAME, [manifest_bytes({**read_manifest(directory), **values})])
+def extend_manifest(directory: Path, values: Mapping[str, Any], lock: DirectoryLock | None = None) -> None:
+    """Add keys to the manifest of a finished directory, in one step.
+
+    `lock` is that of the directory where the caller holds it; without, it is taken for the time of this call.
+    `CheckpointError` for a manifest that has changed since it was written, which would get a valid hash here;
+    `OutputError` if another process writes to the directory or the disk fails.
+    """
+    if lock is None:
+        with locked(directory) as own:
+            return extend_manifest(directory, values, own)
+    if problems := verify_manifest(directory):
+        raise CheckpointError(f"{directory}: {problems[0]}. {_REWRITE}")
+    content = read_manifest(directory)
+    lock.check()
+    write_file(directory, MANIFEST_NAME, [manifest_bytes({**content, **values})])
 
 
 def pretty_json(value: Mapping[str, Any]) -> bytes:

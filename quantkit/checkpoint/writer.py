@@ -62,14 +62,14 @@ class OutputDirectory:
     """The one writer of an output directory. Made by `open`, used in a `with` block.
 
     Leaving the block gives up the lock; what was finished by then stays. Nothing is written once the
-    lock is lost. `complete` says that the directory holds the finished checkpoint of this run and there is
-    nothing left to write.
+    lock is lost, which `lock.check` tells. `complete` says that the directory holds the finished checkpoint
+    of this run and there is nothing left to write.
     """
 
     def __init__(self, path: Path, lock: DirectoryLock, run: Mapping[str, Any], start: Start) -> None:
         self.path = path
         self.complete = start.journal is None
-        self._lock = lock
+        self.lock = lock
         self._run = run
         self._journal = start.journal
         self._entries = dict(start.entries)
@@ -153,7 +153,7 @@ class OutputDirectory:
     ) -> None:
         if self._journal is not None:
             self._journal.close()
-        self._lock.release()
+        self.lock.release()
 
     def is_done(self, filename: str) -> bool:
         """Whether the shard is on the disk and need not be written."""
@@ -189,13 +189,13 @@ class OutputDirectory:
             yield file
             # Before the rename, so that details that are not JSON leave no file behind.
             detail = json.loads(json.dumps(file.detail))
-            self._lock.check()
+            self.lock.check()
             entry = Entry(file.commit(), detail)
         except BaseException:
             file.discard()
             raise
         with self._mutex:
-            self._lock.check()
+            self.lock.check()
             journal.append(entry)
             self._entries[filename] = entry
 
@@ -205,7 +205,7 @@ class OutputDirectory:
         Its name stays quantkit's own, and a later run finds the file missing and not done.
         """
         with self._mutex:
-            self._lock.check()
+            self.lock.check()
             del self._entries[filename]
         with writing(self.path / filename):
             (self.path / filename).unlink(missing_ok=True)
@@ -250,13 +250,13 @@ class OutputDirectory:
         found = {} if check is None else check()
         own = {"run": dict(self._run), "run_sha256": run_hash(self._run), "files": files}
         self._write(MANIFEST_NAME, [manifest_bytes({**manifest, **found, **own})])
-        self._lock.check()
+        self.lock.check()
         file, _ = prepare_file(self.path, CONFIG_NAME, [config_bytes])
         try:
             with writing(file.path):
                 sync_directory(self.path)
             journal.remove()
-            self._lock.check()
+            self.lock.check()
             with writing(file.path):
                 file.publish()
         finally:
@@ -266,14 +266,14 @@ class OutputDirectory:
 
     def _write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileRecord:
         """Write a whole file under the lock."""
-        self._lock.check()
+        self.lock.check()
         return write_file(self.path, name, chunks)
 
     def _claim(self, names: Sequence[str]) -> Journal:
         """Make `names` quantkit's own, after which files of these names may be written."""
         assert self._journal is not None, "a complete directory is not written to"
         with self._mutex:
-            self._lock.check()
+            self.lock.check()
             for name in names:
                 path = self.path / name
                 if name not in self._claimed and _is_there(path):

@@ -313,6 +313,7 @@ def changed(line: Any, place: tuple[Any, ...], *value: object) -> bytes:
     return canonical_json(line)
 
 
+@pytest.mark.fault(65)
 def test_a_damaged_line_of_the_journal_is_named_with_a_remedy_that_works(out: Path, source: Path) -> None:
     reference = out.with_name("reference")
     drive(reference, source, Mode.NEW)
@@ -350,6 +351,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.fault(65)
 def test_damaged_figures_of_a_finished_directory_are_refused(out: Path, source: Path) -> None:
     drive(out, source, Mode.NEW)
     text = (out / MANIFEST_NAME).read_text()

@@ -429,6 +429,7 @@ def test_a_writer_that_lost_its_lock_leaves_the_other_one_alone(
         other.__exit__(None, None, None)
 
 
+@pytest.mark.fault(62)
 @pytest.mark.parametrize("after", ["check", "manifest", "journal"])
 def test_config_appears_last(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes], after: str

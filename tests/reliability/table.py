@@ -235,17 +235,22 @@ FAULTS: dict[str, dict[int, Fault]] = {
             "is removed",
         ),
         61: Fault("EIO, short writes, fsync that fails", "resumable", "the file is not marked as done"),
-        62: Fault("SIGKILL at any time", "resumable", "bit-identical"),
+        62: Fault("SIGKILL at any time, also in the check of the result", "resumable", "bit-identical"),
         63: Fault(
             "SIGINT, SIGTERM",
             "resumable",
             "ends after the jobs in work, and drops the shard in work; exit codes 130 and 143",
         ),
         64: Fault(
-            "two processes, one directory", "error", "LOCKED, with process, host and time of the other"
+            "two processes, one directory",
+            "error",
+            "LOCKED, with process, host and time of the other, until the result is checked and finished; who "
+            "lost the lock, as its file was removed, stops and leaves the other's files",
         ),
         65: Fault(
-            "a resume with other options, version or source", "error", "lists what differs, old -> new"
+            "a resume with other options, version or source; a damaged journal or manifest",
+            "error",
+            "lists what differs, old -> new; names the line of the journal and the remedy, which keeps files",
         ),
         66: Fault("temporary files of a dead process", "fallback", "removed, by who holds the lock"),
         67: Fault("umask and permissions", "fallback", "files 0644 less the umask, whatever the source has"),

@@ -135,13 +135,13 @@ def verify_manifest(directory: Path) -> list[Problem]:
 
 
 def unlisted_files(directory: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Names of files in `directory` that the manifest says nothing of, less hidden ones, sorted."""
+    """Names of all in `directory` that the manifest says nothing of, sorted; a folder's ends in `/`."""
     known = {*manifest["files"], MANIFEST_NAME}
     try:
         return sorted(
-            path.name
+            f"{path.name}/" if path.is_dir() else path.name
             for path in directory.iterdir()
-            if path.name not in known and not path.name.startswith(".") and path.is_file()
+            if path.name not in known
         )
     except OSError as error:
         raise CheckpointError(f"cannot list {directory}: {os_error_text(error)}. Check the disk.") from error
@@ -163,7 +163,7 @@ def verify_files(
     problems = [
         Problem(name, "extra", f"{name} is not in the manifest")
         for name in unlisted_files(directory, manifest)
-        if name.endswith(_OF_WEIGHTS)
+        if name.rstrip("/").endswith(_OF_WEIGHTS)
     ]
     for name, entry in files.items():
         problem = _file_problem(directory / name, entry, progress if contents else None, contents)
@@ -180,7 +180,8 @@ def _file_problem(
     except OSError as error:
         raise CheckpointError(f"cannot examine {path}: {os_error_text(error)}. Check the disk.") from error
     if size is None:
-        return Problem(path.name, "missing", f"{path.name} is missing")
+        there = "is no file" if path.is_symlink() or path.exists() else "is missing"
+        return Problem(path.name, "missing", f"{path.name} {there}")
     if not is_inside(path):
         return Problem(path.name, "link", f"{path.name} links out of the directory")
     if size != entry["size"]:

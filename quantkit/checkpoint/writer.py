@@ -90,7 +90,7 @@ class OutputDirectory:
         """Lock `out`, creating it if needed, and find out what is left to write.
 
         `run` is JSON-able and holds everything that determines the bytes of the output: a resume
-        with another `run` is refused. `expected_bytes` is the size of all shards together. On
+        with another `run` is refused. `expected_bytes` is about the size of all files together. On
         resume the finished files are hashed; `progress` is called with the number of bytes hashed
         since its last call. Every refusal is an `OutputError`, and nothing was changed then.
         """

@@ -37,7 +37,7 @@ _License = Annotated[
 def report(
     directory: options.PackedDirectory,
     out_directory: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Where README.md and plots go.")
+        Path, typer.Option("--out", "-o", metavar="DIR", readable=False, help="Where README.md and plots go.")
     ] = Path("card"),
     evaluation: _Evaluation = None,
     benchmarks: _Benchmarks = None,

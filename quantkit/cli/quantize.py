@@ -28,6 +28,7 @@ def quantize(
         Path,
         typer.Argument(
             metavar="OUT",
+            readable=False,  # typer would refuse what cannot be listed in its own words
             help="The directory to write; new, empty or, with --resume or --overwrite, an earlier output.",
         ),
     ],

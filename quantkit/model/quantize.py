@@ -44,6 +44,9 @@ from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, ZeroPoint
 from quantkit.progress import Advance, Progress, counting
 
+#: About what header, index, journal and manifest together say of a tensor of the output.
+RECORD_BYTES = 1 << 10
+
 
 @dataclass(frozen=True)
 class QuantizeResult:
@@ -317,11 +320,11 @@ def quantize(
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
         run = {**run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
-        _check_alike(ranks, run, calibrated)
+        _check_alike(ranks, {**run, "source": checkpoint.fingerprint(of_copies=True)}, calibrated)
         report = counting(_work(planned, calibrated), progress if ranks.first else None)
         output = None
         if ranks.first:
-            expected = planned.output_bytes + (0 if calibrated is None else calibrated.work_bytes)
+            expected = _bytes_to_write(checkpoint, planned, calibrated)
             opened = OutputDirectory.open(Path(out), checkpoint.directory, mode, run, expected)
             output = stack.enter_context(opened)
             if on_plan is not None:
@@ -400,6 +403,13 @@ def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration |
                 f"they differ in {', '.join(differing)}. Start all ranks with one command, on one host or on "
                 "hosts that have the same files."
             )
+
+
+def _bytes_to_write(checkpoint: Checkpoint, planned: Plan, calibrated: Calibration | None) -> int:
+    """About all bytes of the output, and those of the work files that are there before."""
+    work = 0 if calibrated is None else calibrated.work_bytes
+    side = sum(checkpoint.stamps[path].size for path in checkpoint.side_files)
+    return planned.output_bytes + work + side + RECORD_BYTES * len(planned.weight_map)
 
 
 def _work(planned: Plan, calibrated: Calibration | None) -> int:

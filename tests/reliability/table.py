@@ -227,7 +227,11 @@ FAULTS: dict[str, dict[int, Fault]] = {
     "Files and processes": {
         57: Fault("an output that is not empty", "error", "before a weight is read, and nothing is touched"),
         58: Fault("an output that is, is in, or holds the source", "error", "also through links"),
-        59: Fault("no parent, a read-only one, a file in the way", "error", "before a weight is read"),
+        59: Fault(
+            "no parent, a read-only one, a file in the way, an output that cannot be listed",
+            "error",
+            "before a weight is read",
+        ),
         60: Fault(
             "a full disk",
             "resumable",
@@ -257,8 +261,9 @@ FAULTS: dict[str, dict[int, Fault]] = {
         68: Fault(
             "a source that changes during the run",
             "error",
-            "found by size and modification time, of config, index and shards, at every read and at the end; "
-            "nothing passes for finished",
+            "found by size, times of modification and change, and inode, of config, index, shards and side "
+            "files, at every read and at the end; nothing passes for finished. On a resume by size and times "
+            "of config, index and shards: a copy of them with other times of change is another source",
         ),
     },
     "Hardware and software": {

@@ -67,6 +67,17 @@ def fail_in_shard(monkeypatch: pytest.MonkeyPatch, number: int, fail: Callable[[
     monkeypatch.setattr(OutputDirectory, "shard", failing)
 
 
+#: What a file of a source may go through, and is still there.
+CHANGES = ("touch", "truncate", "rewrite", "replace")
+
+
+def write_again(path: Path, target: Path) -> None:
+    """Write to `target` as many bytes as `path` has, with its time of modification."""
+    before = path.stat()
+    target.write_bytes(path.read_bytes())
+    os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*arguments: object) -> None:
         raise AssertionError("a weight was read before the output was accepted")
@@ -351,8 +362,13 @@ def test_permissions_are_those_of_the_umask(run: Run, source: Path, out: Path, u
 
 
 @pytest.mark.fault(68)
-@pytest.mark.parametrize("name", [WEIGHTS, CONFIG])
-@pytest.mark.parametrize("change", ["touch", "truncate", "remove"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, change) for name in (WEIGHTS, CONFIG) for change in (*CHANGES, "remove")),
+        *(("tokenizer.json", change) for change in CHANGES),
+    ],
+)
 def test_a_source_that_changes_during_the_run(
     run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: str
 ) -> None:
@@ -363,6 +379,11 @@ def test_a_source_that_changes_during_the_run(
             os.utime(path, ns=(1, 1))
         elif change == "truncate":
             os.truncate(path, path.stat().st_size - 1)
+        elif change == "rewrite":
+            write_again(path, path)
+        elif change == "replace":
+            write_again(path, path.with_name("other"))
+            path.with_name("other").replace(path)
         else:
             path.unlink()
 
@@ -380,7 +401,11 @@ def test_a_source_that_changes_during_the_run(
     if change == "remove":
         return
     message = Message(out, "source: ", "(old -> new)", "start over with --overwrite")
-    if change == "touch":
+    if name == "tokenizer.json":
+        # It is copied as a whole, after all else.
+        assert run(*command(source, out, "--resume")).code == 0
+        assert (out / name).read_bytes() == path.read_bytes()
+    elif change in ("touch", "rewrite", "replace"):
         refused(run, command(source, out, "--resume"), OutputError, message, source.parent)
 
 
@@ -471,3 +496,50 @@ def test_a_result_that_was_not_run_is_not_finished(
     resumes(run, checked(source, out), out, snapshot(out.with_name("whole")))
     # One that is finished and was not run is, if it is asked for.
     resumes(run, checked(source, copy), copy, snapshot(out))
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, out: Path, *names: str) -> None:
+    """As for others than root, to whom permissions are nothing: functions of `os` that fail in `out`."""
+
+    def denied(name: str) -> Callable[..., Any]:
+        original = getattr(os, name)
+
+        def call(path: Any = ".", *rest: Any, **options: Any) -> Any:
+            inside = not isinstance(path, int) and Path(path).is_relative_to(out)
+            if not inside or (name in ("stat", "open") and Path(path) == out):
+                return original(path, *rest, **options)
+            if name == "access":
+                return False
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(os, name, denied(name))
+
+
+@pytest.mark.fault(59)
+def test_an_output_that_cannot_be_listed(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out.mkdir()
+    message = Message(out, "Permission denied (EACCES)", "cannot list the output", "Make it readable")
+    with monkeypatch.context() as patch:
+        deny(patch, out, "access", "listdir", "scandir")
+        refused(run, command(source, out), OutputError, message, source)
+    assert not [*out.iterdir()]
+
+
+@pytest.mark.fault(59)
+@pytest.mark.parametrize("names", [("open",), ("listdir",), ("stat", "open")], ids=str)
+@pytest.mark.parametrize("name", ["verify", "inspect"])
+def test_a_checkpoint_that_cannot_be_listed(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, name: str, names: tuple[str, ...]
+) -> None:
+    assert run(*command(source, out)).code == 0
+    if name == "inspect" and names == ("listdir",):
+        return  # It needs one file, whose name it knows.
+    deny(monkeypatch, out, "access", "scandir", *names)
+    done = run(name, out, *(("--no-reload",) if name == "verify" else ()))
+    message = Message(out, "Permission denied", "cannot", ".")
+    check_message(done, CheckpointError, message)

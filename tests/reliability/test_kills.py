@@ -126,6 +126,7 @@ class Run:
     def calls(self) -> int:
         """How many calls of a run change the disk."""
         place = self.place / "counted"
+        shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         with Injection([place], 0, Fault.KILL).active() as counted:
             self.quantize(place)

@@ -56,6 +56,8 @@ def check_finished(output: OutputDirectory, device: torch.device) -> str | None:
 
 
 def _why_not(needed: int, device: torch.device) -> str | None:
+    # What quantizing has left in torch's cache counts as used.
+    memory.trim_cache(device)
     free = memory.free_memory(device)
     if needed <= free:
         return None

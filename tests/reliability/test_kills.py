@@ -215,7 +215,7 @@ def test_kills_until_the_result_is_checked(checked: Run, count: int) -> None:
 def test_kills_before_the_last_calls_that_change_the_disk(checked: Run, few: bool) -> None:
     """From the manifest on: between the stored logits and the name of config.json."""
     calls = checked.calls()
-    for n in range(calls - 14, calls + 1, 5 if few else 1):
+    for n in range(calls - 14, calls + 1, 8 if few else 1):
         assert checked.start("last", n).wait() == -signal.SIGKILL
         checked.judge("last")
         checked.check("last")

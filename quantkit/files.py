@@ -206,23 +206,35 @@ class TempFile:
         os.fsync(self.fd)
 
     def publish(self, *, durable: bool = True) -> None:
-        """Give the synced file its final name, durably or not."""
-        self._close()
+        """Give the synced file its final name, durably or not; `OSError` if another file has its place."""
+        if not self._is_there():
+            raise OSError(errno.ESTALE, "another process removed or replaced the temporary file")
         self._temp.replace(self.path)
+        self.close()
         if durable:
             sync_directory(self.path.parent)
 
     def discard(self) -> None:
         """Remove the temporary file. Never raises: the error that led here is the one to show."""
         with suppress(OSError):
-            self._close()
+            # Where another process writes too, the name may be that of its file.
+            if self.fd >= 0 and self._is_there():
+                self._temp.unlink(missing_ok=True)
         with suppress(OSError):
-            self._temp.unlink(missing_ok=True)
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Let go of the file under the name that it has; does nothing the second time."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def _is_there(self) -> bool:
+        """Whether the temporary name is still that of the open file."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), self._temp.lstat())
+        except FileNotFoundError:
+            return False
 
 
 def replace_file(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:

@@ -92,10 +92,23 @@ def disk_memory(directory: Path, size: int) -> mmap.mmap:
 
 def write_file(directory: Path, name: str, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write `chunks` as `directory/name`, replacing it in one step; `OutputError` on failure."""
-    path = directory / name
+    file, record = prepare_file(directory, name, chunks)
+    with writing(file.path):
+        try:
+            file.publish()
+        except BaseException:
+            file.discard()
+            raise
+    return record
+
+
+def prepare_file(
+    directory: Path, name: str, chunks: Iterable[bytes | memoryview]
+) -> tuple[TempFile, FileRecord]:
+    """Write `chunks` to the disk under the temporary name of `name`; `OutputError` on failure."""
     digest = hashlib.sha256()
     size = 0
-    with writing(path):
+    with writing(directory / name):
         file = TempFile(directory, name)
         try:
             for chunk in chunks:
@@ -103,11 +116,10 @@ def write_file(directory: Path, name: str, chunks: Iterable[bytes | memoryview])
                 digest.update(chunk)
                 size += len(chunk)
             file.sync()
-            file.publish()
         except BaseException:
             file.discard()
             raise
-    return FileRecord(name, digest.hexdigest(), size)
+    return file, FileRecord(name, digest.hexdigest(), size)
 
 
 def read_blocks(path: Path) -> Iterator[memoryview]:

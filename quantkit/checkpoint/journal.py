@@ -1,14 +1,16 @@
 """The journal of an unfinished output directory: which run writes it and what is done.
 
-One JSON object per line. The first is `{"run": ...}`, the record of everything that determines the
-bytes. `{"claim": [names]}` comes before files of these names may appear, so that a later run knows
-them as quantkit's own; `{"file", "sha256", "size", "detail"}` comes after a file is on the disk.
+One JSON object per line, each with its own hash: `line_sha256` is that of the canonical JSON of the
+other keys. The first is `{"run": ...}`, the record of everything that determines the bytes.
+`{"claim": [names]}` comes before files of these names may appear, so that a later run knows them as
+quantkit's own; `{"file", "sha256", "size", "detail"}` comes after a file is on the disk.
 """
 
 import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +18,11 @@ from typing import Any
 
 from quantkit.checkpoint.durable import FileRecord, is_plain_name, read_inside, write_file, writing
 from quantkit.errors import OutputError
-from quantkit.files import os_error_text, parse_json, sync_directory, write_all
+from quantkit.files import os_error_text, parse_json, shown, sync_directory, write_all
 
 JOURNAL_NAME = ".quantkit-journal.jsonl"
-#: Of a longer one the rest is left out, like what is damaged.
+LINE_HASH = "line_sha256"
+#: Of a longer one the rest is left out, like a line that is cut off.
 MAX_JOURNAL_BYTES = 1 << 30
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHOWN_DIFFERENCES = 20
@@ -88,8 +91,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def read_journal(directory: Path) -> JournalState | None:
     """The journal of `directory`, or None if it has none.
 
-    Everything from the first line that is torn or damaged on is left out: what it said is done is
-    done again. `OutputError` if the journal cannot be read or its first line is damaged.
+    A last line without its end is left out: its writer was interrupted, and what it said is done is done
+    again. `OutputError` if the journal cannot be read, or a line of it has changed since it was written.
     """
     path = directory / JOURNAL_NAME
     try:
@@ -100,53 +103,75 @@ def read_journal(directory: Path) -> JournalState | None:
         raise OutputError(
             f"cannot read {path}: {os_error_text(error)}. Make it readable or remove the directory."
         ) from error
-    lines = _whole_lines(data)
-    first = next(lines, None)
-    if first is None or not isinstance(first[0].get("run"), dict):
-        raise OutputError(
-            f"{path} is damaged: its first line does not hold the run record. "
-            "Remove the directory and start anew."
-        )
-    length = first[1]
+    *raws, _ = data.split(b"\n")
+    if not raws:
+        raise _damaged(path, 1, "it is not whole")
+    run: dict[str, Any] = {}
     entries: dict[str, Entry] = {}
     claimed: set[str] = set()
-    for line, end in lines:
-        if "claim" in line:
+    for number, raw in enumerate(raws, 1):
+        try:
+            line = _content(raw)
+            if not _is_line(line, first=number == 1):
+                raise ValueError("it has other keys or values than a line has")
+        except ValueError as error:
+            raise _damaged(path, number, str(error)) from None
+        if number == 1:
+            run = line["run"]
+        elif "claim" in line:
             claimed.update(line["claim"])
         else:
             entry = Entry(FileRecord(line["file"], line["sha256"], line["size"]), line["detail"])
             entries[entry.record.file] = entry
-        length = end
-    return JournalState(first[0]["run"], entries, frozenset(claimed | entries.keys()), length)
+    length = sum(len(raw) + 1 for raw in raws)
+    return JournalState(run, entries, frozenset(claimed | entries.keys()), length)
 
 
-def _whole_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each valid line with the offset of its end, up to the first that is not valid."""
-    end = 0
-    for raw in data.splitlines(keepends=True):
-        try:
-            line = parse_json(raw, "the line")
-        except ValueError:
-            return
-        if not raw.endswith(b"\n") or not _is_line(line, first=end == 0):
-            return
-        end += len(raw)
-        yield line, end
+def _line(content: Mapping[str, Any]) -> bytes:
+    """A line with its hash and its end."""
+    # Parsed once: keys that are numbers are sorted as the texts that they become.
+    plain = json.loads(canonical_json(content))
+    digest = hashlib.sha256(canonical_json(plain)).hexdigest()
+    return canonical_json({**plain, LINE_HASH: digest}) + b"\n"
 
 
-def _is_line(line: Mapping[str, Any], *, first: bool) -> bool:
+def _content(raw: bytes) -> dict[str, Any]:
+    """What a line says without its hash; `ValueError` if a byte of it is another than was written."""
+    line = parse_json(raw, "it")
+    content = {key: value for key, value in line.items() if key != LINE_HASH}
+    if LINE_HASH not in line:
+        raise ValueError(f"it has no hash {LINE_HASH!r}")
+    if raw + b"\n" != _line(content):
+        raise ValueError(f"its hash {LINE_HASH!r} is {shown(line[LINE_HASH])}, not that of its content")
+    return content
+
+
+def _damaged(path: Path, number: int, problem: str) -> OutputError:
+    at = f"{path} is damaged in line {number}"
+    if number == 1:
+        return OutputError(
+            f"{at}, which does not hold the run record: {problem}. Remove {path.parent} and start anew."
+        )
+    return OutputError(
+        f"{at}: {problem}. Remove that line, such as with sed -i {number}d {shlex.quote(str(path))}, and run "
+        "the same command with --resume, which writes its file again; or remove "
+        f"{path.parent} and start anew."
+    )
+
+
+def _is_line(content: Mapping[str, Any], *, first: bool) -> bool:
     if first:
-        return line.keys() == {"run"}
-    if line.keys() == {"claim"}:
+        return content.keys() == {"run"} and isinstance(content["run"], dict)
+    if content.keys() == {"claim"}:
         # Names are checked because OVERWRITE deletes what a journal lists.
-        return isinstance(line["claim"], list) and all(map(is_plain_name, line["claim"]))
+        return isinstance(content["claim"], list) and all(map(is_plain_name, content["claim"]))
     return (
-        line.keys() == {"file", "sha256", "size", "detail"}
-        and is_plain_name(line["file"])
-        and isinstance(line["sha256"], str)
-        and bool(_SHA256.fullmatch(line["sha256"]))
-        and type(line["size"]) is int
-        and isinstance(line["detail"], dict)
+        content.keys() == {"file", "sha256", "size", "detail"}
+        and is_plain_name(content["file"])
+        and isinstance(content["sha256"], str)
+        and bool(_SHA256.fullmatch(content["sha256"]))
+        and type(content["size"]) is int
+        and isinstance(content["detail"], dict)
     )
 
 
@@ -164,18 +189,18 @@ class Journal:
     @classmethod
     def create(cls, directory: Path, run: Mapping[str, Any]) -> "Journal":
         """Start the journal of `run`; it appears with its first line or not at all."""
-        line = canonical_json({"run": run}) + b"\n"
-        return cls(directory, write_file(directory, JOURNAL_NAME, [line]).size)
+        return cls(directory, write_file(directory, JOURNAL_NAME, [_line({"run": run})]).size)
 
     def claim(self, names: Sequence[str]) -> None:
         """Record that files of these names are quantkit's, before they appear."""
-        self._append(canonical_json({"claim": list(names)}))
+        # Twice: who removes a damaged line must not make strangers of the files that it named.
+        self._append(2 * _line({"claim": list(names)}))
 
     def append(self, entry: Entry) -> None:
         """Record a file as done."""
         record = entry.record
         self._append(
-            canonical_json(
+            _line(
                 {
                     "file": record.file,
                     "sha256": record.sha256,
@@ -198,8 +223,8 @@ class Journal:
         if fd >= 0:
             os.close(fd)
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, lines: bytes) -> None:
         with writing(self.path):
-            write_all(self._fd, line + b"\n", self._end)
+            write_all(self._fd, lines, self._end)
             os.fsync(self._fd)
-        self._end += len(line) + 1
+        self._end += len(lines)

@@ -5,7 +5,8 @@ import fcntl
 import json
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,18 +65,41 @@ class DirectoryLock:
                 raise
             os.close(fd)
 
+    def check(self) -> None:
+        """`OutputError` if the lock file was removed or replaced: another process may hold the directory."""
+        if self._fd < 0 or not _is_at(self._fd, self._path):
+            raise OutputError(
+                f"{self._path.parent} is no longer locked by this process: {self._path.name} was removed or "
+                "replaced, so another process may write there. Nothing more is written. Run the same "
+                "command with --resume once no other process writes there."
+            )
+
     def release(self) -> None:
-        """Remove the lock file and let go; does nothing the second time."""
+        """Remove the lock file and let go; does nothing the second time.
+
+        A lock file that is another process's stays.
+        """
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
         # A lock file that cannot be removed is harmless; the error that led here may not be.
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        with suppress(OSError, OutputError):
+            if _is_at(fd, self._path):
+                self._path.unlink(missing_ok=True)
         # Explicit, because a forked child may still have the file open. Where it fails, closing has to do.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[DirectoryLock]:
+    """Hold the lock of `directory` in the block; errors as from `DirectoryLock.acquire`."""
+    lock = DirectoryLock.acquire(directory)
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def _lock(fd: int, path: Path) -> None:
@@ -96,7 +120,7 @@ def _lock(fd: int, path: Path) -> None:
 def _is_at(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
         raise OutputError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.checkpoint.durable import hash_file, is_inside, is_plain_name, read_inside, write_file
+from quantkit.checkpoint.lock import DirectoryLock, locked
 from quantkit.errors import CheckpointError
 from quantkit.files import os_error_text, parse_json, shown
 
@@ -80,9 +81,21 @@ def manifest_bytes(content: Mapping[str, Any]) -> bytes:
     return pretty_json({**rest, OWN_HASH: hashlib.sha256(pretty_json(rest)).hexdigest()})
 
 
-def extend_manifest(directory: Path, values: Mapping[str, Any]) -> None:
-    """Add keys to the manifest of a finished directory, in one step; `OutputError` on failure."""
-    write_file(directory, MANIFEST_NAME, [manifest_bytes({**read_manifest(directory), **values})])
+def extend_manifest(directory: Path, values: Mapping[str, Any], lock: DirectoryLock | None = None) -> None:
+    """Add keys to the manifest of a finished directory, in one step.
+
+    `lock` is that of the directory where the caller holds it; without, it is taken for the time of this call.
+    `CheckpointError` for a manifest that has changed since it was written, which would get a valid hash here;
+    `OutputError` if another process writes to the directory or the disk fails.
+    """
+    if lock is None:
+        with locked(directory) as own:
+            return extend_manifest(directory, values, own)
+    if problems := verify_manifest(directory):
+        raise CheckpointError(f"{directory}: {problems[0]}. {_REWRITE}")
+    content = read_manifest(directory)
+    lock.check()
+    write_file(directory, MANIFEST_NAME, [manifest_bytes({**content, **values})])
 
 
 def pretty_json(value: Mapping[str, Any]) -> bytes:
@@ -122,13 +135,13 @@ def verify_manifest(directory: Path) -> list[Problem]:
 
 
 def unlisted_files(directory: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Names of files in `directory` that the manifest says nothing of, less hidden ones, sorted."""
+    """Names of all in `directory` that the manifest says nothing of, sorted; a folder's ends in `/`."""
     known = {*manifest["files"], MANIFEST_NAME}
     try:
         return sorted(
-            path.name
+            f"{path.name}/" if path.is_dir() else path.name
             for path in directory.iterdir()
-            if path.name not in known and not path.name.startswith(".") and path.is_file()
+            if path.name not in known
         )
     except OSError as error:
         raise CheckpointError(f"cannot list {directory}: {os_error_text(error)}. Check the disk.") from error
@@ -150,7 +163,7 @@ def verify_files(
     problems = [
         Problem(name, "extra", f"{name} is not in the manifest")
         for name in unlisted_files(directory, manifest)
-        if name.endswith(_OF_WEIGHTS)
+        if name.rstrip("/").endswith(_OF_WEIGHTS)
     ]
     for name, entry in files.items():
         problem = _file_problem(directory / name, entry, progress if contents else None, contents)
@@ -167,7 +180,8 @@ def _file_problem(
     except OSError as error:
         raise CheckpointError(f"cannot examine {path}: {os_error_text(error)}. Check the disk.") from error
     if size is None:
-        return Problem(path.name, "missing", f"{path.name} is missing")
+        there = "is no file" if path.is_symlink() or path.exists() else "is missing"
+        return Problem(path.name, "missing", f"{path.name} {there}")
     if not is_inside(path):
         return Problem(path.name, "link", f"{path.name} links out of the directory")
     if size != entry["size"]:

@@ -16,13 +16,14 @@ from quantkit.checkpoint.journal import (
     run_differences,
     run_hash,
 )
-from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files, verify_manifest
 from quantkit.checkpoint.preflight import check_space, name_list, occupants, temp_files
 from quantkit.errors import CheckpointError, OutputError
-from quantkit.files import sync_directory
+from quantkit.files import TEMP_PREFIX, sync_directory
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
+TEMP_CONFIG_NAME = f"{TEMP_PREFIX}{CONFIG_NAME}"
 
 #: What `read_inside` says of links out of the directory, and of what is no regular file.
 _NO_FILE = (errno.ELOOP, errno.EINVAL)
@@ -50,6 +51,18 @@ class _Contents:
     @property
     def complete(self) -> bool:
         return self.manifest is not None and (self.path / CONFIG_NAME).is_file()
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether only the name of config.json is missing: its writer was killed before the last rename."""
+        if self.manifest is None or self.journal is not None or self.complete:
+            return False
+        entry = self.manifest["files"].get(CONFIG_NAME)
+        if entry is None:
+            return False
+        return _is_intact(
+            FileRecord(CONFIG_NAME, entry["sha256"], entry["size"]), self.path / TEMP_CONFIG_NAME
+        )
 
     @property
     def owned(self) -> frozenset[str]:
@@ -102,7 +115,7 @@ def start_over(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start
     # If this is interrupted, the directory must neither pass for a checkpoint (so config.json goes
     # first) nor forget which files are quantkit's (so the journal and manifest go last).
     last = [path / JOURNAL_NAME, path / MANIFEST_NAME]
-    _remove(path, [path / CONFIG_NAME])
+    _remove(path, [path / CONFIG_NAME, path / TEMP_CONFIG_NAME])
     _remove(path, [file for file in doomed if file not in last])
     _remove(path, last)
     return Start(Journal.create(path, run))
@@ -123,13 +136,12 @@ def start_again(
     contents = _look(path)
     if not contents.others:
         return _begin(contents, run, expected_bytes)
-    if contents.complete:
+    if contents.complete or contents.unnamed:
         return _complete(contents, run)
     return _resume(contents, run, expected_bytes, progress)
 
 
 def _look(path: Path) -> _Contents:
-    journal = read_journal(path)
     manifest = None
     try:
         manifest = read_manifest(path)
@@ -138,6 +150,8 @@ def _look(path: Path) -> _Contents:
         # not give may show that all is quantkit's.
         if isinstance(error.__cause__, OSError) and error.__cause__.errno not in _NO_FILE:
             raise OutputError(str(error)) from error
+    # A finished directory may have one that a version left which removed it last.
+    journal = None if manifest is not None and (path / CONFIG_NAME).is_file() else read_journal(path)
     known = journal is not None or manifest is not None
     others = occupants(path, known=known)
     return _Contents(path, journal, manifest, others, temp_files(path, known=known))
@@ -150,7 +164,7 @@ def _occupied_text(contents: _Contents) -> str:
             f"output {path} already holds a finished quantkit checkpoint. Replace it with "
             "--overwrite or choose another directory."
         )
-    if contents.journal is not None:
+    if contents.journal is not None or contents.unnamed:
         return (
             f"output {path} holds an unfinished run. Continue it with --resume, start over with "
             "--overwrite, or choose another directory."
@@ -173,12 +187,16 @@ def _complete(contents: _Contents, run: Mapping[str, Any]) -> Start:
     if manifest.get("run_sha256") != run_hash(run):
         known = manifest.get("run")
         _refuse_other_run(path, "finished", known if isinstance(known, dict) else {}, run)
-    if problems := verify_files(path, manifest, contents=False):
+    problems = verify_files(path, manifest, contents=False) + verify_manifest(path)
+    if contents.unnamed:
+        problems = [problem for problem in problems if problem.file != CONFIG_NAME]
+    if problems:
         raise OutputError(
             f"output {path} was finished, but {'; '.join(map(str, problems))}. Restore the files "
             "or write the checkpoint again with --overwrite."
         )
-    # Left if the writer was killed after its last file.
+    if contents.unnamed:
+        (path / TEMP_CONFIG_NAME).replace(path / CONFIG_NAME)
     _remove(path, [path / JOURNAL_NAME, *contents.temps])
     entries = {
         name: Entry(FileRecord(name, file["sha256"], file["size"]), {})
@@ -208,7 +226,9 @@ def _resume(
             "be taken for a part of the checkpoint. Move them elsewhere."
         )
     entries = {
-        name: entry for name, entry in journal.entries.items() if _is_intact(path, entry.record, progress)
+        name: entry
+        for name, entry in journal.entries.items()
+        if _is_intact(entry.record, path / name, progress)
     }
     done = sum(entry.record.size for entry in entries.values())
     # What was claimed but is not known to be whole is written again.
@@ -226,8 +246,7 @@ def _refuse_other_run(path: Path, what: str, old: Mapping[str, Any], new: Mappin
     )
 
 
-def _is_intact(path: Path, record: FileRecord, progress: Callable[[int], None] | None) -> bool:
-    file = path / record.file
+def _is_intact(record: FileRecord, file: Path, progress: Callable[[int], None] | None = None) -> bool:
     if not file.is_file() or not is_inside(file) or file.stat().st_size != record.size:
         return False
     try:

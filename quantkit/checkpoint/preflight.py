@@ -11,8 +11,8 @@ from quantkit.checkpoint.lock import LOCK_NAME
 from quantkit.errors import OutputError
 from quantkit.files import TEMP_PREFIX, os_error_text
 
-# Room for the index, tokenizer, manifest and journal, which `expected_bytes` does not count.
-DISK_MARGIN_BYTES = 64 << 20
+# Room for what file systems need beside the bytes of files, and for small files of our own.
+DISK_MARGIN_BYTES = 1 << 20
 _SHOWN_NAMES = 10
 # All that a process can leave behind that was killed before its journal existed.
 _BEFORE_JOURNAL = frozenset({LOCK_NAME, f"{TEMP_PREFIX}{JOURNAL_NAME}"})
@@ -70,14 +70,24 @@ def occupants(out: Path, *, known: bool) -> list[Path]:
     With `known`, a journal or manifest shows that quantkit wrote here, and every `.tmp-*` file
     counts as its own; without, only the one that can come before the journal.
     """
-    return sorted(
-        path for path in out.iterdir() if path.name not in _BEFORE_JOURNAL and not (known and _is_temp(path))
-    )
+    return [
+        path for path in _listed(out) if path.name not in _BEFORE_JOURNAL and not (known and _is_temp(path))
+    ]
 
 
 def temp_files(out: Path, *, known: bool) -> list[Path]:
     """The temporary files in `out` that are quantkit's, by the rule of `occupants`."""
-    return [path for path in out.iterdir() if _is_temp(path) and (known or path.name in _BEFORE_JOURNAL)]
+    return [path for path in _listed(out) if _is_temp(path) and (known or path.name in _BEFORE_JOURNAL)]
+
+
+def _listed(out: Path) -> list[Path]:
+    try:
+        return sorted(out.iterdir())
+    except OSError as error:
+        raise OutputError(
+            f"cannot list the output {out}: {os_error_text(error)}. Make it readable (chmod u+rwx) or choose "
+            "another output directory."
+        ) from error
 
 
 def check_space(out: Path, needed: int, reclaimed: int) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from quantkit.checkpoint.durable import is_inside
 from quantkit.checkpoint.header import read_header, read_json
+from quantkit.checkpoint.stamp import FileStamp
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.files import open_regular, os_error_text, shown
@@ -52,30 +53,12 @@ _QUANTIZED_TENSORS = {".qweight": "gptq or awq", ".weight_packed": "compressed-t
 
 
 @dataclass(frozen=True)
-class FileStamp:
-    """Size in bytes and modification time in nanoseconds: what tells a changed file."""
-
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, path: Path, descriptor: int | None = None) -> "FileStamp":
-        """The stamp of `path`, or of the open file where a descriptor is given."""
-        try:
-            status = path.stat() if descriptor is None else os.fstat(descriptor)
-        except OSError as error:
-            problem = f"it cannot be read any more ({error.strerror}); expected it as it was opened"
-            _fail(path, problem, "Restore it, and start again")
-        return cls(status.st_size, status.st_mtime_ns)
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint directory of which config, index and tensor headers were read and checked.
 
     Tensors are ordered by shard name, then by offset in the shard. `side_files` are the files that
     a copy of the checkpoint carries unchanged: tokenizer, generation config, license. `stamps` hold
-    config, index and shards as they were when the checkpoint was opened. `headers_only` marks a
+    all of these, config, index and shards as they were when the checkpoint was opened. `headers_only` marks a
     download without tensor data: everything works but `read`. `notes` are what a plan says of how the
     tensors are read.
     """
@@ -121,7 +104,7 @@ class Checkpoint:
         _check_case([directory / CONFIG_NAME, *shards, *side_files])
         index_files = [] if index is None else [directory / INDEX_NAME]
         # Stamps are taken before the headers are read: a change in between is then noticed later.
-        stamped = (directory / CONFIG_NAME, *index_files, *shards)
+        stamped = (directory / CONFIG_NAME, *index_files, *shards, *side_files)
         stamps = {path: FileStamp.of(path) for path in stamped}
         tensors = _merge([read_header(shard) for shard in shards])
         if index is not None:
@@ -190,15 +173,23 @@ class Checkpoint:
             _fail(tensor.file, problem, "Download the whole checkpoint with `hf download`")
         return tensor
 
-    def fingerprint(self) -> str:
-        """Hex SHA-256 over name, size and modification time of config, index and shards."""
-        rows = sorted((path.name, stamp.size, stamp.mtime_ns) for path, stamp in self.stamps.items())
+    def fingerprint(self, *, of_copies: bool = False) -> str:
+        """Hex SHA-256 over names, sizes and times of config, index and shards.
+
+        `of_copies` leaves out the time of change: another host may have copies with the same time of
+        modification. Inodes are left out, which some file systems number anew when they are mounted.
+        """
+        rows = sorted(
+            (path.name, stamp.size, stamp.mtime_ns, 0 if of_copies else stamp.ctime_ns)
+            for path, stamp in self.stamps.items()
+            if path not in self.side_files
+        )
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def check_unchanged(self) -> None:
-        """`CheckpointError` if config, index or a shard has changed since they were opened."""
+        """`CheckpointError` if config, index, a shard or a side file has changed since they were opened."""
         for path, stamp in self.stamps.items():
-            _check_stamp(path, stamp, FileStamp.of(path))
+            stamp.check(path)
 
 
 def check_not_quantized(checkpoint: Checkpoint) -> None:
@@ -422,7 +413,7 @@ def _read_into(data: torch.Tensor, path: Path, offset: int, stamp: FileStamp) ->
     try:
         # A descriptor of its own and pread, which has no position: safe from several threads.
         with open_regular(path) as file:
-            _check_stamp(path, stamp, FileStamp.of(path, file.fileno()))
+            stamp.check(path, file.fileno())
             while done < len(buffer):
                 part = buffer[done : done + _READ_BYTES]
                 count = os.preadv(file.fileno(), [part], offset + done)
@@ -433,16 +424,6 @@ def _read_into(data: torch.Tensor, path: Path, offset: int, stamp: FileStamp) ->
         problem = f"cannot be read ({error.strerror or error}); expected {len(buffer)} bytes"
         _fail(path, f"{problem} from byte {offset}", "Check the file and the disk")
     return done
-
-
-def _check_stamp(path: Path, before: FileStamp, now: FileStamp) -> None:
-    if now != before:
-        _fail(
-            path,
-            f"the file has changed since it was opened: expected {before.size} bytes of "
-            f"mtime {before.mtime_ns} ns, got {now.size} bytes of mtime {now.mtime_ns} ns",
-            "Leave the source alone while quantkit runs, and start again",
-        )
 
 
 def _fail(path: Path, problem: str, remedy: str) -> NoReturn:

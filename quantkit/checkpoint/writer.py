@@ -1,21 +1,30 @@
 """An output directory that is finished or can be continued, whenever its writer was interrupted.
 
 A directory is empty, unfinished (it has a journal of what is done) or complete (it has a manifest
-and `config.json`). `config.json` comes last, so an unfinished one never passes for a checkpoint.
+and `config.json`). `config.json` comes last, when nothing is left to write, check or remove but the
+lock: an unfinished directory never passes for a checkpoint. Just before, the journal is removed: the
+manifest and `.tmp-config.json` then say all that a resume has to know.
 """
 
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from quantkit.checkpoint.durable import FileRecord, is_plain_name, read_blocks, write_file, writing
+from quantkit.checkpoint.durable import (
+    FileRecord,
+    is_plain_name,
+    prepare_file,
+    read_blocks,
+    write_file,
+    writing,
+)
 from quantkit.checkpoint.journal import JOURNAL_NAME, Entry, Journal, run_hash
 from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.manifest import MANIFEST_NAME, OWN_HASH, manifest_bytes, pretty_json
@@ -33,7 +42,7 @@ from quantkit.checkpoint.preflight import make_directory, resolve_output
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import OutputError
-from quantkit.files import TEMP_PREFIX
+from quantkit.files import TEMP_PREFIX, sync_directory
 
 SINGLE_FILE_NAME = "model.safetensors"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
@@ -52,14 +61,15 @@ class Mode(Enum):
 class OutputDirectory:
     """The one writer of an output directory. Made by `open`, used in a `with` block.
 
-    Leaving the block gives up the lock; what was finished by then stays. `complete` says that the
-    directory holds the finished checkpoint of this run and there is nothing left to write.
+    Leaving the block gives up the lock; what was finished by then stays. Nothing is written once the
+    lock is lost, which `lock.check` tells. `complete` says that the directory holds the finished checkpoint
+    of this run and there is nothing left to write.
     """
 
     def __init__(self, path: Path, lock: DirectoryLock, run: Mapping[str, Any], start: Start) -> None:
         self.path = path
         self.complete = start.journal is None
-        self._lock = lock
+        self.lock = lock
         self._run = run
         self._journal = start.journal
         self._entries = dict(start.entries)
@@ -80,7 +90,7 @@ class OutputDirectory:
         """Lock `out`, creating it if needed, and find out what is left to write.
 
         `run` is JSON-able and holds everything that determines the bytes of the output: a resume
-        with another `run` is refused. `expected_bytes` is the size of all shards together. On
+        with another `run` is refused. `expected_bytes` is about the size of all files together. On
         resume the finished files are hashed; `progress` is called with the number of bytes hashed
         since its last call. Every refusal is an `OutputError`, and nothing was changed then.
         """
@@ -143,7 +153,7 @@ class OutputDirectory:
     ) -> None:
         if self._journal is not None:
             self._journal.close()
-        self._lock.release()
+        self.lock.release()
 
     def is_done(self, filename: str) -> bool:
         """Whether the shard is on the disk and need not be written."""
@@ -179,11 +189,13 @@ class OutputDirectory:
             yield file
             # Before the rename, so that details that are not JSON leave no file behind.
             detail = json.loads(json.dumps(file.detail))
+            self.lock.check()
             entry = Entry(file.commit(), detail)
         except BaseException:
             file.discard()
             raise
         with self._mutex:
+            self.lock.check()
             journal.append(entry)
             self._entries[filename] = entry
 
@@ -193,6 +205,7 @@ class OutputDirectory:
         Its name stays quantkit's own, and a later run finds the file missing and not done.
         """
         with self._mutex:
+            self.lock.check()
             del self._entries[filename]
         with writing(self.path / filename):
             (self.path / filename).unlink(missing_ok=True)
@@ -204,14 +217,16 @@ class OutputDirectory:
         config: Mapping[str, Any],
         side_files: Sequence[Path],
         manifest: Mapping[str, Any],
+        check: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         """Write what comes after the shards, `config.json` last; does nothing once complete.
 
         `index_weight_map` maps tensor names to shards, `total_size` is their data in bytes. A lone
         `model.safetensors` gets no index. `side_files` are copied byte for byte. To `manifest` are
-        added `run`, `run_sha256`, `files` (name -> sha256 and size) and its own hash. `OutputError` if shards
-        are missing, names collide or the disk fails; `CheckpointError` if a side file cannot be
-        read.
+        added `run`, `run_sha256`, `files` (name -> sha256 and size) and its own hash. `check` is called
+        once all files but manifest and config are there, and returns more keys for the manifest; what it
+        raises leaves the directory unfinished. `OutputError` if shards are missing, names collide, the lock
+        is lost or the disk fails; `CheckpointError` if a side file cannot be read.
         """
         if self.complete:
             return
@@ -225,24 +240,40 @@ class OutputDirectory:
 
         config_bytes = pretty_json(config)
         records = [self._entries[name].record for name in shards]
-        records += [write_file(self.path, path.name, read_blocks(path)) for path in side_files]
+        records += [self._write(path.name, read_blocks(path)) for path in side_files]
         for name in index_names:
             index = {"metadata": {"total_size": total_size}, "weight_map": dict(index_weight_map)}
-            records.append(write_file(self.path, name, [pretty_json(index)]))
+            records.append(self._write(name, [pretty_json(index)]))
         digest = hashlib.sha256(config_bytes).hexdigest()
         records.append(FileRecord(CONFIG_NAME, digest, len(config_bytes)))
         files = {record.file: {"sha256": record.sha256, "size": record.size} for record in records}
+        found = {} if check is None else check()
         own = {"run": dict(self._run), "run_sha256": run_hash(self._run), "files": files}
-        write_file(self.path, MANIFEST_NAME, [manifest_bytes({**manifest, **own})])
-        write_file(self.path, CONFIG_NAME, [config_bytes])
-        journal.remove()
-        self._lock.release()
+        self._write(MANIFEST_NAME, [manifest_bytes({**manifest, **found, **own})])
+        self.lock.check()
+        file, _ = prepare_file(self.path, CONFIG_NAME, [config_bytes])
+        try:
+            with writing(file.path):
+                sync_directory(self.path)
+            journal.remove()
+            self.lock.check()
+            with writing(file.path):
+                file.publish()
+        finally:
+            # Not discarded: without a journal it is what a resume finishes the directory with.
+            file.close()
         self.complete = True
+
+    def _write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+        """Write a whole file under the lock."""
+        self.lock.check()
+        return write_file(self.path, name, chunks)
 
     def _claim(self, names: Sequence[str]) -> Journal:
         """Make `names` quantkit's own, after which files of these names may be written."""
         assert self._journal is not None, "a complete directory is not written to"
         with self._mutex:
+            self.lock.check()
             for name in names:
                 path = self.path / name
                 if name not in self._claimed and _is_there(path):

@@ -82,10 +82,12 @@ def bench(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", readable=False, help="Write the figures to this file."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="DIR", help="Write a report with plots here.")
+        Path | None,
+        typer.Option("--report", metavar="DIR", readable=False, help="Write a report with plots here."),
     ] = None,
 ) -> None:
     """Measure how fast a model is and what memory it takes.

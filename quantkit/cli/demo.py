@@ -19,7 +19,7 @@ def demo(
         list[Path], typer.Option("--text", metavar="FILE", help="UTF-8 text to score; repeatable.")
     ],
     out_directory: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where models and report go.")
+        Path, typer.Option("--out", metavar="DIR", readable=False, help="Where models and report go.")
     ] = Path("demo-output"),
     formats: Annotated[str, typer.Option(help="Formats, comma-separated.")] = ",".join(FORMATS),
     group_size: options.GroupSizeText = None,

@@ -32,6 +32,7 @@ def doctor(
             metavar="[DIR]",
             exists=True,
             file_okay=False,
+            readable=False,
             help="A packed checkpoint, whose weights to ask about.",
         ),
     ] = None,

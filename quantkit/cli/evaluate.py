@@ -78,16 +78,19 @@ def evaluate(
         typer.Option(
             "--work",
             metavar="DIR",
+            readable=False,
             help="Keep what is done here until all is: the same command then goes on after an interruption.",
             show_default="that of --report",
         ),
     ] = None,
     verbose: options.Verbose = False,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", readable=False, help="Write the figures to this file."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="DIR", help="Write a report with plots here.")
+        Path | None,
+        typer.Option("--report", metavar="DIR", readable=False, help="Write a report with plots here."),
     ] = None,
 ) -> None:
     """Measure models on texts and tasks, and compare them.

@@ -55,7 +55,10 @@ KvCache = Annotated[
 ]
 PackedDirectory = Annotated[
     Path,
-    typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A packed checkpoint directory."),
+    # Not readable as typer understands it: what cannot be listed is said of the files in it.
+    typer.Argument(
+        metavar="DIR", exists=True, file_okay=False, readable=False, help="A packed checkpoint directory."
+    ),
 ]
 Format = Annotated[
     str | None,

@@ -9,7 +9,7 @@ import typer
 from quantkit.checkpoint.preflight import name_list
 from quantkit.cli import options
 from quantkit.cli.console import err, note, out, print_json, printable, progress, say
-from quantkit.cli.files import make_directory, write_file
+from quantkit.cli.files import make_directory, write_files
 from quantkit.errors import OutputError, UsageError
 from quantkit.files import size_text
 
@@ -37,7 +37,7 @@ _License = Annotated[
 def report(
     directory: options.PackedDirectory,
     out_directory: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Where README.md and plots go.")
+        Path, typer.Option("--out", "-o", metavar="DIR", readable=False, help="Where README.md and plots go.")
     ] = Path("card"),
     evaluation: _Evaluation = None,
     benchmarks: _Benchmarks = None,
@@ -64,8 +64,7 @@ def report(
             f"output {out_directory} already holds {name_list(found)}. Replace a card with --overwrite or "
             "choose another directory."
         )
-    for name, data in files.items():
-        write_file(out_directory / name, data)
+    write_files(out_directory, files)
     say(f"wrote {out_directory / 'README.md'}")
 
 

@@ -28,6 +28,7 @@ def quantize(
         Path,
         typer.Argument(
             metavar="OUT",
+            readable=False,  # typer would refuse what cannot be listed in its own words
             help="The directory to write; new, empty or, with --resume or --overwrite, an earlier output.",
         ),
     ],
@@ -74,6 +75,7 @@ def quantize(
                     allow_auto_map=asked.allow_auto_map,
                     calibration=asked.to_calibration(),
                     budget=budget,
+                    check=check,
                     progress=report,
                     measuring=lambda done, total, label: report(done, total, f"sensitivity, {label}"),
                     on_plan=show,
@@ -84,8 +86,8 @@ def quantize(
         raise
     if not ranks.first:
         return
-    if check:
-        _check_result(result.directory, asked.device)
+    if result.unchecked is not None:
+        note(f"the result was not run: {result.unchecked}. 'verify' will have no logits to compare with.")
     if asked.json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
         return
@@ -117,26 +119,6 @@ def quantize(
         if line is not None:
             say(line)
     say(f"wrote {result.directory} ({size_text(result.plan.output_bytes)})")
-
-
-def _check_result(directory: Path, device: str) -> None:
-    """Run what was written and store its logits, unless it may not fit in memory: it was streamed."""
-    from quantkit.cli.models import using_transformers
-    from quantkit.model.devices import pick_device
-    from quantkit.model.memory import free_memory
-    from quantkit.model.prompt_logits import bytes_to_run, record
-
-    target = pick_device(device)
-    needed, free = bytes_to_run(directory), free_memory(target)
-    if needed > free:
-        note(
-            f"the result was not run: that takes about {size_text(needed)} of memory, and "
-            f"{size_text(free)} is free. "
-            "'verify' will have no logits to compare with."
-        )
-        return
-    with progress("checking"), using_transformers(str(directory)):
-        record(directory, target)
 
 
 def learned_line(measured: "Mapping[str, Measured]") -> str | None:

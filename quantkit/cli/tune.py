@@ -25,7 +25,11 @@ def tune(
     directory: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DIR]", exists=True, file_okay=False, help="A packed checkpoint directory to tune for."
+            metavar="[DIR]",
+            exists=True,
+            file_okay=False,
+            readable=False,
+            help="A packed checkpoint directory to tune for.",
         ),
     ] = None,
     shapes: Annotated[

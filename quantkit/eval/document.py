@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoint.beside import beside
 from quantkit.errors import OutputError
 from quantkit.files import replace_file
 
@@ -162,8 +163,9 @@ def write(directory: Path, stem: str, document: Document, others: Mapping[str, s
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            replace_file(directory / name, data)
+        with beside(directory, files):
+            for name, data in files.items():
+                replace_file(directory / name, data)
     except OSError as error:
         raise OutputError(
             f"cannot write the report to {directory}: {error.strerror or error}. Make it a writable "

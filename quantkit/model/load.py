@@ -14,17 +14,18 @@ import quantkit
 from quantkit.checkpoint.durable import is_inside
 from quantkit.checkpoint.header import read_json
 from quantkit.checkpoint.hub import resolve
-from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.model.devices import pick_device
 from quantkit.model.memory import enough_memory, is_lack_of_memory
 from quantkit.model.renamed import wrapper
-from quantkit.model.structure import check_layer_counts
+from quantkit.model.structure import check_layer_counts, model_config
 from quantkit.model.versions import register_plugin, require_transformers
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 
+_LESS = "Free memory on it, or use another device."
 _PACKAGE = Path(quantkit.__file__).parent
 #: What quantkit's own calls of Python and torch raise for what files say: numbers that do not fit, such as
 #: probabilities that are none, keys that are not there, and what the disk says.
@@ -61,9 +62,6 @@ def load(
     require_transformers()
     directory = whole_directory(path)
     check_layer_counts(Checkpoint.open(directory))
-    register_plugin()
-    from transformers import AutoModelForCausalLM
-
     placed = pick_device(device)
     if placed.type == "cuda":
         # Graphs are attributes of their model, which therefore waits for a collection when it is let go of.
@@ -73,16 +71,34 @@ def load(
         placement["max_memory"] = dict(max_memory)
     if offload_folder is not None:
         placement["offload_folder"] = str(offload_folder)
-    with enough_memory(str(path), "Free memory on it, or use another device."), explained(path):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory,
-            generation_config=_generation_config(directory),
-            dtype="auto" if activations is None else activations,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **placement,
-        )
+    with enough_memory(str(path), _LESS), explained(path):
+        return _loaded(directory, dtype="auto" if activations is None else activations, **placement)
+
+
+def load_unfinished(directory: Path, config: Mapping[str, Any], device: torch.device) -> Any:
+    """The model in `directory`, whose config.json is not there yet but will be `config`, in float32.
+
+    What a run is about to finish is tried out with it. Raises as `load` does.
+    """
+    with enough_memory(str(directory), _LESS), explained(directory):
+        parsed = model_config(config, directory)
+        parsed.quantization_config = config["quantization_config"]
+        return _loaded(directory, config=parsed, dtype=torch.float32, device_map={"": device})
+
+
+def _loaded(directory: Path, **options: Any) -> Any:
+    """What transformers makes of `directory`, complete and in evaluation mode."""
+    register_plugin()
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory,
+        generation_config=_generation_config(directory),
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
     _refuse_incomplete(directory, info)
     model.eval()
     from quantkit.model.patches import generation
@@ -170,8 +186,10 @@ def _generation_config(directory: Path) -> Any:
 def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:
     """transformers fills what is missing with random numbers and goes on with a warning."""
     missing = sorted(info["missing_keys"])
-    checkpoint = Checkpoint.open(directory)
-    hidden = wrapper(checkpoint) if missing and not checkpoint.is_quantized else {}
+    if not missing:
+        return
+    checkpoint = Checkpoint.open(directory) if (directory / CONFIG_NAME).is_file() else None
+    hidden = {} if checkpoint is None or checkpoint.is_quantized else wrapper(checkpoint)
     if hidden:
         parts = " and ".join(map(repr, hidden.values()))
         raise CheckpointError(
@@ -179,9 +197,8 @@ def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:
             "quantize` takes it off. Write a dense copy without: AutoModelForCausalLM.from_pretrained("
             f"{str(directory)!r}, key_mapping={dict.fromkeys(hidden, '')}).save_pretrained(NEW_DIR)."
         )
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(
-            f"{directory}: the checkpoint has no tensor for {missing[0]!r}{more}. Download it again, or "
-            "quantize the model again."
-        )
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    raise CheckpointError(
+        f"{directory}: the checkpoint has no tensor for {missing[0]!r}{more}. Download it again, or "
+        "quantize the model again."
+    )

@@ -6,19 +6,22 @@ float32, where kernels and devices differ by rounding only; a wrong scale or cod
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quantkit.checkpoint.lock import DirectoryLock, locked
 from quantkit.checkpoint.manifest import extend_manifest, read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.kernels.table import quietly
-from quantkit.model.load import load
-from quantkit.model.record import ModelRecord
+from quantkit.model.load import explained, load
+from quantkit.model.memory import enough_memory
+from quantkit.model.record import LayerRecord, ModelRecord
 from quantkit.model.saved import is_saved
 
 KEY = "prompt_logits"
@@ -69,30 +72,67 @@ class PromptLogits:
 
 
 def bytes_to_run(directory: Path) -> int:
-    """About the memory that `record` takes: the files, dense tensors in float32, a byte per packed weight."""
-    layers = ModelRecord.from_manifest(read_manifest(directory)).layers.values()
-    weights = sum(math.prod(layer.shape) * layer.matrices for layer in layers if layer.scheme is not None)
-    return 2 * Checkpoint.open(directory).nbytes + weights
+    """About the memory that `record` takes; see `bytes_of`."""
+    layers = ModelRecord.from_manifest(read_manifest(directory)).layers
+    return bytes_of(Checkpoint.open(directory).nbytes, layers)
 
 
-def record(directory: Path, device: str | torch.device = "cpu") -> PromptLogits:
+def bytes_of(stored: int, layers: Mapping[str, LayerRecord]) -> int:
+    """About the memory of a model in float32: its files, dense tensors, a byte per packed weight.
+
+    `stored` are the bytes of all tensors.
+    """
+    packed = (layer for layer in layers.values() if layer.scheme is not None)
+    return 2 * stored + sum(math.prod(layer.shape) * layer.matrices for layer in packed)
+
+
+def record(
+    directory: Path, device: str | torch.device = "cpu", lock: DirectoryLock | None = None
+) -> PromptLogits:
     """Run the finished checkpoint in `directory` and store what it answers in its manifest.
 
-    Nothing is done where that is stored already. `CheckpointError` if the model does not load or gives logits
-    that are not finite.
+    Nothing is done where that is stored already. The lock of `directory` is held from before the model is
+    loaded until its answer is stored; `lock` is that of a caller who holds it. `CheckpointError` if the model
+    does not load or gives logits that are not finite, `OutputError` if another process writes there.
     """
     stored = PromptLogits.from_manifest(read_manifest(directory))
     if stored is not None:
         return stored
-    # One short prompt, in float32 on purpose.
-    with quietly():
-        model = load(directory, device=device, dtype=torch.float32)
+    if lock is None:
+        with locked(directory) as own:
+            return record(directory, device, own)
+    found = answer(lambda: load(directory, device=device, dtype=torch.float32), directory)
+    extend_manifest(directory, {KEY: asdict(found)}, lock)
+    return found
+
+
+def answer(open_model: Callable[[], Any], directory: Path) -> PromptLogits:
+    """What the model of `directory`, in float32, answers to a prompt; `CheckpointError` if it is not finite.
+
+    One short prompt: kernels for it are not reported as slow, and transformers' own messages are left out.
+    """
+    with quietly(), _silent(), enough_memory(str(directory)), explained(directory):
+        model = open_model()
         prompt = _prompt(model)
         logits = _logits(model, prompt, directory)
     values, tokens = logits.topk(min(TOP, logits.shape[1]))
-    found = PromptLogits(prompt, tuple(map(tuple, tokens.tolist())), tuple(map(tuple, values.tolist())))
-    extend_manifest(directory, {KEY: asdict(found)})
-    return found
+    return PromptLogits(prompt, tuple(map(tuple, tokens.tolist())), tuple(map(tuple, values.tolist())))
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep transformers' progress bars and advice off the screen in the block."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def compare(directory: Path, device: str | torch.device = "cpu") -> list[str]:

@@ -2,11 +2,11 @@
 
 `model/plan.py` decides everything first, `model/stream.py` moves the tensors, `checkpoint/writer.py` writes.
 With calibration data `model/calibration.py` comes before: it fills files with quantized blocks, which are
-then streamed. Here are the recipe of the options, the order of these steps, and what a run records of itself.
+then streamed. `model/checking.py` runs the result before it is finished, and `model/run_record.py` says what
+a run records of itself. Here are the recipe of the options and the order of these steps.
 """
 
 import json
-import platform
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ from quantkit.model.allocate import Allocated, Allocation, allocate_formats
 from quantkit.model.budget import Budget
 from quantkit.model.calibration import Calibration, calibrate, discard_work
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
+from quantkit.model.checking import check_finished, check_unfinished
 from quantkit.model.devices import pick_device
 from quantkit.model.memory import enough_memory
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
@@ -36,20 +37,28 @@ from quantkit.model.ranks import Ranks, joined
 from quantkit.model.record import Measured, ModelRecord
 from quantkit.model.renamed import read_names
 from quantkit.model.rotated import rotated
+from quantkit.model.run_record import model_record, run_record
 from quantkit.model.stream import write_shards
 from quantkit.model.structure import Structure, read_structure
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, ZeroPoint
 from quantkit.progress import Advance, Progress, counting
 
+#: About what header, index, journal and manifest together say of a tensor of the output.
+RECORD_BYTES = 1 << 10
+
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """A finished packed checkpoint: its directory, plan, and what was measured of each packed linear."""
+    """A finished packed checkpoint: its directory, plan, and what was measured of each packed linear.
+
+    `unchecked` says why it was not run on a prompt where that was asked for.
+    """
 
     directory: Path
     plan: Plan
     measured: Mapping[str, Measured]
+    unchecked: str | None = None
 
     @property
     def relative_errors(self) -> dict[str, float]:
@@ -232,6 +241,7 @@ def quantize(
     allow_auto_map: bool = False,
     calibration: CalibrationOptions | None = None,
     budget: Budget | None = None,
+    check: bool = False,
     progress: Progress | None = None,
     measuring: Progress | None = None,
     on_plan: Callable[[Checkpoint, Plan], None] | None = None,
@@ -250,6 +260,8 @@ def quantize(
     With a `budget`, of bits per weight or milliseconds per token, linears without a rule get the formats that
     cost the least accuracy within it, by sensitivities measured on the same texts;
     `measuring(done, all, at work)` is called meanwhile, and a resumed run keeps the formats.
+    With `check` the result is run on a fixed prompt before it is finished, and its logits are stored in the
+    manifest, with which `verify` compares; where memory is too small, the result's `unchecked` says so.
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
     before any tensor is written.
 
@@ -307,24 +319,26 @@ def quantize(
         calibrated = Calibration.of(checkpoint, planned, options, target)
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
-        run = {**_run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
-        _check_alike(ranks, run, calibrated)
+        run = {**run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
+        _check_alike(ranks, {**run, "source": checkpoint.fingerprint(of_copies=True)}, calibrated)
         report = counting(_work(planned, calibrated), progress if ranks.first else None)
         output = None
         if ranks.first:
-            expected = planned.output_bytes + (0 if calibrated is None else calibrated.work_bytes)
+            expected = _bytes_to_write(checkpoint, planned, calibrated)
             opened = OutputDirectory.open(Path(out), checkpoint.directory, mode, run, expected)
             output = stack.enter_context(opened)
             if on_plan is not None:
                 on_plan(checkpoint, planned)
         if calibrated is not None:
             calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
+        unchecked = None
         if output is not None:
-            _write(checkpoint, planned, output, target, report, calibrated, str(source), recipe)
-        # The others wait for the manifest.
-        ranks.meet(None)
-        measured = ModelRecord.from_manifest(read_manifest(Path(out))).measured
-        return QuantizeResult(Path(out), planned, measured)
+            record = partial(model_record, str(source), planned, recipe, calibrated=calibrated)
+            unchecked = _write(checkpoint, planned, output, target, report, calibrated, record, check)
+        # Read by the first rank while it has the lock: another writer's manifest is not this run's.
+        manifest = ranks.from_first(lambda: read_manifest(Path(out) if output is None else output.path))
+        measured = ModelRecord.from_manifest(manifest).measured
+        return QuantizeResult(Path(out), planned, measured, unchecked)
 
 
 def _write(
@@ -334,25 +348,40 @@ def _write(
     device: torch.device,
     report: Advance,
     calibrated: Calibration | None,
-    source: str,
-    recipe: Recipe,
-) -> None:
-    """Write all of the checkpoint that is not there."""
+    record: Callable[[Mapping[str, Measured]], ModelRecord],
+    check: bool,
+) -> str | None:
+    """Write all of the checkpoint that is not there, and `check` it; why it was not run, None if it was.
+
+    `record` makes what the manifest says of what was measured.
+    """
     if output.complete:
         report(_work(planned, calibrated), "")
-        return
+        return check_finished(output, device) if check else None
     quantized = () if calibrated is None else calibrated.quantized_files
-    measured = write_shards(checkpoint, planned, output, device, report, quantized)
-    checkpoint.check_unchanged()
+    measured = record(write_shards(checkpoint, planned, output, device, report, quantized))
     if calibrated is not None:
         discard_work(output, calibrated)
+    unchecked = None
+
+    def found() -> dict[str, Any]:
+        """What the manifest gets of the files as they are now, which are all but itself and the config."""
+        nonlocal unchecked
+        checkpoint.check_unchanged()
+        if not check:
+            return {}
+        logits, unchecked = check_unfinished(output, planned, measured.layers, device)
+        return logits
+
     output.finish(
         planned.weight_map,
         planned.output_bytes,
         planned.model_config,
         checkpoint.side_files,
-        _record(source, planned, recipe, measured, calibrated).to_dict(),
+        measured.to_dict(),
+        found,
     )
+    return unchecked
 
 
 def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration | None) -> None:
@@ -376,67 +405,14 @@ def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration |
             )
 
 
+def _bytes_to_write(checkpoint: Checkpoint, planned: Plan, calibrated: Calibration | None) -> int:
+    """About all bytes of the output, and those of the work files that are there before."""
+    work = 0 if calibrated is None else calibrated.work_bytes
+    side = sum(checkpoint.stamps[path].size for path in checkpoint.side_files)
+    return planned.output_bytes + work + side + RECORD_BYTES * len(planned.weight_map)
+
+
 def _work(planned: Plan, calibrated: Calibration | None) -> int:
     """Source bytes to deal with: those of what is calibrated, and then those of all tensors."""
     shards = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
     return shards + (0 if calibrated is None else calibrated.source_bytes)
-
-
-def _run_record(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    device: torch.device,
-    max_shard_bytes: int,
-    calibrated: Calibration | None,
-) -> dict[str, Any]:
-    """All that determines the bytes written."""
-    return {
-        **({} if calibrated is None else {"calibration": calibrated.to_dict()}),
-        "source": checkpoint.fingerprint(),
-        "recipe": recipe.to_dict(),
-        "device": device.type,
-        "max_shard_bytes": max_shard_bytes,
-        "versions": _versions(),
-    }
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    from quantkit import __version__
-
-    return {
-        "quantkit": __version__,
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "python": platform.python_version(),
-    }
-
-
-def _record(
-    source: str,
-    planned: Plan,
-    recipe: Recipe,
-    measured: Mapping[str, Measured],
-    calibrated: Calibration | None,
-) -> ModelRecord:
-    return ModelRecord(
-        source=source,
-        source_bytes=planned.source_bytes,
-        container=planned.config.container,
-        needs_quantkit=planned.not_portable,
-        bits_per_weight=planned.bits_per_weight,
-        versions=_versions(),
-        recipe=recipe.to_dict(),
-        layers=planned.layer_records(measured),
-        dense=_dense(planned, calibrated),
-        seed=None if calibrated is None else calibrated.seed,
-        calibration=None if calibrated is None else calibrated.description,
-    )
-
-
-def _dense(planned: Plan, calibrated: Calibration | None) -> dict[str, str]:
-    """Why each dense tensor is, and which are not those of the source."""
-    changed = frozenset[str]() if calibrated is None else calibrated.changed
-    folded = ", changed: it has the scales of input features"
-    return {name: reason + (folded if name in changed else "") for name, reason in planned.dense.items()}

@@ -113,9 +113,9 @@ class RotatedCheckpoint(Checkpoint):
                 columns.copy_(self.spaces[place.rows].apply(columns.double().T).T)
         return found if found.dim() > 1 else found.to(stored.dtype)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, *, of_copies: bool = False) -> str:
         """That of the files, and of what is made of them."""
-        return hashlib.sha256(f"rotated {super().fingerprint()}".encode()).hexdigest()
+        return hashlib.sha256(f"rotated {super().fingerprint(of_copies=of_copies)}".encode()).hexdigest()
 
 
 def rotated(checkpoint: Checkpoint) -> RotatedCheckpoint:

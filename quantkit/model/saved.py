@@ -15,6 +15,8 @@ from quantkit.checkpoint.journal import JOURNAL_NAME
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.files import os_error_text
 from quantkit.model.headers import check_headers, stored_by_entry
 from quantkit.model.modules import packed_modules
 from quantkit.model.packed_module import PackedModule
@@ -31,8 +33,14 @@ NO_MANIFEST = (
 def is_saved(directory: Path) -> bool:
     """Whether `directory` is packed but has no manifest, and no run was interrupted in it."""
     config = directory / CONFIG_NAME
-    if any((directory / name).exists() for name in (MANIFEST_NAME, JOURNAL_NAME)) or not config.is_file():
-        return False
+    try:
+        own = any((directory / name).exists() for name in (MANIFEST_NAME, JOURNAL_NAME))
+        if own or not config.is_file():
+            return False
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot examine {directory}: {os_error_text(error)}. Check the disk and the permissions."
+        ) from error
     section = read_json(config).get("quantization_config")
     return isinstance(section, dict) and SECTION in section
 

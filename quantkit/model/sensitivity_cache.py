@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from quantkit import __version__
+from quantkit.checkpoint.journal import canonical_json
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, user_cache
 from quantkit.model.sensitivity import Sensitivities
 from quantkit.packing.schemes import Scheme
 
 #: To be raised when measuring, or the file, changes: what is there is then no longer found.
-_REVISION = 2
+_REVISION = 3
+_HASH = "sha256"
 #: Files are no larger: a thousand linears in thirty schemes have about 1 MB.
 MAX_BYTES = 64 << 20
 _LARGEST = sys.float_info.max  # JSON has integers beyond it
@@ -89,7 +91,7 @@ class SensitivityCache:
         if self.path is None:
             return (f"the measured sensitivities are not kept, as there is no home directory. {remedy}",)
         facts = {"key": self.key, "losses": found.losses, "expert_tokens": found.expert_tokens}
-        data = json.dumps(facts, indent=1, allow_nan=False).encode()
+        data = json.dumps({**facts, _HASH: _hash(facts)}, indent=1, allow_nan=False).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, data + b"\n")
@@ -100,9 +102,13 @@ class SensitivityCache:
         return ()
 
 
+def _hash(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(facts)).hexdigest()
+
+
 def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Scheme]]) -> Sensitivities:
-    """What a file holds; `ValueError` if that is not of `schemes`."""
-    if data.keys() != {"key", "losses", "expert_tokens"} or data["key"] != key:
+    """What a file holds; `ValueError` if that is not of `schemes`, or another than was written."""
+    if data.keys() != {"key", "losses", "expert_tokens", _HASH} or data["key"] != key:
         raise ValueError("it does not hold the key that it is called by")
     losses, tokens = data["losses"], data["expert_tokens"]
     if not isinstance(losses, dict) or losses.keys() != schemes.keys():
@@ -119,6 +125,8 @@ def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Sc
         for row in tokens.values()
     ):
         raise ValueError("the tokens of its experts are not numbers of at least 0")
+    if data[_HASH] != _hash({name: value for name, value in data.items() if name != _HASH}):
+        raise ValueError("its hash is not that of its content")
     return Sensitivities(
         {name: tuple(map(float, losses[name])) for name in schemes},
         {module: tuple(row) for module, row in tokens.items()},

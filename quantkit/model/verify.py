@@ -34,6 +34,10 @@ print(json.dumps(problems))
 """
 
 
+#: Things beside the checkpoint that are named.
+_NAMED = 20
+
+
 @dataclass(frozen=True)
 class Check:
     """One check: what it looked at, in how many cases, and what it found wrong; `skipped` if it could not."""
@@ -63,7 +67,8 @@ def verify(directory: Path, *, reload: bool = True, progress: Progress | None = 
     problems += verify_manifest(directory)
     detail = f"{len(manifest['files'])} in the manifest"
     if unlisted := unlisted_files(directory, manifest):
-        detail += f"; not in it, and not compared: {', '.join(unlisted)}"
+        more = f" and {len(unlisted) - _NAMED} more" if len(unlisted) > _NAMED else ""
+        detail += f"; not in it, and not compared: {', '.join(unlisted[:_NAMED])}{more}"
     checks = [Check("files", detail, tuple(map(str, problems)))]
     try:
         checkpoint = Checkpoint.open(directory, strict=True)

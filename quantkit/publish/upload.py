@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
-from quantkit.model.saved import file_names
+from quantkit.files import os_error_text
+from quantkit.model.saved import file_names, is_saved
 from quantkit.model.verify import verify
 from quantkit.progress import Progress
 from quantkit.publish.card import CARD_NAME
@@ -15,17 +17,26 @@ from quantkit.publish.card import CARD_NAME
 
 @dataclass(frozen=True)
 class Upload:
-    """Files to upload by their name in the repository: paths, or the bytes of what was made for it."""
+    """Files to upload by their name in the repository: paths, or the bytes of what was made for it.
+
+    `verified` are the hashes in hex that those of a manifest had when they were compared with it.
+    """
 
     files: Mapping[str, Path | bytes]
+    verified: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
-        return {
-            name: len(content) if isinstance(content, bytes) else content.stat().st_size
-            for name, content in self.files.items()
-        }
+        """Bytes of each file; `CheckpointError` for one that is gone."""
+        try:
+            return {
+                name: len(content) if isinstance(content, bytes) else content.stat().st_size
+                for name, content in self.files.items()
+            }
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot examine {error.filename}: {os_error_text(error)}. {_LEAVE_ALONE}"
+            ) from error
 
 
 def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | None = None) -> Upload:
@@ -46,7 +57,13 @@ def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | Non
         raise UsageError(
             f"{sorted(taken)[0]} is a file of the card and of the checkpoint. Rename it in the card."
         )
-    return Upload({**files, **card})
+    return Upload({**files, **card}, _hashes(directory))
+
+
+def _hashes(directory: Path) -> dict[str, str]:
+    if is_saved(directory):
+        return {}
+    return {name: entry["sha256"] for name, entry in read_manifest(directory)["files"].items()}
 
 
 def push(
@@ -60,11 +77,14 @@ def push(
     """Create the repository if it is not there, and commit all files at once; the address of the commit.
 
     `revision` is a branch, created where it is not there. `UsageError` for a repository that may not be
-    written, `EnvironmentProblem` without a token or a network.
+    written, `EnvironmentProblem` without a token or a network, `CheckpointError` for a file that has changed
+    since it was verified.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
 
-    operations = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
+    operations = [
+        _operation(name, content, upload.verified.get(name)) for name, content in upload.files.items()
+    ]
     api = HfApi()
     with _explained(repo):
         created = api.create_repo(repo, private=private or None, exist_ok=True)
@@ -79,6 +99,22 @@ def push(
     return str(done.commit_url)
 
 
+def _operation(name: str, content: Path | bytes, verified: str | None) -> Any:
+    """What adds a file to a commit; one whose hash is not the `verified` one is a `CheckpointError`."""
+    from huggingface_hub import CommitOperationAdd
+
+    try:
+        added = CommitOperationAdd(name, content)
+        # Some versions of huggingface_hub hash a file when they are asked for it.
+        found = added.upload_info.sha256.hex()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{name} is not uploaded: {error}. {_LEAVE_ALONE}") from error
+    if isinstance(content, Path) and verified not in (None, found):
+        raise CheckpointError(f"{content} has changed since it was verified. {_LEAVE_ALONE}")
+    return added
+
+
+_LEAVE_ALONE = "Leave the checkpoint alone while it is uploaded, and start again."
 #: By the name of the exception class or of one of its bases: the error to raise, what happened, the remedy.
 _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
     "HFValidationError": (UsageError, "this is no repository id", "Give one such as org/name."),
@@ -89,6 +125,7 @@ _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
         "the hub cannot be reached",
         "Check the network, HF_ENDPOINT and the proxy settings; the same command starts again.",
     ),
+    "OSError": (CheckpointError, "a file cannot be read", "Check the disk; the same command starts again."),
 }
 #: By the status of an answer.
 _STATUS: dict[int, tuple[type[QuantkitError], str, str]] = {
@@ -104,15 +141,17 @@ def _explained(repo: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        explanation = _explanation(error)
+        # What fails while a file is sent is the cause of a plain RuntimeError, which names the file.
+        cause = error if error.__cause__ is None else error.__cause__
+        explanation = _explanation(error) or _explanation(cause)
         if explanation is None:
             raise
         kind, problem, remedy = explanation
-        detail = str(error).strip().partition("\n")[0]
-        raise kind(f"{repo}: {problem} ({detail}). Nothing was committed. {remedy}") from error
+        lines = [str(one).strip().partition("\n")[0] for one in dict.fromkeys((error, cause))]
+        raise kind(f"{repo}: {problem} ({'; '.join(lines)}). Nothing was committed. {remedy}") from error
 
 
-def _explanation(error: Exception) -> tuple[type[QuantkitError], str, str] | None:
+def _explanation(error: BaseException) -> tuple[type[QuantkitError], str, str] | None:
     response: Any = getattr(error, "response", None)
     if response is not None and response.status_code in _STATUS:
         return _STATUS[response.status_code]

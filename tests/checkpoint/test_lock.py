@@ -124,3 +124,21 @@ def test_release_lets_go_where_unlocking_fails(tmp_path: Path, monkeypatch: pyte
         patch.setattr(fcntl, "flock", fail)
         lock.release()
     DirectoryLock.acquire(tmp_path).release()
+
+
+@pytest.mark.fault(64)
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_lock_whose_file_was_removed_is_lost_and_the_next_one_stays(tmp_path: Path, theirs: bool) -> None:
+    lock = DirectoryLock.acquire(tmp_path)
+    lock.check()
+    (tmp_path / LOCK_NAME).unlink()
+    other = DirectoryLock.acquire(tmp_path) if theirs else None
+    with pytest.raises(OutputError, match=r"no longer locked by this process: \.quantkit-lock was removed"):
+        lock.check()
+    lock.release()
+    assert (tmp_path / LOCK_NAME).exists() is theirs
+    if other is not None:
+        other.check()
+        other.release()
+    with pytest.raises(OutputError, match="no longer locked"):
+        lock.check()

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quantkit.checkpoint import manifest as manifest_module
-from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, unlisted_files, verify_files
 from quantkit.errors import CheckpointError
 
 SHARD = b"\x01\x02" * 3_000_000  # more than one block of the hash
@@ -105,3 +106,25 @@ def test_too_large_manifest_is_refused_unread(directory: Path, monkeypatch: pyte
     monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", 10)
     with pytest.raises(CheckpointError, match="more than the 10"):
         read_manifest(directory)
+
+
+def test_all_that_is_beside_the_checkpoint_is_named(directory: Path) -> None:
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates/tool.jinja").write_text("{{ 1 }}")
+    (directory / ".hidden").write_bytes(b"")
+    (directory / "dangling").symlink_to("nowhere")
+    os.mkfifo(directory / "pipe")
+    os.mkfifo(directory / "more.safetensors")
+    (directory / "folder.safetensors").mkdir()
+    manifest = read_manifest(directory)
+    assert unlisted_files(directory, manifest) == [
+        *(".hidden", "additional_chat_templates/", "dangling", "folder.safetensors/", "more.safetensors"),
+        "pipe",
+    ]
+    assert [problem.file for problem in verify_files(directory, manifest)] == [
+        "folder.safetensors/",
+        "more.safetensors",
+    ]
+    (directory / "config.json").unlink()
+    os.mkfifo(directory / "config.json")
+    assert "config.json is no file" in map(str, verify_files(directory, manifest))

@@ -4,16 +4,18 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quantkit.checkpoint.journal import JOURNAL_NAME, run_differences
+from quantkit.checkpoint.journal import JOURNAL_NAME, canonical_json, read_journal, run_differences
 from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
-from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from quantkit.checkpoint.manifest import MANIFEST_NAME, extend_manifest, read_manifest, verify_manifest
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import CheckpointError, OutputError
@@ -131,15 +133,15 @@ def test_too_little_disk_is_refused_with_figures(
     out: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(50 << 20))
     text = refusal(out, source, Mode.NEW, expected_bytes=50 << 20)
-    assert f"{(50 << 20) + (64 << 20)} bytes needed, {100 << 20} bytes free" in text
-    assert f"Free {14 << 20} bytes" in text
+    assert f"{51 << 20} bytes needed, {50 << 20} bytes free" in text
+    assert f"Free {1 << 20} bytes" in text
     assert not out.exists()
 
     drive(out, source, Mode.NEW, expected_bytes=12000, stop_after=2)
     done = sum((out / name).stat().st_size for name in NAMES[:2])
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(64 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 20))
     assert "too little disk space" in refusal(out, source, Mode.RESUME, expected_bytes=done + 1)
     drive(out, source, Mode.RESUME, expected_bytes=done)
 
@@ -239,12 +241,10 @@ def test_resume_writes_again_what_is_not_intact(out: Path, source: Path, damage:
     [
         (b'{"file":"model-1', NAMES[1:]),
         (b"\x00" * 100, NAMES[1:]),
-        (b'{"claim":["../../victim"]}\n', NAMES[1:]),
-        (b'{"claim":1}\n', NAMES[1:]),
-        (b"[]\n", NAMES[1:]),
+        (b'{"claim":["../../victim"]}', NAMES[1:]),
     ],
 )
-def test_damaged_end_of_the_journal_is_cut_off(
+def test_an_unfinished_end_of_the_journal_is_cut_off(
     out: Path, source: Path, tail: bytes, expected: list[str]
 ) -> None:
     drive(out, source, Mode.NEW, stop_after=1)
@@ -270,6 +270,98 @@ def test_journal_without_a_run_record_is_refused(out: Path, source: Path, first:
     (out / JOURNAL_NAME).write_bytes(first)
     for mode in Mode:
         assert "does not hold the run record" in refusal(out, source, mode)
+
+
+def changed_lines(raw: bytes) -> Iterator[bytes]:
+    """A line with another type or value in every place, with keys less and more, and with other bytes."""
+    line = json.loads(raw)
+    for place in places(line):
+        for value in (None, True, -1, 2**70, 0.5, "x", [], {}, ["../../victim"]):
+            yield changed(line, place, value)
+        yield changed(line, place)
+    yield changed(line, ("more",), 1)
+    for at in range(0, len(raw), 7):
+        yield raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+    yield from (
+        raw[:-1],
+        raw + b" ",
+        raw + raw,
+        b"",
+        b"[]",
+        b"null",
+        b"\xff" * 20,
+        raw.replace(b":", b": ", 1),
+    )
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inside: Any = value.items() if isinstance(value, dict) else ()
+    inside = enumerate(value) if isinstance(value, list) else inside
+    found = [place for key, item in inside for place in places(item, (*path, key))]
+    return [path, *found] if path else found
+
+
+def changed(line: Any, place: tuple[Any, ...], *value: object) -> bytes:
+    line = json.loads(json.dumps(line))
+    node = line
+    for key in place[:-1]:
+        node = node[key]
+    if value:
+        node[place[-1]] = value[0]
+    else:
+        del node[place[-1]]
+    return canonical_json(line)
+
+
+@pytest.mark.fault(65)
+def test_a_damaged_line_of_the_journal_is_named_with_a_remedy_that_works(out: Path, source: Path) -> None:
+    reference = out.with_name("reference")
+    drive(reference, source, Mode.NEW)
+    drive(out, source, Mode.NEW, stop_after=2)
+    journal = out / JOURNAL_NAME
+    lines = journal.read_bytes().splitlines()
+    tried = 0
+    for number, raw in enumerate(lines, 1):
+        for damage in changed_lines(raw):
+            if damage == raw:
+                continue
+            journal.write_bytes(
+                b"".join(line + b"\n" for line in [*lines[: number - 1], damage, *lines[number:]])
+            )
+            with pytest.raises(OutputError) as raised:
+                read_journal(out)
+            text = str(raised.value)
+            assert f"{journal} is damaged in line {number}" in text
+            assert f"sed -i {number}d {journal}" in text or number == 1
+            assert f"emove {out} and start anew" in text
+            tried += 1
+        for mode in Mode:
+            assert f"in line {number}" in refusal(out, source, mode)
+        if number > 1:
+            copy = Path(shutil.copytree(out, out.with_name(f"copy{number}")))
+            journal = copy / JOURNAL_NAME
+            subprocess.run(["sed", "-i", f"{number}d", journal], check=True)
+            drive(copy, source, Mode.RESUME)
+            assert contents(copy) == contents(reference)
+            journal = out / JOURNAL_NAME
+    assert tried > 500
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.fault(65)
+def test_damaged_figures_of_a_finished_directory_are_refused(out: Path, source: Path) -> None:
+    drive(out, source, Mode.NEW)
+    text = (out / MANIFEST_NAME).read_text()
+    (out / MANIFEST_NAME).write_text(text.replace('"seed": 1', '"seed": 2'))
+    assert f"{MANIFEST_NAME} has changed since it was written" in refusal(out, source, Mode.RESUME)
+    with pytest.raises(CheckpointError, match=f"{MANIFEST_NAME} has changed since it was written"):
+        extend_manifest(out, {"more": 1})
+    (out / MANIFEST_NAME).write_text(text)
+    extend_manifest(out, {"more": 1})
+    assert read_manifest(out)["more"] == 1 and not verify_manifest(out)
 
 
 @pytest.mark.fault(66)

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import OutputError
+from quantkit.files import TEMP_PREFIX
 
 RUN: dict[str, Any] = {"version": "1", "options": {"bits": 4, "rules": ["a", "b"]}}
 CONFIG = {"model_type": "llama", "quantization_config": {"bits": 4}}
@@ -79,6 +80,7 @@ def drive(
     shards: dict[str, dict[str, torch.Tensor]] = SHARDS,
     run: dict[str, Any] = RUN,
     pause: float = 0.0,
+    check: Callable[[], Mapping[str, Any]] | None = None,
 ) -> list[str]:
     """What a streaming driver does; returns the shards that it had to write."""
     written = []
@@ -97,7 +99,7 @@ def drive(
         weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
         side_files = [source / "tokenizer.json"]
         details = {name: output.details(name) for name in shards}
-        output.finish(weight_map, 999, CONFIG, side_files, {"seed": 7, "layers": details})
+        output.finish(weight_map, 999, CONFIG, side_files, {"seed": 7, "layers": details}, check)
         assert output.complete
     return written
 
@@ -384,3 +386,101 @@ def test_shard_is_synced_before_it_is_renamed_and_renamed_before_it_is_done(
         file.write("w", torch.zeros(4))
     claim, header_and_data = ["pwrite", "fsync"], ["unlink", "pwrite", "pwrite"]
     assert calls == [*claim, *header_and_data, "fsync", "replace", "fsync", "pwrite", "fsync"]
+
+
+@pytest.mark.fault(64)
+@pytest.mark.parametrize("stage", range(6))
+def test_a_writer_that_lost_its_lock_leaves_the_other_one_alone(
+    tmp_path: Path, source: Path, reference: dict[str, bytes], stage: int
+) -> None:
+    out, names = tmp_path / "out", list(SHARDS)
+    left: dict[str, bytes] = {}
+
+    def lose() -> Mapping[str, Any]:
+        """Someone removes the lock file, and the next writer starts over and stops after a shard."""
+        (out / LOCK_NAME).unlink()
+        other = OutputDirectory.open(out, source, Mode.OVERWRITE, {**RUN, "version": "2"}, 0)
+        with other.shard(names[0], specs_of(SHARDS[names[0]]), METADATA) as file:
+            fill(file, SHARDS[names[0]])
+        (out / f"{TEMP_PREFIX}{names[1]}").write_bytes(b"theirs")
+        others.append(other)
+        left.update(contents(out))
+        return {}
+
+    others: list[OutputDirectory] = []
+    with (
+        pytest.raises(OutputError, match="no longer locked by this process") as raised,
+        OutputDirectory.open(out, source, Mode.NEW, RUN, 0) as output,
+    ):
+        for number, name in enumerate(names):
+            if stage == number:
+                lose()
+            with output.shard(name, specs_of(SHARDS[name]), METADATA) as file:
+                if stage == 3 and number == 1:
+                    lose()
+                fill(file, SHARDS[name])
+        if stage == 4:
+            lose()
+        weight_map = {tensor: name for name, tensors in SHARDS.items() for tensor in tensors}
+        output.finish(weight_map, 999, CONFIG, [source / "tokenizer.json"], {}, lose)
+    assert "--resume" in str(raised.value)
+    assert contents(out) == left
+    for other in others:
+        other.__exit__(None, None, None)
+
+
+@pytest.mark.fault(62)
+@pytest.mark.parametrize("after", ["check", "manifest", "journal"])
+def test_config_appears_last(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes], after: str
+) -> None:
+    out = tmp_path / "out"
+    seen: list[str] = []
+
+    def stop() -> None:
+        seen.append(after)
+        assert "config.json" not in contents(out)
+        raise KeyboardInterrupt
+
+    replace = os.replace
+
+    def replaced(one: Path, other: Path) -> None:
+        if after == "journal" and other.name == "config.json":
+            assert JOURNAL_NAME not in contents(out)
+            stop()
+        replace(one, other)
+        if after == "manifest" and other.name == MANIFEST_NAME:
+            stop()
+
+    def check() -> Mapping[str, Any]:
+        assert sorted(contents(out)) == sorted(
+            [JOURNAL_NAME, LOCK_NAME, *reference.keys() - {"config.json", MANIFEST_NAME}]
+        )
+        if after == "check":
+            stop()
+        return {}
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", replaced)
+        drive(out, source, Mode.NEW, check=check)
+    assert seen
+    with pytest.raises(OutputError, match="holds an unfinished run"):
+        drive(out, source, Mode.NEW)
+    drive(out, source, Mode.RESUME)
+    assert contents(out) == reference
+
+
+def test_what_a_check_finds_is_in_the_manifest_and_its_error_leaves_the_run_unfinished(
+    tmp_path: Path, source: Path
+) -> None:
+    out = tmp_path / "out"
+
+    def fail() -> Mapping[str, Any]:
+        raise OutputError("it does not run")
+
+    with pytest.raises(OutputError, match="it does not run"):
+        drive(out, source, Mode.NEW, check=fail)
+    assert not {"config.json", MANIFEST_NAME} & contents(out).keys()
+    assert drive(out, source, Mode.RESUME, check=lambda: {"answers": [1]}) == []
+    manifest = read_manifest(out)
+    assert manifest["answers"] == [1] and verify_files(out, manifest) == []

@@ -4,9 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from quantkit.cli.files import check_writable, make_directory, write_file
+from quantkit.checkpoint.lock import LOCK_NAME
+from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.checkpoint.writer import Mode, OutputDirectory
+from quantkit.cli.files import check_writable, make_directory, write_file, write_files
 from quantkit.errors import OutputError
+from quantkit.eval.document import Document, write
 
 
 def test_a_file_is_replaced_or_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +53,34 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(tmp_path: Pat
     (tmp_path / "link").symlink_to(tmp_path / "new")
     check_writable(tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and not (tmp_path / "new").exists()
+
+
+def test_outputs_of_runs_are_written_to_under_their_lock(tmp_path: Path) -> None:
+    out, source = tmp_path / "out", tmp_path / "source"
+    source.mkdir()
+
+    def refused(text: str) -> None:
+        before = {path.name: path.read_bytes() for path in out.iterdir() if path.name != LOCK_NAME}
+        for attempt in (
+            lambda: write_files(out, {"README.md": "a card", "config.json": "{}"}),
+            lambda: write_file(out / "config.json", "{}"),
+            lambda: check_writable(out / "config.json"),
+            lambda: write(out, "config", Document("figures", ()), {"config.json": "{}"}),
+        ):
+            with pytest.raises(OutputError, match=text):
+                attempt()
+        assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.name != LOCK_NAME}
+
+    with OutputDirectory.open(out, source, Mode.NEW, {}, 0) as output:
+        refused("is LOCKED by process")
+        with pytest.raises(OutputError, match="is LOCKED by process"):
+            make_directory(out)
+    refused(r"out holds an unfinished run, which writes there\. Choose another place")
+    with OutputDirectory.open(out, source, Mode.RESUME, {}, 0) as output:
+        with output.shard("model.safetensors", [TensorSpec.of("w", torch.ones(3))], {}) as file:
+            file.write("w", torch.ones(3))
+        output.finish({"w": "model.safetensors"}, 0, {}, [], {})
+    refused(r"config\.json is a file of the checkpoint in .*out\. Choose another place")
+    make_directory(out)
+    write_files(out, {"README.md": "a card"})
+    assert (out / "README.md").read_text() == "a card" and not (out / LOCK_NAME).exists()

@@ -13,6 +13,7 @@ from safetensors.torch import save
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.model import load as loading
 from quantkit.model.load import explained, load
 from quantkit.model.structure import read_structure
 from quantkit.model.tokenizer import tokenize, tokenizer
@@ -177,3 +178,21 @@ def check_tokenizer(case: bytes, directory: Path) -> None:
         text = found.decode(ids.tolist())
     if not isinstance(text, str):
         raise CheckpointError(f"{directory}: the tokenizer decodes to {type(text).__name__}, not to text.")
+
+
+def generation_configs() -> tuple[bytes, ...]:
+    """What `generation_config.json` holds."""
+    common = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0, "transformers_version": "5.0.0"}
+    sampled = {"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "max_new_tokens": 32}
+    beams = {"num_beams": 4, "length_penalty": 1.0, "early_stopping": True, "cache_implementation": "static"}
+    return tuple(json.dumps({**common, **more}).encode() for more in (sampled, beams))
+
+
+def check_generation(case: bytes, directory: Path) -> None:
+    (directory / loading.GENERATION_CONFIG_NAME).write_bytes(case)
+    with explained(directory):
+        found = loading._generation_config(directory)
+    said = json.loads(case)
+    for name in ("temperature", "top_k", "top_p", "max_new_tokens", "num_beams"):
+        if name in said and said[name] is not None:
+            assert getattr(found, name) == said[name] or said[name] != said[name], name

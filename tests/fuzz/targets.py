@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -23,14 +23,10 @@ from safetensors.torch import save
 from quantkit.calibrate.documents import read_documents
 from quantkit.calibrate.recipe import Choice, Recipe, read_recipe
 from quantkit.checkpoint.header import parse_json, read_header, read_json
-from quantkit.checkpoint.journal import JOURNAL_NAME, canonical_json, read_journal
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files
-from quantkit.checkpoint.occupied import start_again, start_over
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.errors import QuantkitError
-from quantkit.eval.metrics import TokenScores
-from quantkit.eval.partial import Partial
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.table import ROWS, row_named
@@ -44,10 +40,12 @@ from quantkit.packing.tensor import PackedTensor
 from .decode import decode, largest_term
 from .files import packed_parts, write_items
 from .models import (
+    check_generation,
     check_load,
     check_structure,
     check_tokenizer,
     dense_checkpoints,
+    generation_configs,
     packed_checkpoints,
     tokenizers,
 )
@@ -66,10 +64,15 @@ from .mutate import (
     parse,
     unpack_directory,
 )
-
-
-class Ignored(QuantkitError):
-    """What a reader leaves out without an error."""
+from .ours import (
+    Ignored,
+    check_journal,
+    check_partial,
+    check_sensitivities,
+    journals,
+    partials,
+    sensitivities,
+)
 
 
 @dataclass(frozen=True)
@@ -316,59 +319,6 @@ def _check_differences(stored: PromptLogits) -> None:
     for row, tokens, values in zip(logits.tolist(), stored.tokens, stored.logits, strict=True):
         found = [row[token] for token in tokens]
         assert all(abs(a - b) <= 1.01 * TOLERANCE * most for a, b in zip(found, values, strict=True))
-
-
-# Journals
-
-_RUN = {"options": {"format": "int4", "group_size": 32}, "source": "0" * 64, "version": "0.1.0"}
-
-
-@cache
-def _journals() -> tuple[bytes, ...]:
-    done, torn = b"finished", b"half"
-    lines = (
-        {"run": _RUN},
-        {"claim": ["model-00001.safetensors", "model-00002.safetensors", "config.json"]},
-        {
-            "file": "model-00001.safetensors",
-            "sha256": hashlib.sha256(done).hexdigest(),
-            "size": len(done),
-            "detail": {"squared": {"a": [1.0, 2.0]}},
-        },
-    )
-    journal = b"".join(canonical_json(line) + b"\n" for line in lines)
-    return (
-        pack_directory(
-            {JOURNAL_NAME: journal, "model-00001.safetensors": done, "model-00002.safetensors": torn}
-        ),
-        pack_directory({JOURNAL_NAME: journal, "model-00001.safetensors": done}),
-    )
-
-
-def _check_journal(case: bytes, directory: Path) -> None:
-    write_items(directory, unpack_directory(case))
-    state = read_journal(directory)
-    if state is not None:
-        data = (directory / JOURNAL_NAME).read_bytes()
-        lines = [json.loads(line) for line in data[: state.length].splitlines()]
-        assert lines[0] == {"run": state.run}
-        files = {line["file"]: line for line in lines[1:] if "file" in line}
-        claimed = {name for line in lines[1:] for name in line.get("claim", [line.get("file")])}
-        assert state.claimed == claimed
-        assert state.entries.keys() == files.keys()
-        assert all("/" not in name for name in claimed)
-    for start in (start_again, start_over):
-        try:
-            begun = start(directory, _RUN, 0)
-        except QuantkitError:
-            if start is start_over:
-                raise
-            continue
-        for name, entry in begun.entries.items():
-            data = (directory / name).read_bytes()
-            assert (hashlib.sha256(data).hexdigest(), len(data)) == (entry.record.sha256, entry.record.size)
-        if begun.journal is not None:
-            begun.journal.close()
 
 
 # Packed tensors
@@ -625,50 +575,6 @@ def _check_documents(case: bytes, directory: Path) -> None:
         raise refused
 
 
-# Partial results of evaluations
-
-_SCORES_SHAPE = (2, 3)
-_TASK = {"accuracy": 0.5, "items": [1, 2]}
-
-
-@cache
-def _scores() -> dict[str, TokenScores]:
-    nll = torch.rand(_SCORES_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return {"full": TokenScores(nll, nll + 1, nll / 2, nll > 0.5), "bare": TokenScores(nll)}
-
-
-@cache
-def _partials() -> tuple[bytes, ...]:
-    # Made by the product, so that a change of its files changes the seeds.
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        partial = Partial(Path(folder))
-        for name, scores in _scores().items():
-            partial.store_scores("key", name, scores)
-        partial.store_json("key", "task", _TASK)
-        files = {path.name: path.read_bytes() for path in sorted((partial.directory / "key").iterdir())}
-        return (pack_directory(dict(files)),)
-
-
-def _check_partial(case: bytes, directory: Path) -> None:
-    items = unpack_directory(case)
-    partial = Partial(directory)
-    folder = partial.directory / "key"
-    folder.mkdir(parents=True)
-    write_items(folder, items)
-    task = partial.json("key", "task")
-    assert task in (None, _TASK)
-    read = {name: partial.scores("key", name, _SCORES_SHAPE) for name in _scores()}
-    for name, found in read.items():
-        for field in fields(TokenScores) if found is not None else ():
-            one, other = getattr(found, field.name), getattr(_scores()[name], field.name)
-            assert (one is None) == (other is None)
-            assert one is None or torch.equal(one, other), field.name
-    if task is None or None in read.values():
-        raise Ignored("damaged, and measured again")
-
-
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
@@ -677,7 +583,7 @@ TARGETS: dict[str, Target] = {
         Target("checkpoint", _checkpoints, mutate_directory, _check_checkpoint, 0.1),
         Target("config", _configs, mutate_json, _check_config, 0.1),
         Target("manifest", _manifests, mutate_directory, _check_manifest, 0.1),
-        Target("journal", _journals, mutate_directory, _check_journal, 0.03),
+        Target("journal", journals, mutate_directory, check_journal, 0.03),
         Target("packed", _packed, mutate_directory, _check_packed, 0.1),
         Target("table", _tables, mutate_json, _check_table, 0.04),
         Target("recipe", lambda: (b"t" + _TOML_TEXT, b"y" + _YAML_TEXT), _mutate_recipe, _check_recipe, 0.04),
@@ -685,6 +591,8 @@ TARGETS: dict[str, Target] = {
         Target("structure", dense_checkpoints, mutate_directory, check_structure, 0.01, 10.0),
         Target("load", packed_checkpoints, mutate_directory, check_load, 0.005, 10.0),
         Target("tokenizer", tokenizers, mutate_directory, check_tokenizer, 0.01, 10.0),
-        Target("partial", _partials, mutate_directory, _check_partial, 0.02),
+        Target("generation", generation_configs, mutate_json, check_generation, 0.02, 10.0),
+        Target("partial", partials, mutate_directory, check_partial, 0.02),
+        Target("sensitivities", sensitivities, mutate_json, check_sensitivities, 0.02),
     )
 }

@@ -143,6 +143,8 @@ def test_caches_are_distrusted(cache: Path) -> None:
         edited(a=[True, 0]): "not a finite number",
         json.dumps({**data, "expert_tokens": {"experts": [3, -1]}}): "the tokens of its experts are not",
         json.dumps({**data, "expert_tokens": [3]}): "the tokens of its experts are not",
+        edited(a=[2.0, 2e-9]): "its hash is not that of its content",
+        json.dumps({**data, "expert_tokens": {"experts": [3, 1]}}): "its hash is not that of its content",
         " " * (MAX_BYTES + 1): "more than the",
     }.items():
         file.write_text(text)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -125,6 +126,13 @@ class UploadHub(BaseHTTPRequestHandler):
 @pytest.fixture
 def upload_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubState]:
     """A hub that takes uploads with `TOKEN`; huggingface_hub talks to it alone."""
+    with standing_in(monkeypatch) as state:
+        yield state
+
+
+@contextmanager
+def standing_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubState]:
+    """`upload_hub` for a block."""
     from huggingface_hub import constants, hf_api
 
     state = HubState()

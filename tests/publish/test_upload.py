@@ -33,6 +33,24 @@ def test_what_arrives_is_what_was_verified(packed: Path, upload: Upload, upload_
     assert upload.sizes == {name: len(data) for name, data in files.items()}
 
 
+@pytest.mark.parametrize(("name", "change"), [("config.json", "changed"), ("LICENSE", "removed")])
+def test_what_changes_after_it_was_verified_is_not_uploaded(
+    packed: Path, tmp_path: Path, upload_hub: HubState, name: str, change: str
+) -> None:
+    copy = Path(shutil.copytree(packed, tmp_path / "copy"))
+    upload = prepare(copy, {"README.md": b"a card"})
+    if change == "removed":
+        (copy / name).unlink()
+        with pytest.raises(CheckpointError, match=r"cannot examine .*No such file"):
+            _ = upload.sizes
+    else:
+        (copy / name).write_bytes((copy / name).read_bytes() + b" ")
+    said = "is not uploaded: " if change == "removed" else "has changed since it was verified"
+    with pytest.raises(CheckpointError, match=f"{name} {said}"):
+        push(upload, "me/tiny")
+    assert upload_hub.commits == []
+
+
 def test_a_branch_of_a_repository_that_is_there(upload: Upload, upload_hub: HubState) -> None:
     push(upload, "me/tiny")
     push(upload, "me/tiny", revision="group-32", message="Smaller groups")

@@ -227,7 +227,11 @@ FAULTS: dict[str, dict[int, Fault]] = {
     "Files and processes": {
         57: Fault("an output that is not empty", "error", "before a weight is read, and nothing is touched"),
         58: Fault("an output that is, is in, or holds the source", "error", "also through links"),
-        59: Fault("no parent, a read-only one, a file in the way", "error", "before a weight is read"),
+        59: Fault(
+            "no parent, a read-only one, a file in the way, an output that cannot be listed",
+            "error",
+            "before a weight is read",
+        ),
         60: Fault(
             "a full disk",
             "resumable",
@@ -235,25 +239,31 @@ FAULTS: dict[str, dict[int, Fault]] = {
             "is removed",
         ),
         61: Fault("EIO, short writes, fsync that fails", "resumable", "the file is not marked as done"),
-        62: Fault("SIGKILL at any time", "resumable", "bit-identical"),
+        62: Fault("SIGKILL at any time, also in the check of the result", "resumable", "bit-identical"),
         63: Fault(
             "SIGINT, SIGTERM",
             "resumable",
             "ends after the jobs in work, and drops the shard in work; exit codes 130 and 143",
         ),
         64: Fault(
-            "two processes, one directory", "error", "LOCKED, with process, host and time of the other"
+            "two processes, one directory",
+            "error",
+            "LOCKED, with process, host and time of the other, until the result is checked and finished; who "
+            "lost the lock, as its file was removed, stops and leaves the other's files",
         ),
         65: Fault(
-            "a resume with other options, version or source", "error", "lists what differs, old -> new"
+            "a resume with other options, version or source; a damaged journal or manifest",
+            "error",
+            "lists what differs, old -> new; names the line of the journal and the remedy, which keeps files",
         ),
         66: Fault("temporary files of a dead process", "fallback", "removed, by who holds the lock"),
         67: Fault("umask and permissions", "fallback", "files 0644 less the umask, whatever the source has"),
         68: Fault(
             "a source that changes during the run",
             "error",
-            "found by size and modification time, of config, index and shards, at every read and at the end; "
-            "nothing passes for finished",
+            "found by size, times of modification and change, and inode, of config, index, shards and side "
+            "files, at every read and at the end; nothing passes for finished. On a resume by size and times "
+            "of config, index and shards: a copy of them with other times of change is another source",
         ),
     },
     "Hardware and software": {

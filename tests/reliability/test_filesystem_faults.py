@@ -14,10 +14,12 @@ import pytest
 
 import quantkit
 from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
+from quantkit.checkpoint.manifest import MANIFEST_NAME, extend_manifest, read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.files import TEMP_PREFIX
+from quantkit.model import checking
 
 from ..conftest import Run
 from .faults import (
@@ -63,6 +65,17 @@ def fail_in_shard(monkeypatch: pytest.MonkeyPatch, number: int, fail: Callable[[
         return shard(self, filename, *rest)
 
     monkeypatch.setattr(OutputDirectory, "shard", failing)
+
+
+#: What a file of a source may go through, and is still there.
+CHANGES = ("touch", "truncate", "rewrite", "replace")
+
+
+def write_again(path: Path, target: Path) -> None:
+    """Write to `target` as many bytes as `path` has, with its time of modification."""
+    before = path.stat()
+    target.write_bytes(path.read_bytes())
+    os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,8 +362,13 @@ def test_permissions_are_those_of_the_umask(run: Run, source: Path, out: Path, u
 
 
 @pytest.mark.fault(68)
-@pytest.mark.parametrize("name", [WEIGHTS, CONFIG])
-@pytest.mark.parametrize("change", ["touch", "truncate", "remove"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, change) for name in (WEIGHTS, CONFIG) for change in (*CHANGES, "remove")),
+        *(("tokenizer.json", change) for change in CHANGES),
+    ],
+)
 def test_a_source_that_changes_during_the_run(
     run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: str
 ) -> None:
@@ -361,6 +379,11 @@ def test_a_source_that_changes_during_the_run(
             os.utime(path, ns=(1, 1))
         elif change == "truncate":
             os.truncate(path, path.stat().st_size - 1)
+        elif change == "rewrite":
+            write_again(path, path)
+        elif change == "replace":
+            write_again(path, path.with_name("other"))
+            path.with_name("other").replace(path)
         else:
             path.unlink()
 
@@ -378,5 +401,145 @@ def test_a_source_that_changes_during_the_run(
     if change == "remove":
         return
     message = Message(out, "source: ", "(old -> new)", "start over with --overwrite")
-    if change == "touch":
+    if name == "tokenizer.json":
+        # It is copied as a whole, after all else.
+        assert run(*command(source, out, "--resume")).code == 0
+        assert (out / name).read_bytes() == path.read_bytes()
+    elif change in ("touch", "rewrite", "replace"):
         refused(run, command(source, out, "--resume"), OutputError, message, source.parent)
+
+
+def during_the_check(monkeypatch: pytest.MonkeyPatch, do: Callable[[Path], object]) -> None:
+    """Do this, with the directory, as the result is loaded to be run."""
+    load = checking.load_unfinished
+
+    def loading(directory: Path, *rest: Any) -> Any:
+        do(directory)
+        return load(directory, *rest)
+
+    monkeypatch.setattr(checking, "load_unfinished", loading)
+
+
+def checked(source: Path, out: Path, *more: object) -> tuple[object, ...]:
+    """A run whose result is run on a prompt."""
+    return ("quantize", source, out, "-m", "rtn", *more)
+
+
+@pytest.mark.fault(64)
+def test_the_result_is_checked_under_the_lock_and_before_it_is_finished(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def others(directory: Path) -> None:
+        assert run("verify", directory, "--no-reload").code == CheckpointError.exit_code
+        with pytest.raises(CheckpointError):
+            quantkit.load(directory)
+        with pytest.raises(OutputError, match="is LOCKED by process"):
+            extend_manifest(directory, {"a": 1})
+        for mode in ("--resume", "--overwrite"):
+            done = run(*checked(source, directory, "-f", "int8", mode))
+            assert done.code == OutputError.exit_code and "is LOCKED by process" in done.err
+        seen.append(snapshot(directory))
+
+    with monkeypatch.context() as patch:
+        during_the_check(patch, others)
+        assert run(*checked(source, out)).code == 0
+    (left,) = seen
+    assert not {CONFIG, MANIFEST_NAME} & left.keys() and {WEIGHTS, "LICENSE"} <= left.keys()
+    assert "prompt_logits" in read_manifest(out)
+    assert run("verify", out, "--no-reload").code == 0
+
+
+@pytest.mark.fault(64)
+def test_a_run_that_lost_its_lock_in_the_check_leaves_the_other_output(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(directory: Path) -> None:
+        monkeypatch.undo()
+        (directory / LOCK_NAME).unlink()
+        assert run(*checked(source, directory, "-f", "int8", "--overwrite")).code == 0
+        assert run(*checked(source, out.with_name("int8"), "-f", "int8")).code == 0
+
+    during_the_check(monkeypatch, other)
+    done = run(*checked(source, out))
+    remedy = "with --resume once no other process writes there"
+    message = Message(out, "is no longer locked by this process", "Nothing more is written", remedy)
+    check_message(done, OutputError, message)
+    assert snapshot(out) == snapshot(out.with_name("int8"))
+    assert run("verify", out, "--no-reload").code == 0
+
+
+@pytest.mark.fault(62)
+@pytest.mark.parametrize("fault", ["interrupt", "kind"])
+def test_a_result_that_was_not_run_is_not_finished(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def fail(directory: Path) -> None:
+        if fault == "interrupt":
+            raise KeyboardInterrupt
+        raise ValueError("it does not fit together")
+
+    for more in ((), ("--no-check",)):
+        name = out.with_name("whole" + "".join(more))
+        assert run(*checked(source, name, *more)).code == 0
+    with monkeypatch.context() as patch:
+        during_the_check(patch, fail)
+        done = run(*checked(source, out))
+    assert done.code == (130 if fault == "interrupt" else CheckpointError.exit_code)
+    is_unfinished(out)
+    if fault == "kind":
+        assert "does not run, and " in done.err and "--resume --no-check" in done.err
+    copy = Path(shutil.copytree(out, out.with_name("copy")))
+    assert run(*checked(source, copy, "--resume", "--no-check")).code == 0
+    assert snapshot(copy) == snapshot(out.with_name("whole--no-check"))
+    resumes(run, checked(source, out), out, snapshot(out.with_name("whole")))
+    # One that is finished and was not run is, if it is asked for.
+    resumes(run, checked(source, copy), copy, snapshot(out))
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, out: Path, *names: str) -> None:
+    """As for others than root, to whom permissions are nothing: functions of `os` that fail in `out`."""
+
+    def denied(name: str) -> Callable[..., Any]:
+        original = getattr(os, name)
+
+        def call(path: Any = ".", *rest: Any, **options: Any) -> Any:
+            inside = not isinstance(path, int) and Path(path).is_relative_to(out)
+            if not inside or (name in ("stat", "open") and Path(path) == out):
+                return original(path, *rest, **options)
+            if name == "access":
+                return False
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(os, name, denied(name))
+
+
+@pytest.mark.fault(59)
+def test_an_output_that_cannot_be_listed(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out.mkdir()
+    message = Message(out, "Permission denied (EACCES)", "cannot list the output", "Make it readable")
+    with monkeypatch.context() as patch:
+        deny(patch, out, "access", "listdir", "scandir")
+        refused(run, command(source, out), OutputError, message, source)
+    assert not [*out.iterdir()]
+
+
+@pytest.mark.fault(59)
+@pytest.mark.parametrize("names", [("open",), ("listdir",), ("stat", "open")], ids=str)
+@pytest.mark.parametrize("name", ["verify", "inspect"])
+def test_a_checkpoint_that_cannot_be_listed(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, name: str, names: tuple[str, ...]
+) -> None:
+    assert run(*command(source, out)).code == 0
+    if name == "inspect" and names == ("listdir",):
+        return  # It needs one file, whose name it knows.
+    deny(monkeypatch, out, "access", "scandir", *names)
+    done = run(name, out, *(("--no-reload",) if name == "verify" else ()))
+    message = Message(out, "Permission denied", "cannot", ".")
+    check_message(done, CheckpointError, message)

@@ -15,7 +15,20 @@ import quantkit
 from quantkit.files import TempFile
 
 from .injection import Fault, Injection
-from .scenarios import GPTQ, Evaluate, Failed, Load, Quantize, Save, Scenario, Verify, command, contents
+from .scenarios import (
+    GPTQ,
+    Evaluate,
+    Failed,
+    Load,
+    Push,
+    Quantize,
+    Report,
+    Save,
+    Scenario,
+    Verify,
+    command,
+    contents,
+)
 from .sweep import sweep, tell
 
 SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
@@ -78,22 +91,25 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "save": lambda places: Save("save", places / "one"),
     "save shards": lambda places: Save("save shards", places / "one", {"max_shard_size": "150KB"}),
     "verify": lambda places: Verify("verify", places / "two"),
+    "card": lambda places: Report("card", places / "two"),
+    "push": lambda places: Push("push", places / "two"),
 }
 
 #: Every how many of the calls fail in the long sweep: by scenario times by fault. A disk that is gone or
 #: full, and a lack of memory, are much the same wherever they begin.
 OF_SCENARIO = {
     **{"one file": 1, "shards": 1, "load": 1, "save": 1, "save shards": 1, "verify": 1},
+    **{"card": 1, "push": 1},
     **{"resume": 2, "overwrite": 2, "check": 4, "gptq": 4, "eval": 6, "resume gptq": 8, "report": 16},
 }
 OF_FAULT = {Fault.EIO: 1, Fault.DEAD: 5, Fault.FULL: 2, Fault.SHORT: 2, Fault.MEMORY: 7}
-READERS, SAVERS = ("load", "verify"), ("save", "save shards")
+READERS, SAVERS = ("load", "verify", "push"), ("save", "save shards")
 LONG = [
     (name, fault, every * of_fault)
     for name, every in OF_SCENARIO.items()
     for fault, of_fault in OF_FAULT.items()
     if not (name in READERS and fault in (Fault.FULL, Fault.SHORT))
-    and not (name in (*READERS, *SAVERS) and fault is Fault.MEMORY)
+    and not (name in (*READERS, *SAVERS, "card") and fault is Fault.MEMORY)
     # Its writes are in Rust, which a test with a real limit is for.
     and not (name in SAVERS and fault is Fault.SHORT)
 ]
@@ -115,6 +131,8 @@ def strided(stride: int, start: int = 1) -> Callable[[int], range]:
         ("eval", Fault.EIO, 301),
         ("load", Fault.EIO, 31),
         ("save", Fault.FULL, 2),
+        ("card", Fault.EIO, 11),
+        ("push", Fault.EIO, 23),
         ("gptq", Fault.MEMORY, 401),
     ],
 )

@@ -29,6 +29,8 @@ SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
 #: In many shards, and with work files: most moments are between two files.
 SHARDS = ("--method", "rtn", "--no-check", "--format", "int3", "--max-shard-size", "60KB")
 RUNS = {"shards": SHARDS, "gptq": GPTQ}
+#: With the check of the result and its stored logits, which take most of the time.
+CHECKED = ("--method", "rtn", "--format", "int4", "--group-size", "channel", "--max-shard-size", "60KB")
 #: Seconds for what takes one or two.
 PATIENCE = 120
 
@@ -87,15 +89,20 @@ class Child:
 
 @pytest.fixture(scope="module", params=RUNS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Run":
-    return Run(request.param, tmp_path_factory.mktemp("kills"))
+    return Run(request.param, RUNS[request.param], tmp_path_factory.mktemp("kills"))
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> "Run":
+    return Run("checked", CHECKED, tmp_path_factory.mktemp("kills"))
 
 
 class Run:
     """One kind of run: what it ends in, and how long that takes in a child."""
 
-    def __init__(self, name: str, place: Path) -> None:
+    def __init__(self, name: str, options: tuple[str, ...], place: Path) -> None:
         self.name, self.place = name, place
-        self._scenario = Quantize(name, SOURCE, RUNS[name], mode=("--resume",))
+        self._scenario = Quantize(name, SOURCE, options, mode=("--resume",))
         # Here, so that children have imported everything.
         (place / "first").mkdir()
         self._scenario.run(place / "first")
@@ -116,6 +123,15 @@ class Run:
 
         return Child(work if n else lambda: self.quantize(place), place / "said")
 
+    def calls(self) -> int:
+        """How many calls of a run change the disk."""
+        place = self.place / "counted"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        with Injection([place], 0, Fault.KILL).active() as counted:
+            self.quantize(place)
+        return len(counted.calls)
+
     def quantize(self, place: Path) -> None:
         """Do it, or continue it, in this process."""
         self._scenario.run(place)
@@ -133,6 +149,11 @@ class Run:
         assert child.wait() == 0, child.said()
         assert contents(self.place / name / "out") == self.expected
         shutil.rmtree(self.place / name)
+
+    def judge(self, name: str) -> None:
+        """Whether `verify` or `load` takes what is left for more than it is."""
+        if (self.place / name / "out").is_dir():
+            assert self._scenario.unsound(self.place / name, self.expected) is None
 
     def phase(self, name: str) -> str:
         """How far a run came."""
@@ -156,6 +177,7 @@ def kill_and_resume(run: Run, count: int) -> Counter[str]:
         code = run.killed(name, signal.SIGKILL, chance)
         while code == -signal.SIGKILL:
             phases[run.phase(name)] += 1
+            run.judge(name)
             again = phases.total() < count and chance.random() < 0.3
             code = run.killed(name, signal.SIGKILL, chance) if again else None
         assert code is None
@@ -175,6 +197,28 @@ def test_many_kills(run: Run) -> None:
         f"{run.name}: {phases.total()} random SIGKILLs and as many resumes to the same bytes; {dict(phases)}"
     )
     assert len(phases) >= 4
+
+
+@pytest.mark.fault(62)
+@pytest.mark.parametrize("count", [pytest.param(200, marks=pytest.mark.slow), 2])
+def test_kills_until_the_result_is_checked(checked: Run, count: int) -> None:
+    phases = kill_and_resume(checked, count)
+    tell(
+        f"{checked.name}: {count} random SIGKILLs, each verified and resumed to the same bytes; "
+        f"{dict(phases)}"
+    )
+    assert count < 100 or phases["after the shards"] > count // 10
+
+
+@pytest.mark.fault(62)
+@pytest.mark.parametrize("few", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_kills_before_the_last_calls_that_change_the_disk(checked: Run, few: bool) -> None:
+    """From the manifest on: between the stored logits and the name of config.json."""
+    calls = checked.calls()
+    for n in range(calls - 14, calls + 1, 8 if few else 1):
+        assert checked.start("last", n).wait() == -signal.SIGKILL
+        checked.judge("last")
+        checked.check("last")
 
 
 @pytest.mark.parametrize("few", [pytest.param(False, marks=pytest.mark.slow), True])

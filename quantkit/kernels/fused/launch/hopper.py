@@ -77,8 +77,8 @@ VALUES: Mapping[str, tuple[int, ...]] = {
     "share": (False, True),
     "columns": (COLUMNS, TWO_BLOCKS),
 }
-#: Registers of a thread that `registers` does not count. With 14, which do for Triton 3.6, 3.9 spills up to 514
-#: in a loop: int7 with 1024 rows of x took 1.63 times as long as with codes loaded one unit later (an H100).
+#: Registers of a thread that `registers` does not count. 14 do for Triton 3.6; 3.9 spills up to 514 then in a
+#: loop: int7 with 1024 rows of x takes 1.47 times as long as by the tile that 24 lead to (an H100).
 SPARE = 24
 #: Tokens of one launch and the next are so far apart: by 2^64 divided by the golden ratio.
 TOKENS_APART = 0x9E3779B97F4A7C15

@@ -87,7 +87,31 @@ _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
 _FINAL = ("GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError")
 
 
+@dataclass(frozen=True)
+class Located:
+    """A model: what the user called it, its local directory, and what that is.
+
+    `kind` is "directory", or "hub" where `name` is a hub id; `commit` is that of the repository, None where
+    it is not known.
+    """
+
+    name: str
+    directory: Path
+    kind: str
+    commit: str | None = None
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether `text` has the form of a hub id, `org/name` or `name`."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
 def resolve(source: str | Path, *, revision: str | None = None, headers_only: bool = False) -> Path:
+    """The directory of `locate(source)`."""
+    return locate(source, revision=revision, headers_only=headers_only).directory
+
+
+def locate(source: str | Path, *, revision: str | None = None, headers_only: bool = False) -> Located:
     """The local directory of `source`; a hub id (`org/name` or `name`) is downloaded to the cache.
 
     With `headers_only` no tensor data is downloaded: the result is a temporary directory, removed
@@ -114,14 +138,15 @@ def resolve(source: str | Path, *, revision: str | None = None, headers_only: bo
                 f"revision {revision!r} was given for the local directory {path}; expected a hub id. "
                 "Leave the revision out."
             )
-        return path
-    if isinstance(source, Path) or path.exists() or not _HUB_ID.fullmatch(source):
+        return Located(str(source), path, "directory")
+    if isinstance(source, Path) or path.exists() or not is_hub_id(source):
         raise UsageError(
             f"{str(source)!r} is no directory; expected a checkpoint directory or a hub id such as "
             "org/name. Check the path."
         )
     with explained(source, revision, Wanted()):
-        return _from_hub(source, revision, headers_only)
+        directory, commit = _from_hub(source, revision, headers_only)
+    return Located(source, directory, "hub", commit)
 
 
 @contextmanager
@@ -149,7 +174,8 @@ def _explanation(error: Exception) -> tuple[type[QuantkitError], str, str] | Non
     return next((_EXPLANATIONS[name] for name in names if name in _EXPLANATIONS), None)
 
 
-def _from_hub(repo: str, revision: str | None, headers_only: bool) -> Path:
+def _from_hub(repo: str, revision: str | None, headers_only: bool) -> tuple[Path, str | None]:
+    """The directory of a repository, and its commit."""
     import huggingface_hub
 
     def snapshot(weights: tuple[str, ...], local_files_only: bool = False) -> Path:
@@ -168,7 +194,7 @@ def _from_hub(repo: str, revision: str | None, headers_only: bool) -> Path:
         lambda: snapshot(("*.safetensors",), local_files_only=True),
     )
     if isinstance(info, Path):
-        return info
+        return info, info.name
     files = [file.rfilename for file in info.siblings or ()]
     shards = [name for name in files if re.fullmatch(r"(?!consolidated)[^/]+\.safetensors", name)]
     if not shards:
@@ -178,8 +204,8 @@ def _from_hub(repo: str, revision: str | None, headers_only: bool) -> Path:
             "https://huggingface.co/spaces/safetensors/convert or choose another repository."
         )
     if headers_only:
-        return _skeleton(repo, info.sha, shards, snapshot(()))
-    return snapshot(("*.safetensors",))
+        return _skeleton(repo, info.sha, shards, snapshot(())), info.sha
+    return snapshot(("*.safetensors",)), info.sha
 
 
 def online_or_cached(ask: Callable[[], _T], cached: Callable[[], _C]) -> _T | _C:

@@ -19,7 +19,7 @@ import torch
 
 from quantkit.calibrate.recipe import Choice, Recipe, parse_rule, read_recipe
 from quantkit.calibrate.samples import Samples
-from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.hub import Located, locate, resolve
 from quantkit.checkpoint.journal import read_journal
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
@@ -284,7 +284,8 @@ def quantize(
     with enough_memory(str(source)), ExitStack() as stack:
         ranks = stack.enter_context(joined()) if ranks is None else ranks
         target = ranks.device(pick_device(device))
-        checkpoint, structure = _open(resolve(source), recipe, allow_auto_map)
+        located = locate(source)
+        checkpoint, structure = _open(located.directory, recipe, allow_auto_map)
         options = calibration or CalibrationOptions()
         allocation: dict[str, Any] = {}
         if budget is None:
@@ -320,7 +321,7 @@ def quantize(
         if calibrated is not None:
             calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
         if output is not None:
-            _write(checkpoint, planned, output, target, report, calibrated, str(source), recipe)
+            _write(checkpoint, planned, output, target, report, calibrated, located, recipe)
         # The others wait for the manifest.
         ranks.meet(None)
         measured = ModelRecord.from_manifest(read_manifest(Path(out))).measured
@@ -334,7 +335,7 @@ def _write(
     device: torch.device,
     report: Advance,
     calibrated: Calibration | None,
-    source: str,
+    source: Located,
     recipe: Recipe,
 ) -> None:
     """Write all of the checkpoint that is not there."""
@@ -414,14 +415,16 @@ def _versions() -> dict[str, str]:
 
 
 def _record(
-    source: str,
+    source: Located,
     planned: Plan,
     recipe: Recipe,
     measured: Mapping[str, Measured],
     calibrated: Calibration | None,
 ) -> ModelRecord:
     return ModelRecord(
-        source=source,
+        source=source.name,
+        source_kind=source.kind,
+        source_commit=source.commit,
         source_bytes=planned.source_bytes,
         container=planned.config.container,
         needs_quantkit=planned.not_portable,

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 from quantkit.model.saved import file_names
 from quantkit.model.verify import verify
 from quantkit.progress import Progress
-from quantkit.publish.card import CARD_NAME
+from quantkit.publish.carried import CARD_NAME
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Upload:
 def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | None = None) -> Upload:
     """What to upload: the files of the checkpoint, its manifest, and the `card` with its plots by name.
 
-    Every file is compared with its hash first, if there is a manifest. `CheckpointError` if a check of
-    `verify` fails.
+    A README.md of the checkpoint, a copy of the source's, gives way to that of the card; the manifest that is
+    uploaded does not list it, so that `verify` passes for who downloads the repository. Every file is
+    compared with its hash first, if there is a manifest. `CheckpointError` if a check of `verify` fails.
     """
     checks = verify(directory, reload=False, progress=progress)
     problems = [problem for check in checks for problem in check.problems]
@@ -46,6 +48,10 @@ def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | Non
         raise UsageError(
             f"{sorted(taken)[0]} is a file of the card and of the checkpoint. Rename it in the card."
         )
+    if CARD_NAME in card and MANIFEST_NAME in files and CARD_NAME in files:
+        manifest = read_manifest(directory)
+        kept = {name: entry for name, entry in manifest["files"].items() if name != CARD_NAME}
+        files[MANIFEST_NAME] = manifest_bytes({**manifest, "files": kept})
     return Upload({**files, **card})
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+import quantkit
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
+from quantkit.model.verify import verify
 from quantkit.publish.card import Measurements, make_card
 from quantkit.publish.upload import Upload, prepare, push
 
@@ -108,3 +110,19 @@ def test_what_save_pretrained_wrote_is_uploaded(packed: Path, tmp_path: Path) ->
 def test_a_card_does_not_replace_files_of_the_checkpoint(packed: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json is a file of the card and of the checkpoint"):
         prepare(packed, {"config.json": b""})
+
+
+def test_a_card_takes_the_place_of_the_copy_of_the_sources(packed: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(SOURCE, tmp_path / "source"))
+    (source / "README.md").write_text("---\nlicense: mit\n---\n")
+    out = tmp_path / "out"
+    quantkit.quantize(source, out)
+    card = make_card(out, Measurements())
+    assert card.front_matter["license"] == "mit"
+    uploaded = tmp_path / "uploaded"
+    uploaded.mkdir()
+    for name, content in prepare(out, {"README.md": card.markdown().encode()}).files.items():
+        (uploaded / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    checks = verify(uploaded, reload=False)
+    assert not [problem for check in checks for problem in check.problems]
+    assert (uploaded / "README.md").read_text().startswith("---\nlibrary_name")

@@ -36,6 +36,7 @@ from quantkit.model.ranks import Ranks, joined
 from quantkit.model.record import Measured, ModelRecord
 from quantkit.model.renamed import read_names
 from quantkit.model.rotated import rotated
+from quantkit.model.side_files import check_side_files
 from quantkit.model.stream import write_shards
 from quantkit.model.structure import Structure, read_structure
 from quantkit.packing.packings import PackingName
@@ -135,6 +136,7 @@ def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkp
     checkpoint = Checkpoint.open(directory, allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)
     checkpoint, structure = read_names(checkpoint)
+    checkpoint = check_side_files(checkpoint)
     if not recipe.rotate:
         return checkpoint, structure
     turned = rotated(checkpoint)

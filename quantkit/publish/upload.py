@@ -1,13 +1,16 @@
 """Upload a verified checkpoint with its card to the hub, in one commit."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from quantkit.checkpoint.hub_answers import Deadline, within
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
+from quantkit.files import shown
 from quantkit.model.saved import file_names
 from quantkit.model.verify import verify
 from quantkit.progress import Progress
@@ -72,29 +75,50 @@ def push(
 
     operations = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
     api = HfApi()
-    with _explained(repo):
-        created = api.create_repo(repo, private=private or None, exist_ok=True)
+    with _explained(repo, _NOTHING):
+        created = str(_soon(lambda: api.create_repo(repo, private=private or None, exist_ok=True).repo_id))
+        if created != repo and created.partition("/")[2] != repo:
+            raise EnvironmentProblem(
+                f"{repo}: the hub answered that {shown(created)} was created; expected {repo}. {_NOTHING} "
+                f"{_CHECK}"
+            )
         if revision is not None:
-            api.create_branch(created.repo_id, branch=revision, exist_ok=True)
+            _soon(lambda: api.create_branch(created, branch=revision, exist_ok=True))
+    with _explained(repo, f"The commit may have been made: look at {api.endpoint}/{created}/commits."):
         done = api.create_commit(
-            created.repo_id,
+            created,
             operations,
             commit_message=message or "Upload a model quantized with quantkit",
             revision=revision,
         )
-    return str(done.commit_url)
+    address = str(done.commit_url)
+    return address if _ADDRESS.fullmatch(address) else f"{api.endpoint}/{created}/commits"
 
 
+#: For an answer that says little.
+_SECONDS = 60.0
+_ADDRESS = re.compile(r"https?://[!-~]{1,500}")
+_NOTHING = "Nothing was committed."
+_CHECK = "Check HF_ENDPOINT and the proxy settings; the same command starts again."
+_T = TypeVar("_T")
+
+
+def _soon(call: Callable[[], _T]) -> _T:
+    return within(Deadline(_SECONDS), call)
+
+
+_UNREACHABLE = (
+    EnvironmentProblem,
+    "the hub cannot be reached",
+    "Check the network, HF_ENDPOINT and the proxy settings; the same command starts again.",
+)
 #: By the name of the exception class or of one of its bases: the error to raise, what happened, the remedy.
 _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
     "HFValidationError": (UsageError, "this is no repository id", "Give one such as org/name."),
     "OfflineModeIsEnabled": (EnvironmentProblem, "HF_HUB_OFFLINE is set", "Unset it."),
     "LocalTokenNotFoundError": (EnvironmentProblem, "there is no token", "Log in with `hf auth login`."),
-    "HTTPError": (
-        EnvironmentProblem,
-        "the hub cannot be reached",
-        "Check the network, HF_ENDPOINT and the proxy settings; the same command starts again.",
-    ),
+    "HTTPError": _UNREACHABLE,
+    "TimeoutError": _UNREACHABLE,
 }
 #: By the status of an answer.
 _STATUS: dict[int, tuple[type[QuantkitError], str, str]] = {
@@ -105,24 +129,36 @@ _STATUS: dict[int, tuple[type[QuantkitError], str, str]] = {
 
 
 @contextmanager
-def _explained(repo: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a `QuantkitError` about `repo`; bugs pass."""
+def _explained(repo: str, state: str) -> Iterator[None]:
+    """What huggingface_hub raises, also for answers that it cannot use, as a `QuantkitError` about `repo`.
+
+    `state` is what is then known of the commit, unless the error says that there is none.
+    """
     try:
         yield
+    except (QuantkitError, MemoryError):
+        raise
     except Exception as error:
-        explanation = _explanation(error)
-        if explanation is None:
-            raise
-        kind, problem, remedy = explanation
-        detail = str(error).strip().partition("\n")[0]
-        raise kind(f"{repo}: {problem} ({detail}). Nothing was committed. {remedy}") from error
+        kind, problem, remedy, refused = _explanation(error)
+        detail = " ".join(str(error).split())[:300]
+        raise kind(
+            f"{repo}: {problem} ({type(error).__name__}: {detail}). {_NOTHING if refused else state} {remedy}"
+        ) from error
 
 
-def _explanation(error: Exception) -> tuple[type[QuantkitError], str, str] | None:
+def _explanation(error: Exception) -> tuple[type[QuantkitError], str, str, bool]:
+    """The error to raise, what happened, the remedy, and whether nothing can have been committed."""
     response: Any = getattr(error, "response", None)
-    if response is not None and response.status_code in _STATUS:
-        return _STATUS[response.status_code]
-    if response is not None:
-        return EnvironmentProblem, "the hub answered with an error", "Try again later."
+    status = getattr(response, "status_code", None)
+    if status in _STATUS:
+        return *_STATUS[status], True
+    if status is not None and status >= 400:
+        return EnvironmentProblem, "the hub answered with an error", "Try again later.", status < 500
     names = [base.__name__ for base in type(error).__mro__]
-    return next((_EXPLANATIONS[name] for name in names if name in _EXPLANATIONS), None)
+    for name in names:
+        if name in _EXPLANATIONS:
+            connected = name in ("HTTPError", "TimeoutError") and not {"ConnectError", "ConnectTimeout"} & {
+                *names
+            }
+            return *_EXPLANATIONS[name], not connected
+    return EnvironmentProblem, "the hub's answer cannot be used", _CHECK, False

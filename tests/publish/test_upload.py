@@ -1,5 +1,6 @@
 """Uploads against a stand-in hub: what arrives is what was verified, and what fails says why."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -59,6 +60,40 @@ def test_refusals(
     with pytest.raises(kind, match=rf"me/tiny: {message} \(.*\)\. Nothing was committed\."):
         push(upload, "me/tiny")
     assert upload_hub.commits == []
+
+
+ELSEWHERE = b'{"url": "https://huggingface.co/you/other"}'
+
+
+@pytest.mark.parametrize("ending", ["/create", "/preupload/main", "/objects/batch", "/commit/main"])
+@pytest.mark.parametrize(
+    "answer", [b"<html>Log in", b"", b"[]", b"5", b"null", b'"x"', b"{", b"{}", b"[[]]", b"\xff", ELSEWHERE]
+)
+def test_answers_that_are_none(upload: Upload, upload_hub: HubState, ending: str, answer: bytes) -> None:
+    upload_hub.says[ending] = answer
+    with pytest.raises(QuantkitError) as caught:
+        push(upload, "me/tiny")
+    text = str(caught.value)
+    assert text.startswith("me/tiny: ")
+    if upload_hub.commits:
+        assert f"The commit may have been made: look at {upload_hub.endpoint}/me/tiny/commits." in text
+    else:
+        assert "Nothing was committed" in text or "The commit may have been made" in text
+    assert "Try again" in text or "starts again" in text
+
+
+@pytest.mark.parametrize(
+    "url", ["https://elsewhere.example/x", "me/tiny", "", "a/b/c/d/e/commit/x", "\x1b[31m"]
+)
+def test_another_form_of_the_address_of_the_commit(upload: Upload, upload_hub: HubState, url: str) -> None:
+    upload_hub.says["/commit/main"] = json.dumps({"commitUrl": url, "commitOid": "1" * 40}).encode()
+    try:
+        address = push(upload, "me/tiny")
+    except QuantkitError as error:
+        assert "The commit may have been made: look at " in str(error)
+    else:
+        assert address == (url if url.startswith("http") else f"{upload_hub.endpoint}/me/tiny/commits")
+    assert len(upload_hub.commits) == 1
 
 
 def test_no_token(upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch) -> None:

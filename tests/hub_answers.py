@@ -31,7 +31,7 @@ class Answer:
 Answers = dict[str, Answer]
 Change = Callable[[Answers], object]
 
-LISTING, TREE = "/api/models/org/name", f"/api/models/org/name/tree/{COMMIT}"
+LISTING = "/api/models/org/name"
 
 
 def file_path(name: str) -> str:
@@ -42,8 +42,7 @@ def file_path(name: str) -> str:
 def answers_of(files: Mapping[str, bytes]) -> Answers:
     """What a hub answers that has these files in `org/name`."""
     listing = {"sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
-    tree = [{"type": "file", "path": n, "size": len(c), "oid": n} for n, c in files.items()]
-    found = {LISTING: Answer(json.dumps(listing).encode()), TREE: Answer(json.dumps(tree).encode())}
+    found = {LISTING: Answer(json.dumps(listing).encode())}
     for name, content in files.items():
         found[file_path(name)] = Answer(content, headers={"ETag": f'"{name}"', "X-Repo-Commit": COMMIT})
     return found

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from quantkit.calibrate.documents import SUFFIXES, kind_of
-from quantkit.checkpoint.hub import Wanted, answered, cached_file, explained, online_or_cached
+from quantkit.checkpoint.hub import Wanted, answered, cached_file, download_large, explained, online_or_cached
 from quantkit.checkpoint.hub_answers import Listing, Repository, read_listing
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.files import shown
@@ -111,11 +111,9 @@ def _opened(asked: DataSetName) -> DataSet:
             )
         with explained(str(asked), None, _WANTED), answered(repository, revision):
             # By branch or tag, so that the cache knows them when there is no network.
-            path = Path(
-                huggingface_hub.hf_hub_download(repo, name, repo_type="dataset", revision=revision)
-                if not isinstance(found, Path)
-                else found / name
-            )
+            if isinstance(found, Path):
+                return found / name
+            path = download_large(repository, name, revision)
         if commit not in path.parts:
             raise EnvironmentProblem(f"{asked}: the data set was changed just now. Run the command again.")
         return path

@@ -2,9 +2,11 @@
 
 import atexit
 import os
+import queue
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from quantkit.checkpoint.hub_answers import (
 from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.source import HEADERS_ONLY_NAME
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
-from quantkit.files import open_regular, os_error_text, replace_file
+from quantkit.files import open_regular, os_error_text, replace_file, shown
 
 _T = TypeVar("_T")
 _C = TypeVar("_C")
@@ -38,8 +40,13 @@ _CACHED_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 # Folders hold other frameworks' copies; "consolidated" is a second copy of the weights.
 _IGNORE_PATTERNS = ("*/*", "consolidated*")
 _SHARD = re.compile(r"(?!consolidated)[A-Za-z0-9._-]{1,180}\.safetensors")
+#: How many shards are downloaded at a time, and how long none of their bytes may come: huggingface_hub writes
+#: ten million at once.
+_DOWNLOADS = 4
+_WEIGHTS_SECONDS = 180.0
 _MAX_SMALL_FILES = 1000
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r"(?!.*\.\.)[\w.\-]{1,200}", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w.\-]*(/\w[\w.\-]*)*", re.ASCII)
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.\-]*(/\w[\w.\-]*)?", re.ASCII)
 
@@ -176,6 +183,8 @@ def explained(source: str, revision: str | None, wanted: Wanted) -> Iterator[Non
         problem, remedy = (text.format(**vars(wanted)) for text in texts)
         at = f" at revision {revision!r}" if revision else ""
         detail = str(error).strip().partition("\n")[0]
+        url = str(getattr(getattr(error, "response", None), "url", ""))
+        detail += f" for {url}" if url not in detail else ""
         raise kind(
             f"{source}{at}: {problem} ({detail}); expected a downloadable {wanted.what}. {remedy}"
         ) from error
@@ -216,7 +225,7 @@ def _from_hub(name: str, revision: str | None, headers_only: bool) -> tuple[Path
     if headers_only:
         return _skeleton(repository, found.commit, shards, folder), found.commit
     with answered(repository, found.commit):
-        huggingface_hub.snapshot_download(name, revision=found.commit, allow_patterns=shards)
+        _download_weights(repository, found.commit, shards)
     if missing := [one for one in shards if not (folder / one).is_file()]:
         fail(
             repository.file_url(missing[0], found.commit),
@@ -224,6 +233,72 @@ def _from_hub(name: str, revision: str | None, headers_only: bool) -> tuple[Path
             f"{missing[0]} and {len(missing) - 1} more" if missing[1:] else missing[0],
         )
     return folder, found.commit
+
+
+def _download_weights(repository: Repository, commit: str, names: list[str]) -> None:
+    """Download shards to the hub's cache, some at a time; `BadAnswer` where hardly any bytes come.
+
+    In daemons, as one that still waits for a server would keep the process from ending.
+    """
+    left = list(reversed(names))
+    outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                shard = left.pop()
+            except IndexError:
+                return
+            try:
+                download_large(repository, shard, commit)
+                outcomes.put(None)
+            except Exception as error:
+                left.clear()
+                outcomes.put(error)
+
+    for _ in range(min(_DOWNLOADS, len(names))):
+        threading.Thread(target=work, daemon=True).start()
+    deadline, had = Deadline(_WEIGHTS_SECONDS), _bytes_of(repository)
+    done = 0
+    while done < len(names):
+        with suppress(queue.Empty):
+            error = outcomes.get(timeout=1.0)
+            done += 1
+            if error is not None:
+                raise error
+        has = _bytes_of(repository)
+        # What a shard is verified or moved to may be counted twice, or not at all for a moment.
+        deadline.end += max(0, has - had) / SLOWEST_BYTES_PER_SECOND
+        had = has
+        if deadline.left <= 0 and done < len(names):
+            left.clear()
+            url = repository.file_url(names[done], commit)
+            fail(url, "too slowly", f"{SLOWEST_BYTES_PER_SECOND} bytes a second")
+
+
+def download_large(repository: Repository, name: str, revision: str | None) -> Path:
+    """A file of a repository in the hub's cache, which huggingface_hub adds to it."""
+    import huggingface_hub
+
+    url = repository.file_url(name, revision)
+    metadata = huggingface_hub.get_hf_file_metadata(url)
+    # They become names in the cache, and huggingface_hub takes any.
+    if metadata.commit_hash is None or not _COMMIT.fullmatch(metadata.commit_hash):
+        fail(url, f"the commit {shown(metadata.commit_hash)}", "40 hex digits as X-Repo-Commit")
+    if metadata.etag is None or not _ETAG.fullmatch(metadata.etag):
+        fail(url, f"the ETag {shown(metadata.etag)}", "letters and digits")
+    kind = None if repository.kind == "model" else repository.kind
+    return Path(huggingface_hub.hf_hub_download(repository.name, name, repo_type=kind, revision=revision))
+
+
+def _bytes_of(repository: Repository) -> int:
+    """Bytes of all files of a repository that the cache has or is getting."""
+    total = 0
+    for path in _storage(repository).glob("blobs/*"):
+        # It may be renamed meanwhile.
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 def _small_files(repository: Repository, listing: Listing, revision: str | None) -> Path:

@@ -126,7 +126,11 @@ def read_listing(repository: Repository, revision: str | None, *, sizes: bool = 
     try:
         answer = parse_json(data, "the answer")
     except ValueError as error:
-        fail(url, f"{_excerpt(data)}, and {error}", "the files of a repository as JSON")
+        fail(
+            url,
+            f"{_excerpt(data)}, and {str(error).partition('; expected')[0]}",
+            "the files of a repository as JSON",
+        )
     commit, files = answer.get("sha"), answer.get("siblings")
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
         fail(url, f"the commit {shown(commit)}", "40 hex digits as sha")
@@ -269,8 +273,8 @@ def _ask(
         utils.get_session().stream("GET", url, headers=asked, timeout=_STEP_SECONDS) as response,
     ):
         utils.hf_raise_for_status(response)
-        if response.status_code not in (200, 206):
-            fail(url, f"status {response.status_code}", "a file")
+        if response.status_code not in ((200, 206) if "Range" in headers else (200,)):
+            fail(url, f"status {response.status_code}", "status 200 and the whole file")
         if response.headers.get("Content-Encoding", "identity").lower() not in (
             "identity",
             "gzip",

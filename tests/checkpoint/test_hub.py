@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from quantkit.checkpoint.hub import locate, resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 
-from ..hub_answers import COMMIT, LISTING, TREE, Answer, answering, answers_of, file_path, httpx
+from ..hub_answers import COMMIT, LISTING, Answer, answering, answers_of, file_path, httpx
 
 CONFIG = json.dumps({"model_type": "llama"}).encode()
 WEIGHTS = save({"a": torch.arange(300_000.0), "b": torch.ones(2)})
@@ -156,8 +157,10 @@ def test_explains_hub_errors(
     monkeypatch.setattr(hub_answers, "_ask", fail)
     with pytest.raises(kind) as caught:
         resolve("org/name", revision="v1")
+    url = f" for https://huggingface.co{LISTING}" if hasattr(error, "response") else ""
     assert str(caught.value) == (
-        f"org/name at revision 'v1': {problem} (first line); expected a downloadable checkpoint. {remedy}"
+        f"org/name at revision 'v1': {problem} (first line{url}); expected a downloadable checkpoint. "
+        f"{remedy}"
     )
 
 
@@ -194,7 +197,7 @@ LISTINGS = [
     (Answer(b"<!DOCTYPE html><html>Log in to the WLAN"), "'<!DOCTYPE html><html>Log in to the WLAN'"),
     (Answer(b""), "the server answered nothing"),
     (Answer(listing().body[:-3]), "invalid"),
-    (Answer(b"[]"), "the answer is []; expected a JSON object"),
+    (Answer(b"[]"), "the answer is []; expected the files"),
     (Answer(b"\xff\xfe"), "invalid"),
     (Answer(b"[" * 100_000), "nested too deeply"),
     (listing(sha=None), "the commit None; expected 40 hex digits as sha"),
@@ -215,6 +218,7 @@ LISTINGS = [
     (listing(siblings=[{"rfilename": "a", "size": True}]), "the size True of 'a'"),
     (Answer(b"x", 204), "status 204"),
     (Answer(b"", 304), "status 304"),
+    (Answer(listing().body, 206), "status 206; expected status 200 and the whole file"),
     (Answer(b"no gzip", headers={"Content-Encoding": "gzip"}), "no HTTP (DecodingError"),
     (Answer(b"x", headers={"Content-Encoding": "br"}), "Content-Encoding 'br'; expected bytes as they are"),
     (Answer(b"", 302, {"Location": LISTING}), "no HTTP (TooManyRedirects"),
@@ -326,16 +330,35 @@ def test_one_byte_at_a_time_is_too_slow(
     )
 
 
-def test_what_huggingface_hub_makes_of_wrong_answers(cache: Path) -> None:
-    for answer in (
-        Answer(b"<html>"),
-        Answer(b"[5]"),
-        Answer(b'[{"type": "file", "path": 5}]'),
-        Answer(b"{}"),
-    ):
-        with answering({**answers_of(FILES), TREE: answer}), pytest.raises(QuantkitError) as caught:
-            resolve("org/name")
-        assert "huggingface.co" in str(caught.value)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"ETag": '"x"'},
+        {"X-Repo-Commit": COMMIT},
+        {"ETag": "../../x", "X-Repo-Commit": COMMIT},
+        {"ETag": '"x"', "X-Repo-Commit": "../x"},
+        {"ETag": '"x"', "X-Repo-Commit": "2" * 40},
+        {"ETag": '"x"', "X-Repo-Commit": COMMIT, "X-Linked-Size": "7"},
+    ],
+)
+def test_what_huggingface_hub_makes_of_wrong_answers(cache: Path, headers: dict[str, str]) -> None:
+    answer = Answer(WEIGHTS, headers=headers)
+    changed = {**answers_of(FILES), file_path("model.safetensors"): answer}
+    with answering(changed), pytest.raises(QuantkitError, match="org/name"):
+        resolve("org/name")
+
+
+def test_weights_of_which_hardly_a_byte_comes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = threading.Event()
+    monkeypatch.setattr("quantkit.checkpoint.hub._WEIGHTS_SECONDS", 0.1)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: wait.wait(20))
+    with answering(answers_of(FILES)), pytest.raises(EnvironmentProblem) as caught:
+        resolve("org/name")
+    wait.set()
+    url = f"https://huggingface.co{file_path('model.safetensors')}"
+    assert str(caught.value).startswith(
+        f"{url}: the server answered too slowly; expected 16384 bytes a second."
+    )
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ from quantkit.packing.tensor import PackedTensor
 
 from .decode import decode, largest_term
 from .files import packed_parts, write_items
+from .hub import check_hub, hub_cases, mutate_hub
 from .models import (
     check_load,
     check_structure,
@@ -685,6 +686,7 @@ TARGETS: dict[str, Target] = {
         Target("structure", dense_checkpoints, mutate_directory, check_structure, 0.01, 10.0),
         Target("load", packed_checkpoints, mutate_directory, check_load, 0.005, 10.0),
         Target("tokenizer", tokenizers, mutate_directory, check_tokenizer, 0.01, 10.0),
+        Target("hub", hub_cases, mutate_hub, check_hub, 0.05, 10.0),
         Target("partial", _partials, mutate_directory, _check_partial, 0.02),
     )
 }

@@ -16,6 +16,7 @@ from typing import TypeVar
 from quantkit.checkpoint.durable import is_inside
 from quantkit.checkpoint.hub_answers import (
     FILE_SECONDS,
+    MAX_FILE_BYTES,
     SLOWEST_BYTES_PER_SECOND,
     BadAnswer,
     Deadline,
@@ -287,6 +288,9 @@ def download_large(repository: Repository, name: str, revision: str | None) -> P
         fail(url, f"the commit {shown(metadata.commit_hash)}", "40 hex digits as X-Repo-Commit")
     if metadata.etag is None or not _ETAG.fullmatch(metadata.etag):
         fail(url, f"the ETag {shown(metadata.etag)}", "letters and digits")
+    # An empty file would stay in the cache.
+    if metadata.size is not None and not 0 < metadata.size <= MAX_FILE_BYTES:
+        fail(url, f"the size {metadata.size}", f"1 to {MAX_FILE_BYTES} bytes")
     kind = None if repository.kind == "model" else repository.kind
     return Path(huggingface_hub.hf_hub_download(repository.name, name, repo_type=kind, revision=revision))
 

@@ -30,7 +30,7 @@ _BaseModel = Annotated[
     ),
 ]
 _License = Annotated[
-    str | None, typer.Option(help="The license of the weights.", show_default="that of the source's card")
+    str | None, typer.Option(help="The license of the weights.", show_default="that in the README.md of DIR")
 ]
 
 
@@ -135,7 +135,8 @@ def _card_files(
     license: str | None,
 ) -> dict[str, bytes]:
     """README.md and the plots beside the files with the figures, by name."""
-    from quantkit.publish.card import CARD_NAME, make_card, plots_beside, read_measurements
+    from quantkit.publish.card import make_card, plots_beside, read_measurements
+    from quantkit.publish.carried import CARD_NAME
 
     measurements = read_measurements(directory, evaluation, benchmarks)
     plots = plots_beside(evaluation, benchmarks)
@@ -146,7 +147,7 @@ def _card_files(
 
 
 def _read_card(card: Path) -> dict[str, bytes]:
-    from quantkit.publish.card import CARD_NAME
+    from quantkit.publish.carried import CARD_NAME
 
     try:
         found = {path.name: path.read_bytes() for path in sorted(card.glob("*.png"))}

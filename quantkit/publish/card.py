@@ -31,14 +31,11 @@ from quantkit.files import from_json, os_error_text
 from quantkit.model.notes import fused_sets
 from quantkit.model.record import LayerRecord, ModelRecord
 from quantkit.model.saved import NO_MANIFEST, read_record
+from quantkit.publish.carried import carried_metadata
 
-CARD_NAME = "README.md"
-_HUB_ID = re.compile(r"[\w.\-]+/[\w.\-]+", re.ASCII)
 #: An image of a report: its caption, and its name, which leads nowhere else.
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([\w\-]+)\.png\)")
 _Measured = TypeVar("_Measured", bound=Speed | Serving)
-#: Of the source's card, what holds for every copy of its weights.
-_CARRIED = ("license", "license_name", "license_link", "language")
 
 
 @dataclass(frozen=True)
@@ -156,22 +153,23 @@ def make_card(
 ) -> Card:
     """The card of the packed checkpoint in `directory`, which will be `repo` on the hub.
 
-    `base_model` (a hub id) is by default the source, if that was a hub id; `license` what the card of the
-    source says.
+    `base_model` (a hub id) is by default the source, if the manifest says that it was a hub id; `license` is
+    what the README.md in `directory`, a copy of the source's, says. Nothing is asked of the hub, and no file
+    outside of `directory` is read.
     """
     for name in (repo, base_model):
         if name is not None:
             check_repo_id(name)
     record = read_record(directory)
-    base = base_model or (record.source if record.source and _came_from_hub(record.source) else None)
-    original = base or record.source
-    source = {} if original is None else source_metadata(original)
-    carried = {key: source[key] for key in _CARRIED if source.get(key)}
+    base = base_model or record.hub_source
+    if base is not None:
+        check_repo_id(base)
+    carried = carried_metadata(directory)
     if license is not None:
         carried = {"license": license, **{k: v for k, v in carried.items() if not k.startswith("license")}}
     notes = [NO_MANIFEST] if record.source is None else []
     if base is None:
-        why = "there is no manifest" if record.source is None else f"{record.source} is no hub id"
+        why = "there is no manifest" if record.source is None else f"{record.source} was no hub id"
         notes.append(
             f"the card names no base model: {why}. With --base-model ORG/NAME the hub lists the model as a "
             "quantization of it."
@@ -212,30 +210,6 @@ def check_repo_id(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError as error:
         raise UsageError(f"{name!r} is no repository id: {error} Give one such as org/name.") from error
-
-
-def source_metadata(source: str) -> dict[str, Any]:
-    """The front matter of the card of a directory or a hub id; empty where there is none to read."""
-    import yaml
-    from huggingface_hub import hf_hub_download, metadata_load
-
-    try:
-        path = Path(source) / CARD_NAME
-        if not Path(source).is_dir() and _HUB_ID.fullmatch(source):
-            path = Path(hf_hub_download(source, CARD_NAME))
-        return metadata_load(path) or {} if path.is_file() else {}
-    # A card is for people: one that is missing, not reachable or not YAML only leaves fields out.
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-
-
-def _came_from_hub(source: str) -> bool:
-    """Whether the hub's cache has the source: a directory of another place may look like a hub id."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if Path(source).is_dir() or not _HUB_ID.fullmatch(source):
-        return False
-    return isinstance(try_to_load_from_cache(source, "config.json"), str)
 
 
 def _is_model(directory: Path, model: str) -> bool:

@@ -66,6 +66,7 @@ from .mutate import (
     parse,
     unpack_directory,
 )
+from .names import NAMES, check_name, mutate_name
 
 
 class Ignored(QuantkitError):
@@ -686,5 +687,6 @@ TARGETS: dict[str, Target] = {
         Target("load", packed_checkpoints, mutate_directory, check_load, 0.005, 10.0),
         Target("tokenizer", tokenizers, mutate_directory, check_tokenizer, 0.01, 10.0),
         Target("partial", _partials, mutate_directory, _check_partial, 0.02),
+        Target("names", lambda: NAMES, mutate_name, check_name, 0.02),
     )
 }

@@ -39,7 +39,7 @@ MAX_WORK = 4_000_000
 MAX_OBJECTS = 200_000
 
 #: A row takes as long as so many characters, however short its text is.
-ROW_WORK = 64
+ROW_WORK = 128
 
 _BLOCK_BYTES = 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b"

@@ -252,20 +252,20 @@ def test_a_file_takes_no_longer_than_what_is_used_of_it(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b"\n" * 10_000_000))
     with pytest.raises(UsageError, match=r"a\.jsonl\.gz: the first 1000 rows have no text\. Give"):
-        first_documents(path, 64 * 1000)
+        first_documents(path, 128 * 1000)
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1_000_000))
-    assert first_documents(path, 64 * 1000) == (["a"] * 1000, True)
+    assert first_documents(path, 128 * 1000) == (["a"] * 1000, True)
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 9))
-    assert first_documents(path, 64 * 1000) == (["a"] * 9, False)
+    assert first_documents(path, 128 * 1000) == (["a"] * 9, False)
     path.write_bytes(gzip.compress(b'{"text": "' + b"ab " * 1_000_000 + b'"}\n'))
     assert first_documents(path, 900) == (["ab " * 300], True)
     chat = {"messages": [{"role": "user", "content": "a"}] * 100}
     path.write_bytes(gzip.compress(json.dumps(chat).encode()))
-    assert first_documents(path, 6400) == ([chat["messages"]], True)
+    assert first_documents(path, 12800) == ([chat["messages"]], True)
     with pytest.raises(
         UsageError, match=r"document 0 has a chat of 100 messages and 100 characters; expected"
     ):
-        first_documents(path, 6399)
+        first_documents(path, 12799)
     text = tmp_path / "a.txt.gz"
     text.write_bytes(gzip.compress(b"some words\n" * 5_000_000))
     (found,), is_part = first_documents(text, 5000)
@@ -277,14 +277,14 @@ def test_a_part_that_is_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "abc"}\n' * 5000)
     assert read_source(Source(path), 1).notes == ()
-    monkeypatch.setattr("quantkit.calibrate.sources.MAX_WORK", 6400)
+    monkeypatch.setattr("quantkit.calibrate.sources.MAX_WORK", 12800)
     texts = read_source(Source(path), 1)
     assert texts.documents == ["abc"] * 100
     assert texts.notes == (
         f"{path}: only its first 300 characters were read; mix its rows if later ones are of another kind",
     )
     # Who asks for more samples gets what they are drawn from.
-    assert len(read_source(Source(path), 1000).documents) == 750
+    assert len(read_source(Source(path), 1000).documents) == 375
 
 
 @pytest.mark.fault(51)
@@ -315,7 +315,7 @@ def test_parquet_of_endless_rows_pages_and_lists(tmp_path: Path, monkeypatch: py
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": pyarrow.nulls(1_000_000, pyarrow.string())}), path)
     with pytest.raises(UsageError, match="the first 100 rows have no text"):
-        first_documents(path, 6400)
+        first_documents(path, 12800)
     message = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
     rows = pyarrow.array([[None] * 300_000], pyarrow.list_(message))
     parquet.write_table(pyarrow.table({"messages": rows}), path)

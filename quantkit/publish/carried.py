@@ -48,4 +48,5 @@ def _entry(front: str, key: str) -> str | list[str] | None:
     except (yaml.YAMLError, ValueError, RecursionError, KeyError, TypeError):
         return None
     texts = value if isinstance(value, list) else [value]
-    return value if texts and all(isinstance(one, str) and one.isprintable() for one in texts) else None
+    usable = all(isinstance(one, str) and one and one.isprintable() for one in texts)
+    return value if texts and usable else None

@@ -65,6 +65,7 @@ from .mutate import (
     parse,
     unpack_directory,
 )
+from .names import NAMES, check_name, mutate_name
 from .ours import (
     Ignored,
     check_journal,
@@ -596,5 +597,6 @@ TARGETS: dict[str, Target] = {
         Target("hub", hub_cases, mutate_hub, check_hub, 0.05, 10.0),
         Target("partial", partials, mutate_directory, check_partial, 0.02),
         Target("sensitivities", sensitivities, mutate_json, check_sensitivities, 0.02),
+        Target("names", lambda: NAMES, mutate_name, check_name, 0.02),
     )
 }

@@ -10,20 +10,25 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from hypothesis import given, settings
 
 import quantkit
 from quantkit.bench.figures import Cell, Load, Machine, Memory, Percentiles, Serving, Speed, Spread, to_json
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.eval.document import Figure
 from quantkit.eval.paired import compare
 from quantkit.eval.report import document
 from quantkit.eval.results import NoiseFloor
 from quantkit.eval.tasks import TaskMetrics
+from quantkit.model.record import LayerRecord, ModelRecord
 from quantkit.publish import card as card_module
-from quantkit.publish.card import Measurements, make_card, plots_beside, read_measurements
+from quantkit.publish.card import make_card
 from quantkit.publish.carried import carried_metadata
+from quantkit.publish.measurements import Accuracy, Measurements, Plot, plots_beside, read_measurements
 
 from ..fuzz.guard import bounded
+from ..test_escaping import NAMES, line, only_text
 from .conftest import SOURCE
 
 MACHINE = Machine("cpu", "a CPU", 2, 1e10, "0.1.0", "2.13.0", "5.23.0")
@@ -132,9 +137,9 @@ def test_front_matter(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["two words", "a/b/c", "org/-x", "", "org/" + 100 * "x"])
 def test_names_that_no_repository_can_have(packed: Path, name: str) -> None:
-    for given in ({"repo": name}, {"base_model": name}):
+    for asked in ({"repo": name}, {"base_model": name}):
         with pytest.raises(UsageError, match=f"'{name}' is no repository id: .* such as org/name"):
-            make_card(packed, Measurements(), **given)
+            make_card(packed, Measurements(), **asked)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +153,7 @@ def test_names_that_no_repository_can_have(packed: Path, name: str) -> None:
         ("license: {a: b}\nlanguage: [[en]]\n", {}),
         ("license: [\nlanguage: en\n", {"language": "en"}),
         ("license: &a [*a]\n", {}),
+        ('license: ""\nlanguage: [en, ""]\n', {}),
         ("license: " + "[" * 4000 + "\n", {}),
         ("license: " + "x" * 5000 + "\n", {}),
         ('license: "\\e[31m"\n', {}),
@@ -383,3 +389,51 @@ def test_the_original_is_not_measured_as_the_model(packed: Path, tmp_path: Path)
     bench = tmp_path / "bench.json"
     bench.write_text(to_json([replace(speed_of(packed), format="dense")]))
     assert len(read_measurements(packed, None, [bench]).speed) == 1
+
+
+def record_of(name: str) -> ModelRecord:
+    """A packed model with `name` wherever its manifest has a text."""
+    layers = {
+        f"{name}.q_proj": LayerRecord("linear", (4, 8), 1, f"{name} g32", name, 4.5, 0.01, name),
+        f"{name}.k_proj": LayerRecord("linear", (4, 8), 1, "int4", name, 4.5, 0.01, name, note=name),
+    }
+    bits = {"linears": 4.5, "model": 6.0}
+    return ModelRecord(
+        name, 100, name, (), bits, {"quantkit": name}, {}, layers, {name: name}, 0, calibration=name
+    )
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_nothing_but_text_comes_of_any_name_in_a_card(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(NAMES)
+    def check(name: str) -> None:
+        record = record_of(name)
+        record = replace(record, needs_quantkit=(name,) if alone else ())
+        monkeypatch.setattr(card_module, "read_record", lambda directory: record)
+        monkeypatch.setattr(card_module, "carried_metadata", lambda directory: {"license": name})
+        found = Measurements(
+            (Accuracy(name, 9, 1.0, 1.0, 1.0, 1.0, 1.0),),
+            ((name, (TaskMetrics(name, name, 4, 0.5, 0.25, None),)),),
+            name,
+            (replace(speed_of(name or "x", name), label=name),),
+            (replace(serving_of(name or "x", name), label=name),),
+        )
+        plots = [Plot("eval", "eval-kl", name, b""), Plot("bench", "bench-load", name, b"")]
+        card = make_card(Path(name.replace("\0", "") or "x"), found, plots)
+        front, text = card.markdown().split("\n---\n", 1)
+        formats = dict.fromkeys([f"{name} g32".partition(" ")[0], "int4"])
+        assert yaml.safe_load(front)["tags"][1 if alone else 2 :] == list(formats)
+        texts = only_text(text)
+        assert not line(name) or sum(line(name) in one for one in texts) >= 8
+        card.markdown().encode()
+
+    check()
+
+
+def test_captions_are_read_as_they_were_written(tmp_path: Path) -> None:
+    caption = "KL of *a* & <b> `c` #1 _x_, 1|2 [3]"
+    (tmp_path / "eval.md").write_text(Figure("kl", caption, b"", "").markdown())
+    (tmp_path / "kl.png").write_bytes(b"kl")
+    (plot,) = plots_beside(tmp_path / "eval.json")
+    assert plot.caption == caption.replace("[", "(").replace("]", ")")

@@ -10,7 +10,8 @@ import quantkit
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 from quantkit.model.verify import verify
-from quantkit.publish.card import Measurements, make_card
+from quantkit.publish.card import make_card
+from quantkit.publish.measurements import Measurements
 from quantkit.publish.upload import Upload, prepare, push
 
 from .conftest import SOURCE, HubState

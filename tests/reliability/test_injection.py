@@ -194,7 +194,7 @@ OPENERS = {
     "bench/figures.py": "reads figures",
     "bench/machine.py": "/proc",
     "kernels/tiles/store.py": "reads tile tables",
-    "publish/card.py": "reads figures and plots",
+    "publish/measurements.py": "reads figures and plots",
 }
 _OPENING = re.compile(
     r"\bopen\(|\.(read_bytes|read_text|write_bytes|write_text|touch)\(|memmap\(|fromfile\(|tofile\("

@@ -94,8 +94,10 @@ def test_a_thread_that_gets_no_signals_holds_none() -> None:
 
 #: Runs the command, and sends it signals: once a module is imported, within the import, or at exit.
 PROGRAM = """
-import atexit, builtins, os, sys, threading
+import atexit, builtins, os, signal, sys, threading
 number, moment = int(sys.argv.pop(1)), sys.argv.pop(1)
+# The tests may run under `nohup`.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
@@ -115,6 +117,12 @@ if moment == "exit":
 if moment == "threads":
     from quantkit.cli import app
     app.app = lambda: threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+if moment == "wave":
+    from quantkit.cli import app
+    def work():
+        import wave
+        threading.Event().wait(10)
+    app.app = work
 if moment == "del":
     from quantkit.cli import app
     def work():
@@ -144,10 +152,10 @@ def test_a_signal_after_the_work_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
-        # Within the imports of all commands, and of one.
+        # Within the imports of all commands, and of one that is at work.
         (signal.SIGINT, "typer"),
         (signal.SIGHUP, "quantkit.cli.bench"),
-        (signal.SIGINT, "quantkit.checkpoint.manifest"),
+        (signal.SIGINT, "wave"),
         (signal.SIGTERM, "threads"),
         (signal.SIGINT, "del"),
     ],

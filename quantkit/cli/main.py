@@ -46,6 +46,7 @@ def _end(error: BaseException) -> NoReturn:
     """Say what went wrong, and exit; bugs are raised."""
     from quantkit.cli.console import err, fail
     from quantkit.errors import OtherRankFailed, QuantkitError
+    from quantkit.escaping import one_line
 
     if isinstance(error, QuantkitError):
         # Of an `OtherRankFailed` the other rank says what was wrong.
@@ -56,7 +57,7 @@ def _end(error: BaseException) -> NoReturn:
     if code not in {128 + number for number in NUMBERS}:
         raise error
     advice = [note for one in _chain(error) for note in getattr(one, "__notes__", ())]
-    err.print("; ".join(("interrupted", *advice)))
+    err.print(one_line("; ".join(("interrupted", *advice))))
     sys.exit(code)
 
 

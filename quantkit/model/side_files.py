@@ -173,7 +173,10 @@ def _check_tokenizer_json(path: Path) -> None:
         if isinstance(error, MemoryError):
             raise
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise CheckpointError(f"{path}: is not a tokenizer ({' '.join(str(error).split())})") from error
+            raise CheckpointError(
+                f"{path}: is not a tokenizer ({' '.join(str(error).split())}); expected one of the library "
+                "tokenizers"
+            ) from error
         raise
 
 

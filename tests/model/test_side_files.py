@@ -56,8 +56,16 @@ BROKEN = [
         "<!DOCTYPE html>",
         "is an HTML page; expected the file itself. Download it again",
     ),
-    ("tokenizer.json", "", "is not a tokenizer (EOF .*). Download it again, or copy the original model's"),
-    ("tokenizer.json", "{}", "is not a tokenizer (.*). Download it again, or copy the original model's"),
+    (
+        "tokenizer.json",
+        "",
+        "is not a tokenizer (EOF .*); expected one of the library tokenizers. Download it again",
+    ),
+    (
+        "tokenizer.json",
+        "{}",
+        "is not a tokenizer (.*); expected one of the library tokenizers. Download it again",
+    ),
     (
         "tokenizer.json",
         POINTER,

@@ -4,6 +4,8 @@ Every message names the tensor, file or option, what was found, what was expecte
 `exit_code` is what the command line returns for the error.
 """
 
+from quantkit.escaping import printable
+
 #: Characters of a message beyond which its middle is left out.
 MAX_MESSAGE = 10_000
 
@@ -22,13 +24,7 @@ class QuantkitError(Exception):
             half = MAX_MESSAGE // 2 - 50
             left_out = len(message) - 2 * half
             message = f"{message[:half]} ... ({left_out} characters left out) ... {message[-half:]}"
-        if not message.isprintable():
-            message = "".join(map(_shown, message))
-        super().__init__(message)
-
-
-def _shown(character: str) -> str:
-    return character if character.isprintable() or character in "\n\t" else repr(character)[1:-1]
+        super().__init__(printable(message))
 
 
 class UsageError(QuantkitError):

@@ -1,15 +1,112 @@
-"""How signals end work, also where the main thread shares locks with other threads."""
+"""How signals end work, also during imports and where the main thread shares locks with others."""
 
+import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
+
+#: What a user, a terminal that closes, or whoever started a process ends it with.
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Seconds until it is looked again whether an import is over.
+_LOOK = 0.02
+_IMPORT = "<frozen importlib._bootstrap>"
+
+#: Signals that wait for the end of an import.
+_waiting: set[int] = set()
+
+
+def handle(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
+    """Handle all `NUMBERS` so, but for those that the process is to ignore, as under `nohup`."""
+    for number in NUMBERS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def leave(number: int, frame: FrameType | None) -> NoReturn:
+    """The handler for when there is nothing to clean up: ends the process at once, with a line."""
+    with suppress(OSError):
+        os.write(2, b"interrupted\n")
+    os._exit(128 + number)
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    """The handler that ends the process with the exit code that shells give a signal."""
-    raise SystemExit(128 + number)
+    """The handler that ends what the main thread does by an exception, with the exit code that shells give.
+
+    An import is waited for: C code that imports a module may lose the exception, or end the process with it.
+    A second signal meanwhile ends the process at once.
+    """
+    if _is_importing(frame):
+        if number in _waiting:
+            leave(number, frame)
+        _waiting.add(number)
+        _call_soon(number)
+        return
+    _waiting.discard(number)
+    raise _ending(number)
+
+
+def wait_no_longer() -> None:
+    """Raise the exception of a signal that still waits for the end of an import, if there is one."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    if _waiting:
+        number = _waiting.pop()
+        _waiting.clear()
+        raise _ending(number)
+
+
+def _ending(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """`sys.unraisablehook`: a signal that came where no exception can leave, as in `__del__`, comes again."""
+    error = unraisable.exc_value
+    if isinstance(error, KeyboardInterrupt):
+        _call_soon(signal.SIGINT)
+    elif isinstance(error, SystemExit) and error.code in {128 + number for number in NUMBERS}:
+        _call_soon(int(error.code) - 128)
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _call_soon(number: int) -> None:
+    """Have the handler of a signal called a little later, in the main thread, wherever that is then."""
+
+    def call(_: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(number)
+        if not callable(handler):
+            return
+        # It waits no longer, or begins to wait anew.
+        _waiting.discard(number)
+        handler(number, frame)
+
+    signal.signal(signal.SIGALRM, call)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK)
+
+
+@contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Processes that are started in the block never get the SIGINT of a terminal: who started them ends them.
+
+    That holds from their first instruction on. The signal waits for the end of the block in this process.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 #: Handlers that end what the main thread does by an exception, wherever it is.
@@ -21,7 +118,7 @@ class Interrupted(BaseException):
 
 
 class HeldSignals:
-    """Keeps SIGTERM and SIGINT from raising in the main thread where it shares locks with other threads.
+    """Keeps `NUMBERS` from raising in the main thread where it shares locks with other threads.
 
     Handlers raise between any two instructions. Among those of a condition or an executor of Python this
     leaves a lock taken, or has a thread miss its wake-up, and whoever waits for it waits for ever.
@@ -42,7 +139,7 @@ class HeldSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in NUMBERS:
                 handler = signal.getsignal(number)
                 if callable(handler) and handler in ENDING:
                     self._handlers[number] = handler

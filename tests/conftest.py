@@ -147,13 +147,14 @@ def run(
     """`run("plan", path, ...)`: the `quantkit` command, with its output not on a terminal."""
     from quantkit.cli import console
     from quantkit.cli.main import main
+    from quantkit.signals import NUMBERS
 
     monkeypatch.setattr(console.out, "width", console.PIPED_WIDTH)
     monkeypatch.setattr(console.err, "width", console.PIPED_WIDTH)
     monkeypatch.setenv("QUANTKIT_VERBOSE", "0")
     # Other tests keep the cores busy, and are no business of what a command prints.
     monkeypatch.setattr("quantkit.cli.threads.shortage", lambda *_: None)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in NUMBERS}
 
     def command(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
@@ -166,7 +167,8 @@ def run(
         return Done(code if isinstance(code, int) else 0, captured.out, captured.err, ended.value.__context__)
 
     yield command
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 #: The commit of every repository of a stand-in hub.

@@ -16,7 +16,7 @@ def test_import_loads_nothing_heavy() -> None:
 
 
 def test_the_command_line_loads_nothing_heavy_for_help() -> None:
-    assert not imported_by("import quantkit.cli.main") & {"torch", "transformers", "triton", "matplotlib"}
+    assert not imported_by("import quantkit.cli.app") & {"torch", "transformers", "triton", "matplotlib"}
 
 
 def test_quantize_tensor_needs_no_transformers() -> None:

@@ -2,31 +2,40 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from quantkit.signals import HeldSignals, Interrupted, terminate
+from quantkit.signals import HeldSignals, Interrupted, handle, kept_from_children, terminate
 
-BOTH = pytest.mark.parametrize(
-    ("number", "ends"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+EVERY = pytest.mark.parametrize(
+    ("number", "ends"),
+    [(signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
 )
 
 
 @contextmanager
 def handled(handler: object) -> Iterator[None]:
-    """With this handler of SIGTERM, and Python's own of SIGINT."""
-    before = signal.signal(signal.SIGTERM, handler), signal.signal(signal.SIGINT, signal.default_int_handler)
+    """With this handler of SIGTERM and SIGHUP, and Python's own of SIGINT."""
+    handlers = {
+        signal.SIGTERM: handler,
+        signal.SIGHUP: handler,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    before = {number: signal.signal(number, one) for number, one in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+        for number, one in before.items():
+            signal.signal(number, one)
 
 
-@BOTH
+@EVERY
 def test_a_held_signal_raises_where_it_is_asked_for_and_at_the_end(
     number: signal.Signals, ends: type[BaseException]
 ) -> None:
@@ -52,7 +61,7 @@ def test_work_that_is_done_before_it_asks_ends_with_the_signal_too() -> None:
     assert done
 
 
-@BOTH
+@EVERY
 def test_a_second_signal_is_not_held(number: signal.Signals, ends: type[BaseException]) -> None:
     with handled(terminate), pytest.raises(KeyboardInterrupt), HeldSignals():
         signal.raise_signal(signal.SIGINT)
@@ -81,3 +90,94 @@ def test_a_thread_that_gets_no_signals_holds_none() -> None:
         thread.start()
         thread.join()
     assert found == [terminate]
+
+
+#: Runs the command, and sends it signals: once a module is imported, within the import, or at exit.
+PROGRAM = """
+import atexit, builtins, os, signal, sys, threading
+number, moment = int(sys.argv.pop(1)), sys.argv.pop(1)
+# The tests may run under `nohup`.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            os.kill(os.getpid(), number)
+
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), number)
+
+from quantkit.cli.main import main
+sys.meta_path.insert(0, Finder())
+if moment == "exit":
+    atexit.register(lambda: (os.kill(os.getpid(), number), print("at exit")))
+    from quantkit.cli import app
+    app.app = lambda: sys.exit(5)
+if moment == "threads":
+    from quantkit.cli import app
+    app.app = lambda: threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+if moment == "wave":
+    from quantkit.cli import app
+    def work():
+        import wave
+        threading.Event().wait(10)
+    app.app = work
+if moment == "del":
+    from quantkit.cli import app
+    def work():
+        Dropped()
+        threading.Event().wait(10)
+    app.app = work
+main()
+"""
+
+
+def command_with(number: signal.Signals, moment: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(int(number)), moment, "inspect", str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_signal_after_the_work_changes_nothing(tmp_path: Path) -> None:
+    done = command_with(signal.SIGINT, "exit", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (5, "at exit\n", "")
+
+
+@pytest.mark.fault(63)
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        # Within the imports of all commands, and of one that is at work.
+        (signal.SIGINT, "typer"),
+        (signal.SIGHUP, "quantkit.cli.bench"),
+        (signal.SIGINT, "wave"),
+        (signal.SIGTERM, "threads"),
+        (signal.SIGINT, "del"),
+    ],
+)
+def test_a_signal_is_one_line_and_its_exit_code(number: signal.Signals, moment: str, tmp_path: Path) -> None:
+    done = command_with(number, moment, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "interrupted\n")
+
+
+def test_a_signal_that_is_to_be_ignored_stays_so() -> None:
+    """As `nohup` has it of SIGHUP."""
+    with handled(terminate):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        handle(signal.SIG_DFL)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_processes_that_are_started_get_no_interrupt_of_the_terminal() -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('goes on')"
+    with kept_from_children():
+        started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert started.communicate()[0] == "goes on\n" and started.returncode == 0
+    with handled(terminate), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

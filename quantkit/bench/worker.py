@@ -18,12 +18,9 @@ from quantkit.bench.speed import Settings, measure_speed
 from quantkit.errors import EnvironmentProblem, QuantkitError
 from quantkit.files import from_json
 from quantkit.progress import Progress
+from quantkit.signals import kept_from_children
 
-#: Ctrl-C in a terminal reaches both processes: the one that started this one ends it.
-_PROGRAM = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "from quantkit.bench.worker import main; main()"
-)
+_PROGRAM = "from quantkit.bench.worker import main; main()"
 
 
 def speed_of(
@@ -41,12 +38,14 @@ def serving_of(source: str, traffic: Traffic, *, progress: Progress | None = Non
 
 def _run(wanted: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
     # -P: with -c, Python would import modules from the working directory, which may be the checkpoint.
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", _PROGRAM],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-    ) as process:
+    with kept_from_children():
+        started = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+        )
+    with started as process:
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(wanted))

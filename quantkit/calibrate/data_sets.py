@@ -11,7 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from quantkit.calibrate.documents import SUFFIXES, kind_of
-from quantkit.checkpoint.hub import Wanted, explained, online_or_cached
+from quantkit.checkpoint.hub import Wanted, answered, cached_file, download_large, explained, online_or_cached
+from quantkit.checkpoint.hub_answers import Listing, Repository, read_listing
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.files import shown
 
@@ -80,8 +81,9 @@ def _opened(asked: DataSetName) -> DataSet:
     import huggingface_hub
 
     repo, revision = asked.repo, asked.revision
+    repository = Repository(repo, "dataset")
     found = online_or_cached(
-        lambda: huggingface_hub.HfApi().dataset_info(repo, revision=revision, files_metadata=True),
+        lambda: read_listing(repository, revision, sizes=True),
         lambda: Path(
             huggingface_hub.snapshot_download(
                 repo, repo_type="dataset", revision=revision, local_files_only=True
@@ -98,8 +100,8 @@ def _opened(asked: DataSetName) -> DataSet:
         }
         notes = (f"{asked}: the hub was not reached; only what the local cache has of it was read",)
     else:
-        commit = str(found.sha)
-        sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+        commit = found.commit
+        sizes = {name: size or 0 for name, size in found.files.items()}
 
     def download(name: str) -> Path:
         if sizes[name] > MAX_FILE_BYTES:
@@ -107,18 +109,19 @@ def _opened(asked: DataSetName) -> DataSet:
                 f"{asked}: {name} has {sizes[name]} bytes, more than the {MAX_FILE_BYTES} that are "
                 f"downloaded for calibration. Name a smaller file of it, as {PREFIX}{repo}/FILE."
             )
-        with explained(str(asked), None, _WANTED):
+        with explained(str(asked), None, _WANTED), answered(repository, revision):
             # By branch or tag, so that the cache knows them when there is no network.
-            path = Path(
-                huggingface_hub.hf_hub_download(repo, name, repo_type="dataset", revision=revision)
-                if not isinstance(found, Path)
-                else found / name
-            )
+            if isinstance(found, Path):
+                return found / name
+            path = download_large(repository, name, revision)
         if commit not in path.parts:
             raise EnvironmentProblem(f"{asked}: the data set was changed just now. Run the command again.")
         return path
 
-    card = _card(download("README.md")) if "README.md" in sizes else {}
+    card: Mapping[str, Any] = {}
+    if "README.md" in sizes:
+        listed = isinstance(found, Listing)
+        card = _card(cached_file(repository, "README.md", commit) if listed else download("README.md"))
     files = files_to_read(asked, sorted(sizes, key=_natural), card)
     name = DataSetName(repo, asked.part, commit)
     return DataSet(str(name), files, download, notes)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from quantkit.about import pip_install
 from quantkit.errors import EnvironmentProblem, UsageError
-from quantkit.files import shown
+from quantkit.files import MAX_CONTAINERS, shown
 
 #: A document: its text, or the messages of a chat.
 Document = str | list[dict[str, Any]]
@@ -29,6 +29,19 @@ MAX_DECOMPRESSED_BYTES = 1 << 30
 #: A line is held in memory several times while it becomes tokens. `.json` files may have but one.
 MAX_LINE_BYTES = 64 << 20
 
+#: How many times its size a compressed file may grow, beyond `MAX_LINE_BYTES`; texts grow up to ten times.
+MAX_GROWTH = 100
+
+#: Characters of a file that are read, many times what samples take; they become tokens within seconds.
+MAX_WORK = 4_000_000
+
+#: Objects and lists that a row may have.
+MAX_OBJECTS = 200_000
+
+#: A row takes as long as so many characters, however short its text is.
+ROW_WORK = 128
+
+_BLOCK_BYTES = 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 #: Who speaks in "conversations", by the names of ShareGPT.
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -50,20 +63,46 @@ def read_documents(path: Path, characters: int | None = None) -> list[Document]:
     binary or compressed, has something else than documents in it or no text at all; `EnvironmentProblem` if
     reading it takes a package that is not installed.
     """
+    return first_documents(path, sys.maxsize, characters)[0]
+
+
+def first_documents(path: Path, work: int, characters: int | None = None) -> tuple[list[Document], bool]:
+    """`read_documents`, and whether there may be more than `work`: characters, but at least `ROW_WORK` a row.
+
+    A text that is longer by itself is cut. `UsageError` for a chat that is.
+    """
     kind = kind_of(path.name)
     assert kind is not None, path
     found: list[Document] = []
-    length = 0
-    for document in _READERS[kind](path):
-        size = _characters(document)
+    length, left, number = 0, work, 0
+    for number, document in enumerate(_READERS[kind](path, work)):
+        size, effort = _characters(document), _effort(document)
         if size:
-            found.append(document)
-            length += size
-        if characters is not None and length >= characters:
+            fits = effort <= work
+            found.append(document if fits else _shortened(document, work, f"{path}: document {number}"))
+        length, left = length + size, left - effort
+        if left <= 0 or (characters is not None and length >= characters):
             break
     if not found:
-        raise UsageError(f"{path}: the file has no text. Give a file with some pages of it.")
-    return found
+        where = "the file has no text" if left > 0 else f"the first {number + 1} rows have no text"
+        raise UsageError(f"{path}: {where}. Give a file with some pages of it.")
+    return found, left <= 0
+
+
+def _shortened(document: Document, work: int, where: str) -> Document:
+    if isinstance(document, str):
+        return document[:work]
+    raise UsageError(
+        f"{where} has a chat of {len(document)} messages and {_characters(document)} characters; expected at "
+        f"most {work} characters, of which a message counts as {ROW_WORK} or more. Leave it out."
+    )
+
+
+def _effort(document: Document) -> int:
+    """Characters that take as long to become tokens as this does."""
+    if isinstance(document, str):
+        return max(ROW_WORK, len(document))
+    return sum(max(ROW_WORK, len(str(message["content"]))) for message in document)
 
 
 def read_text(path: Path) -> str:
@@ -72,90 +111,123 @@ def read_text(path: Path) -> str:
     `UsageError` for a file that cannot be read, is not UTF-8 (names the line), is binary or has
     nothing but whitespace.
     """
+    return _text(path, sys.maxsize)
+
+
+def _text(path: Path, characters: int) -> str:
+    """`read_text` of the first lines of about so many characters."""
     # Not joined: a list of lines takes twenty times what a text of short ones does.
-    whole = io.StringIO()
-    whole.writelines(line for _, line in _lines(path))
+    whole, length = io.StringIO(), 0
+    for _, lines in _blocks(path):
+        length += whole.write(lines)
+        if length >= characters:
+            break
     text = whole.getvalue()
     if not text.strip():
-        raise UsageError(f"{path}: the file has no text. Give a file with at least two tokens.")
+        where = (
+            "the file has no text" if length < characters else f"the first {length} characters are no text"
+        )
+        raise UsageError(f"{path}: {where}. Give a file with at least two tokens.")
     return text
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their ends, numbered from 1; only `\\n` ends one, as JSON strings may hold the others."""
+    """Lines without their ends, numbered from 1; only `\\n` ends one, as JSON strings may hold the others."""
+    for first, lines in _blocks(path):
+        yield from enumerate(lines.removesuffix("\n").split("\n"), first)
+
+
+def _blocks(path: Path) -> Iterator[tuple[int, str]]:
+    """Whole lines, as many as `_BLOCK_BYTES` have or one, and the number of the first."""
     compressed = path.suffix == ".gz"
-    left = MAX_DECOMPRESSED_BYTES if compressed else sys.maxsize
     longest = sys.maxsize if kind_of(path.name) == ".json" else MAX_LINE_BYTES
+    number = 1
     try:
+        left = limit = _grown(path) if compressed else sys.maxsize
         with cast(BinaryIO, gzip.open(path)) if compressed else path.open("rb") as file:
-            number = 0
-            while raw := file.readline(min(left, longest - 1) + 1):
-                number, left = number + 1, left - len(raw)
-                if len(raw) >= longest:
+            while raw := file.read(min(_BLOCK_BYTES, longest, left + 1)):
+                if not raw.endswith(b"\n"):
+                    begun = len(raw) - (raw.rfind(b"\n") + 1)
+                    raw += file.readline(min(longest - begun, left + 1 - len(raw)))
+                if len(raw) - (raw.rfind(b"\n", 0, len(raw) - 1) + 1) >= longest:
+                    last = number + raw.count(b"\n", 0, len(raw) - 1)
                     raise UsageError(
-                        f"{path}: line {number} has {longest} bytes or more; expected lines of text, or a "
+                        f"{path}: line {last} has {longest} bytes or more; expected lines of text, or a "
                         "document a line. Break it into lines, or give a part of it."
                     )
-                if left < 0:
-                    raise _too_long(path)
+                if len(raw) > left:
+                    if whole := raw[: raw.rfind(b"\n", 0, left) + 1]:
+                        yield number, _decoded(whole, path, number)
+                    raise _too_long(path, limit)
                 yield number, _decoded(raw, path, number)
+                number, left = number + raw.count(b"\n"), left - len(raw)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UsageError(f"{path}: is not a whole gzip file ({error}). Download it again.") from error
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}). Check the path.") from error
 
 
-def _too_long(path: Path) -> UsageError:
-    return UsageError(
-        f"{path}: has more than {MAX_DECOMPRESSED_BYTES} bytes when decompressed. Give a part of it."
-    )
+def _grown(path: Path) -> int:
+    """Bytes that a compressed file may have when it is not."""
+    # An array becomes objects as a whole.
+    most = MAX_LINE_BYTES if kind_of(path.name) == ".json" else MAX_DECOMPRESSED_BYTES
+    return min(most, max(MAX_LINE_BYTES, MAX_GROWTH * path.stat().st_size))
+
+
+def _too_long(path: Path, limit: int) -> UsageError:
+    return UsageError(f"{path}: has more than {limit} bytes when decompressed. Give a part of it.")
 
 
 def _decoded(raw: bytes, path: Path, number: int) -> str:
+    """The text of lines, of which the first has the number `number`."""
     if number == 1 and raw.startswith(_GZIP_MAGIC):
         raise UsageError(f"{path}: is compressed with gzip. Decompress it, or let its name end in .gz.")
     try:
-        line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        lines = raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         # `error.object` lacks the byte order mark, so positions count in it.
+        at = number + error.object.count(b"\n", 0, error.start)
         raise UsageError(
-            f"{path}: line {number} is not UTF-8 (byte 0x{error.object[error.start]:02x}). "
+            f"{path}: line {at} is not UTF-8 (byte 0x{error.object[error.start]:02x}). "
             "Convert the file to UTF-8, or give a text file."
         ) from None
-    if "\0" in line:
-        raise UsageError(f"{path}: line {number} has a NUL byte; this is a binary file. Give a text file.")
-    return line
+    if "\0" in lines:
+        at = number + lines.count("\n", 0, lines.index("\0"))
+        raise UsageError(f"{path}: line {at} has a NUL byte; this is a binary file. Give a text file.")
+    return lines
 
 
-def _text_file(path: Path) -> Iterator[Document]:
-    yield read_text(path)
+def _text_file(path: Path, work: int) -> Iterator[Document]:
+    yield _text(path, work)
 
 
-def _json_lines(path: Path) -> Iterator[Document]:
+def _json_lines(path: Path, work: int) -> Iterator[Document]:
     for number, line in _lines(path):
         if not line.strip():
+            yield ""
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(
-                f"{path}: line {number} is not JSON ({error}). Write one object a line."
-            ) from None
+        row = _parsed(line, f"{path}: line {number}", "one object a line", MAX_OBJECTS)
         yield _document(row, f"{path}: line {number}")
 
 
-def _json_file(path: Path) -> Iterator[Document]:
+def _json_file(path: Path, work: int) -> Iterator[Document]:
     """One array of objects, or lines of them, which many call .json as well."""
-    first = next((line.lstrip() for _, line in _lines(path) if line.strip()), "")
+    first = next((lines.lstrip() for _, lines in _blocks(path) if lines.strip()), "")
     if not first.startswith("["):
-        yield from _json_lines(path)
+        yield from _json_lines(path, work)
         return
-    try:
-        rows = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: is not JSON ({error}). Write an array of objects.") from None
+    rows = _parsed(_text(path, sys.maxsize), f"{path}:", "an array of objects", MAX_CONTAINERS)
     for number, row in enumerate(rows):
         yield _document(row, f"{path}: object {number}")
+
+
+def _parsed(text: str, where: str, expected: str, most: int) -> Any:
+    if text.count("{") + text.count("[") > most:
+        raise UsageError(f"{where} has more than {most} objects and lists. Give a part of it.")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON ({error}). Write {expected}.") from None
 
 
 def import_parquet(name: Path | str) -> Any:
@@ -170,7 +242,7 @@ def import_parquet(name: Path | str) -> Any:
     return parquet
 
 
-def _parquet(path: Path) -> Iterator[Document]:
+def _parquet(path: Path, work: int = MAX_WORK) -> Iterator[Document]:
     parquet = import_parquet(path)
     try:
         with parquet.ParquetFile(path) as file:
@@ -180,17 +252,42 @@ def _parquet(path: Path) -> Iterator[Document]:
                 raise UsageError(
                     f"{path} has the columns {shown(names)}; expected {_EXPECTED}. Rename or add one."
                 )
+            columns = sorted(set(usable))
+            _check_sizes(path, file.metadata, columns)
             number, left = 0, MAX_DECOMPRESSED_BYTES
             # One row at a time: a few bytes of the file may stand for a long text in each of many.
-            for batch in file.iter_batches(batch_size=1, columns=sorted(set(usable))):
+            for batch in file.iter_batches(batch_size=1, columns=columns):
                 left -= batch.nbytes
                 if left < 0:
-                    raise _too_long(path)
+                    raise _too_long(path, MAX_DECOMPRESSED_BYTES)
+                if sum(map(_elements, batch.columns)) > MAX_OBJECTS:
+                    raise UsageError(
+                        f"{path}: row {number} has more than {MAX_OBJECTS} objects. Leave it out."
+                    )
                 for row in batch.to_pylist():
                     yield _document(row, f"{path}: row {number}")
                     number += 1
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: is not a readable parquet file ({error}). Check the file.") from error
+
+
+def _check_sizes(path: Path, metadata: Any, columns: Sequence[str]) -> None:
+    """`UsageError` for columns of a group of rows that grow too much: a page is decompressed as a whole."""
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        parts = [group.column(i) for i in range(group.num_columns)]
+        parts = [part for part in parts if part.path_in_schema.partition(".")[0] in columns]
+        limit = max(MAX_LINE_BYTES, MAX_GROWTH * sum(part.total_compressed_size for part in parts))
+        if sum(part.total_uncompressed_size for part in parts) > limit:
+            raise _too_long(path, limit)
+
+
+def _elements(array: Any) -> int:
+    """How many elements lists in an arrow array have, all levels together."""
+    if not array.type.num_fields:
+        return 0
+    parts = array.flatten()
+    # Of a struct it is a list of its fields.
+    return sum(map(_elements, parts)) if isinstance(parts, list) else len(parts) + _elements(parts)
 
 
 def _document(row: Any, where: str) -> Document:
@@ -287,7 +384,8 @@ def _characters(document: Document) -> int:
     return max(1, sum(len(str(message["content"])) for message in document))
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
+#: How a file is read, given how much of it is used; rows without a text are documents without one.
+_READERS: dict[str, Callable[[Path, int], Iterator[Document]]] = {
     ".txt": _text_file,
     ".jsonl": _json_lines,
     ".json": _json_file,

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.calibrate.data_sets import PREFIX, DataSetName, open_data_set, parse_data_set
-from quantkit.calibrate.documents import SUFFIXES, Document, import_parquet, kind_of, read_documents
+from quantkit.calibrate.documents import (
+    MAX_WORK,
+    SUFFIXES,
+    Document,
+    first_documents,
+    import_parquet,
+    kind_of,
+    read_documents,
+)
 from quantkit.errors import QuantkitError, UsageError
 
 #: The text for those who give none. `SOURCES.md` beside it says what it is and why it may be given away.
@@ -131,25 +139,26 @@ def shares(sources: Sequence[Source], samples: int | None, default: int) -> tupl
 
 
 def read_source(source: Source, tokens: int) -> Texts:
-    """The documents of a source: of a file all, of a data set the first, enough to draw `tokens` tokens from.
+    """The documents of a source: of a file all within `MAX_WORK`, of a data set the first; enough to draw
+    `tokens` tokens from.
 
     `QuantkitError` naming the source if there is nothing to read.
     """
     if source.where == BUNDLED:
         note = f"calibrated on {BUNDLED_NAME}; give --calibration for text like yours"
         return Texts(read_documents(BUNDLED), BUNDLED_NAME, (note,))
+    wanted = tokens * _CHARACTERS_PER_TOKEN * _ABUNDANCE
     if isinstance(source.where, Path):
-        return Texts(read_documents(source.where), str(source.where))
+        return _of_file(source.where, max(wanted, MAX_WORK))
     data_set = open_data_set(source.where)
     if kind_of(data_set.files[0]) == ".parquet":
         import_parquet(f"{data_set.name}: {data_set.files[0]}")
-    wanted = tokens * _CHARACTERS_PER_TOKEN * _ABUNDANCE
     documents: list[Document] = []
     length = 0
     for name in data_set.files:
         path = data_set.download(name)
         try:
-            found = read_documents(path, wanted - length)
+            found, _ = first_documents(path, max(wanted, MAX_WORK), wanted - length)
         except QuantkitError as error:
             raise type(error)(f"{data_set.name}: {error}") from error
         documents += found
@@ -157,3 +166,15 @@ def read_source(source: Source, tokens: int) -> Texts:
         if length >= wanted:
             break
     return Texts(documents, data_set.name, data_set.notes)
+
+
+def _of_file(path: Path, work: int) -> Texts:
+    documents, is_part = first_documents(path, work)
+    if not is_part:
+        return Texts(documents, str(path))
+    characters = sum(len(str(document)) for document in documents)
+    note = (
+        f"{path}: only its first {characters} characters were read; mix its rows if later ones are of "
+        "another kind"
+    )
+    return Texts(documents, str(path), (note,))

@@ -15,6 +15,7 @@ import torch
 
 from quantkit.checkpoint.durable import is_inside
 from quantkit.checkpoint.header import read_header, read_json
+from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.stamp import FileStamp
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, EnvironmentProblem
@@ -32,9 +33,6 @@ MAX_CONFIG_BYTES = 16 * 2**20
 _SHARD_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
 # One system call reads at most 2**31 - 4096 bytes on Linux.
 _READ_BYTES = 2**30
-
-_SIDE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md", ".tiktoken"}
-_SIDE_STEMS = {"LICENSE", "NOTICE"}
 
 # What to do about weights that cannot be used as they are, by suffix; the first that is there counts.
 _UNPICKLE = (
@@ -344,9 +342,8 @@ def _find_side_files(entries: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def _is_side_file(path: Path) -> bool:
-    wanted = path.suffix in _SIDE_SUFFIXES or (path.stem in _SIDE_STEMS and not path.suffix)
     excluded = path.name == CONFIG_NAME or path.name.endswith(".index.json")
-    return wanted and not excluded and not path.name.startswith(".") and path.is_file()
+    return is_side_name(path.name) and not excluded and path.is_file()
 
 
 def _check_case(files: Iterable[Path]) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import note, out, printable, progress, say
+from quantkit.cli.console import note, out, progress, say
 from quantkit.cli.files import check_writable, is_pipe, make_directory, write_file
 from quantkit.errors import UsageError
+from quantkit.escaping import one_line
 
 if TYPE_CHECKING:
     from quantkit.bench.figures import Serving, Speed
@@ -240,7 +241,7 @@ def _print(table: "Table", wanted: Sequence[str] | None = None) -> None:
         side: Literal["left", "right"] = "left" if table.headings[i] in table.words else "right"
         lines.add_column(table.headings[i], justify=side, overflow="fold")
     for row in table.rows:
-        lines.add_row(*(printable(row[i]) for i in shown))
+        lines.add_row(*(one_line(row[i]) for i in shown))
     out.print(lines)
 
 

@@ -21,6 +21,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column
 from rich.text import Text
 
+from quantkit.escaping import one_line, printable
 from quantkit.files import size_text
 from quantkit.progress import Progress
 
@@ -36,11 +37,6 @@ err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 for _console in (out, err):
     if not _console.is_terminal:
         _console.width = PIPED_WIDTH
-
-
-def printable(text: str) -> str:
-    """`text` with control characters and what cannot be encoded as escapes: names come from files."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def say(text: str, *, style: str | None = None) -> None:
@@ -85,7 +81,7 @@ class _LabelColumn(ProgressColumn):
     """What is at work, cut to the room there is: the only column that gives way."""
 
     def render(self, task: Task) -> Text:
-        return Text(printable(task.fields["label"]), style="dim", no_wrap=True, overflow="ellipsis")
+        return Text(one_line(task.fields["label"]), style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progress:
@@ -109,7 +105,7 @@ def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progres
             last = now
         speed = (done - first) / (now - start)
         left = f", {_duration((total - done) / speed)} left" if speed > 0 else ""
-        rest = f"{size_text(process.memory_info().rss)} RAM, {printable(label)}"
+        rest = f"{size_text(process.memory_info().rss)} RAM, {one_line(label)}"
         err.print(f"{what}: {100 * done / total:.0f} % after {_duration(now - start)}{left}, {rest}")
 
     return report

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from quantkit.cli import options
 from quantkit.cli.console import note, out, print_json, say
+from quantkit.escaping import one_line
 
 if TYPE_CHECKING:
     from quantkit.packing.schemes import Scheme
@@ -85,9 +86,8 @@ def doctor(
     for title in ("scheme", *shape, "activations", *(f"M={m}" for m in rows_of_x)):
         table.add_column(title, no_wrap=True)
     for (scheme, size, dtype), entries in _by_weight(kernels).items():
-        table.add_row(
-            scheme, *(size for _ in shape), dtype, *(entry["kernel"] or "none" for entry in entries)
-        )
+        cells = (scheme, *(size for _ in shape), dtype, *(entry["kernel"] or "none" for entry in entries))
+        table.add_row(*map(one_line, cells))
     say("\nkernel that runs y = x W^T for M rows of x (--reasons: why no other)", style="bold")
     out.print(table)
     if reasons:

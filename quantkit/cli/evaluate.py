@@ -137,9 +137,11 @@ def evaluate(
                 partial=partial,
                 progress=advance,
             )
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as error:
         if partial is not None and partial.directory.is_dir():
-            note(f"what is done so far is in {partial.directory}; the same command goes on from there")
+            error.add_note(
+                f"what is done so far is in {partial.directory}; the same command goes on from there"
+            )
         raise
     print_reports(results)
     if json is not None:

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from quantkit.cli.console import note, out, printable, say
+from quantkit.cli.console import note, out, say
+from quantkit.escaping import one_line
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def _text_table(reports: Sequence["EvalReport"], text: str) -> Table:
     table = _table(["model"], headings)
     for label, one in labelled(reports):
         cells = [label, *_sizes(one), *_figures(one.texts[text], compared)]
-        table.add_row(*map(printable, cells))
+        table.add_row(*map(one_line, cells))
     return table
 
 
@@ -81,7 +82,7 @@ def _task_table(reports: Sequence["EvalReport"]) -> Table:
             if paired is not None:
                 error = "" if paired.delta_se is None else f" ± {100 * paired.delta_se:.2f}"
                 cells += [f"{100 * paired.delta:+.2f}{error}", f"{paired.flips:.2%}", f"{paired.p_value:.2g}"]
-            table.add_row(*map(printable, cells))
+            table.add_row(*map(one_line, cells))
     return table
 
 

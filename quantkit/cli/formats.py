@@ -10,9 +10,10 @@ import typer
 from rich.table import Table
 
 from quantkit.cli import options
-from quantkit.cli.console import out, print_json, printable, progress, say
+from quantkit.cli.console import out, print_json, progress, say
 from quantkit.cli.plots import check_png, figure_class, save
 from quantkit.errors import UsageError
+from quantkit.escaping import one_line
 
 if TYPE_CHECKING:
     from quantkit.calibrate.noise import Noise
@@ -201,7 +202,7 @@ def _show_noise(plot: Path | None, json: bool) -> None:
         table.add_column(f"{name.removeprefix('student_')}\n{method}", justify="right", no_wrap=True)
     for noise in noises:
         errors = (f"{noise.errors[method][name]:.3g}" for method, name in cases)
-        table.add_row(printable(noise.label), f"{noise.bits_per_weight:.3f}", *errors)
+        table.add_row(one_line(noise.label), f"{noise.bits_per_weight:.3f}", *errors)
     out.print(table)
     if plot is not None:
         say(f"wrote {plot}")

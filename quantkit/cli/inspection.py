@@ -59,7 +59,8 @@ def inspect(
         note(NO_MANIFEST)
     else:
         made_by = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-        say(f"made from {record.source} with {made_by}")
+        commit = f" at commit {record.source_commit}" if record.source_commit else ""
+        say(f"made from {record.source}{commit} with {made_by}")
     if record.calibration is not None:
         say(f"calibrated on {record.calibration}")
     if record.recipe.get("rotate"):

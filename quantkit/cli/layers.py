@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from quantkit.cli.console import note, out, printable, say
+from quantkit.cli.console import note, out, say
+from quantkit.escaping import one_line
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _table(groups: Iterable[Sequence[tuple[str, "LayerRecord"]]]) -> Table:
             "" if first.bits_per_weight is None else f"{first.bits_per_weight:.3f}",
             *([f"{sum(errors) / len(errors):.1e}" if errors else ""] if measured else []),
         )
-        table.add_row(*map(printable, cells))
+        table.add_row(*map(one_line, cells))
     return table
 
 
@@ -115,7 +116,7 @@ def print_allocation(allocation: "Allocation", *, every_layer: bool) -> None:
     table.add_column("KL", justify="right", no_wrap=True)
     for (name, scheme), shares in kinds.items():
         cost, divergence = sum(share.cost for share in shares), sum(share.divergence for share in shares)
-        table.add_row(*map(printable, (name, str(len(shares)), scheme, str(cost), f"{divergence:.1e}")))
+        table.add_row(*map(one_line, (name, str(len(shares)), scheme, str(cost), f"{divergence:.1e}")))
     out.print(table)
     spent = f"{allocation.cost / limit.in_one(weights):.3f} of {limit.amount:g} {limit.unit}"
     bits = "" if limit.counts == "bytes" else f", {allocation.bits_per_weight:.3f} bits per weight"

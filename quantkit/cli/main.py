@@ -1,94 +1,71 @@
-"""The `quantkit` command: its subcommands, and how errors and signals end it."""
+"""The `quantkit` command: how errors and signals end it.
 
+All but signals is imported within `main`, which takes long enough for a user to change their mind.
+"""
+
+import atexit
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Iterator
+from typing import NoReturn
 
-import typer
-
-from quantkit.cli.bench import bench
-from quantkit.cli.console import fail
-from quantkit.cli.demo import demo
-from quantkit.cli.doctor import doctor
-from quantkit.cli.evaluate import evaluate
-from quantkit.cli.formats import formats
-from quantkit.cli.generate import generate
-from quantkit.cli.inspection import inspect
-from quantkit.cli.methods import methods
-from quantkit.cli.plan import plan
-from quantkit.cli.publish import push, report
-from quantkit.cli.quantize import quantize
-from quantkit.cli.threads import with_threads
-from quantkit.cli.tune import tune
-from quantkit.cli.verify import verify
-from quantkit.errors import OtherRankFailed, QuantkitError
-from quantkit.signals import terminate
-
-app = typer.Typer(
-    help="Quantize language models to packed low-bit checkpoints, run them, and measure what it cost.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    # Plain help: rich would take what is in square brackets for markup.
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-#: Commands that compute, on a CPU unless there is a GPU, and take `--threads`.
-COMPUTING: dict[str, Callable[..., None]] = {
-    "quantize": quantize,
-    "plan": plan,
-    "verify": verify,
-    "eval": evaluate,
-    "bench": bench,
-    "generate": generate,
-    "doctor": doctor,
-    "demo": demo,
-}
-for _name, _command in COMPUTING.items():
-    app.command(name=_name)(with_threads(_command))
-app.command()(inspect)
-app.command()(report)
-app.command()(push)
-app.command()(tune)
-app.command()(formats)
-app.command()(methods)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from quantkit import __version__
-
-        print(f"quantkit {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version.")
-    ] = False,
-) -> None:
-    pass
+from quantkit.signals import NUMBERS, handle, leave, raise_again, terminate, wait_no_longer
 
 
 def main() -> None:
     """Run the command line. A `QuantkitError` is one message and its exit code, never a traceback.
 
-    typer turns an interrupt into exit code 130 and a closed pipe into 1, both without a word.
+    SIGINT, SIGTERM and SIGHUP are one line and the exit code 128 + number, from the first instruction to the
+    last. A closed pipe is exit code 1, without a word.
     """
-    signal.signal(signal.SIGTERM, terminate)
+    handle(leave)
+    # The last of what runs at exit. Signals would then end the process without the exit code of what it did.
+    atexit.register(handle, signal.SIG_IGN)
+    from quantkit.cli.app import app
+
+    unraisable = sys.unraisablehook
     try:
-        app()
-    except OtherRankFailed as error:
-        # The other rank prints what was wrong.
-        sys.exit(error.exit_code)
-    except QuantkitError as error:
-        fail(str(error))
-        sys.exit(error.exit_code)
+        try:
+            sys.unraisablehook = raise_again
+            handle(terminate)
+            app()
+        finally:
+            handle(leave)
+            wait_no_longer()
+    except BaseException as error:
+        # A signal may have come before the other handler was there.
+        handle(leave)
+        _end(error)
     finally:
+        sys.unraisablehook = unraisable
         _flush()
+
+
+def _end(error: BaseException) -> NoReturn:
+    """Say what went wrong, and exit; bugs are raised."""
+    from quantkit.cli.console import err, fail
+    from quantkit.errors import OtherRankFailed, QuantkitError
+    from quantkit.escaping import one_line
+
+    if isinstance(error, QuantkitError):
+        # Of an `OtherRankFailed` the other rank says what was wrong.
+        if not isinstance(error, OtherRankFailed):
+            fail(str(error))
+        sys.exit(error.exit_code)
+    code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "code", None)
+    if code not in {128 + number for number in NUMBERS}:
+        raise error
+    advice = [note for one in _chain(error) for note in getattr(one, "__notes__", ())]
+    err.print(one_line("; ".join(("interrupted", *advice))))
+    sys.exit(code)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those that it was made of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _flush() -> None:

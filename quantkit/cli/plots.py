@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.about import pip_install
 from quantkit.cli.files import write_file
 from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.escaping import plot as plot_text
 
 if TYPE_CHECKING:
     from quantkit.model.record import LayerRecord
@@ -76,19 +77,19 @@ def draw_errors(path: Path, title: str, layers: Mapping[str, "LayerRecord"]) -> 
         color, mark = f"C{i % 10}", _MARKS[i % len(_MARKS)]
         blocks = sorted(points)
         means = [sum(points[at]) / len(points[at]) for at in blocks]
-        axes.plot(blocks, means, color=color, marker=mark, markersize=5, linewidth=1.2, label=_plain(kind))
+        axes.plot(blocks, means, color=color, marker=mark, markersize=5, linewidth=1.2, label=plot_text(kind))
         several = [(at, error) for at in blocks for error in points[at] if len(points[at]) > 1]
         if several:
             axes.scatter(*zip(*several, strict=True), color=color, marker=mark, s=8, alpha=0.4)
     what = "outputs on the calibration data" if outputs else "weights"
-    axes.set(yscale="log", xlabel="block", ylabel=f"relative squared error of {what}", title=_plain(title))
+    axes.set(yscale="log", xlabel="block", ylabel=f"relative squared error of {what}", title=plot_text(title))
     axes.xaxis.get_major_locator().set_params(integer=True)
     if outside:
         # None so near the end that its number would be under a name.
         inside = [t for t in axes.get_xticks() if 0 <= t <= last * 0.93 and t == int(t)]
         axes.set_xticks(
             [*inside, *range(last + 1, last + 1 + len(outside))],
-            [*(str(int(tick)) for tick in inside), *map(_plain, outside)],
+            [*(str(int(tick)) for tick in inside), *map(plot_text, outside)],
         )
     axes.grid(which="both", alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=9)
@@ -105,8 +106,3 @@ def _kind(name: str) -> str:
     """What a linear is in its block, experts of a block alike: `self_attn.q_proj`."""
     inside = re.sub(r"^.*?\.\d+\.", "", name, count=1)
     return re.sub(r"\.\d+(?=\.)", ".*", inside)
-
-
-def _plain(text: str) -> str:
-    """Text in which matplotlib finds no formula and no hidden legend entry."""
-    return text.replace("$", r"\$").lstrip("_")

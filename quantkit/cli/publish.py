@@ -8,9 +8,10 @@ import typer
 
 from quantkit.checkpoint.preflight import name_list
 from quantkit.cli import options
-from quantkit.cli.console import err, note, out, print_json, printable, progress, say
+from quantkit.cli.console import err, note, out, print_json, progress, say
 from quantkit.cli.files import make_directory, write_files
 from quantkit.errors import OutputError, UsageError
+from quantkit.escaping import one_line
 from quantkit.files import size_text
 
 _Evaluation = Annotated[
@@ -30,7 +31,7 @@ _BaseModel = Annotated[
     ),
 ]
 _License = Annotated[
-    str | None, typer.Option(help="The license of the weights.", show_default="that of the source's card")
+    str | None, typer.Option(help="The license of the weights.", show_default="that in the README.md of DIR")
 ]
 
 
@@ -112,7 +113,7 @@ def push(
             print_json({"repo": repo, "files": sizes})
             return
         for name, count in sizes.items():
-            out.print(printable(f"{size_text(count):>10}  {name}"))
+            out.print(one_line(f"{size_text(count):>10}  {name}"))
         say(f"{len(sizes)} files, {size_text(sum(sizes.values()))}; nothing was uploaded")
         return
     if not err.is_terminal:
@@ -135,7 +136,9 @@ def _card_files(
     license: str | None,
 ) -> dict[str, bytes]:
     """README.md and the plots beside the files with the figures, by name."""
-    from quantkit.publish.card import CARD_NAME, make_card, plots_beside, read_measurements
+    from quantkit.publish.card import make_card
+    from quantkit.publish.carried import CARD_NAME
+    from quantkit.publish.measurements import plots_beside, read_measurements
 
     measurements = read_measurements(directory, evaluation, benchmarks)
     plots = plots_beside(evaluation, benchmarks)
@@ -146,7 +149,7 @@ def _card_files(
 
 
 def _read_card(card: Path) -> dict[str, bytes]:
-    from quantkit.publish.card import CARD_NAME
+    from quantkit.publish.carried import CARD_NAME
 
     try:
         found = {path.name: path.read_bytes() for path in sorted(card.glob("*.png"))}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import err, note, print_json, progress, say
+from quantkit.cli.console import note, print_json, progress, say
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def quantize(
                     on_plan=show,
                     ranks=ranks,
                 )
-    except (KeyboardInterrupt, SystemExit):
-        err.print("interrupted; finished files are kept. Continue with the same command and --resume.")
+    except (KeyboardInterrupt, SystemExit) as error:
+        error.add_note("finished files are kept. Continue with the same command and --resume.")
         raise
     if not ranks.first:
         return

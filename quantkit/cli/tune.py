@@ -9,8 +9,9 @@ import typer
 from rich.table import Table
 
 from quantkit.cli import options
-from quantkit.cli.console import note, out, print_json, printable, progress, say
+from quantkit.cli.console import note, out, print_json, progress, say
 from quantkit.errors import EnvironmentProblem, KernelError, UsageError
+from quantkit.escaping import one_line
 
 if TYPE_CHECKING:
     from quantkit.kernels.problem import Gpu
@@ -265,6 +266,6 @@ def _print(found: "Sequence[Search]", path: Path) -> None:
                 f"{gain:.2f}x",
                 str(entry),
             )
-            table.add_row(*map(printable, cells))
+            table.add_row(*map(one_line, cells))
         out.print(table)
     say(f"{len(found)} problems measured, {len(gains)} faster than by the rules; wrote {path}")

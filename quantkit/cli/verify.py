@@ -7,6 +7,7 @@ import typer
 from quantkit.cli import options
 from quantkit.cli.console import fail, print_json, progress, say
 from quantkit.errors import CheckpointError
+from quantkit.escaping import one_line
 
 
 def verify(
@@ -35,9 +36,9 @@ def verify(
     else:
         for one in checks:
             result = "FAILED" if one.problems else "skip" if one.skipped else "ok"
-            say(f"{result:7}{one.name}: {one.detail}")
+            say(one_line(f"{result:7}{one.name}: {one.detail}"))
             for problem in one.problems:
-                say(f"       {problem}")
+                say(one_line(f"       {problem}"))
     if failed:
         fail(
             f"{len(failed)} of {len(checks)} checks failed. Download the checkpoint again, or quantize the "

@@ -1,17 +1,19 @@
 """A report as a document: sections of text, tables and figures, written as Markdown and as one HTML file.
 
-Text is plain, with `code` between backticks. The HTML needs nothing beside it, no network and no script:
-figures are drawings in the page and have its colors, so that they are readable on light, dark and paper.
+Text is text, whatever is in it; only pieces of the type `Code` look different. The HTML needs nothing beside
+it, no network and no script: figures are drawings in the page and have its colors, so that they are readable
+on light, dark and paper.
 """
 
-import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit import escaping
 from quantkit.checkpoint.beside import beside
 from quantkit.errors import OutputError
+from quantkit.escaping import Prose
 from quantkit.files import replace_file
 
 
@@ -19,26 +21,26 @@ from quantkit.files import replace_file
 class Text:
     """A paragraph."""
 
-    text: str
+    text: Prose
 
     def markdown(self) -> str:
-        return _marked(self.text)
+        return escaping.markdown_block(self.text)
 
     def html(self) -> str:
-        return f"<p>{_inline(self.text)}</p>"
+        return f"<p>{escaping.html(self.text)}</p>"
 
 
 @dataclass(frozen=True)
 class Bullets:
     """A list of sentences."""
 
-    items: Sequence[str]
+    items: Sequence[Prose]
 
     def markdown(self) -> str:
-        return "\n".join(f"- {_marked(item)}" for item in self.items)
+        return "\n".join(f"- {escaping.markdown_block(item)}" for item in self.items)
 
     def html(self) -> str:
-        return "<ul>" + "".join(f"<li>{_inline(item)}</li>" for item in self.items) + "</ul>"
+        return "<ul>" + "".join(f"<li>{escaping.html(item)}</li>" for item in self.items) + "</ul>"
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,10 @@ class Command:
     text: str
 
     def markdown(self) -> str:
-        # A fence longer than any in the text.
-        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", self.text)), default=0))
-        return f"{fence}\n{self.text}\n{fence}"
+        return escaping.markdown_fence(self.text)
 
     def html(self) -> str:
-        return f"<pre>{html.escape(self.text)}</pre>"
+        return f"<pre>{escaping.html_lines(self.text)}</pre>"
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,14 @@ class Table:
     words: frozenset[str] = frozenset()
 
     def markdown(self) -> str:
-        rules = [":--" if heading in self.words else "--:" for heading in self.headings]
-        return "\n".join(map(_row, (self.headings, rules, *self.rows)))
+        rules = (":--" if heading in self.words else "--:" for heading in self.headings)
+        head, *rows = map(_row, (self.headings, *self.rows))
+        return "\n".join((head, f"| {' | '.join(rules)} |", *rows))
 
     def html(self) -> str:
-        head = "".join(f"<th{self._side(i)}>{_inline(cell)}</th>" for i, cell in enumerate(self.headings))
+        head = "".join(
+            f"<th{self._side(i)}>{escaping.html(cell)}</th>" for i, cell in enumerate(self.headings)
+        )
         body = "".join(
             "<tr>" + "".join(f"<td{self._side(i)}>{_cell(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
             for row in self.rows
@@ -95,13 +98,13 @@ class Figure:
         return f"{self.name}.png"
 
     def markdown(self) -> str:
-        caption = _marked(self.caption)
-        return f"![{caption.translate(_NO_BRACKETS)}]({self.file})\n\n{caption}"
+        label = escaping.markdown(self.caption.translate(_NO_BRACKETS))
+        return f"![{label}]({self.file})\n\n{escaping.markdown_block(self.caption)}"
 
     def html(self) -> str:
-        label = html.escape(self.caption)
+        label = escaping.html(self.caption)
         drawing = self.svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-        return f"<figure>{drawing}<figcaption>{_inline(self.caption)}</figcaption></figure>"
+        return f"<figure>{drawing}<figcaption>{label}</figcaption></figure>"
 
 
 Block = Text | Bullets | Command | Table | Figure
@@ -129,17 +132,20 @@ class Document:
 
     def markdown(self) -> str:
         """The document as GitHub's Markdown, with figures as files beside it."""
-        parts = [f"# {_marked(self.title)}"]
+        parts = [f"# {escaping.markdown(self.title)}"]
         for section in self.sections:
-            parts += [f"## {_marked(section.title)}", *(block.markdown() for block in section.blocks)]
+            parts += [
+                f"## {escaping.markdown(section.title)}",
+                *(block.markdown() for block in section.blocks),
+            ]
         return "\n\n".join(parts) + "\n"
 
     def html(self) -> str:
         """The document as one HTML page."""
-        title = html.escape(self.title)
+        title = escaping.html(self.title)
         body = "".join(
-            f"<section><h2>{_inline(section.title)}</h2>{''.join(block.html() for block in section.blocks)}"
-            "</section>\n"
+            f"<section><h2>{escaping.html(section.title)}</h2>"
+            f"{''.join(block.html() for block in section.blocks)}</section>\n"
             for section in self.sections
         )
         return (
@@ -174,7 +180,7 @@ def write(directory: Path, stem: str, document: Document, others: Mapping[str, s
     return tuple(directory / name for name in files)
 
 
-#: Brackets would end the text that stands for an image.
+#: Not every renderer takes brackets in the text that stands for an image.
 _NO_BRACKETS = str.maketrans({"[": "(", "]": ")"})
 
 _STYLE = """
@@ -214,26 +220,10 @@ pre { padding: 0.7rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
 
-def _inline(text: str) -> str:
-    """One line of text as HTML, `code` as code."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(_one_line(text), quote=False))
-
-
 def _cell(text: str) -> str:
     """A cell as HTML; where it has to be broken, an error or a unit stays whole."""
-    return re.sub(r"(?<=±) | (?=[kMGT]?B$|%)", "&nbsp;", _inline(text))
-
-
-def _marked(text: str) -> str:
-    """One line of text as Markdown, in which names from files are no HTML."""
-    # What re.split captured, the odd parts, is code: there the sign stands for itself.
-    parts = re.split("(`[^`]+`)", _one_line(text))
-    return "".join(part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(parts))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.splitlines())
+    return re.sub(r"(?<=±) | (?=[kMGT]?B$|%)", "&nbsp;", escaping.html(text))
 
 
 def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(_marked(cell).replace("|", r"\|") for cell in cells) + " |"
+    return "| " + " | ".join(map(escaping.markdown_cell, cells)) + " |"

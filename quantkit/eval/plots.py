@@ -4,6 +4,7 @@ import io
 import re
 from typing import Any
 
+from quantkit import escaping
 from quantkit.about import pip_install
 from quantkit.errors import EnvironmentProblem
 from quantkit.eval.document import Figure
@@ -26,6 +27,9 @@ _STYLE = {
     "svg.hashsalt": "quantkit",
     "svg.fonttype": "path",
 }
+
+#: Every label and title that is not of our own goes through this.
+plain = escaping.plot
 
 #: Mid-tones that stand out from white and from near-black alike.
 COLORS = ("#2f7fd1", "#d9731a", "#3b9a58", "#b0549f", "#c0504d", "#7a7f2a", "#2a9aa0", "#8a6bd1")
@@ -72,11 +76,6 @@ def render(figure: Any, name: str, caption: str) -> Figure:
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(svg, format="svg", transparent=True, metadata=nothing)
     return Figure(name, caption, png.getvalue(), _embedded(svg.getvalue(), name))
-
-
-def plain(text: str) -> str:
-    """Text in which matplotlib finds no formula and no hidden legend entry."""
-    return text.replace("$", r"\$").lstrip("_")
 
 
 def _embedded(svg: str, name: str) -> str:

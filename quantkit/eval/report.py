@@ -10,6 +10,7 @@ from typing import Any
 from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.escaping import Code, Prose
 from quantkit.eval import plots
 from quantkit.eval.document import Bullets, Command, Document, Figure, Section, Table, Text, write
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
@@ -220,16 +221,17 @@ def _verdict_table() -> Table:
 
 
 def _provenance(reports: Sequence[EvalReport], command: str | None) -> list[Command | Bullets]:
-    lines = []
+    lines: list[Prose] = []
     for report in reports:
-        against = "no reference" if report.against is None else f"against `{report.against}`"
+        against = ("no reference",) if report.against is None else ("against ", Code(report.against))
         count = "".join(f"; {name} {m.tokens} tokens" for name, m in report.texts.items())
         windows = f"; windows of {report.window}, {report.stride} apart" if report.texts else ""
-        lines.append(
-            f"{report.label}: `{report.model}` {against}{count}{windows}; {report.batch} at a time; "
-            f"{report.dtype} on {report.device}; quantkit {report.versions.quantkit_version}, torch "
-            f"{report.versions.torch}, transformers {report.versions.transformers}; {report.seconds:.1f} s."
+        how = (
+            f"{count}{windows}; {report.batch} at a time; {report.dtype} on {report.device}; "
+            f"quantkit {report.versions.quantkit_version}, torch {report.versions.torch}, "
+            f"transformers {report.versions.transformers}; {report.seconds:.1f} s."
         )
+        lines.append((f"{report.label}: ", Code(report.model), " ", *against, how))
     size = reports[0].reference_logits
     if size:
         lines.append(

@@ -93,7 +93,7 @@ def _loaded(directory: Path, **options: Any) -> Any:
 
     model, info = AutoModelForCausalLM.from_pretrained(
         directory,
-        generation_config=_generation_config(directory),
+        generation_config=read_generation_config(directory / GENERATION_CONFIG_NAME),
         trust_remote_code=False,
         use_safetensors=True,
         output_loading_info=True,
@@ -168,19 +168,20 @@ def _is_bug(error: BaseException) -> bool:
 
 def _of_the_disk(error: BaseException) -> str:
     """What the disk said of which file, where transformers raised `error` because of that but kept it."""
-    cause = error.__cause__ or error.__context__
+    cause, seen = error.__cause__ or error.__context__, {error}
     while cause is not None and not (isinstance(cause, OSError) and cause.errno is not None):
+        # Whoever raises an old exception again can make a circle of them.
+        seen.add(cause)
         cause = cause.__cause__ or cause.__context__
+        cause = None if cause in seen else cause
     return "" if cause is None else f" ({cause})"
 
 
-def _generation_config(directory: Path) -> Any:
+def read_generation_config(path: Path) -> Any:
     """What generation_config.json says, None without one; transformers takes one it cannot read for none."""
     from transformers import GenerationConfig
 
-    if not (directory / GENERATION_CONFIG_NAME).is_file():
-        return None
-    return GenerationConfig.from_dict(read_json(directory / GENERATION_CONFIG_NAME))
+    return GenerationConfig.from_dict(read_json(path)) if path.is_file() else None
 
 
 def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:

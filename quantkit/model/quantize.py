@@ -19,7 +19,7 @@ import torch
 
 from quantkit.calibrate.recipe import Choice, Recipe, parse_rule, read_recipe
 from quantkit.calibrate.samples import Samples
-from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.hub import locate, resolve
 from quantkit.checkpoint.journal import read_journal
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
@@ -38,6 +38,7 @@ from quantkit.model.record import Measured, ModelRecord
 from quantkit.model.renamed import read_names
 from quantkit.model.rotated import rotated
 from quantkit.model.run_record import model_record, run_record
+from quantkit.model.side_files import check_side_files
 from quantkit.model.stream import write_shards
 from quantkit.model.structure import Structure, read_structure
 from quantkit.packing.packings import PackingName
@@ -144,6 +145,7 @@ def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkp
     checkpoint = Checkpoint.open(directory, allow_auto_map=allow_auto_map)
     check_not_quantized(checkpoint)
     checkpoint, structure = read_names(checkpoint)
+    checkpoint = check_side_files(checkpoint)
     if not recipe.rotate:
         return checkpoint, structure
     turned = rotated(checkpoint)
@@ -296,7 +298,8 @@ def quantize(
     with enough_memory(str(source)), ExitStack() as stack:
         ranks = stack.enter_context(joined()) if ranks is None else ranks
         target = ranks.device(pick_device(device))
-        checkpoint, structure = _open(resolve(source), recipe, allow_auto_map)
+        located = locate(source)
+        checkpoint, structure = _open(located.directory, recipe, allow_auto_map)
         options = calibration or CalibrationOptions()
         allocation: dict[str, Any] = {}
         if budget is None:
@@ -333,7 +336,7 @@ def quantize(
             calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
         unchecked = None
         if output is not None:
-            record = partial(model_record, str(source), planned, recipe, calibrated=calibrated)
+            record = partial(model_record, located, planned, recipe, calibrated=calibrated)
             unchecked = _write(checkpoint, planned, output, target, report, calibrated, record, check)
         # Read by the first rank while it has the lock: another writer's manifest is not this run's.
         manifest = ranks.from_first(lambda: read_manifest(Path(out) if output is None else output.path))

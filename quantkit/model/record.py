@@ -1,11 +1,14 @@
 """What a manifest says about the model: every linear's fate, sizes, versions. Written and read back here."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from quantkit.checkpoint.hub import is_hub_id
 from quantkit.errors import CheckpointError
+from quantkit.files import shown
 
 VERSION = 1
 
@@ -75,7 +78,9 @@ class LayerRecord:
 class ModelRecord:
     """The model part of a manifest. `needs_quantkit` says why other tools cannot read it, if so.
 
-    `source` and `source_bytes` are None where there is no manifest that says them.
+    `source` and `source_bytes` are None where there is no manifest that says them. `source_kind` says whether
+    `source` was a "directory" or an id of the "hub", and None that nobody knows, as in manifests of earlier
+    versions; `source_commit` is the commit of the repository.
     """
 
     source: str | None
@@ -89,6 +94,13 @@ class ModelRecord:
     dense: Mapping[str, str]
     seed: int | None = None
     calibration: str | None = None
+    source_kind: str | None = None
+    source_commit: str | None = None
+
+    @property
+    def hub_source(self) -> str | None:
+        """The source, if it was a hub id."""
+        return self.source if self.source_kind == "hub" else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form, the manifest without its files."""
@@ -122,7 +134,8 @@ class ModelRecord:
             json.dumps(manifest, allow_nan=False)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"quantkit_manifest.json is not JSON: {error}. {_AGAIN}") from error
-        values = {field.name: _get(manifest, field.name, _TYPES[field.name]) for field in fields(cls)}
+        names = [field.name for field in fields(cls) if field.name in manifest or field.name not in _LATER]
+        values = {name: _get(manifest, name, _TYPES[name]) for name in names}
         values["layers"] = {name: _layer(name, data) for name, data in values["layers"].items()}
         values["needs_quantkit"] = tuple(map(str, values["needs_quantkit"]))
         _get(values["bits_per_weight"], "linears", (int, float, type(None)))
@@ -130,7 +143,29 @@ class ModelRecord:
         for key in ("dense", "versions"):
             for name in values[key]:
                 _get(values[key], name, (str,))
+        _check_source(values["source"], values.get("source_kind"), values.get("source_commit"))
         return cls(**values)
+
+
+def _check_source(source: str, kind: str | None, commit: str | None) -> None:
+    if kind not in (None, "directory", "hub"):
+        raise CheckpointError(
+            f"quantkit_manifest.json: 'source_kind' is {shown(kind)}; expected 'directory' or 'hub'. {_AGAIN}"
+        )
+    if kind == "hub" and not is_hub_id(source):
+        raise CheckpointError(
+            f"quantkit_manifest.json: 'source' is {shown(source)} and 'source_kind' 'hub'; expected a hub id "
+            f"such as org/name. {_AGAIN}"
+        )
+    if commit is not None and not _COMMIT.fullmatch(commit):
+        raise CheckpointError(
+            f"quantkit_manifest.json: 'source_commit' is {shown(commit)}; expected 40 hex digits. {_AGAIN}"
+        )
+
+
+#: Keys that manifests of earlier versions lack.
+_LATER = frozenset({"source_kind", "source_commit"})
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -145,6 +180,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "dense": (dict,),
     "seed": (int, type(None)),
     "calibration": (str, type(None)),
+    "source_kind": (str, type(None)),
+    "source_commit": (str, type(None)),
 }
 
 _LAYER_TYPES: dict[str, tuple[type, ...]] = {

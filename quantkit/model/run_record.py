@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.hub import Located
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.model.calibration import Calibration
 from quantkit.model.plan import Plan
@@ -45,7 +46,7 @@ def _versions() -> dict[str, str]:
 
 
 def model_record(
-    source: str,
+    source: Located,
     planned: Plan,
     recipe: Recipe,
     measured: Mapping[str, Measured],
@@ -53,7 +54,9 @@ def model_record(
 ) -> ModelRecord:
     """The model part of the manifest of a run on `source`."""
     return ModelRecord(
-        source=source,
+        source=source.name,
+        source_kind=source.kind,
+        source_commit=source.commit,
         source_bytes=planned.source_bytes,
         container=planned.config.container,
         needs_quantkit=planned.not_portable,

@@ -34,22 +34,30 @@ def tokenizer(path: str | Path) -> Any:
     reads them is missing.
     """
     require_transformers()
+    return read_tokenizer(whole_directory(path), path)
+
+
+def read_tokenizer(directory: Path, source: str | Path) -> Any:
+    """The tokenizer in `directory`, which errors of transformers call `source`; errors as of `tokenizer`."""
     from transformers import AutoTokenizer
 
-    directory = whole_directory(path)
-    found = _vocabularies(directory)
+    found = vocabularies(directory)
     try:
-        with explained(path):
+        with explained(source):
             words = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except CheckpointError as error:
-        raise _unusable(directory, found, error) from error
+        plainer = _unusable(directory, found, error)
+        if plainer is error:
+            raise
+        raise plainer from error
     # Some classes of transformers build an empty one where there is no file, others need none.
     if not found and _tokens(words, "a") == _tokens(words, "b"):
         raise _missing(directory)
     return words
 
 
-def _vocabularies(directory: Path) -> list[Path]:
+def vocabularies(directory: Path) -> list[Path]:
+    """The files in `directory` that have a vocabulary, sorted."""
     # Opening a FIFO would wait for who writes to it.
     return [path for path in sorted(directory.iterdir()) if path.is_file() and _packages(path) is not None]
 

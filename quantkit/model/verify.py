@@ -104,7 +104,7 @@ def _check_layers(checkpoint: Checkpoint, record: ModelRecord) -> Check:
     for module, layer in record.layers.items():
         scheme = config.scheme_of(module)
         # Rows of one group are stored per channel whatever the group size: compare the format only.
-        expected = None if layer.scheme is None else layer.scheme.split()[0]
+        expected = None if layer.scheme is None else layer.scheme.partition(" ")[0]
         found = None if scheme is None else scheme.format.name
         if expected != found:
             problems.append(

@@ -1,20 +1,19 @@
 """The model card of a packed checkpoint: what it is, how it is stored, what was measured, how to run it.
 
-Figures come from the files that `eval` and `bench` write, and from nowhere else. The front matter is that of
-https://huggingface.co/docs/hub/model-cards: with `base_model` and `base_model_relation` the hub lists the
-model as a quantization of its base.
+Figures come from the files that `eval` and `bench` write (`measurements.py`), and from nowhere else. The
+front matter is that of https://huggingface.co/docs/hub/model-cards: with `base_model` and
+`base_model_relation` the hub lists the model as a quantization of its base.
 """
 
-import json
 import math
-import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from quantkit import escaping
 from quantkit.about import DISTRIBUTION, requirement
-from quantkit.bench.figures import Serving, Speed, read_benchmark
 from quantkit.bench.report import (
     SERVING_RULES,
     machine_text,
@@ -23,60 +22,17 @@ from quantkit.bench.report import (
     serving_table,
     speed_table,
 )
+from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.errors import UsageError
+from quantkit.escaping import Code
 from quantkit.eval.document import Block, Bullets, Command, Document, Figure, Section, Table, Text
-from quantkit.eval.report import TASK_EXPLANATION, floor_label, task_table
+from quantkit.eval.report import TASK_EXPLANATION, task_table
 from quantkit.eval.tasks import TaskMetrics
-from quantkit.files import from_json, os_error_text
 from quantkit.model.notes import fused_sets
 from quantkit.model.record import LayerRecord, ModelRecord
 from quantkit.model.saved import NO_MANIFEST, read_record
-
-CARD_NAME = "README.md"
-_HUB_ID = re.compile(r"[\w.\-]+/[\w.\-]+", re.ASCII)
-#: An image of a report: its caption, and its name, which leads nowhere else.
-_IMAGE = re.compile(r"!\[([^\]]*)\]\(([\w\-]+)\.png\)")
-_Measured = TypeVar("_Measured", bound=Speed | Serving)
-#: Of the source's card, what holds for every copy of its weights.
-_CARRIED = ("license", "license_name", "license_link", "language")
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """What `eval` measured on one text; the fields that compare are None without a reference."""
-
-    text: str
-    tokens: int
-    perplexity: float | None
-    reference_perplexity: float | None
-    kl_mean: float | None
-    kl_mean_se: float | None
-    same_top1: float | None
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """What was measured of a model, and how: nothing at all, if so.
-
-    `tasks` are the metrics of the model by its name, and with a noise floor those of the original in another
-    dtype by what tables call that. Of `speed` and `serving` the first is the model, the others the original.
-    """
-
-    accuracy: tuple[Accuracy, ...] = ()
-    tasks: tuple[tuple[str, tuple[TaskMetrics, ...]], ...] = ()
-    accuracy_how: str = ""
-    speed: tuple[Speed, ...] = ()
-    serving: tuple[Serving, ...] = ()
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A plot of what `part`, `eval` or `bench`, measured: its name without ending, caption and PNG."""
-
-    part: str
-    name: str
-    caption: str
-    png: bytes
+from quantkit.publish.carried import carried_metadata
+from quantkit.publish.measurements import Accuracy, Measurements, Plot
 
 
 @dataclass(frozen=True)
@@ -89,60 +45,7 @@ class Card:
 
     def markdown(self) -> str:
         """README.md."""
-        import yaml
-
-        front = yaml.safe_dump(dict(self.front_matter), sort_keys=False, allow_unicode=True)
-        return f"---\n{front}---\n\n{self.document.markdown()}"
-
-
-def read_measurements(
-    directory: Path, evaluation: Path | None, benchmarks: Sequence[Path] = ()
-) -> Measurements:
-    """What a file of `eval` and files of `bench` have of the model in `directory`.
-
-    `UsageError` for other files, for files that are about other models only, and for two files of `bench`
-    with the same kind of figures.
-    """
-    found = Measurements() if evaluation is None else _evaluated(directory, evaluation)
-    files = [(path, read_benchmark(path)) for path in benchmarks]
-    return replace(
-        found,
-        speed=_with_original(directory, [(path, one.speed) for path, one in files]),
-        serving=_with_original(directory, [(path, one.serving) for path, one in files]),
-    )
-
-
-def _with_original(
-    directory: Path, files: Sequence[tuple[Path, tuple[_Measured, ...] | None]]
-) -> tuple[_Measured, ...]:
-    """The model in `directory` and the original, of the one file that has figures of a kind, if one has."""
-    having = [(path, figures) for path, figures in files if figures is not None]
-    if not having:
-        return ()
-    path, figures = having[0]
-    if len(having) > 1:
-        raise UsageError(f"{path} and {having[1][0]} have figures of the same kind. Give one of the two.")
-    own = next((one for one in figures if _is_model(directory, one.model)), None)
-    if own is None:
-        raise _other_model(directory, path, [one.model for one in figures])
-    # The original has no packed format.
-    return (own, *(one for one in figures if one.format == "dense" and one is not own))
-
-
-def plots_beside(evaluation: Path | None, benchmarks: Sequence[Path] = ()) -> tuple[Plot, ...]:
-    """The plots of the reports that `eval` and `bench` wrote beside their figures, as they show them."""
-    found = []
-    parts = [("bench", path) for path in benchmarks]
-    for part, path in parts if evaluation is None else [("eval", evaluation), *parts]:
-        text = path.with_suffix(".md")
-        if not text.is_file():
-            continue
-        for caption, name in _IMAGE.findall(text.read_text(encoding="utf-8")):
-            if (text.parent / f"{name}.png").is_file():
-                found.append(
-                    Plot(part, f"{part}-{name}", caption, (text.parent / f"{name}.png").read_bytes())
-                )
-    return tuple(found)
+        return f"---\n{escaping.yaml(self.front_matter)}---\n\n{self.document.markdown()}"
 
 
 def make_card(
@@ -156,22 +59,23 @@ def make_card(
 ) -> Card:
     """The card of the packed checkpoint in `directory`, which will be `repo` on the hub.
 
-    `base_model` (a hub id) is by default the source, if that was a hub id; `license` what the card of the
-    source says.
+    `base_model` (a hub id) is by default the source, if the manifest says that it was a hub id; `license` is
+    what the README.md in `directory`, a copy of the source's, says. Nothing is asked of the hub, and no file
+    outside of `directory` is read.
     """
     for name in (repo, base_model):
         if name is not None:
             check_repo_id(name)
     record = read_record(directory)
-    base = base_model or (record.source if record.source and _came_from_hub(record.source) else None)
-    original = base or record.source
-    source = {} if original is None else source_metadata(original)
-    carried = {key: source[key] for key in _CARRIED if source.get(key)}
+    base = base_model or record.hub_source
+    if base is not None:
+        check_repo_id(base)
+    carried = carried_metadata(directory)
     if license is not None:
         carried = {"license": license, **{k: v for k, v in carried.items() if not k.startswith("license")}}
     notes = [NO_MANIFEST] if record.source is None else []
     if base is None:
-        why = "there is no manifest" if record.source is None else f"{record.source} is no hub id"
+        why = "there is no manifest" if record.source is None else f"{record.source} was no hub id"
         notes.append(
             f"the card names no base model: {why}. With --base-model ORG/NAME the hub lists the model as a "
             "quantization of it."
@@ -214,87 +118,20 @@ def check_repo_id(name: str) -> None:
         raise UsageError(f"{name!r} is no repository id: {error} Give one such as org/name.") from error
 
 
-def source_metadata(source: str) -> dict[str, Any]:
-    """The front matter of the card of a directory or a hub id; empty where there is none to read."""
-    import yaml
-    from huggingface_hub import hf_hub_download, metadata_load
-
-    try:
-        path = Path(source) / CARD_NAME
-        if not Path(source).is_dir() and _HUB_ID.fullmatch(source):
-            path = Path(hf_hub_download(source, CARD_NAME))
-        return metadata_load(path) or {} if path.is_file() else {}
-    # A card is for people: one that is missing, not reachable or not YAML only leaves fields out.
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-
-
-def _came_from_hub(source: str) -> bool:
-    """Whether the hub's cache has the source: a directory of another place may look like a hub id."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if Path(source).is_dir() or not _HUB_ID.fullmatch(source):
-        return False
-    return isinstance(try_to_load_from_cache(source, "config.json"), str)
-
-
-def _is_model(directory: Path, model: str) -> bool:
-    return Path(model).resolve() == directory.resolve() or Path(model).name == directory.resolve().name
-
-
-def _other_model(directory: Path, path: Path, models: Sequence[str]) -> UsageError:
-    return UsageError(
-        f"{path} is about {', '.join(models) or 'no model'}, not {directory}. Give the file that was "
-        "measured of it."
-    )
-
-
-def _evaluated(directory: Path, path: Path) -> Measurements:
-    """The figures of report.json or of eval.json for the model in `directory`, and how they were taken."""
-    try:
-        data = json.loads(path.read_bytes())
-        reports = data.get("reports", [data])
-        models = [report["model"] for report in reports]
-        own = next((one for one in reports if _is_model(directory, one["model"])), None)
-        if own is None:
-            raise _other_model(directory, path, models)
-        rows = tuple(from_json(Accuracy, {**metrics, "text": text}) for text, metrics in own["texts"].items())
-        tasks = [(Path(own["model"]).name, own["tasks"])]
-        floor = own.get("noise_floor")
-        if floor is not None:
-            # Of older files it is on texts alone.
-            tasks.append((floor_label(own["against"], floor["dtype"]), floor.get("tasks", ())))
-        answers = tuple(
-            (label, tuple(from_json(TaskMetrics, one) for one in metrics))
-            for label, metrics in tasks
-            if metrics
-        )
-        how = (
-            f"Windows of {own['window']} tokens, activations in {own['dtype']} on {own['device']}; quantkit "
-            f"{own['quantkit_version']}, torch {own['torch']}, transformers {own['transformers']}."
-        )
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {os_error_text(error)}. Check the path.") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UsageError(
-            f"{path} is not what `quantkit eval` writes ({type(error).__name__}: {error}). Give its "
-            "report.json or the file of --json."
-        ) from error
-    return Measurements(rows, answers, how)
-
-
 def _formats(record: ModelRecord) -> list[str]:
-    return list(dict.fromkeys(layer.scheme.split()[0] for layer in record.layers.values() if layer.scheme))
+    return list(
+        dict.fromkeys(layer.scheme.partition(" ")[0] for layer in record.layers.values() if layer.scheme)
+    )
 
 
 def _introduction(record: ModelRecord, base: str | None) -> Iterator[Block]:
     packed = [layer for layer in record.layers.values() if layer.scheme is not None]
-    of = f"`{base}`" if base is not None else "A language model"
-    yield Text(
-        f"{of}, quantized with {' '.join(filter(None, ('quantkit', record.versions.get('quantkit'))))} to "
-        f"{', '.join(_formats(record))}: {sum(layer.matrices for layer in packed)} matrices in "
-        f"{len(packed)} linears."
+    quantkit = " ".join(filter(None, ("quantkit", record.versions.get("quantkit"))))
+    how = (
+        f", quantized with {quantkit} to {', '.join(_formats(record))}: "
+        f"{sum(layer.matrices for layer in packed)} matrices in {len(packed)} linears."
     )
+    yield Text((Code(base) if base is not None else "A language model", how))
     if record.calibration is not None:
         yield Text(f"Calibrated on {record.calibration}.")
 
@@ -310,11 +147,12 @@ def _storage(record: ModelRecord) -> Iterator[Block]:
     yield Table(("format", "method", "linears", "bits per weight"), rows, frozenset({"format", "method"}))
     linears, model = record.bits_per_weight["linears"], record.bits_per_weight["model"]
     packed = "" if linears is None else f"{linears:.3f} bits per weight in packed linears, "
-    more = " `quantkit_manifest.json` has the recipe, the error of each layer and the hash of each file."
-    yield Text(
+    bits = (
         f"{packed}{model:.3f} in the whole model. Every stored bit counts: words, padding, scales and "
-        f"zero-points.{'' if record.source is None else more}"
+        "zero-points."
     )
+    more = " has the recipe, the error of each layer and the hash of each file."
+    yield Text(bits if record.source is None else (bits, " ", Code(MANIFEST_NAME), more))
 
 
 def _mean_bits(layers: Sequence[LayerRecord]) -> float | None:
@@ -400,16 +238,18 @@ def _speed_blocks(measurements: Measurements) -> Iterator[Block]:
 
 def _running(record: ModelRecord, name: str) -> Iterator[Block]:
     source = requirement()
-    how = f"`pip install '{source}'`" if source else "`pip install .` at the root of its repository"
-    yield Text(
-        f"Install quantkit first: {how}. Its distribution is called `{DISTRIBUTION}`; the package index has "
-        "a `quantkit` that is not it."
+    how = (
+        (Code(f"pip install '{source}'"),)
+        if source
+        else (Code("pip install ."), " at the root of its repository")
     )
+    called = (". Its distribution is called ", Code(DISTRIBUTION), "; the package index has a ")
+    yield Text(("Install quantkit first: ", *how, *called, Code("quantkit"), " that is not it."))
     yield Command(
         "import quantkit\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
+        f"model = AutoModelForCausalLM.from_pretrained({escaping.python(name)})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({escaping.python(name)})\n"
         'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"
     )
@@ -427,10 +267,11 @@ def _running(record: ModelRecord, name: str) -> Iterator[Block]:
             f"that differ here, such as {' and '.join(split[0])}."
         )
         return
+    vllm = Code(f"vllm serve {shlex.quote(name)}")
     yield Bullets(
         [
             "With quantkit the weights stay packed. Without it transformers loads the checkpoint too, and "
             "makes the weights dense when it runs.",
-            f"It is a compressed-tensors checkpoint: `vllm serve {name}`, as far as vLLM has its formats.",
+            ("It is a compressed-tensors checkpoint: ", vllm, ", as far as vLLM has its formats."),
         ]
     )

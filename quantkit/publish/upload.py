@@ -1,18 +1,20 @@
 """Upload a verified checkpoint with its card to the hub, in one commit."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.hub_answers import Deadline, within
+from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
-from quantkit.files import os_error_text
+from quantkit.files import os_error_text, shown
 from quantkit.model.saved import file_names, is_saved
 from quantkit.model.verify import verify
 from quantkit.progress import Progress
-from quantkit.publish.card import CARD_NAME
+from quantkit.publish.carried import CARD_NAME
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class Upload:
 def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | None = None) -> Upload:
     """What to upload: the files of the checkpoint, its manifest, and the `card` with its plots by name.
 
-    Every file is compared with its hash first, if there is a manifest. `CheckpointError` if a check of
-    `verify` fails.
+    A README.md of the checkpoint, a copy of the source's, gives way to that of the card; the manifest that is
+    uploaded does not list it, so that `verify` passes for who downloads the repository. Every file is
+    compared with its hash first, if there is a manifest. `CheckpointError` if a check of `verify` fails.
     """
     checks = verify(directory, reload=False, progress=progress)
     problems = [problem for check in checks for problem in check.problems]
@@ -57,6 +60,10 @@ def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | Non
         raise UsageError(
             f"{sorted(taken)[0]} is a file of the card and of the checkpoint. Rename it in the card."
         )
+    if CARD_NAME in card and MANIFEST_NAME in files and CARD_NAME in files:
+        manifest = read_manifest(directory)
+        kept = {name: entry for name, entry in manifest["files"].items() if name != CARD_NAME}
+        files[MANIFEST_NAME] = manifest_bytes({**manifest, "files": kept})
     return Upload({**files, **card}, _hashes(directory))
 
 
@@ -86,17 +93,24 @@ def push(
         _operation(name, content, upload.verified.get(name)) for name, content in upload.files.items()
     ]
     api = HfApi()
-    with _explained(repo):
-        created = api.create_repo(repo, private=private or None, exist_ok=True)
+    with _explained(repo, _NOTHING):
+        created = str(_soon(lambda: api.create_repo(repo, private=private or None, exist_ok=True).repo_id))
+        if created != repo and created.partition("/")[2] != repo:
+            raise EnvironmentProblem(
+                f"{repo}: the hub answered that {shown(created)} was created; expected {repo}. {_NOTHING} "
+                f"{_CHECK}"
+            )
         if revision is not None:
-            api.create_branch(created.repo_id, branch=revision, exist_ok=True)
+            _soon(lambda: api.create_branch(created, branch=revision, exist_ok=True))
+    with _explained(repo, f"The commit may have been made: look at {api.endpoint}/{created}/commits."):
         done = api.create_commit(
-            created.repo_id,
+            created,
             operations,
             commit_message=message or "Upload a model quantized with quantkit",
             revision=revision,
         )
-    return str(done.commit_url)
+    address = str(done.commit_url)
+    return address if _ADDRESS.fullmatch(address) else f"{api.endpoint}/{created}/commits"
 
 
 def _operation(name: str, content: Path | bytes, verified: str | None) -> Any:
@@ -115,18 +129,34 @@ def _operation(name: str, content: Path | bytes, verified: str | None) -> Any:
 
 
 _LEAVE_ALONE = "Leave the checkpoint alone while it is uploaded, and start again."
+#: For an answer that says little.
+_SECONDS = 60.0
+_ADDRESS = re.compile(r"https?://[!-~]{1,500}")
+_NOTHING = "Nothing was committed."
+_CHECK = "Check HF_ENDPOINT and the proxy settings; the same command starts again."
+_T = TypeVar("_T")
+
+
+def _soon(call: Callable[[], _T]) -> _T:
+    return within(Deadline(_SECONDS), call)
+
+
+_UNREACHABLE = (
+    EnvironmentProblem,
+    "the hub cannot be reached",
+    "Check the network, HF_ENDPOINT and the proxy settings; the same command starts again.",
+)
 #: By the name of the exception class or of one of its bases: the error to raise, what happened, the remedy.
 _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
     "HFValidationError": (UsageError, "this is no repository id", "Give one such as org/name."),
     "OfflineModeIsEnabled": (EnvironmentProblem, "HF_HUB_OFFLINE is set", "Unset it."),
     "LocalTokenNotFoundError": (EnvironmentProblem, "there is no token", "Log in with `hf auth login`."),
-    "HTTPError": (
-        EnvironmentProblem,
-        "the hub cannot be reached",
-        "Check the network, HF_ENDPOINT and the proxy settings; the same command starts again.",
-    ),
+    "HTTPError": _UNREACHABLE,
+    "TimeoutError": _UNREACHABLE,
     "OSError": (CheckpointError, "a file cannot be read", "Check the disk; the same command starts again."),
 }
+#: For everything else, after which a commit may have been made.
+_UNUSABLE = (EnvironmentProblem, "the hub's answer cannot be used", _CHECK, False)
 #: By the status of an answer.
 _STATUS: dict[int, tuple[type[QuantkitError], str, str]] = {
     401: (EnvironmentProblem, "the hub does not know the token", "Log in with `hf auth login`."),
@@ -136,26 +166,36 @@ _STATUS: dict[int, tuple[type[QuantkitError], str, str]] = {
 
 
 @contextmanager
-def _explained(repo: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a `QuantkitError` about `repo`; bugs pass."""
+def _explained(repo: str, state: str) -> Iterator[None]:
+    """What huggingface_hub raises, also for answers that it cannot use, as a `QuantkitError` about `repo`.
+
+    `state` is what is then known of the commit, unless the error says that there is none.
+    """
     try:
         yield
+    except (QuantkitError, MemoryError):
+        raise
     except Exception as error:
         # What fails while a file is sent is the cause of a plain RuntimeError, which names the file.
-        cause = error if error.__cause__ is None else error.__cause__
-        explanation = _explanation(error) or _explanation(cause)
-        if explanation is None:
-            raise
-        kind, problem, remedy = explanation
-        lines = [str(one).strip().partition("\n")[0] for one in dict.fromkeys((error, cause))]
-        raise kind(f"{repo}: {problem} ({'; '.join(lines)}). Nothing was committed. {remedy}") from error
+        chain = [error] if error.__cause__ is None or _explanation(error) else [error, error.__cause__]
+        kind, problem, remedy, refused = _explanation(chain[-1]) or _UNUSABLE
+        detail = "; ".join(f"{type(one).__name__}: {' '.join(str(one).split())[:300]}" for one in chain)
+        raise kind(f"{repo}: {problem} ({detail}). {_NOTHING if refused else state} {remedy}") from error
 
 
-def _explanation(error: BaseException) -> tuple[type[QuantkitError], str, str] | None:
+def _explanation(error: BaseException) -> tuple[type[QuantkitError], str, str, bool] | None:
+    """The error to raise, what happened, the remedy, and whether nothing can have been committed."""
     response: Any = getattr(error, "response", None)
-    if response is not None and response.status_code in _STATUS:
-        return _STATUS[response.status_code]
-    if response is not None:
-        return EnvironmentProblem, "the hub answered with an error", "Try again later."
+    status = getattr(response, "status_code", None)
+    if status in _STATUS:
+        return *_STATUS[status], True
+    if status is not None and status >= 400:
+        return EnvironmentProblem, "the hub answered with an error", "Try again later.", status < 500
     names = [base.__name__ for base in type(error).__mro__]
-    return next((_EXPLANATIONS[name] for name in names if name in _EXPLANATIONS), None)
+    for name in names:
+        if name in _EXPLANATIONS:
+            connected = name in ("HTTPError", "TimeoutError") and not {"ConnectError", "ConnectTimeout"} & {
+                *names
+            }
+            return *_EXPLANATIONS[name], not connected
+    return None

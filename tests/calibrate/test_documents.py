@@ -3,13 +3,17 @@
 import builtins
 import gzip
 import json
+import tempfile
 import tracemalloc
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quantkit.calibrate import documents
-from quantkit.calibrate.documents import kind_of, read_documents, read_text
+from quantkit.calibrate.documents import first_documents, kind_of, read_documents, read_text
+from quantkit.calibrate.sources import Source, read_source
 from quantkit.errors import EnvironmentProblem, UsageError
 
 
@@ -218,3 +222,109 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").mkdir()
     with pytest.raises(UsageError, match="cannot be read"):
         read_documents(tmp_path / "a.txt")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([b"a", b"\n", b"\n\n", "é".encode(), b"\r\n", b"long line"])), st.integers(1, 9)
+)
+def test_lines_are_the_same_however_they_are_read(parts: list[bytes], block: int) -> None:
+    data = b"".join(parts)
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_BLOCK_BYTES", block)
+        for path, written in (
+            (Path(directory, "a.txt"), data),
+            (Path(directory, "a.txt.gz"), gzip.compress(data)),
+        ):
+            path.write_bytes(written)
+            blocks = list(documents._blocks(path))
+            assert "".join(text for _, text in blocks).encode() == data
+            assert [first for first, _ in blocks] == [
+                1 + sum(text.count("\n") for _, text in blocks[:i]) for i in range(len(blocks))
+            ]
+            lines = data.decode().removesuffix("\n").split("\n") if data else []
+            assert list(documents._lines(path)) == list(enumerate(lines, 1))
+
+
+@pytest.mark.fault(51)
+def test_a_file_takes_no_longer_than_what_is_used_of_it(tmp_path: Path) -> None:
+    """Small files of endless rows, documents and lines: the first are read, and that is said."""
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n" * 10_000_000))
+    with pytest.raises(UsageError, match=r"a\.jsonl\.gz: the first 1000 rows have no text\. Give"):
+        first_documents(path, 128 * 1000)
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1_000_000))
+    assert first_documents(path, 128 * 1000) == (["a"] * 1000, True)
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 9))
+    assert first_documents(path, 128 * 1000) == (["a"] * 9, False)
+    path.write_bytes(gzip.compress(b'{"text": "' + b"ab " * 1_000_000 + b'"}\n'))
+    assert first_documents(path, 900) == (["ab " * 300], True)
+    chat = {"messages": [{"role": "user", "content": "a"}] * 100}
+    path.write_bytes(gzip.compress(json.dumps(chat).encode()))
+    assert first_documents(path, 12800) == ([chat["messages"]], True)
+    with pytest.raises(
+        UsageError, match=r"document 0 has a chat of 100 messages and 100 characters; expected"
+    ):
+        first_documents(path, 12799)
+    text = tmp_path / "a.txt.gz"
+    text.write_bytes(gzip.compress(b"some words\n" * 5_000_000))
+    (found,), is_part = first_documents(text, 5000)
+    assert is_part and found == ("some words\n" * 500)[:5000]
+
+
+@pytest.mark.fault(51)
+def test_a_part_that_is_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "abc"}\n' * 5000)
+    assert read_source(Source(path), 1).notes == ()
+    monkeypatch.setattr("quantkit.calibrate.sources.MAX_WORK", 12800)
+    texts = read_source(Source(path), 1)
+    assert texts.documents == ["abc"] * 100
+    assert texts.notes == (
+        f"{path}: only its first 300 characters were read; mix its rows if later ones are of another kind",
+    )
+    # Who asks for more samples gets what they are drawn from.
+    assert len(read_source(Source(path), 1000).documents) == 375
+
+
+@pytest.mark.fault(51)
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.json.gz"])
+def test_how_much_a_compressed_file_may_grow_depends_on_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1000)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 100_000))
+    limit = 1000 if name == "a.json.gz" else 100 * path.stat().st_size
+    with pytest.raises(UsageError, match=f"has more than {limit} bytes when decompressed"):
+        read_documents(path)
+
+
+@pytest.mark.fault(51)
+def test_rows_of_endless_objects_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "more": [' + "{}," * 200_000 + "0]}")
+    with pytest.raises(UsageError, match=r"line 1 has more than 200000 objects and lists\. Give a part"):
+        read_documents(path)
+
+
+@pytest.mark.fault(51)
+def test_parquet_of_endless_rows_pages_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": pyarrow.nulls(1_000_000, pyarrow.string())}), path)
+    with pytest.raises(UsageError, match="the first 100 rows have no text"):
+        first_documents(path, 12800)
+    message = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
+    rows = pyarrow.array([[None] * 300_000], pyarrow.list_(message))
+    parquet.write_table(pyarrow.table({"messages": rows}), path)
+    with pytest.raises(UsageError, match="row 0 has more than 200000 objects"):
+        read_documents(path)
+    parquet.write_table(
+        pyarrow.table({"text": ["a" * 10_000] * 500}), path, compression="zstd", use_dictionary=False
+    )
+    assert len(read_documents(path)) == 500
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1000)
+    with pytest.raises(UsageError, match=r"a\.parquet: has more than \d+ bytes when decompressed"):
+        read_documents(path)

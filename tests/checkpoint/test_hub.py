@@ -1,63 +1,46 @@
 """Resolving directories and hub ids, with a replaced hub, a fake hub, and no hub at all."""
 
-import importlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
-    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 from safetensors.torch import save
 
-from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint import hub_answers
+from quantkit.checkpoint.hub import locate, resolve
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 
-# httpx or httpx2, whichever this huggingface_hub is built on.
-_HTTP_ERROR = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
-httpx = importlib.import_module(_HTTP_ERROR.__module__.partition(".")[0])
+from ..hub_answers import COMMIT, LISTING, Answer, answering, answers_of, file_path, httpx
+
+CONFIG = json.dumps({"model_type": "llama"}).encode()
+WEIGHTS = save({"a": torch.arange(300_000.0), "b": torch.ones(2)})
+FILES = {"config.json": CONFIG, "model.safetensors": WEIGHTS, "evil.py": b"raise SystemExit"}
 
 
-class Hub:
-    """Stands for huggingface_hub: has the given files, or raises the given error."""
-
-    def __init__(self, files: list[str], error: Exception | None = None) -> None:
-        self.files = files
-        self.error = error
-        self.cached: Path | None = None
-        self.downloads: list[dict[str, Any]] = []
-
-    def model_info(self, repo: str, **options: Any) -> Any:
-        if self.error:
-            raise self.error
-        siblings = [SimpleNamespace(rfilename=name) for name in self.files]
-        return SimpleNamespace(sha="0" * 40, siblings=siblings)
-
-    def snapshot_download(self, repo: str, **options: Any) -> str:
-        self.downloads.append({"repo": repo, **options})
-        if options["local_files_only"] and self.cached is None:
-            raise LocalEntryNotFoundError("not in the cache")
-        return str(self.cached or "/downloaded")
-
-
-def install(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> Hub:
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
-    return hub
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    return tmp_path / "hub"
 
 
 def test_local_directory_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,29 +67,34 @@ def test_missing_path_is_a_usage_error(source: str | Path) -> None:
     )
 
 
-def test_downloads_only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = install(monkeypatch, Hub(["model.safetensors", "config.json", "modeling.py"]))
-    assert resolve("org/name", revision="v1") == Path("/downloaded")
-    (download,) = hub.downloads
-    assert download["repo"] == "org/name"
-    assert download["revision"] == "v1"
-    assert download["allow_patterns"] == ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-    assert download["ignore_patterns"] == ["*/*", "consolidated*"]
+def test_downloads_only_what_is_needed(cache: Path) -> None:
+    more = {"LICENSE": b"free", "README.md": b"---\nlicense: mit\n---\n", "consolidated.json": b"{}"}
+    answers = answers_of({**FILES, **more, "onnx/config.json": b"{}", "consolidated.safetensors": WEIGHTS})
+    with answering(answers) as asked:
+        found = locate("org/name")
+        names = {request.url.path.rpartition("/")[2] for request in asked if "resolve" in request.url.path}
+        assert names == {"config.json", "model.safetensors", "LICENSE", "README.md"}
+        assert (found.kind, found.commit, found.name) == ("hub", COMMIT, "org/name")
+        assert Checkpoint.open(found.directory).read("a", 7, 9).tolist() == [7, 8]
+        asked.clear()
+        # The second time the cache has all but the news.
+        assert locate("org/name", headers_only=True).commit == COMMIT
+        assert [request.url.path for request in asked] == [LISTING, file_path("model.safetensors")]
+    assert (cache / "models--org--name" / "refs" / "main").read_text() == COMMIT
 
 
 @pytest.mark.parametrize(
     "files", [[], ["pytorch_model.bin"], ["consolidated.safetensors"], ["unet/model.safetensors"]]
 )
-def test_refuses_repository_without_safetensors(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> None:
-    hub = install(monkeypatch, Hub(files))
-    with pytest.raises(CheckpointError) as caught:
-        resolve("gpt2")
+def test_refuses_repository_without_safetensors(cache: Path, files: list[str]) -> None:
+    with answering(answers_of(dict.fromkeys(files, b""))) as asked, pytest.raises(CheckpointError) as caught:
+        resolve("org/name")
     assert str(caught.value) == (
-        f"gpt2: the repository has no safetensors among its {len(files)} files; expected "
+        f"org/name: the repository has no safetensors among its {len(files)} files; expected "
         "model.safetensors or shards. Convert it at "
         "https://huggingface.co/spaces/safetensors/convert or choose another repository."
     )
-    assert hub.downloads == []
+    assert len(asked) == 1
 
 
 def http_error(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
@@ -156,36 +144,221 @@ ERRORS: list[tuple[Exception, type[QuantkitError], str, str]] = [
 
 @pytest.mark.parametrize(("error", "kind", "problem", "remedy"), ERRORS)
 def test_explains_hub_errors(
+    cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
     kind: type[QuantkitError],
     problem: str,
     remedy: str,
 ) -> None:
-    install(monkeypatch, Hub([], error))
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(hub_answers, "_ask", fail)
     with pytest.raises(kind) as caught:
         resolve("org/name", revision="v1")
+    url = f" for https://huggingface.co{LISTING}" if hasattr(error, "response") else ""
     assert str(caught.value) == (
-        f"org/name at revision 'v1': {problem} (first line); expected a downloadable checkpoint. {remedy}"
+        f"org/name at revision 'v1': {problem} (first line{url}); expected a downloadable checkpoint. "
+        f"{remedy}"
     )
 
 
-def test_uses_the_cache_without_a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hub = install(monkeypatch, Hub([], OfflineModeIsEnabled("offline")))
-    hub.cached = tmp_path
-    assert resolve("org/name") == tmp_path
-    assert [download["local_files_only"] for download in hub.downloads] == [True]
+@pytest.mark.parametrize("broken", [Answer(error=OfflineModeIsEnabled("offline")), Answer(b"<html>Log in")])
+def test_uses_the_cache_without_a_hub(cache: Path, broken: Answer) -> None:
+    answers = answers_of(FILES)
+    with answering(answers):
+        first = locate("org/name")
+        answers[LISTING] = broken
+        assert locate("org/name") == first
 
 
-def test_a_bug_is_not_disguised(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, Hub([], ZeroDivisionError("bug")))
-    with pytest.raises(ZeroDivisionError):
+def test_a_bug_is_not_disguised(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("quantkit.checkpoint.hub_answers.parse_json", bug)
+    with answering(answers_of(FILES)), pytest.raises(ZeroDivisionError):
         resolve("org/name")
 
 
-CONFIG = json.dumps({"model_type": "llama"}).encode()
-WEIGHTS = save({"a": torch.arange(300_000.0), "b": torch.ones(2)})
-FILES = {"config.json": CONFIG, "model.safetensors": WEIGHTS, "evil.py": b"raise SystemExit"}
+def listing(**changes: Any) -> Answer:
+    """A listing with other values."""
+    whole = {"sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
+    return Answer(json.dumps({**whole, **changes}).encode())
+
+
+def named(name: object) -> Answer:
+    return listing(siblings=[{"rfilename": "model.safetensors"}, {"rfilename": name}])
+
+
+#: What a server says in place of a listing, and what the error has of it.
+LISTINGS = [
+    (Answer(b"<!DOCTYPE html><html>Log in to the WLAN"), "'<!DOCTYPE html><html>Log in to the WLAN'"),
+    (Answer(b""), "the server answered nothing"),
+    (Answer(listing().body[:-3]), "invalid"),
+    (Answer(b"[]"), "the answer is []; expected the files"),
+    (Answer(b"\xff\xfe"), "invalid"),
+    (Answer(b"[" * 100_000), "nested too deeply"),
+    (listing(sha=None), "the commit None; expected 40 hex digits as sha"),
+    (listing(sha=["x"]), "the commit ['x']"),
+    (listing(sha="../../x"), "the commit '../../x'"),
+    (listing(siblings=None), "the files None; expected a list"),
+    (listing(siblings={"a": 1}), "the files {'a': 1}; expected a list"),
+    (listing(siblings=["config.json"]), "the file 'config.json'; expected a name as rfilename"),
+    *((named(name), f"the file name {name!r}") for name in ("C:x.json", "..", "a\\b.json", "/etc/x.json")),
+    *(
+        (named(name), f"the file name {name!r}")
+        for name in ("a\0.json", "../x.json", "a//b", "", "\x1b[3m.json")
+    ),
+    *((named(name), f"the file name {name!r}") for name in ("con.json", "NUL.txt", "aux.x.json")),
+    (named(5), "the file {'rfilename': 5}"),
+    (listing(siblings=[{"rfilename": "a", "size": -1}]), "the size -1 of 'a'; expected a number of bytes"),
+    (listing(siblings=[{"rfilename": "a", "size": 1 << 63}]), f"the size {1 << 63} of 'a'"),
+    (listing(siblings=[{"rfilename": "a", "size": True}]), "the size True of 'a'"),
+    (Answer(b"x", 204), "status 204"),
+    (Answer(b"", 304), "status 304"),
+    (Answer(listing().body, 206), "status 206; expected status 200 and the whole file"),
+    (Answer(b"no gzip", headers={"Content-Encoding": "gzip"}), "no HTTP (DecodingError"),
+    (Answer(b"x", headers={"Content-Encoding": "br"}), "Content-Encoding 'br'; expected bytes as they are"),
+    (Answer(b"", 302, {"Location": LISTING}), "no HTTP (TooManyRedirects"),
+    (Answer(b"", 302, {"Location": "http://[::1"}), "no HTTP ("),
+    (Answer(b" " * ((32 << 20) + 1)), f"more than {32 << 20} bytes"),
+    (Answer(error=httpx.RemoteProtocolError("cut")), "no HTTP (RemoteProtocolError: cut)"),
+    (Answer(error=httpx.ReadTimeout("slow")), "nothing for 10 s"),
+]
+
+
+@pytest.mark.parametrize(("answer", "found"), LISTINGS)
+@pytest.mark.parametrize("headers_only", [True, False])
+def test_what_is_no_listing(cache: Path, answer: Answer, found: str, headers_only: bool) -> None:
+    with answering({**answers_of(FILES), LISTING: answer}), pytest.raises(EnvironmentProblem) as caught:
+        resolve("org/name", headers_only=headers_only)
+    text = str(caught.value)
+    assert text.startswith(f"https://huggingface.co{LISTING}: ") or "/resolve/" in text.partition(": ")[0]
+    assert found.replace("\x1b", "\\x1b") in text
+    assert text.endswith("run the command again.")
+    assert not list(cache.rglob("*.json")) or "file name" in found
+
+
+#: What a server says of the weights, and what the error has of it.
+STARTS = [
+    *(
+        (Answer(WEIGHTS[:100], 206, {"Content-Range": text}), f"Content-Range {text!r}")
+        for text in (
+            *("bytes 0-99/*", "bytes 0-99/-1", "bytes 0-99/1e9", f"bytes 0-99/{1 << 63}", "bytes 0-99/", "x"),
+            *("bytes 5-99/1000", f"bytes 0-99/{'9' * 5000}", "bytes 0-99/7", "bytes */100"),
+        )
+    ),
+    (Answer(WEIGHTS[:100], 206), "Content-Range None; expected the size of the file"),
+    (Answer(WEIGHTS[:100], 206, {"Content-Range": "bytes 0-99/50"}), "100 bytes of a file of 50"),
+    (
+        Answer(WEIGHTS, headers={"Content-Range": "-", "Content-Encoding": "gzip"}),
+        "Content-Encoding 'gzip'; expected bytes as they are",
+    ),
+]
+
+
+@pytest.mark.parametrize(("answer", "found"), STARTS)
+def test_what_is_no_start_of_weights(cache: Path, answer: Answer, found: str) -> None:
+    changed = {**answers_of(FILES), file_path("model.safetensors"): answer}
+    with answering(changed), pytest.raises(EnvironmentProblem) as caught:
+        resolve("org/name", headers_only=True)
+    text = str(caught.value)
+    assert text.startswith(f"https://huggingface.co{file_path('model.safetensors')}: the server answered ")
+    assert found[:60] in text
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "found"),
+    [
+        (
+            "config.json",
+            b"<html>Log in",
+            "'<html>Log in', which is an HTML page; expected the file config.json",
+        ),
+        ("config.json", CONFIG[:-2], "which is no JSON"),
+        ("config.json", b"", "nothing, which is no JSON"),
+        ("vocab.txt", b"\n<!DOCTYPE HTML>", "which is an HTML page; expected the file vocab.txt"),
+    ],
+)
+@pytest.mark.parametrize("headers_only", [True, False])
+def test_a_page_in_place_of_a_file_never_gets_into_the_cache(
+    cache: Path, name: str, body: bytes, found: str, headers_only: bool
+) -> None:
+    answers = answers_of({**FILES, name: body})
+    with answering(answers):
+        with pytest.raises(EnvironmentProblem) as caught:
+            resolve("org/name", headers_only=headers_only)
+        assert str(caught.value).startswith(f"https://huggingface.co{file_path(name)}: the server answered ")
+        assert found in str(caught.value)
+        answers[file_path(name)] = Answer(CONFIG)
+        assert (resolve("org/name", headers_only=headers_only) / name).read_bytes() == CONFIG
+
+
+def test_what_an_earlier_version_left_in_the_cache_is_downloaded_again(cache: Path) -> None:
+    with answering(answers_of(FILES)):
+        directory = resolve("org/name")
+        (directory / "config.json").write_bytes(b"<html>Log in")
+        assert (resolve("org/name") / "config.json").read_bytes() == CONFIG
+
+
+class OneByteAtATime(httpx.SyncByteStream):  # type: ignore[misc]
+    """The body of an answer that takes hours."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            time.sleep(0.02)
+            yield b" "
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", None])
+def test_one_byte_at_a_time_is_too_slow(
+    cache: Path, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_answers, "FIRST_SECONDS", 0.3)
+    monkeypatch.setattr(hub_answers, "FILE_SECONDS", 0.3)
+    path = LISTING if name is None else file_path(name)
+    slow = Answer(stream=OneByteAtATime(), headers={"Content-Length": "100000"})
+    with answering({**answers_of(FILES), path: slow}), pytest.raises(EnvironmentProblem) as caught:
+        resolve("org/name", headers_only=True)
+    assert re.fullmatch(
+        rf"https://huggingface\.co{path}: the server answered \d+ bytes in 0 s; expected an answer within "
+        r"0 s, or 16384 bytes a second\. Check the network and the proxy settings, and run the command "
+        r"again\.",
+        str(caught.value),
+    )
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"ETag": '"x"'},
+        {"X-Repo-Commit": COMMIT},
+        {"ETag": "../../x", "X-Repo-Commit": COMMIT},
+        {"ETag": '"x"', "X-Repo-Commit": "../x"},
+        {"ETag": '"x"', "X-Repo-Commit": "2" * 40},
+        {"ETag": '"x"', "X-Repo-Commit": COMMIT, "X-Linked-Size": "7"},
+    ],
+)
+def test_what_huggingface_hub_makes_of_wrong_answers(cache: Path, headers: dict[str, str]) -> None:
+    answer = Answer(WEIGHTS, headers=headers)
+    changed = {**answers_of(FILES), file_path("model.safetensors"): answer}
+    with answering(changed), pytest.raises(QuantkitError, match="org/name"):
+        resolve("org/name")
+
+
+def test_weights_of_which_hardly_a_byte_comes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = threading.Event()
+    monkeypatch.setattr("quantkit.checkpoint.hub._WEIGHTS_SECONDS", 0.1)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: wait.wait(20))
+    with answering(answers_of(FILES)), pytest.raises(EnvironmentProblem) as caught:
+        resolve("org/name")
+    wait.set()
+    url = f"https://huggingface.co{file_path('model.safetensors')}"
+    assert str(caught.value).startswith(
+        f"{url}: the server answered too slowly; expected 16384 bytes a second."
+    )
 
 
 @pytest.fixture

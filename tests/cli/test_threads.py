@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit.cli import threads
-from quantkit.cli.main import COMPUTING
+from quantkit.cli.app import COMPUTING
 
 from .conftest import SOURCE, Run
 

@@ -146,6 +146,24 @@ def test_names_from_files_do_not_reach_the_terminal_as_they_are(run: Run, damage
     assert "\\x1b]0;evil\\x07[/bold]" in done.out
 
 
+def test_names_of_files_make_up_no_line(run: Run, damaged: Path) -> None:
+    (damaged / "a\nok     logits: \x1b[1mb").touch()
+    first, *more = run("verify", damaged, "--no-reload").out.splitlines()
+    assert first.endswith("; not in it, and not compared: a ok     logits: \\x1b[1mb")
+    assert [line.split()[:2] for line in more] == [["ok", "headers:"], ["ok", "layers:"]]
+
+
+def test_what_an_interrupt_says_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        error = KeyboardInterrupt()
+        error.add_note("what is done so far is in a\n\x1b[1mb")
+        raise error
+
+    monkeypatch.setattr("quantkit.cli.app.app", stop)
+    done = run("verify")
+    assert (done.code, done.err) == (130, "interrupted; what is done so far is in a \\x1b[1mb\n")
+
+
 def test_inspect_shows_tensor_parallel_sizes(run: Run, tmp_path: Path) -> None:
     # 8 heads, 4 of keys, of 8; 172 columns of down_proj.
     for group, sizes, reason in (

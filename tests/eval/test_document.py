@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from quantkit.errors import OutputError
+from quantkit.escaping import Code
 from quantkit.eval import plots
 from quantkit.eval.document import Bullets, Command, Document, Figure, Section, Table, Text, write
 
@@ -53,7 +54,14 @@ def document() -> Document:
     return Document(
         "Title <b>",
         [
-            Section("One", [Text("run `a < b` & see"), Bullets(["first", "se\ncond <script>"]), figure("f")]),
+            Section(
+                "One",
+                [
+                    Text(("run ", Code("a < b"), " & see")),
+                    Bullets(["first", "se\ncond <script>"]),
+                    figure("f"),
+                ],
+            ),
             Section(
                 "Two",
                 [

@@ -189,9 +189,10 @@ def generation_configs() -> tuple[bytes, ...]:
 
 
 def check_generation(case: bytes, directory: Path) -> None:
-    (directory / loading.GENERATION_CONFIG_NAME).write_bytes(case)
+    path = directory / loading.GENERATION_CONFIG_NAME
+    path.write_bytes(case)
     with explained(directory):
-        found = loading._generation_config(directory)
+        found = loading.read_generation_config(path)
     said = json.loads(case)
     for name in ("temperature", "top_k", "top_p", "max_new_tokens", "num_beams"):
         if name in said and said[name] is not None:

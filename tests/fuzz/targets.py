@@ -39,6 +39,7 @@ from quantkit.packing.tensor import PackedTensor
 
 from .decode import decode, largest_term
 from .files import packed_parts, write_items
+from .hub import check_hub, hub_cases, mutate_hub
 from .models import (
     check_generation,
     check_load,
@@ -64,6 +65,7 @@ from .mutate import (
     parse,
     unpack_directory,
 )
+from .names import NAMES, check_name, mutate_name
 from .ours import (
     Ignored,
     check_journal,
@@ -592,7 +594,9 @@ TARGETS: dict[str, Target] = {
         Target("load", packed_checkpoints, mutate_directory, check_load, 0.005, 10.0),
         Target("tokenizer", tokenizers, mutate_directory, check_tokenizer, 0.01, 10.0),
         Target("generation", generation_configs, mutate_json, check_generation, 0.02, 10.0),
+        Target("hub", hub_cases, mutate_hub, check_hub, 0.05, 10.0),
         Target("partial", partials, mutate_directory, check_partial, 0.02),
         Target("sensitivities", sensitivities, mutate_json, check_sensitivities, 0.02),
+        Target("names", lambda: NAMES, mutate_name, check_name, 0.02),
     )
 }

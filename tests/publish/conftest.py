@@ -39,6 +39,8 @@ class HubState:
     branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
     stored: dict[str, bytes] = field(default_factory=dict)
     commits: list[str] = field(default_factory=list)
+    #: What is answered to a request whose path ends so, after it was done.
+    says: dict[str, bytes] = field(default_factory=dict)
 
 
 class UploadHub(BaseHTTPRequestHandler):
@@ -113,6 +115,8 @@ class UploadHub(BaseHTTPRequestHandler):
 
     def answer(self, content: dict[str, Any], status: int = 200) -> None:
         body = json.dumps(content).encode()
+        path = self.path.partition("?")[0]
+        body = next((said for ending, said in self.state.says.items() if path.endswith(ending)), body)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -1,6 +1,8 @@
 """Model cards: nothing in them that was not measured or read, and front matter as the hub reads it."""
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,17 +10,25 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from hypothesis import given, settings
 
 import quantkit
 from quantkit.bench.figures import Cell, Load, Machine, Memory, Percentiles, Serving, Speed, Spread, to_json
-from quantkit.errors import UsageError
+from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.eval.document import Figure
 from quantkit.eval.paired import compare
 from quantkit.eval.report import document
 from quantkit.eval.results import NoiseFloor
 from quantkit.eval.tasks import TaskMetrics
+from quantkit.model.record import LayerRecord, ModelRecord
 from quantkit.publish import card as card_module
-from quantkit.publish.card import Measurements, make_card, plots_beside, read_measurements, source_metadata
+from quantkit.publish.card import make_card
+from quantkit.publish.carried import carried_metadata
+from quantkit.publish.measurements import Accuracy, Measurements, Plot, plots_beside, read_measurements
 
+from ..fuzz.guard import bounded
+from ..test_escaping import NAMES, line, only_text
 from .conftest import SOURCE
 
 MACHINE = Machine("cpu", "a CPU", 2, 1e10, "0.1.0", "2.13.0", "5.23.0")
@@ -89,55 +99,151 @@ def test_a_card_says_where_quantkit_was_installed_from(packed: Path, monkeypatch
     assert not any("where to get quantkit" in note for note in card.notes)
 
 
-def test_front_matter(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+README = b"""---
+license: mit
+license_name: x
+language:
+- en
+- no
+tags: [other]
+datasets: [y]
+---
+# The original
+"""
 
-    def metadata(source: str) -> dict[str, Any]:
-        asked.append(source)
-        return {
-            "license": "mit",
-            "license_name": "x",
-            "language": ["en"],
-            "tags": ["other"],
-            "datasets": ["y"],
-        }
 
-    monkeypatch.setattr(card_module, "source_metadata", metadata)
+@pytest.fixture
+def copied(packed: Path, tmp_path: Path) -> Path:
+    """`packed` with the source's README.md, as `quantize` copies it."""
+    directory = Path(shutil.copytree(packed, tmp_path / "tiny-int4"))
+    (directory / "README.md").write_bytes(README)
+    return directory
+
+
+def test_front_matter(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card_module, "requirement", lambda: "quantkit-lowbit")
-    card = make_card(packed, Measurements(), base_model="org/base", repo="me/tiny")
+    card = make_card(copied, Measurements(), base_model="org/base", repo="me/tiny")
     front = yaml.safe_load(card.markdown().split("---\n")[1])
-    assert asked == ["org/base"]
     assert front["base_model"] == "org/base" and front["base_model_relation"] == "quantized"
-    assert (front["license"], front["license_name"], front["language"]) == ("mit", "x", ["en"])
+    assert (front["license"], front["license_name"]) == ("mit", "x")
+    assert front["language"] == ["en", "no"]
     assert front["tags"] == ["quantkit", "compressed-tensors", "int4"] and "datasets" not in front
     assert card.notes == ()
     assert "`org/base`, quantized with quantkit" in card.markdown()
     assert "`vllm serve me/tiny`" in card.markdown()
-    other = make_card(packed, Measurements(), base_model="org/base", license="apache-2.0")
+    other = make_card(copied, Measurements(), base_model="org/base", license="apache-2.0")
     assert other.front_matter["license"] == "apache-2.0" and "license_name" not in other.front_matter
 
 
 @pytest.mark.parametrize("name", ["two words", "a/b/c", "org/-x", "", "org/" + 100 * "x"])
 def test_names_that_no_repository_can_have(packed: Path, name: str) -> None:
-    for given in ({"repo": name}, {"base_model": name}):
+    for asked in ({"repo": name}, {"base_model": name}):
         with pytest.raises(UsageError, match=f"'{name}' is no repository id: .* such as org/name"):
-            make_card(packed, Measurements(), **given)
+            make_card(packed, Measurements(), **asked)
 
 
-def test_metadata_of_a_local_source(tmp_path: Path) -> None:
-    assert source_metadata(str(tmp_path)) == {}
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
-    assert source_metadata(str(tmp_path)) == {"license": "mit"}
-    (tmp_path / "README.md").write_text("---\n- [\n---\n")
-    assert source_metadata(str(tmp_path)) == {}
+@pytest.mark.parametrize(
+    ("front", "expected"),
+    [
+        ("license: mit\n", {"license": "mit"}),
+        ("license: mit # a comment\nlanguage: no\n", {"license": "mit", "language": "no"}),
+        ("license_name: a\nlicense: [mit]\n", {"license": ["mit"], "license_name": "a"}),
+        ("language:\n  - en\n\n  - de\nlicense: x\n", {"license": "x", "language": ["en", "de"]}),
+        ("model-index:\n- license: other\nlicense: x\n", {"license": "x"}),
+        ("license: {a: b}\nlanguage: [[en]]\n", {}),
+        ("license: [\nlanguage: en\n", {"language": "en"}),
+        ("license: &a [*a]\n", {}),
+        ('license: ""\nlanguage: [en, ""]\n', {}),
+        ("license: " + "[" * 4000 + "\n", {}),
+        ("license: " + "x" * 5000 + "\n", {}),
+        ('license: "\\e[31m"\n', {}),
+        ("", {}),
+    ],
+)
+def test_what_is_carried_over_from_a_card(tmp_path: Path, front: str, expected: dict[str, Any]) -> None:
+    assert carried_metadata(tmp_path) == {}
+    (tmp_path / "README.md").write_text(f"---\n{front}---\n# A model\nlicense: none\n")
+    assert carried_metadata(tmp_path) == expected
 
 
-def test_what_looks_like_a_hub_id_is_one_only_if_the_cache_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, name: None)
-    assert not card_module._came_from_hub("examples/stories260K-of-another-place")
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, name: "/cache/config.json")
-    assert card_module._came_from_hub("org/name")
-    assert not card_module._came_from_hub(str(SOURCE))
+def test_a_card_that_is_elsewhere_or_no_text(tmp_path: Path) -> None:
+    place = tmp_path / "packed"
+    place.mkdir()
+    (tmp_path / "README.md").write_bytes(README)
+    (place / "README.md").symlink_to(tmp_path / "README.md")
+    assert carried_metadata(place) == {}
+    (place / "README.md").unlink()
+    os.mkfifo(place / "README.md")
+    assert carried_metadata(place) == {}
+    (place / "README.md").unlink()
+    (place / "README.md").write_bytes(b"---\nlicense: \xff\n---\n")
+    assert carried_metadata(place) == {}
+
+
+def with_source(directory: Path, **values: Any) -> None:
+    """Have the manifest say another source."""
+    manifest = {**read_manifest(directory), **values}
+    for key in [key for key, value in values.items() if value is None]:
+        del manifest[key]
+    (directory / MANIFEST_NAME).write_bytes(manifest_bytes(manifest))
+
+
+def test_the_source_is_what_the_manifest_says_it_was(copied: Path) -> None:
+    manifest = read_manifest(copied)
+    assert (manifest["source"], manifest["source_kind"]) == (str(SOURCE), "directory")
+    # As earlier versions wrote it, and as a directory with such a name is written.
+    for kind in (None, "directory"):
+        with_source(copied, source="org/name", source_kind=kind, source_commit=None)
+        card = make_card(copied, Measurements())
+        assert "base_model" not in card.front_matter
+        assert "org/name was no hub id" in card.notes[0]
+    with_source(copied, source="org/name", source_kind="hub", source_commit="1" * 40)
+    assert make_card(copied, Measurements()).front_matter["base_model"] == "org/name"
+
+
+@pytest.mark.parametrize("source", ["models/x", "../x", "/etc", "other", "~/x"])
+@pytest.mark.parametrize("kind", [None, "directory", "hub"])
+def test_no_source_is_asked_and_no_file_of_it_is_read(
+    copied: Path, source: str, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.chdir(copied.parent)
+    for name in ("models/x", "other"):
+        (copied.parent / name).mkdir(parents=True)
+        (copied.parent / name / "README.md").write_text("---\nlicense: stolen\n---\n")
+    with_source(
+        copied, source=str(copied.parent / "other") if source == "other" else source, source_kind=kind
+    )
+    if kind == "hub" and source != "models/x":
+        with pytest.raises(CheckpointError, match="expected a hub id"):
+            make_card(copied, Measurements())
+        return
+    # That looks for the files of the installed package in each folder of sys.path.
+    monkeypatch.setattr(card_module, "requirement", lambda: None)
+    # This sees every connection, and every file that is opened or listed.
+    with bounded(copied, 60):
+        card = make_card(copied, Measurements())
+    assert card.front_matter["license"] == "mit"
+    assert card.front_matter.get("base_model") == ("models/x" if kind == "hub" else None)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"source_kind": "url"}, "'source_kind' is 'url'; expected"),
+        ({"source_kind": 3}, "'source_kind' is int; expected str"),
+        (
+            {"source_kind": "hub", "source": "../x"},
+            "'source' is '../x' and 'source_kind' 'hub'; expected a",
+        ),
+        ({"source_commit": "main"}, "'source_commit' is 'main'; expected 40 hex digits"),
+    ],
+)
+def test_a_source_that_is_none(copied: Path, values: dict[str, Any], message: str) -> None:
+    with_source(copied, **values)
+    with pytest.raises(CheckpointError) as caught:
+        make_card(copied, Measurements())
+    assert message in str(caught.value)
 
 
 def test_figures_are_those_of_the_files(packed: Path, evaluation: Path, tmp_path: Path) -> None:
@@ -283,3 +389,51 @@ def test_the_original_is_not_measured_as_the_model(packed: Path, tmp_path: Path)
     bench = tmp_path / "bench.json"
     bench.write_text(to_json([replace(speed_of(packed), format="dense")]))
     assert len(read_measurements(packed, None, [bench]).speed) == 1
+
+
+def record_of(name: str) -> ModelRecord:
+    """A packed model with `name` wherever its manifest has a text."""
+    layers = {
+        f"{name}.q_proj": LayerRecord("linear", (4, 8), 1, f"{name} g32", name, 4.5, 0.01, name),
+        f"{name}.k_proj": LayerRecord("linear", (4, 8), 1, "int4", name, 4.5, 0.01, name, note=name),
+    }
+    bits = {"linears": 4.5, "model": 6.0}
+    return ModelRecord(
+        name, 100, name, (), bits, {"quantkit": name}, {}, layers, {name: name}, 0, calibration=name
+    )
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_nothing_but_text_comes_of_any_name_in_a_card(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(NAMES)
+    def check(name: str) -> None:
+        record = record_of(name)
+        record = replace(record, needs_quantkit=(name,) if alone else ())
+        monkeypatch.setattr(card_module, "read_record", lambda directory: record)
+        monkeypatch.setattr(card_module, "carried_metadata", lambda directory: {"license": name})
+        found = Measurements(
+            (Accuracy(name, 9, 1.0, 1.0, 1.0, 1.0, 1.0),),
+            ((name, (TaskMetrics(name, name, 4, 0.5, 0.25, None),)),),
+            name,
+            (replace(speed_of(name or "x", name), label=name),),
+            (replace(serving_of(name or "x", name), label=name),),
+        )
+        plots = [Plot("eval", "eval-kl", name, b""), Plot("bench", "bench-load", name, b"")]
+        card = make_card(Path(name.replace("\0", "") or "x"), found, plots)
+        front, text = card.markdown().split("\n---\n", 1)
+        formats = dict.fromkeys([f"{name} g32".partition(" ")[0], "int4"])
+        assert yaml.safe_load(front)["tags"][1 if alone else 2 :] == list(formats)
+        texts = only_text(text)
+        assert not line(name) or sum(line(name) in one for one in texts) >= 8
+        card.markdown().encode()
+
+    check()
+
+
+def test_captions_are_read_as_they_were_written(tmp_path: Path) -> None:
+    caption = "KL of *a* & <b> `c` #1 _x_, 1|2 [3]"
+    (tmp_path / "eval.md").write_text(Figure("kl", caption, b"", "").markdown())
+    (tmp_path / "kl.png").write_bytes(b"kl")
+    (plot,) = plots_beside(tmp_path / "eval.json")
+    assert plot.caption == caption.replace("[", "(").replace("]", ")")

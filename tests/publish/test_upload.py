@@ -1,13 +1,17 @@
 """Uploads against a stand-in hub: what arrives is what was verified, and what fails says why."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+import quantkit
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
-from quantkit.publish.card import Measurements, make_card
+from quantkit.model.verify import verify
+from quantkit.publish.card import make_card
+from quantkit.publish.measurements import Measurements
 from quantkit.publish.upload import Upload, prepare, push
 
 from .conftest import SOURCE, HubState
@@ -77,6 +81,40 @@ def test_refusals(
     assert upload_hub.commits == []
 
 
+ELSEWHERE = b'{"url": "https://huggingface.co/you/other"}'
+
+
+@pytest.mark.parametrize("ending", ["/create", "/preupload/main", "/objects/batch", "/commit/main"])
+@pytest.mark.parametrize(
+    "answer", [b"<html>Log in", b"", b"[]", b"5", b"null", b'"x"', b"{", b"{}", b"[[]]", b"\xff", ELSEWHERE]
+)
+def test_answers_that_are_none(upload: Upload, upload_hub: HubState, ending: str, answer: bytes) -> None:
+    upload_hub.says[ending] = answer
+    with pytest.raises(QuantkitError) as caught:
+        push(upload, "me/tiny")
+    text = str(caught.value)
+    assert text.startswith("me/tiny: ")
+    if upload_hub.commits:
+        assert f"The commit may have been made: look at {upload_hub.endpoint}/me/tiny/commits." in text
+    else:
+        assert "Nothing was committed" in text or "The commit may have been made" in text
+    assert "Try again" in text or "starts again" in text
+
+
+@pytest.mark.parametrize(
+    "url", ["https://elsewhere.example/x", "me/tiny", "", "a/b/c/d/e/commit/x", "\x1b[31m"]
+)
+def test_another_form_of_the_address_of_the_commit(upload: Upload, upload_hub: HubState, url: str) -> None:
+    upload_hub.says["/commit/main"] = json.dumps({"commitUrl": url, "commitOid": "1" * 40}).encode()
+    try:
+        address = push(upload, "me/tiny")
+    except QuantkitError as error:
+        assert "The commit may have been made: look at " in str(error)
+    else:
+        assert address == (url if url.startswith("http") else f"{upload_hub.endpoint}/me/tiny/commits")
+    assert len(upload_hub.commits) == 1
+
+
 def test_no_token(upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
@@ -126,3 +164,19 @@ def test_what_save_pretrained_wrote_is_uploaded(packed: Path, tmp_path: Path) ->
 def test_a_card_does_not_replace_files_of_the_checkpoint(packed: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json is a file of the card and of the checkpoint"):
         prepare(packed, {"config.json": b""})
+
+
+def test_a_card_takes_the_place_of_the_copy_of_the_sources(packed: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(SOURCE, tmp_path / "source"))
+    (source / "README.md").write_text("---\nlicense: mit\n---\n")
+    out = tmp_path / "out"
+    quantkit.quantize(source, out)
+    card = make_card(out, Measurements())
+    assert card.front_matter["license"] == "mit"
+    uploaded = tmp_path / "uploaded"
+    uploaded.mkdir()
+    for name, content in prepare(out, {"README.md": card.markdown().encode()}).files.items():
+        (uploaded / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    checks = verify(uploaded, reload=False)
+    assert not [problem for check in checks for problem in check.problems]
+    assert (uploaded / "README.md").read_text().startswith("---\nlibrary_name")

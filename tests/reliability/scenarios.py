@@ -23,6 +23,7 @@ from quantkit.model import blockwise
 from quantkit.model.load import load
 from quantkit.model.tokenizer import tokenizer
 from quantkit.model.verify import verify
+from quantkit.signals import NUMBERS
 
 from ..publish.conftest import standing_in
 
@@ -45,7 +46,7 @@ class Failed(Exception):
 def command(*arguments: object) -> str:
     """Run `quantkit` in this process; what it said on stdout and stderr. `Failed` unless it exits with 0."""
     said = io.StringIO()
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in NUMBERS}
     try:
         with (
             patch.object(sys, "argv", ["quantkit", *map(str, arguments)]),
@@ -57,7 +58,8 @@ def command(*arguments: object) -> str:
         if ended.code:
             raise Failed(int(ended.code), said.getvalue()) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return said.getvalue()
 
 

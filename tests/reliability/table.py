@@ -241,9 +241,9 @@ FAULTS: dict[str, dict[int, Fault]] = {
         61: Fault("EIO, short writes, fsync that fails", "resumable", "the file is not marked as done"),
         62: Fault("SIGKILL at any time, also in the check of the result", "resumable", "bit-identical"),
         63: Fault(
-            "SIGINT, SIGTERM",
+            "SIGINT, SIGTERM, SIGHUP",
             "resumable",
-            "ends after the jobs in work, and drops the shard in work; exit codes 130 and 143",
+            "ends after the jobs in work, and drops the shard in work; exit codes 130, 143 and 129",
         ),
         64: Fault(
             "two processes, one directory",

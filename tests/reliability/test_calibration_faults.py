@@ -256,17 +256,14 @@ def test_a_hub_that_cannot_be_reached(
 ) -> None:
     calls = []
 
-    class Offline:
-        def model_info(self, *arguments: object, **options: object) -> None:
-            calls.append(arguments)
-            raise TimeoutError("no answer")
-
-        dataset_info = model_info
+    def ask(*arguments: object) -> None:
+        calls.append(arguments)
+        raise TimeoutError("no answer")
 
     def nothing(*arguments: object, **options: object) -> None:
         raise FileNotFoundError("not in the cache")
 
-    monkeypatch.setattr(huggingface_hub, "HfApi", Offline)
+    monkeypatch.setattr("quantkit.checkpoint.hub_answers._ask", ask)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", nothing)
     asked = (
         ("nobody/nothing", out)

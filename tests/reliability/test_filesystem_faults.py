@@ -402,6 +402,10 @@ def test_a_source_that_changes_during_the_run(
         return
     message = Message(out, "source: ", "(old -> new)", "start over with --overwrite")
     if name == "tokenizer.json":
+        if change == "truncate":
+            cut = Message(path, "is not a tokenizer (EOF while parsing", "expected one", "Download it again")
+            check_message(run(*command(source, out, "--resume")), CheckpointError, cut)
+            shutil.copyfile(SOURCE / name, path)
         # It is copied as a whole, after all else.
         assert run(*command(source, out, "--resume")).code == 0
         assert (out / name).read_bytes() == path.read_bytes()

@@ -23,7 +23,7 @@ from quantkit.kernels.table import row_named
 from quantkit.kernels.tiles.search import Candidate, Unfit, Weight
 from quantkit.kernels.unpack import block_rows
 from quantkit.packing.tensor import PackedTensor
-from quantkit.signals import HeldSignals
+from quantkit.signals import HeldSignals, kept_from_children
 
 #: From so many rows of x on, a product takes so long that few weights exceed the L2 cache.
 MANY_ROWS, FEW_COPIES = 1024, 3
@@ -242,7 +242,8 @@ class _Worker:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, self._target), daemon=True)
-            process.start()
+            with kept_from_children():
+                process.start()
             theirs.close()
             self._process = process
             if self._killed:
@@ -264,7 +265,7 @@ def _work(connection: Connection, target: Target) -> None:
     while True:
         try:
             problem, candidate = connection.recv()
-        except (EOFError, OSError, KeyboardInterrupt):
+        except (EOFError, OSError):
             return
         try:
             layout = FRAGMENTS.build(
@@ -272,8 +273,6 @@ def _work(connection: Connection, target: Target) -> None:
             )
             compile_kernels(candidate.row, problem, layout, candidate.tile)
             reason = None
-        except KeyboardInterrupt:
-            return
         except Exception as error:
             # Triton's messages begin with the source, and end with what is wrong.
             last = (str(error).strip().splitlines() or [""])[-1]

@@ -1,0 +1,67 @@
+"""The subcommands of `quantkit`."""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.bench import bench
+from quantkit.cli.demo import demo
+from quantkit.cli.doctor import doctor
+from quantkit.cli.evaluate import evaluate
+from quantkit.cli.formats import formats
+from quantkit.cli.generate import generate
+from quantkit.cli.inspection import inspect
+from quantkit.cli.methods import methods
+from quantkit.cli.plan import plan
+from quantkit.cli.publish import push, report
+from quantkit.cli.quantize import quantize
+from quantkit.cli.threads import with_threads
+from quantkit.cli.tune import tune
+from quantkit.cli.verify import verify
+
+app = typer.Typer(
+    help="Quantize language models to packed low-bit checkpoints, run them, and measure what it cost.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Plain help: rich would take what is in square brackets for markup.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+#: Commands that compute, on a CPU unless there is a GPU, and take `--threads`.
+COMPUTING: dict[str, Callable[..., None]] = {
+    "quantize": quantize,
+    "plan": plan,
+    "verify": verify,
+    "eval": evaluate,
+    "bench": bench,
+    "generate": generate,
+    "doctor": doctor,
+    "demo": demo,
+}
+for _name, _command in COMPUTING.items():
+    app.command(name=_name)(with_threads(_command))
+app.command()(inspect)
+app.command()(report)
+app.command()(push)
+app.command()(tune)
+app.command()(formats)
+app.command()(methods)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from quantkit import __version__
+
+        print(f"quantkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,284 @@
+"""Files that a packed checkpoint gets unchanged, read before work starts as their readers will read them.
+
+A run copies them last. One that nobody can read would otherwise be found when everything else is written, or
+by whoever loads the result. `READERS` is the table of who reads what.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quantkit.checkpoint.durable import is_plain_name
+from quantkit.checkpoint.header import MAX_JSON_BYTES
+from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
+from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
+from quantkit.files import open_regular, os_error_text, parse_json, replace_file, shown
+from quantkit.model.load import GENERATION_CONFIG_NAME, explained, read_generation_config
+from quantkit.model.tokenizer import TOKENIZER_NAME, read_tokenizer, vocabularies
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+#: Names that quantkit gives files of its own, which no copy may have, whatever the case of its letters.
+_TAKEN = frozenset(name.lower() for name in (MANIFEST_NAME, CONFIG_NAME, INDEX_NAME))
+#: How files begin that stand in for others: what they are, and what to do.
+_IMPOSTORS = (
+    (b"version https://git-lfs", "a git LFS pointer", "Run `git lfs pull` in the directory"),
+    (b"<!doctype html", "an HTML page", "Download it again: that was the answer of a login page or a proxy"),
+    (b"<html", "an HTML page", "Download it again: that was the answer of a login page or a proxy"),
+)
+_OF_PEOPLE = (".md", "")
+_COPY_AGAIN = "Download it again, or copy the original model's"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Who reads files of certain names: `check` raises for one that cannot be read; what to do about it."""
+
+    names: tuple[str, ...]
+    check: Callable[[Path], object]
+    remedy: str
+
+
+def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint`, with a warning more for what could not be read here but may be elsewhere.
+
+    `CheckpointError` for a file that would be copied and that its reader cannot read; it names that file.
+    """
+    for path in checkpoint.side_files:
+        _check_name(path)
+        _check_start(path)
+        for reader in READERS:
+            if path.name in reader.names or path.suffix in reader.names:
+                _check_with(reader, path)
+    warning = _tokenizer_warning(checkpoint)
+    return checkpoint if warning is None else replace(checkpoint, warnings=(*checkpoint.warnings, warning))
+
+
+def _check_name(path: Path) -> None:
+    if not is_plain_name(path.name) or path.name.lower() in _TAKEN:
+        raise CheckpointError(
+            f"{path}: a copy cannot have the name {shown(path.name)}; expected one without control "
+            "characters that is none of quantkit's own files. Rename or remove it."
+        )
+
+
+def _check_start(path: Path) -> None:
+    try:
+        with open_regular(path) as file:
+            start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read: {os_error_text(error)}; expected a file to copy. Make it readable, or "
+            "remove it."
+        ) from error
+    for prefix, kind, remedy in _IMPOSTORS if path.suffix not in _OF_PEOPLE else _IMPOSTORS[:1]:
+        if start.startswith(prefix):
+            raise CheckpointError(f"{path}: is {kind}; expected the file itself. {remedy}.")
+
+
+def _check_with(reader: _Reader, path: Path) -> None:
+    try:
+        reader.check(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {reader.remedy}.") from error
+    except MemoryError:
+        raise
+    # Whatever transformers raises for what a file says.
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path}: cannot be read: {type(error).__name__}: {text}. {reader.remedy}."
+        ) from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object, as transformers reads it: keys may come twice."""
+    found = json.loads(_bytes(path).decode("utf-8"))
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: is {shown(found)}; expected a JSON object")
+    return found
+
+
+def _check_not_empty(path: Path) -> None:
+    if not path.stat().st_size:
+        raise CheckpointError(f"{path}: is empty; expected a vocabulary")
+
+
+def _bytes(path: Path) -> bytes:
+    with open_regular(path) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        if file_bytes > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: has {file_bytes} bytes; allowed are {MAX_JSON_BYTES}")
+        return file.read(file_bytes)
+
+
+def _check_generation_config(path: Path) -> None:
+    try:
+        parse_json(_bytes(path), "the file")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    read = read_generation_config(path)
+    for key in _IDS:
+        value = getattr(read, key, None)
+        ids = value if isinstance(value, list) else [value]
+        if not all(one is None or type(one) is int for one in ids):
+            raise CheckpointError(f"{path}: {key} is {shown(value)}; expected a token id or a list of them")
+
+
+def _check_text(path: Path) -> str:
+    return _bytes(path).decode("utf-8")
+
+
+def _check_template(path: Path) -> None:
+    _compile(_check_text(path))
+
+
+def _check_template_config(path: Path) -> None:
+    found = _json(path).get("chat_template")
+    if not isinstance(found, str):
+        raise CheckpointError(f"{path}: chat_template is {shown(found)}; expected a template")
+    _compile(found)
+
+
+def _check_tokenizer_config(path: Path) -> None:
+    found = _json(path).get("chat_template")
+    templates = found if isinstance(found, list) else [] if found is None else [{"template": found}]
+    for one in templates:
+        if not isinstance(one, dict) or not isinstance(one.get("template"), str):
+            raise CheckpointError(f"{path}: chat_template has {shown(one)}; expected a template")
+        _compile(one["template"])
+
+
+def _compile(template: str) -> None:
+    """Raise what transformers raises for a chat template that cannot be parsed; it is not run."""
+    from transformers.utils import chat_template_utils, is_jinja_available
+
+    if is_jinja_available():
+        chat_template_utils._compile_jinja_template(template)
+
+
+def _check_tokenizer_json(path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except BaseException as error:
+        # Panics of its Rust code have a class that none can import.
+        if isinstance(error, MemoryError):
+            raise
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise CheckpointError(
+                f"{path}: is not a tokenizer ({' '.join(str(error).split())}); expected one of the library "
+                "tokenizers"
+            ) from error
+        raise
+
+
+READERS = (
+    _Reader(
+        (GENERATION_CONFIG_NAME,),
+        _check_generation_config,
+        "Mend it, or remove it: the model then generates with the defaults of transformers",
+    ),
+    _Reader((TOKENIZER_NAME,), _check_tokenizer_json, f"{_COPY_AGAIN} {TOKENIZER_NAME}"),
+    _Reader((_TOKENIZER_CONFIG,), _check_tokenizer_config, f"Mend it. {_COPY_AGAIN} {_TOKENIZER_CONFIG}"),
+    _Reader(
+        ("special_tokens_map.json", "added_tokens.json", "vocab.json"),
+        _json,
+        f"{_COPY_AGAIN} tokenizer files",
+    ),
+    _Reader(("vocab.txt", "merges.txt"), _check_text, f"{_COPY_AGAIN} tokenizer files"),
+    # Read by packages that may not be here.
+    _Reader((".model", ".tiktoken"), _check_not_empty, f"{_COPY_AGAIN} tokenizer files"),
+    _Reader((".jinja",), _check_template, "Mend the template, or remove the file"),
+    _Reader(("chat_template.json",), _check_template_config, "Mend the template, or remove the file"),
+    _Reader(
+        (
+            *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+            "image_processor_config.json",
+        ),
+        _json,
+        f"{_COPY_AGAIN}, or remove it: text needs none",
+    ),
+)
+
+
+def _tokenizer_warning(checkpoint: Checkpoint) -> str | None:
+    """What of the tokenizer cannot be read here: its code or a package is missing; None if nothing.
+
+    `CheckpointError` for files of which nobody can make a tokenizer.
+    """
+    directory = checkpoint.directory
+    if not any(path in checkpoint.side_files for path in vocabularies(directory)):
+        return None
+    try:
+        _read_tokenizer(checkpoint, checkpoint.side_files)
+    except OSError as error:
+        return f"the tokenizer is copied, and was not read: no temporary directory: {os_error_text(error)}."
+    except EnvironmentProblem as error:
+        return f"the tokenizer is copied, and was not read: {error}"
+    except CheckpointError as error:
+        config = directory / _TOKENIZER_CONFIG
+        if config in checkpoint.side_files and _json(config).get("auto_map"):
+            return (
+                f"{config}: the tokenizer is copied, and was not read: auto_map names code of its "
+                "repository, which quantkit never runs."
+            )
+        _fail_for(checkpoint, error)
+    return None
+
+
+def _read_tokenizer(checkpoint: Checkpoint, files: Sequence[Path]) -> None:
+    """Make a tokenizer of `files`, as of the copies that the output gets, and use it."""
+    with tempfile.TemporaryDirectory(prefix="quantkit-tokenizer-", ignore_cleanup_errors=True) as folder:
+        view = Path(folder)
+        replace_file(view / CONFIG_NAME, json.dumps(checkpoint.config).encode(), durable=False)
+        for path in files:
+            (view / path.name).symlink_to(path)
+        try:
+            words: Any = read_tokenizer(view, checkpoint.directory)
+            with explained(checkpoint.directory):
+                words("a", add_special_tokens=False, verbose=False)
+        except QuantkitError as error:
+            # Its path is of no use to anybody.
+            text = str(error).replace(folder, str(checkpoint.directory))
+            raise type(error)(text) from _first_cause(error)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What made quantkit raise `error`, if anything did."""
+    while isinstance(error, QuantkitError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _fail_for(checkpoint: Checkpoint, error: CheckpointError) -> NoReturn:
+    """Name the file without which the others make a tokenizer, or else those that have a vocabulary."""
+    cause = _first_cause(error)
+    why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+    found = [path for path in vocabularies(checkpoint.directory) if path in checkpoint.side_files]
+    # First those that a tokenizer can do without.
+    for path in sorted(checkpoint.side_files, key=lambda path: (path in found, path.name)):
+        rest = [other for other in checkpoint.side_files if other != path]
+        if path.suffix in _OF_PEOPLE or not any(other in found for other in rest):
+            continue
+        try:
+            _read_tokenizer(checkpoint, rest)
+        except QuantkitError:
+            continue
+        raise CheckpointError(
+            f"{path}: no tokenizer can be made with this file, and without it one can ({why}). "
+            f"{_COPY_AGAIN} {path.name}."
+        ) from cause
+    first, *others = found
+    beside = f" and {', '.join(path.name for path in others)}" if others else ""
+    raise CheckpointError(
+        f"{first}: no tokenizer can be made of it{beside} ({why}). {_COPY_AGAIN} tokenizer files, all of one "
+        "model."
+    ) from cause

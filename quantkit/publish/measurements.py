@@ -1,0 +1,153 @@
+"""What `eval` and `bench` measured of a model: read from their files, with the plots of their reports."""
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from quantkit.bench.figures import Serving, Speed, read_benchmark
+from quantkit.errors import UsageError
+from quantkit.eval.report import floor_label
+from quantkit.eval.tasks import TaskMetrics
+from quantkit.files import from_json, os_error_text
+
+#: An image of a report: its caption, and its name, which leads nowhere else.
+_IMAGE = re.compile(r"!\[((?:[^\]\\]|\\.)*)\]\(([\w\-]+)\.png\)")
+_Measured = TypeVar("_Measured", bound=Speed | Serving)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What `eval` measured on one text; the fields that compare are None without a reference."""
+
+    text: str
+    tokens: int
+    perplexity: float | None
+    reference_perplexity: float | None
+    kl_mean: float | None
+    kl_mean_se: float | None
+    same_top1: float | None
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was measured of a model, and how: nothing at all, if so.
+
+    `tasks` are the metrics of the model by its name, and with a noise floor those of the original in another
+    dtype by what tables call that. Of `speed` and `serving` the first is the model, the others the original.
+    """
+
+    accuracy: tuple[Accuracy, ...] = ()
+    tasks: tuple[tuple[str, tuple[TaskMetrics, ...]], ...] = ()
+    accuracy_how: str = ""
+    speed: tuple[Speed, ...] = ()
+    serving: tuple[Serving, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot of what `part`, `eval` or `bench`, measured: its name without ending, caption and PNG."""
+
+    part: str
+    name: str
+    caption: str
+    png: bytes
+
+
+def read_measurements(
+    directory: Path, evaluation: Path | None, benchmarks: Sequence[Path] = ()
+) -> Measurements:
+    """What a file of `eval` and files of `bench` have of the model in `directory`.
+
+    `UsageError` for other files, for files that are about other models only, and for two files of `bench`
+    with the same kind of figures.
+    """
+    found = Measurements() if evaluation is None else _evaluated(directory, evaluation)
+    files = [(path, read_benchmark(path)) for path in benchmarks]
+    return replace(
+        found,
+        speed=_with_original(directory, [(path, one.speed) for path, one in files]),
+        serving=_with_original(directory, [(path, one.serving) for path, one in files]),
+    )
+
+
+def _with_original(
+    directory: Path, files: Sequence[tuple[Path, tuple[_Measured, ...] | None]]
+) -> tuple[_Measured, ...]:
+    """The model in `directory` and the original, of the one file that has figures of a kind, if one has."""
+    having = [(path, figures) for path, figures in files if figures is not None]
+    if not having:
+        return ()
+    path, figures = having[0]
+    if len(having) > 1:
+        raise UsageError(f"{path} and {having[1][0]} have figures of the same kind. Give one of the two.")
+    own = next((one for one in figures if _is_model(directory, one.model)), None)
+    if own is None:
+        raise _other_model(directory, path, [one.model for one in figures])
+    # The original has no packed format.
+    return (own, *(one for one in figures if one.format == "dense" and one is not own))
+
+
+def plots_beside(evaluation: Path | None, benchmarks: Sequence[Path] = ()) -> tuple[Plot, ...]:
+    """The plots of the reports that `eval` and `bench` wrote beside their figures, as they show them."""
+    found = []
+    parts = [("bench", path) for path in benchmarks]
+    for part, path in parts if evaluation is None else [("eval", evaluation), *parts]:
+        text = path.with_suffix(".md")
+        if not text.is_file():
+            continue
+        for caption, name in _IMAGE.findall(text.read_text(encoding="utf-8", errors="replace")):
+            image = text.parent / f"{name}.png"
+            if image.is_file():
+                # As it was before it became Markdown.
+                plain = html.unescape(re.sub(r"\\([^A-Za-z0-9\s])", r"\1", caption))
+                found.append(Plot(part, f"{part}-{name}", plain, image.read_bytes()))
+    return tuple(found)
+
+
+def _is_model(directory: Path, model: str) -> bool:
+    return Path(model).resolve() == directory.resolve() or Path(model).name == directory.resolve().name
+
+
+def _other_model(directory: Path, path: Path, models: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"{path} is about {', '.join(models) or 'no model'}, not {directory}. Give the file that was "
+        "measured of it."
+    )
+
+
+def _evaluated(directory: Path, path: Path) -> Measurements:
+    """The figures of report.json or of eval.json for the model in `directory`, and how they were taken."""
+    try:
+        data = json.loads(path.read_bytes())
+        reports = data.get("reports", [data])
+        models = [report["model"] for report in reports]
+        own = next((one for one in reports if _is_model(directory, one["model"])), None)
+        if own is None:
+            raise _other_model(directory, path, models)
+        rows = tuple(from_json(Accuracy, {**metrics, "text": text}) for text, metrics in own["texts"].items())
+        tasks = [(Path(own["model"]).name, own["tasks"])]
+        floor = own.get("noise_floor")
+        if floor is not None:
+            # Of older files it is on texts alone.
+            tasks.append((floor_label(own["against"], floor["dtype"]), floor.get("tasks", ())))
+        answers = tuple(
+            (label, tuple(from_json(TaskMetrics, one) for one in metrics))
+            for label, metrics in tasks
+            if metrics
+        )
+        how = (
+            f"Windows of {own['window']} tokens, activations in {own['dtype']} on {own['device']}; quantkit "
+            f"{own['quantkit_version']}, torch {own['torch']}, transformers {own['transformers']}."
+        )
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {os_error_text(error)}. Check the path.") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} is not what `quantkit eval` writes ({type(error).__name__}: {error}). Give its "
+            "report.json or the file of --json."
+        ) from error
+    return Measurements(rows, answers, how)

@@ -75,7 +75,8 @@ def use_threads(asked: int | None, device: str = "auto") -> None:
     if asked is not None:
         # torch takes fewer by itself where there are fewer cores.
         torch.set_num_threads(asked)
-    if short is not None and pick_device(device).type == "cpu":
+    # Of processes that share the work, as torchrun starts them, the first speaks.
+    if short is not None and os.environ.get("RANK", "0") == "0" and pick_device(device).type == "cpu":
         note(short)
 
 

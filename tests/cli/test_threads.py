@@ -48,6 +48,17 @@ def test_the_variable_of_openmp_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     assert torch.get_num_threads() == before
 
 
+def test_of_processes_that_share_the_work_the_first_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(threads, "shortage", lambda count: "cores are missing")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for rank, said in (("0", "note: cores are missing\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        threads.use_threads(None, "cpu")
+        assert capsys.readouterr().err == said
+
+
 def test_every_command_that_computes_has_the_option(run: Run) -> None:
     for name in COMPUTING:
         assert "--threads" in run(name, "--help").out, name

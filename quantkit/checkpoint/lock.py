@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -45,6 +46,7 @@ class DirectoryLock:
     def acquire(cls, directory: Path) -> "DirectoryLock":
         """Lock `directory` without waiting; `OutputError` if it is locked or not writable."""
         path = directory / LOCK_NAME
+        _check_place(path)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
             try:
@@ -100,6 +102,17 @@ def locked(directory: Path) -> Iterator[DirectoryLock]:
         yield lock
     finally:
         lock.release()
+
+
+def _check_place(path: Path) -> None:
+    """`OutputError` if something else than a file has the name: no room or right would help."""
+    # Where even this fails, opening the file tells why.
+    with suppress(OSError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise OutputError(
+                f"{path} is no regular file, which a lock file has to be. Move it elsewhere or choose "
+                "another output directory."
+            )
 
 
 def _lock(fd: int, path: Path) -> None:

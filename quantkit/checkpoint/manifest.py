@@ -151,13 +151,11 @@ def verify_files(
     directory: Path,
     manifest: Mapping[str, Any],
     progress: Callable[[int], None] | None = None,
-    *,
-    contents: bool = True,
 ) -> list[Problem]:
     """What in `directory` differs from a manifest that `read_manifest` returned, sorted by name.
 
-    `progress` is called with the number of bytes hashed since its last call. Without `contents`
-    only presence and sizes are compared. A file that cannot be read is a `CheckpointError`.
+    `progress` is called with the number of bytes hashed since its last call. A file that cannot be
+    read is a `CheckpointError`.
     """
     files: dict[str, dict[str, Any]] = manifest["files"]
     problems = [
@@ -166,14 +164,14 @@ def verify_files(
         if name.rstrip("/").endswith(_OF_WEIGHTS)
     ]
     for name, entry in files.items():
-        problem = _file_problem(directory / name, entry, progress if contents else None, contents)
+        problem = _file_problem(directory / name, entry, progress)
         if problem is not None:
             problems.append(problem)
     return sorted(problems, key=lambda problem: problem.file)
 
 
 def _file_problem(
-    path: Path, entry: Mapping[str, Any], progress: Callable[[int], None] | None, contents: bool
+    path: Path, entry: Mapping[str, Any], progress: Callable[[int], None] | None
 ) -> Problem | None:
     try:
         size = path.stat().st_size if path.is_file() else None
@@ -187,8 +185,6 @@ def _file_problem(
     if size != entry["size"]:
         text = f"{path.name} has {size} bytes, the manifest says {entry['size']}"
         return Problem(path.name, "size", text)
-    if not contents:
-        return None
     digest = hash_file(path, progress)
     if digest != entry["sha256"]:
         text = f"{path.name} has sha256 {digest}, the manifest says {entry['sha256']}"

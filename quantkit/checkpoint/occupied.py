@@ -137,7 +137,7 @@ def start_again(
     if not contents.others:
         return _begin(contents, run, expected_bytes)
     if contents.complete or contents.unnamed:
-        return _complete(contents, run)
+        return _complete(contents, run, progress)
     return _resume(contents, run, expected_bytes, progress)
 
 
@@ -181,13 +181,13 @@ def _begin(contents: _Contents, run: Mapping[str, Any], expected_bytes: int) -> 
     return Start(Journal.create(contents.path, run))
 
 
-def _complete(contents: _Contents, run: Mapping[str, Any]) -> Start:
+def _complete(contents: _Contents, run: Mapping[str, Any], progress: Callable[[int], None] | None) -> Start:
     path, manifest = contents.path, contents.manifest
     assert manifest is not None
     if manifest.get("run_sha256") != run_hash(run):
         known = manifest.get("run")
         _refuse_other_run(path, "finished", known if isinstance(known, dict) else {}, run)
-    problems = verify_files(path, manifest, contents=False) + verify_manifest(path)
+    problems = verify_files(path, manifest, progress) + verify_manifest(path)
     if contents.unnamed:
         problems = [problem for problem in problems if problem.file != CONFIG_NAME]
     if problems:

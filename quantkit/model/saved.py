@@ -12,7 +12,7 @@ from torch import nn
 from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
 from quantkit.checkpoint.header import read_json
 from quantkit.checkpoint.journal import JOURNAL_NAME
-from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_manifest
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.errors import CheckpointError
@@ -48,11 +48,18 @@ def is_saved(directory: Path) -> bool:
 def read_record(directory: Path) -> ModelRecord:
     """The record of a packed directory: from its manifest, or from config.json and headers if it is saved.
 
-    `CheckpointError` for what is neither.
+    `CheckpointError` for what is neither, and for a manifest that has changed since it was written.
     """
     if is_saved(directory):
         return record_of(Checkpoint.open(directory))
-    return ModelRecord.from_manifest(read_manifest(directory))
+    record = ModelRecord.from_manifest(read_manifest(directory))
+    # After what is wrong in itself, which says more.
+    for problem in verify_manifest(directory):
+        raise CheckpointError(
+            f"{directory}: {problem}, so its figures may be wrong. Write the checkpoint again or download it "
+            "again."
+        )
+    return record
 
 
 def file_names(directory: Path) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from quantkit.checkpoint.durable import is_plain_name
 from quantkit.checkpoint.header import MAX_JSON_BYTES
 from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, shown
@@ -48,8 +49,10 @@ class _Reader:
 def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint`, with a warning more for what could not be read here but may be elsewhere.
 
-    `CheckpointError` for a file that would be copied and that its reader cannot read; it names that file.
+    `CheckpointError` for a file that would be copied and that its reader cannot read, or that is none, such
+    as a link to a file that is gone; it names that file.
     """
+    _check_left_out(checkpoint.directory)
     for path in checkpoint.side_files:
         _check_name(path)
         _check_start(path)
@@ -58,6 +61,20 @@ def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
                 _check_with(reader, path)
     warning = _tokenizer_warning(checkpoint)
     return checkpoint if warning is None else replace(checkpoint, warnings=(*checkpoint.warnings, warning))
+
+
+def _check_left_out(directory: Path) -> None:
+    """`CheckpointError` for what has the name of a file to copy and is none: the output would lack it."""
+    read = {_TEMPLATE, *(name for reader in READERS for name in reader.names)}
+    for path in sorted(directory.iterdir()):
+        if not is_side_name(path.name) or path.name.endswith(".index.json") or path.is_file():
+            continue
+        # Folders and pipes may have any name but those that a reader asks for.
+        if path.is_symlink() or path.name in read:
+            found = "a link that leads to no file" if path.is_symlink() else "no regular file"
+            raise CheckpointError(
+                f"{path}: is {found}; expected a file to copy. Download it again, or remove it."
+            )
 
 
 def _check_name(path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,15 @@ def test_lock_file_that_cannot_be_written_is_reported(
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(OutputError, match=r"lock file .*EROFS.* choose another"):
         DirectoryLock.acquire(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_file_in_its_place_is_reported(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / LOCK_NAME)
+    with pytest.raises(OutputError, match=rf"{LOCK_NAME} is no regular file.* Move it elsewhere"):
+        DirectoryLock.acquire(tmp_path)
+    (tmp_path / LOCK_NAME).rename(tmp_path / "elsewhere")
+    DirectoryLock.acquire(tmp_path).release()
 
 
 def test_filesystem_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,13 @@ def test_resume_of_a_finished_directory_is_complete(out: Path, source: Path) -> 
     text = refusal(out, source, Mode.RESUME, run={**RUN, "version": "2"})
     assert "finished by a run that differs" in text and 'version: "1" -> "2"' in text
 
+    # One bit, which only the hash tells.
+    data = bytearray((out / NAMES[0]).read_bytes())
+    data[-1] ^= 1
+    (out / NAMES[0]).write_bytes(data)
+    text = refusal(out, source, Mode.RESUME)
+    assert f"{NAMES[0]} has sha256" in text and "--overwrite" in text
+
     (out / NAMES[1]).write_bytes(b"")
     (out / "merges.txt").unlink()
     text = refusal(out, source, Mode.RESUME)

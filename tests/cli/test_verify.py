@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes
 from quantkit.model.load import load
 
 from .conftest import SOURCE, STORIES, Run, edit_json
@@ -140,6 +140,10 @@ def test_names_from_files_do_not_reach_the_terminal_as_they_are(run: Run, damage
         _layers(manifest)["\x1b]0;evil\x07[/bold]"] = _layers(manifest)["lm_head"]
 
     edit_json(damaged / MANIFEST_NAME, change)
+    assert "has changed since it was written" in run("inspect", damaged).err
+    # Who wants to deceive writes the hash too.
+    path = damaged / MANIFEST_NAME
+    path.write_bytes(manifest_bytes(json.loads(path.read_text())))
     done = run("inspect", damaged)
     assert done.code == 0
     assert "\x1b" not in done.out

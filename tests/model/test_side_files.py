@@ -149,6 +149,32 @@ def test_what_cannot_be_read_is_named(source: Path, name: str, text: str, messag
     assert "quantkit-tokenizer-" not in found
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "generation_config.json", "chat_template.jinja", "notes.txt"]
+)
+def test_what_is_no_file_is_not_left_out_in_silence(source: Path, name: str) -> None:
+    path = source / name
+    path.unlink(missing_ok=True)
+    for target in ("../../blobs/gone", name):
+        path.symlink_to(target)
+        with pytest.raises(
+            CheckpointError, match=rf"{name}: is a link that leads to no file; .* or remove it"
+        ):
+            plan(source)
+        path.unlink()
+    for make in (os.mkfifo, os.mkdir):
+        make(path)
+        if name == "notes.txt":  # which nobody asks for
+            plan(source)
+        else:
+            with pytest.raises(CheckpointError, match=rf"{name}: is no regular file; .* or remove it"):
+                plan(source)
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
+
+
 def test_plan_and_quantize_refuse_alike_and_resume_goes_on(source: Path, tmp_path: Path) -> None:
     path, out = source / "generation_config.json", tmp_path / "out"
     whole = path.read_bytes()
@@ -209,9 +235,9 @@ def test_what_is_not_copied_is_not_read(source: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").write_text("{")
     (source / "added_tokens.json").symlink_to(tmp_path / "outside")
     (source / "results.json").write_text("nobody reads this")
-    os.mkfifo(source / "merges.txt")
+    os.mkfifo(source / "pipe.txt")
     checkpoint = check_side_files(Checkpoint.open(source))
-    assert [path.name for path in checkpoint.side_files if path.name in ("results.json", "merges.txt")] == [
+    assert [path.name for path in checkpoint.side_files if path.name in ("results.json", "pipe.txt")] == [
         "results.json"
     ]
 

@@ -246,6 +246,14 @@ def test_a_source_that_is_none(copied: Path, values: dict[str, Any], message: st
     assert message in str(caught.value)
 
 
+def test_a_manifest_that_changed_is_refused(copied: Path) -> None:
+    text = (copied / MANIFEST_NAME).read_text()
+    assert '"source_bytes": ' in text
+    (copied / MANIFEST_NAME).write_text(text.replace('"source_bytes": ', '"source_bytes": 1'))
+    with pytest.raises(CheckpointError, match=f"{MANIFEST_NAME} has changed since it was written.* again"):
+        make_card(copied, Measurements())
+
+
 def test_figures_are_those_of_the_files(packed: Path, evaluation: Path, tmp_path: Path) -> None:
     bench = tmp_path / "bench.json"
     dense = speed_of(SOURCE, "dense")

@@ -328,7 +328,10 @@ def _small_files(repository: Repository, listing: Listing, revision: str | None)
                 url, f"too slowly: {names.index(name) + 1} of {len(names)} small files", "all within minutes"
             )
     _remember(repository, revision, listing.commit)
-    return _folder(repository, listing.commit)
+    folder = _folder(repository, listing.commit)
+    # Where there is nothing but weights, whoever opens it says what is missing.
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def cached_file(repository: Repository, name: str, commit: str) -> Path:

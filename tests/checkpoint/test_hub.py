@@ -97,6 +97,13 @@ def test_refuses_repository_without_safetensors(cache: Path, files: list[str]) -
     assert len(asked) == 1
 
 
+def test_a_repository_of_nothing_but_weights_lacks_its_config(cache: Path) -> None:
+    with answering(answers_of({"model.safetensors": WEIGHTS})):
+        for headers_only in (True, False):
+            with pytest.raises(CheckpointError, match=r"config\.json"):
+                Checkpoint.open(resolve("org/name", headers_only=headers_only))
+
+
 def http_error(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
     request = httpx.Request("GET", "https://huggingface.co/api/models/org/name")
     return kind("first line\nsecond line", response=httpx.Response(status, request=request))

@@ -27,6 +27,7 @@ from quantkit.checkpoint.hub_answers import (
     read_file,
     read_listing,
     read_start,
+    within,
 )
 from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.source import HEADERS_ONLY_NAME
@@ -282,7 +283,7 @@ def download_large(repository: Repository, name: str, revision: str | None) -> P
     import huggingface_hub
 
     url = repository.file_url(name, revision)
-    metadata = huggingface_hub.get_hf_file_metadata(url)
+    metadata = within(Deadline(FILE_SECONDS), lambda: huggingface_hub.get_hf_file_metadata(url))
     # They become names in the cache, and huggingface_hub takes any.
     if metadata.commit_hash is None or not _COMMIT.fullmatch(metadata.commit_hash):
         fail(url, f"the commit {shown(metadata.commit_hash)}", "40 hex digits as X-Repo-Commit")

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -13,10 +14,12 @@ from typing import Any, NoReturn, Self
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Seconds until it is looked again whether an import is over.
 _LOOK = 0.02
+#: Seconds that imports are waited for. A machine with other work may be at those of a command for a minute.
+_PATIENCE = 5.0
 _IMPORT = "<frozen importlib._bootstrap>"
 
-#: Signals that wait for the end of an import.
-_waiting: set[int] = set()
+#: Signals that wait for the end of an import, and until when.
+_waiting: dict[int, float] = {}
 
 
 def handle(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
@@ -37,15 +40,15 @@ def terminate(number: int, frame: FrameType | None) -> None:
     """The handler that ends what the main thread does by an exception, with the exit code that shells give.
 
     An import is waited for: C code that imports a module may lose the exception, or end the process with it.
-    A second signal meanwhile ends the process at once.
+    A second signal meanwhile, or `_PATIENCE`, ends the process at once.
     """
     if _is_importing(frame):
-        if number in _waiting:
+        if _waiting:
             leave(number, frame)
-        _waiting.add(number)
+        _waiting[number] = time.monotonic() + _PATIENCE
         _call_soon(number)
         return
-    _waiting.discard(number)
+    _waiting.pop(number, None)
     raise _ending(number)
 
 
@@ -53,7 +56,7 @@ def wait_no_longer() -> None:
     """Raise the exception of a signal that still waits for the end of an import, if there is one."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     if _waiting:
-        number = _waiting.pop()
+        number = next(iter(_waiting))
         _waiting.clear()
         raise _ending(number)
 
@@ -88,9 +91,13 @@ def _call_soon(number: int) -> None:
         handler = signal.getsignal(number)
         if not callable(handler):
             return
-        # It waits no longer, or begins to wait anew.
-        _waiting.discard(number)
+        # It waits no longer, or goes on waiting.
+        end = _waiting.pop(number, None)
+        if end is not None and end < time.monotonic() and handler is terminate and _is_importing(frame):
+            leave(number, frame)
         handler(number, frame)
+        if end is not None and number in _waiting:
+            _waiting[number] = end
 
     signal.signal(signal.SIGALRM, call)
     signal.setitimer(signal.ITIMER_REAL, _LOOK)

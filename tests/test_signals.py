@@ -181,3 +181,26 @@ def test_processes_that_are_started_get_no_interrupt_of_the_terminal() -> None:
     assert started.communicate()[0] == "goes on\n" and started.returncode == 0
     with handled(terminate), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+#: Two lines of an import, as far as `terminate` can see, that never ends.
+IMPORTING = """
+import os, signal, time
+from quantkit import signals
+signals._PATIENCE = {patience}
+signals.handle(signals.terminate)
+lines = "for number in {numbers}: os.kill(os.getpid(), number)\\nwhile True: time.sleep(0.01)"
+exec(compile(lines, signals._IMPORT, "exec"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("patience", "numbers", "code"), [(0.1, (15,), 143), (60, (15, 1), 129), (60, (2, 15), 143)]
+)
+def test_an_import_is_not_waited_for_without_end(patience: float, numbers: tuple[int], code: int) -> None:
+    """It is so for `_PATIENCE`, and until another signal comes, of whatever kind."""
+    script = IMPORTING.format(patience=patience, numbers=numbers)
+    found = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=50
+    )
+    assert (found.returncode, found.stderr) == (code, "interrupted\n")

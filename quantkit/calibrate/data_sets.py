@@ -12,7 +12,15 @@ from typing import Any
 
 from quantkit.calibrate.documents import SUFFIXES, kind_of
 from quantkit.checkpoint.hub import Wanted, answered, cached_file, download_large, explained, online_or_cached
-from quantkit.checkpoint.hub_answers import Listing, Repository, read_listing
+from quantkit.checkpoint.hub_answers import (
+    FILE_SECONDS,
+    SLOWEST_BYTES_PER_SECOND,
+    Deadline,
+    Listing,
+    Repository,
+    read_listing,
+    within,
+)
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.files import shown
 
@@ -113,7 +121,8 @@ def _opened(asked: DataSetName) -> DataSet:
             # By branch or tag, so that the cache knows them when there is no network.
             if isinstance(found, Path):
                 return found / name
-            path = download_large(repository, name, revision)
+            seconds = FILE_SECONDS * 2 + (sizes[name] or MAX_FILE_BYTES) / SLOWEST_BYTES_PER_SECOND
+            path = within(Deadline(seconds), lambda: download_large(repository, name, revision))
         if commit not in path.parts:
             raise EnvironmentProblem(f"{asked}: the data set was changed just now. Run the command again.")
         return path

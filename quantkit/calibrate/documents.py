@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from quantkit.about import pip_install
-from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
 from quantkit.files import MAX_CONTAINERS, shown
 
 #: A document: its text, or the messages of a chat.
@@ -32,13 +32,18 @@ MAX_LINE_BYTES = 64 << 20
 #: How many times its size a compressed file may grow, beyond `MAX_LINE_BYTES`; texts grow up to ten times.
 MAX_GROWTH = 100
 
-#: Characters of a file that are read, many times what samples take; they become tokens within seconds.
+#: Bytes of text in UTF-8 that are read, many times what samples take; they become tokens within seconds. Not
+#: characters, as some tokenizers make a token of each byte.
 MAX_WORK = 4_000_000
 
 #: Objects and lists that a row may have.
 MAX_OBJECTS = 200_000
 
-#: A row takes as long as so many characters, however short its text is.
+#: Values that a row, an array, or the lists in a group of rows may have: each takes up to 70 bytes in memory,
+#: and less than a bit of a compressed file.
+MAX_VALUES = 5_000_000
+
+#: A row takes as long as so many bytes, however short its text is.
 ROW_WORK = 128
 
 _BLOCK_BYTES = 1 << 20
@@ -67,7 +72,7 @@ def read_documents(path: Path, characters: int | None = None) -> list[Document]:
 
 
 def first_documents(path: Path, work: int, characters: int | None = None) -> tuple[list[Document], bool]:
-    """`read_documents`, and whether there may be more than `work`: characters, but at least `ROW_WORK` a row.
+    """`read_documents`, and whether there may be more than `work`: bytes, but at least `ROW_WORK` a row.
 
     A text that is longer by itself is cut. `UsageError` for a chat that is.
     """
@@ -91,18 +96,22 @@ def first_documents(path: Path, work: int, characters: int | None = None) -> tup
 
 def _shortened(document: Document, work: int, where: str) -> Document:
     if isinstance(document, str):
-        return document[:work]
+        return _utf8(document)[:work].decode(errors="ignore")
     raise UsageError(
         f"{where} has a chat of {len(document)} messages and {_characters(document)} characters; expected at "
-        f"most {work} characters, of which a message counts as {ROW_WORK} or more. Leave it out."
+        f"most {work} bytes, of which a message counts as {ROW_WORK} or more. Leave it out."
     )
 
 
 def _effort(document: Document) -> int:
-    """Characters that take as long to become tokens as this does."""
-    if isinstance(document, str):
-        return max(ROW_WORK, len(document))
-    return sum(max(ROW_WORK, len(str(message["content"]))) for message in document)
+    """Bytes that take as long to become tokens as this does."""
+    texts = [document] if isinstance(document, str) else [str(message["content"]) for message in document]
+    return sum(max(ROW_WORK, len(_utf8(text))) for text in texts)
+
+
+def _utf8(text: str) -> bytes:
+    # JSON may have half characters.
+    return text.encode(errors="surrogatepass")
 
 
 def read_text(path: Path) -> str:
@@ -206,7 +215,7 @@ def _json_lines(path: Path, work: int) -> Iterator[Document]:
         if not line.strip():
             yield ""
             continue
-        row = _parsed(line, f"{path}: line {number}", "one object a line", MAX_OBJECTS)
+        row = _parsed(line, f"{path}: line {number}", "one object a line", MAX_OBJECTS, MAX_VALUES)
         yield _document(row, f"{path}: line {number}")
 
 
@@ -216,14 +225,18 @@ def _json_file(path: Path, work: int) -> Iterator[Document]:
     if not first.startswith("["):
         yield from _json_lines(path, work)
         return
-    rows = _parsed(_text(path, sys.maxsize), f"{path}:", "an array of objects", MAX_CONTAINERS)
+    # A file that is large itself may take memory.
+    values = max(MAX_VALUES, path.stat().st_size // 8)
+    rows = _parsed(_text(path, sys.maxsize), f"{path}:", "an array of objects", MAX_CONTAINERS, values)
     for number, row in enumerate(rows):
         yield _document(row, f"{path}: object {number}")
 
 
-def _parsed(text: str, where: str, expected: str, most: int) -> Any:
+def _parsed(text: str, where: str, expected: str, most: int, values: int) -> Any:
     if text.count("{") + text.count("[") > most:
         raise UsageError(f"{where} has more than {most} objects and lists. Give a part of it.")
+    if text.count(",") > values:
+        raise UsageError(f"{where} has more than {values} commas. Give a part of it.")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -267,18 +280,29 @@ def _parquet(path: Path, work: int = MAX_WORK) -> Iterator[Document]:
                 for row in batch.to_pylist():
                     yield _document(row, f"{path}: row {number}")
                     number += 1
-    except (OSError, ValueError) as error:
+    except (QuantkitError, MemoryError):
+        raise
+    except Exception as error:  # Values that Python has no type for: pyarrow and pytz raise what they like.
         raise UsageError(f"{path}: is not a readable parquet file ({error}). Check the file.") from error
 
 
 def _check_sizes(path: Path, metadata: Any, columns: Sequence[str]) -> None:
-    """`UsageError` for columns of a group of rows that grow too much: a page is decompressed as a whole."""
+    """`UsageError` for columns of a group of rows that grow too much: a page is decompressed as a whole, and
+    the lists of a row are read as a whole.
+    """
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         parts = [group.column(i) for i in range(group.num_columns)]
         parts = [part for part in parts if part.path_in_schema.partition(".")[0] in columns]
-        limit = max(MAX_LINE_BYTES, MAX_GROWTH * sum(part.total_compressed_size for part in parts))
+        compressed = sum(part.total_compressed_size for part in parts)
+        limit = max(MAX_LINE_BYTES, MAX_GROWTH * compressed)
         if sum(part.total_uncompressed_size for part in parts) > limit:
             raise _too_long(path, limit)
+        in_lists = sum(part.num_values - group.num_rows for part in parts)
+        if in_lists > (values := max(MAX_VALUES, compressed)):
+            raise UsageError(
+                f"{path}: a group of rows has {in_lists} values in lists; expected at most {values}. Give a "
+                "part of it."
+            )
 
 
 def _elements(array: Any) -> int:

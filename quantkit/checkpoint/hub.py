@@ -27,6 +27,7 @@ from quantkit.checkpoint.hub_answers import (
     read_file,
     read_listing,
     read_start,
+    within,
 )
 from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.source import HEADERS_ONLY_NAME
@@ -282,7 +283,7 @@ def download_large(repository: Repository, name: str, revision: str | None) -> P
     import huggingface_hub
 
     url = repository.file_url(name, revision)
-    metadata = huggingface_hub.get_hf_file_metadata(url)
+    metadata = within(Deadline(FILE_SECONDS), lambda: huggingface_hub.get_hf_file_metadata(url))
     # They become names in the cache, and huggingface_hub takes any.
     if metadata.commit_hash is None or not _COMMIT.fullmatch(metadata.commit_hash):
         fail(url, f"the commit {shown(metadata.commit_hash)}", "40 hex digits as X-Repo-Commit")
@@ -328,7 +329,10 @@ def _small_files(repository: Repository, listing: Listing, revision: str | None)
                 url, f"too slowly: {names.index(name) + 1} of {len(names)} small files", "all within minutes"
             )
     _remember(repository, revision, listing.commit)
-    return _folder(repository, listing.commit)
+    folder = _folder(repository, listing.commit)
+    # Where there is nothing but weights, whoever opens it says what is missing.
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def cached_file(repository: Repository, name: str, commit: str) -> Path:

@@ -11,6 +11,7 @@ from quantkit.calibrate.samples import DEFAULT_LENGTH, DEFAULT_SAMPLES, Samples,
 from quantkit.calibrate.sources import parse_sources, read_source, shares
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.files import shown
 from quantkit.model.tokenizer import tokenize, tokenizer
 
 
@@ -64,21 +65,33 @@ def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int)
 
 
 def _tokens(words: Any, document: Document, name: str) -> torch.Tensor:
-    if isinstance(document, str):
-        return tokenize(words, document)
+    text = document if isinstance(document, str) else _rendered(words, document, name)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20) : error.start + 20]
+        raise UsageError(
+            f"{name} has the half character {text[error.start]!r} in {shown(around)}; expected text that "
+            "UTF-8 has bytes for. Mend its row or leave it out."
+        ) from None
+    return tokenize(words, text)
+
+
+def _rendered(words: Any, document: list[dict[str, Any]], name: str) -> str:
+    """A chat as the text that the model's template makes of it."""
     if not getattr(words, "chat_template", None):
         raise UsageError(
             f"{name} has chat messages, but the tokenizer of this model has no chat template. Give "
             f'{{"text": "..."}}.'
         )
     try:
-        text = words.apply_chat_template(document, tokenize=False)
+        text: str = words.apply_chat_template(document, tokenize=False)
     except Exception as error:  # Templates raise what they like.
         raise UsageError(
             f"{name}: the chat template of this model refuses a chat ({type(error).__name__}: {error}). "
             "Check the roles of its messages."
         ) from error
-    return tokenize(words, text)
+    return text
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:

@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quantkit.checkpoint.hub_answers import Deadline, within
+from quantkit.checkpoint.hub_answers import SLOWEST_BYTES_PER_SECOND, Deadline, within
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 from quantkit.files import os_error_text, shown
@@ -85,7 +86,7 @@ def push(
 
     `revision` is a branch, created where it is not there. `UsageError` for a repository that may not be
     written, `EnvironmentProblem` without a token or a network, `CheckpointError` for a file that has changed
-    since it was verified.
+    since it was verified. There is a deadline, which the bytes of the files put off.
     """
     from huggingface_hub import HfApi
 
@@ -102,13 +103,16 @@ def push(
             )
         if revision is not None:
             _soon(lambda: api.create_branch(created, branch=revision, exist_ok=True))
+    commit = partial(
+        api.create_commit,
+        created,
+        operations,
+        commit_message=message or "Upload a model quantized with quantkit",
+        revision=revision,
+    )
+    seconds = 2 * _SECONDS + sum(upload.sizes.values()) / SLOWEST_BYTES_PER_SECOND
     with _explained(repo, f"The commit may have been made: look at {api.endpoint}/{created}/commits."):
-        done = api.create_commit(
-            created,
-            operations,
-            commit_message=message or "Upload a model quantized with quantkit",
-            revision=revision,
-        )
+        done = within(Deadline(seconds), commit)
     address = str(done.commit_url)
     return address if _ADDRESS.fullmatch(address) else f"{api.endpoint}/{created}/commits"
 

@@ -270,6 +270,9 @@ def test_a_file_takes_no_longer_than_what_is_used_of_it(tmp_path: Path) -> None:
     text.write_bytes(gzip.compress(b"some words\n" * 5_000_000))
     (found,), is_part = first_documents(text, 5000)
     assert is_part and found == ("some words\n" * 500)[:5000]
+    # Bytes count, of which some tokenizers make a token each.
+    path.write_bytes(gzip.compress(b'{"text": "' + rb"\ud83d\ude00" * 1000 + b'"}\n'))
+    assert first_documents(path, 400 + 3) == (["\U0001f600" * 100], True)
 
 
 @pytest.mark.fault(51)
@@ -309,6 +312,26 @@ def test_rows_of_endless_objects_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(51)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_lists_of_endless_values_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(documents, "MAX_VALUES", 100)
+    path = tmp_path / name
+    row = '{"text": "' + "a" * 600 + '", "more": [' + "0," * 99 + "0]}"
+    path.write_text(f"[{row}]" if name == "a.json" else row)
+    assert read_documents(path) == ["a" * 600]
+    row = row.replace("0,", "0,0,")
+    path.write_text(f"[{row}]" if name == "a.json" else row)
+    if name == "a.json":  # a larger file may have more
+        path.write_text(f"[{row.replace('a' * 600, 'a' * 1600)}]")
+        assert read_documents(path) == ["a" * 1600]
+        path.write_text(f"[{row.replace('a' * 600, '')}]")
+    with pytest.raises(UsageError, match=r"has more than 100 commas\. Give a part of it"):
+        read_documents(path)
+
+
+@pytest.mark.fault(51)
 def test_parquet_of_endless_rows_pages_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -328,3 +351,36 @@ def test_parquet_of_endless_rows_pages_and_lists(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1000)
     with pytest.raises(UsageError, match=r"a\.parquet: has more than \d+ bytes when decompressed"):
         read_documents(path)
+
+
+@pytest.mark.fault(51)
+def test_parquet_of_lists_that_are_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of some bytes may stand for any number of values, which are all there before they are counted."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(documents, "MAX_VALUES", 1000)
+    path = tmp_path / "a.parquet"
+    chat = [{"role": "user", "content": "hello"}]
+    parquet.write_table(pyarrow.table({"messages": [chat] * 20_000}), path, use_dictionary=False)
+    assert len(read_documents(path)) == 20_000
+    rows = pyarrow.array([[None] * 100_000], pyarrow.list_(pyarrow.string()))
+    parquet.write_table(pyarrow.table({"text": rows}), path)
+    with pytest.raises(UsageError, match=r"has 99999 values in lists; expected at most 1000\. Give a part"):
+        read_documents(path)
+
+
+@pytest.mark.fault(50)
+def test_parquet_of_values_that_python_has_no_type_for(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    text = pyarrow.string()
+    for values in (
+        pyarrow.array([2**62], pyarrow.timestamp("us")),
+        pyarrow.array([2**30], pyarrow.date32()),
+        pyarrow.array([1], pyarrow.timestamp("us", tz="Mars/Phobos")),
+        pyarrow.array([[("a", "b")]], pyarrow.map_(text, text)),
+    ):
+        parquet.write_table(pyarrow.table({"text": values}), path)
+        with pytest.raises(UsageError, match=r"a\.parquet: (is not a readable parquet file|row 0 has text)"):
+            read_documents(path)

@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 from safetensors.torch import save
 
-from quantkit.checkpoint import hub_answers
+from quantkit.checkpoint import hub, hub_answers
 from quantkit.checkpoint.hub import locate, resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
@@ -95,6 +95,13 @@ def test_refuses_repository_without_safetensors(cache: Path, files: list[str]) -
         "https://huggingface.co/spaces/safetensors/convert or choose another repository."
     )
     assert len(asked) == 1
+
+
+def test_a_repository_of_nothing_but_weights_lacks_its_config(cache: Path) -> None:
+    with answering(answers_of({"model.safetensors": WEIGHTS})):
+        for headers_only in (True, False):
+            with pytest.raises(CheckpointError, match=r"config\.json"):
+                Checkpoint.open(resolve("org/name", headers_only=headers_only))
 
 
 def http_error(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
@@ -346,6 +353,16 @@ def test_what_huggingface_hub_makes_of_wrong_answers(cache: Path, headers: dict[
     changed = {**answers_of(FILES), file_path("model.safetensors"): answer}
     with answering(changed), pytest.raises(QuantkitError, match="org/name"):
         resolve("org/name")
+
+
+def test_a_server_that_never_says_how_large_a_file_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that sends one header after the other."""
+    wait = threading.Event()
+    monkeypatch.setattr("quantkit.checkpoint.hub.FILE_SECONDS", 0.2)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda _: wait.wait(20))
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.2 seconds"):
+        hub.download_large(hub_answers.Repository("org/name"), "model.safetensors", COMMIT)
+    wait.set()
 
 
 def test_weights_of_which_hardly_a_byte_comes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

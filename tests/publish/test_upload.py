@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,18 @@ def test_unreachable(upload: Upload, upload_hub: HubState, monkeypatch: pytest.M
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(EnvironmentProblem, match="the hub cannot be reached"):
         push(upload, "me/tiny")
+
+
+def test_a_hub_that_never_gets_done(
+    upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = threading.Event()
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", lambda *_, **__: wait.wait(20))
+    monkeypatch.setattr("quantkit.publish.upload._SECONDS", 0.5)
+    monkeypatch.setattr("quantkit.publish.upload.SLOWEST_BYTES_PER_SECOND", 1 << 40)
+    with pytest.raises(EnvironmentProblem, match=r"no answer within 1 seconds.*may have been made"):
+        push(upload, "me/tiny")
+    wait.set()
 
 
 def test_offline(upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch) -> None:

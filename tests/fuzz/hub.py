@@ -183,6 +183,8 @@ def check_hub(case: bytes, directory: Path) -> None:
     answers, whole = _unpack(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HUB_CACHE", str(directory / "hub"))
+        # What huggingface_hub notes of itself.
+        patch.setattr(constants, "AGENT_HARNESSES_PATH", str(directory / "harnesses.json"), raising=False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         patch.setattr(tempfile, "tempdir", str(directory))
         # That is tried out in a directory which is then removed.

@@ -186,6 +186,8 @@ def test_processes_that_are_started_get_no_interrupt_of_the_terminal() -> None:
 #: Two lines of an import, as far as `terminate` can see, that never ends.
 IMPORTING = """
 import os, signal, time
+# Whoever started the tests may have them ignore it, as nohup does.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from quantkit import signals
 signals._PATIENCE = {patience}
 signals.handle(signals.terminate)

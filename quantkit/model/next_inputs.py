@@ -29,28 +29,30 @@ class NextInputs:
         """For texts of up to `most` tokens, prompt included, None for any number; `config` is the model's."""
         text = config.get_text_config(decoder=True)
         windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
-        self._never = most is None or any(window is not None and window < most for window in windows)
+        is_bounded = most is not None and all(window is None or window >= most for window in windows)
+        #: None while it is not known.
+        self._is_right: bool | None = None if is_bounded else False
         self._last: Inputs | None = None
         self._proofs: list[HostCopy] = []
 
     @property
     def is_proved(self) -> bool:
         """Whether enough steps were as foreseen. Does not wait for the step that runs."""
-        if not self._never and len(self._proofs) == _PROOFS:
-            self._never = not all(bool(proof.get()) for proof in self._proofs)
-        return not self._never and len(self._proofs) == _PROOFS
+        if self._is_right is None and len(self._proofs) == _PROOFS:
+            self._is_right = all(bool(proof.get()) for proof in self._proofs)
+        return self._is_right is True
 
     def compare(self, prepared: Inputs, length: int) -> None:
         """Take what transformers prepared for a step, and compare it with what would have been foreseen.
 
         `length` is the number of tokens of each text, with that which the step gets.
         """
-        if self._never:
+        if self._is_right is False:
             return
         if self._last is not None:
             found = _advanced(self._last, prepared["input_ids"], length)
-            self._never = outline(found) != outline(prepared)
-            if self._never:
+            if outline(found) != outline(prepared):
+                self._is_right = False
                 return
             pairs = zip(tensors_of(found), tensors_of(prepared), strict=True)
             self._proofs.append(HostCopy(torch.stack([(one == other).all() for one, other in pairs]).all()))

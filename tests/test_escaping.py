@@ -129,6 +129,8 @@ def test_bars_and_backslashes_end_no_cell_for_the_other_parser_either(name: str)
 
 @settings(max_examples=100, deadline=None)
 @given(NAMES)
+@example("1")
+@example("n")
 def test_nothing_but_text_comes_of_a_name_in_a_document(name: str) -> None:
     document = Document(
         name,
@@ -147,7 +149,8 @@ def test_nothing_but_text_comes_of_a_name_in_a_document(name: str) -> None:
     lists = ["ul", "li", *(["p"] if line(name) else []), "li", "p"]
     rows = ["table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td"]
     texts = read(document.markdown(), "h1", "h2", "p", *lists, *rows, "code")
-    assert [text for text in texts if text.strip() not in ("n", "1")].count(line(name)) >= 4
+    # Two cells are the table's own, which a name may be like.
+    assert texts.count(line(name)) - ("n", "1").count(line(name)) >= 4
     (fence,) = [token for token in PARSER.parse(document.markdown()) if token.type == "fence"]
     assert fence.content.rstrip("\n") == escaping.printable(name).rstrip("\n") and not fence.info
     page = Page(document.html())

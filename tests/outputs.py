@@ -8,9 +8,9 @@ It runs the command line only, so that it needs no module of quantkit by name. `
 each method, its linears to all schemes in turn. `outputs.json` has the SHA-256 of each tensor file's names,
 dtypes, shapes and bytes by method and scheme; `help.txt` has `--help` of each command.
 
-The data-free methods give the same bytes on every CPU that was tried, and `tests/golden` keeps them. Bytes of
-calibrated methods depend on how a machine's BLAS sums, so that they are compared with those of another
-checkout only.
+`tests/golden` keeps those of the data-free methods, whose bytes are the same with and without AVX2 and
+AVX-512 (`ATEN_CPU_CAPABILITY`) and with one thread and two. Calibrated methods depend on the order in which a
+machine sums (awq's bytes differ with AVX2 and AVX-512), so they are compared between two checkouts only.
 """
 
 import argparse

@@ -166,6 +166,12 @@ def division(style: Any) -> tuple[Axis | None, int]:
     return ("columns" if isinstance(style, styles.RowwiseParallel) else None), 1
 
 
+def group_of(divided: Any) -> Any:
+    """The process group of the ranks that have shares of a DTensor."""
+    mesh = divided.device_mesh
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
 def not_by_expert(name: str) -> UsageError:
     return UsageError(
         f"{name!r}: packed experts are divided by the rows of gate and up and the columns of down alone, "

@@ -132,7 +132,7 @@ def found(models: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) -> 
             }
             answers[name]["own forwards"] = [
                 name.rpartition(".")[2]
-                for name, module in model.model.layers[0].named_modules()
+                for name, module in model.named_modules()
                 if isinstance(vars(module).get("forward"), ShareForward)
             ]
             after = {name: style for name, style in ALL_PARALLEL_STYLES.items() if name in before}
@@ -184,7 +184,8 @@ BY_ROWS, BY_COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"
 def test_ranks_call_their_shares_as_they_are(found, name):
     """Without DTensors around them."""
     known = BY_ROWS | BY_COLUMNS if "mixtral" not in name else {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert set(found[name]["own forwards"]) == known
+    # Not all versions of transformers divide the embedding.
+    assert set(found[name]["own forwards"]) - {"embed_tokens"} == known | {"lm_head"}
     assert found[name]["styles are kept"]
 
 

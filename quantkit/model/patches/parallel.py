@@ -302,8 +302,9 @@ def _has_equal_rows(weight: Any) -> bool:
 def undo_forwards(model: Any) -> None:
     """Give modules of `model` back the forwards that transformers made."""
     for module in model.modules():
-        if isinstance(module.forward, ShareForward):
-            module.forward = module.forward.original
+        own = vars(module).get("forward")
+        if isinstance(own, ShareForward):
+            module.forward = own.original
             if isinstance(module, PackedLinear):
                 module.shares_x = False
                 module.drop_kernel_layouts()

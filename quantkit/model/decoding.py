@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -37,10 +37,12 @@ from quantkit.model.graphs import (
     why_not_asked,
 )
 from quantkit.model.packed_module import PackedModule
+from quantkit.model.patches import process_groups
 from quantkit.model.patches.attention import decode_attention_in
 from quantkit.model.prompt_graphs import PromptGraphs
 from quantkit.model.ready import make_ready
 from quantkit.model.static_cache import growing, said, static_cache, tokens_of, why_no_static_cache
+from quantkit.model.tensor_parallel import all_agree, ranks_of
 from quantkit.model.trial import try_step
 
 logger = logging.getLogger("quantkit.model")
@@ -74,6 +76,8 @@ class GraphedForward:
         self._graphs: OrderedDict[tuple[Any, ...], _Graph | str] = OrderedDict()
         self._recorded: tuple[Any, ...] = ()
         self._unfit: str | None = None
+        #: The process group of the ranks that share the model.
+        self._ranks: Any = None
         self._lock = threading.Lock()
         self._prompts = PromptGraphs(self.plain, self._lock)
         #: One of the packed modules, which are moved together.
@@ -161,10 +165,26 @@ class GraphedForward:
             except NotRecorded as error:
                 # Not the error, whose traceback keeps the inputs and what else the step had.
                 self._graphs[key] = str(error)
+            if self._ranks is not None:
+                self._agree(key, inputs["input_ids"].device)
             if len(self._graphs) > GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]
+
+    def _agree(self, key: tuple[Any, ...], device: torch.device) -> None:
+        """Keep the graph of that key if every rank has one: all have to sum in one order."""
+        is_graph = not isinstance(self._graphs[key], str)
+        if all_agree(self._ranks, is_graph, device):
+            process_groups.drop_before_destroying(self)
+            _tell_of_ranks()
+        elif is_graph:
+            self._graphs[key] = "another rank could not record its share"
+
+    def drop(self) -> None:
+        """Let go of all graphs; what comes next is recorded anew."""
+        self._graphs.clear()
+        self._recorded = ()
 
     def renew(self) -> "GraphedForward":
         """Drop the graphs if the model is not what it was when they were recorded."""
@@ -177,7 +197,10 @@ class GraphedForward:
             now = fingerprint(self._model, modules)
             if now != self._recorded:
                 self._graphs.clear()
+                self._ranks = ranks_of(modules)
                 never = why_no_static_cache(self._model) or prompt_graphs.why_never(self._model, self.plain)
+                if self._ranks is not None:
+                    never = "ranks share the model"
                 self._prompts.clear(never)
                 self._recorded = now
         return self
@@ -236,10 +259,21 @@ class GraphedForward:
 
     def capture(self, step: Callable[[], Any], given: Inputs, rewind: Callable[[], None]) -> Captured:
         """`step`, which reads `given`, as a graph; `rewind` takes back what it writes."""
-        step = fused_forward("decoding steps", step, given, rewind)
+        if self._ranks is None:
+            # Ranks may have other kernels to compile, for which a step runs more often, and its sums with it.
+            step = fused_forward("decoding steps", step, given, rewind)
         output, run = graphs.capture(step, rewind, given["input_ids"].device)
         check_output(output)
         return output, run, held_tensors(step)
+
+
+@lru_cache(maxsize=1)
+def _tell_of_ranks() -> None:
+    if _is_first_rank():
+        logger.warning(
+            "ranks share the model (tensor parallelism): decoding steps are CUDA graphs with more launches "
+            "than on one GPU, and prompts are launched one kernel at a time; load it on one GPU where it fits"
+        )
 
 
 def _is_first_rank() -> bool:

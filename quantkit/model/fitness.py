@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from quantkit.kernels.table import forced_row
-from quantkit.model.packed_module import PackedModule
+from quantkit.model.packed_module import PackedModule, local
+from quantkit.model.tensor_parallel import why_ranks_unfit
 
 
 def modules_of(model: Any) -> list[Any]:
@@ -24,7 +25,9 @@ def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
     """What a graph of `model` depends on besides its inputs: its `modules`, and where their tensors lie."""
     states = tuple((id(module), module.training) for module in modules)
     held = (group for module in modules for group in (module._parameters, module._buffers) if group)
-    tensors = tuple(tensor.data_ptr() for group in held for tensor in group.values() if tensor is not None)
+    tensors = tuple(
+        local(tensor).data_ptr() for group in held for tensor in group.values() if tensor is not None
+    )
     packed = (module for module in modules if isinstance(module, PackedModule))
     layouts = tuple(address for module in packed for address in module.layout_addresses())
     # What the config asks for beside logits.
@@ -36,8 +39,8 @@ def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
     """None if steps of `model`, with these `modules`, may be recorded, else the reason and what to do."""
     if model.training:
         return "the model is in training mode; call model.eval()"
-    if any(isinstance(module, PackedModule) and module.tensor_parallel for module in modules):
-        return "ranks share the model (tensor parallelism); load it on one GPU where it fits"
+    if (reason := why_ranks_unfit(modules)) is not None:
+        return reason
     if any("_hf_hook" in vars(module) for module in modules) or len(_devices_of(modules)) > 1:
         return (
             "the model is divided among devices or offloaded; load it on one GPU, with device_map='cuda:0', "

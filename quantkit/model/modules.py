@@ -11,7 +11,7 @@ from quantkit.errors import FormatError
 from quantkit.kernels.eager import KernelLayout, is_plain, planned
 from quantkit.kernels.linear import autocast, check_features
 from quantkit.model.experts import DOWN, GATE_UP, PackedExperts, is_fused_experts, why_not_packable_experts
-from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
+from quantkit.model.packed_module import Matrix, PackedModule, PartSpec, local
 from quantkit.model.shared_input import SharedInput
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
@@ -163,7 +163,7 @@ class PackedLinear(PackedModule):
             y = shared.product(index, x)
             if y is not None:
                 return y
-        bias: torch.Tensor | None = self._parameters["bias"]
+        bias: torch.Tensor | None = local(self._parameters["bias"])
         x, bias = autocast(x), None if bias is None else autocast(bias)
         if not torch.compiler.is_compiling() and is_plain(x):
             y = self._planned(x, bias)
@@ -174,7 +174,7 @@ class PackedLinear(PackedModule):
     def _planned(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The product by a plan of the layout, where that is there and valid, and nothing is trained."""
         layout, owner = self._layouts.get(("weight", 0, x.dtype)), self._layout_owners.get("weight")
-        if layout is None or owner is None or owner() is not self._parameters[self._words_key]:
+        if layout is None or owner is None or owner() is not local(self._parameters[self._words_key]):
             return None
         parameters = self._parameters.values()
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in parameters):

@@ -235,9 +235,8 @@ class PackedModule(nn.Module):
 
     def _local(self, name: str) -> torch.Tensor:
         """A parameter, or what this rank has of one that tensor parallelism divides."""
-        found = getattr(self, name)
-        local: torch.Tensor = getattr(found, "_local_tensor", found)
-        return local
+        found: torch.Tensor = local(getattr(self, name))
+        return found
 
     def is_released(self, parameter: str) -> bool:
         """Whether the words of `parameter` are in its kernel layouts only."""
@@ -386,6 +385,11 @@ class PackedModule(nn.Module):
                 parameters[self._words_name(parameter)] = self._restored(parameter)
         fresh: dict[str, Any] = {"_layouts": {}, "_layout_owners": {}, "_released": {}}
         return {**self.__dict__, "_parameters": parameters, **fresh}
+
+
+def local(tensor: Any) -> Any:
+    """What this rank has of a tensor that ranks divide; any other as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _is_offloaded(module: nn.Module) -> bool:

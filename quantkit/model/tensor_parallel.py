@@ -7,10 +7,11 @@ divide all of them, and experts, whose parts its plan does not name, not at all.
 what fits, and `patches/parallel.py` has transformers divide packed modules as it says.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from quantkit.errors import UsageError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 Axis = Literal["rows", "columns"]
 
+#: What torch calls the backend whose sums CUDA graphs can have.
+RECORDED = "cuda:nccl"
 #: Numbers of ranks that are looked at.
 MOST_RANKS = 64
 
@@ -164,6 +167,42 @@ def division(style: Any) -> tuple[Axis | None, int]:
     if isinstance(style, styles.ColwiseParallel):
         return "rows", 1
     return ("columns" if isinstance(style, styles.RowwiseParallel) else None), 1
+
+
+def group_of(divided: Any) -> Any:
+    """The process group of the ranks that have shares of a DTensor."""
+    mesh = divided.device_mesh
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
+def ranks_of(modules: Sequence[nn.Module]) -> Any:
+    """The process group of the ranks that share `modules`; None without."""
+    if not any(isinstance(module, PackedModule) and module.tensor_parallel for module in modules):
+        return None
+    parameters = (one for module in modules for one in module._parameters.values())
+    divided = next((one for one in parameters if hasattr(one, "device_mesh")), None)
+    return None if divided is None else group_of(divided)
+
+
+def why_ranks_unfit(modules: Sequence[nn.Module]) -> str | None:
+    """None if steps of `modules` may be recorded on all ranks that share them, else the reason."""
+    if not any(isinstance(module, PackedModule) and module.tensor_parallel for module in modules):
+        return None
+    group = ranks_of(modules)
+    backend = "no backend" if group is None else str(torch.distributed.get_backend_config(group))
+    if RECORDED in backend:
+        return None
+    return (
+        f"ranks share the model (tensor parallelism) and sum through {backend}, not nccl; load it on GPUs, "
+        "or on one where it fits"
+    )
+
+
+def all_agree(group: Any, found: bool, device: torch.device) -> bool:
+    """Whether all ranks of `group` found what this one may have; all of them call it."""
+    missing = torch.tensor(int(not found), device=device)
+    torch.distributed.all_reduce(missing, group=group)
+    return not missing.item()
 
 
 def not_by_expert(name: str) -> UsageError:

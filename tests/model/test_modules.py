@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 
 from quantkit.errors import FormatError, KernelError
 from quantkit.kernels import linear as kernels
-from quantkit.model import packed_module
+from quantkit.kernels.eager import KernelLayout
+from quantkit.model import modules, packed_module
 from quantkit.model.modules import PackedLinear, packed_replacement, why_not_packable
 from quantkit.packing.tensor import PackedTensor
 
@@ -252,6 +254,21 @@ def test_the_cache_does_not_keep_replaced_words_alive():
     layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
     gc.collect()
     assert old() is None
+
+
+def test_a_share_runs_by_the_plan_of_its_layout(monkeypatch):
+    """The parameter of a weight that ranks divide is a DTensor, the layout is of what this rank has."""
+    layer, x, y = (
+        PackedLinear.from_packed(absmax_pack(torch.randn(4, 64), SCHEMES["int8"])),
+        *torch.ones(2, 64),
+    )
+    words, divided = layer.words, nn.Parameter(layer.words.detach(), requires_grad=False)
+    divided._local_tensor = words
+    layer._parameters[layer._words_key] = divided
+    layer._layouts["weight", 0, x.dtype] = KernelLayout("planned", x.dtype, ())
+    layer._layout_owners["weight"] = weakref.ref(words)
+    monkeypatch.setattr(modules, "planned", lambda *_: y)
+    assert layer(x) is y
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])

@@ -20,7 +20,7 @@ import quantkit
 from quantkit.model.decoding import graphs_of
 from quantkit.model.generate import generate
 from quantkit.model.modules import PackedLinear, packed_modules
-from quantkit.model.patches import attention, generation, loading, parallel, quantizers
+from quantkit.model.patches import attention, generation, loading, parallel, process_groups, quantizers
 from quantkit.model.patches.table import PATCHES, Patch
 from quantkit.model.plugin import QuantkitConfig, register, unregister
 
@@ -147,6 +147,7 @@ MADE: dict[str, Callable[[Any], object]] = {
     "initialization": _set_a_flag,
     "expert shapes": _merge,
     "offloaded dtypes": _offload,
+    "process groups": lambda _: process_groups.apply(),
     "parallel styles": lambda _: parallel._own_style("colwise"),
     "parallel plan": parallel.divide_packed,
     "parallel forward": _share,
@@ -287,7 +288,7 @@ def _ranks(model: Any) -> None:
             _dispatch,
             "the model is divided among devices or offloaded; load it on one GPU, with device_map='cuda:0'",
         ),
-        (_ranks, "ranks share the model (tensor parallelism); load it on one GPU where it fits"),
+        (_ranks, "ranks share the model (tensor parallelism) and sum through no backend, not nccl; load it"),
     ],
 )
 def test_what_cannot_be_recorded_runs_and_is_said_once(

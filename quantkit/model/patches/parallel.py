@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from quantkit.errors import EnvironmentProblem
 from quantkit.model.experts import PackedExperts
 from quantkit.model.modules import PackedLinear, packed_modules
-from quantkit.model.packed_module import PackedModule
+from quantkit.model.packed_module import PackedModule, local
 from quantkit.model.tensor_parallel import (
     TensorParallelPlan,
     cut_of,
     division,
+    group_of,
     not_by_expert,
     tensor_parallel_plan,
 )
@@ -165,71 +167,149 @@ def _distribute(module: nn.Module, param: str, mesh: Any, dim: int, pieces: int)
 
 @dataclass(frozen=True, eq=False)
 class ShareForward:
-    """The forward of a linear of which a rank has a share, in place of `original`, which transformers made.
+    """The forward of a module of which a rank has a share, in place of `original`, which transformers made.
 
-    That wraps shares as DTensors and sums them by one more of their operations. Without gradients a share is
-    called as it is, and what the ranks of `group` have is summed in place; without a group there is nothing
-    to sum.
+    That wraps tensors as DTensors. Without gradients `of_share` calls the share as it is, and what the ranks
+    of `group` have is put together by one operation.
     """
 
-    module: PackedLinear
+    module: Any
     original: Callable[..., Any]
     group: Any
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() or named or len(arguments) > 1 or hasattr(arguments[0], "placements"):
+        if torch.is_grad_enabled() or named or len(arguments) != 1 or hasattr(arguments[0], "placements"):
             return self.original(*arguments, **named)
+        return self.of_share(arguments[0])
+
+    def of_share(self, x: torch.Tensor) -> torch.Tensor:
+        """What `original` returns of x, which all ranks have or of which each has a share."""
+        raise NotImplementedError
+
+
+class RowsForward(ShareForward):
+    """A linear of which ranks have rows: each has its columns of y, and there is nothing to put together."""
+
+    def of_share(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N / ranks]."""
+        # Not by calling the module, whose hooks run already.
+        y: torch.Tensor = type(self.module).forward(self.module, x)
+        return y
+
+
+class ColumnsForward(ShareForward):
+    """A packed linear of which ranks have columns: their products are added up, and the bias once."""
+
+    def of_share(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K / ranks] -> [..., N]."""
         parameters = self.module._parameters
-        bias, parameters["bias"] = parameters["bias"], None
+        bias = parameters["bias"]
+        if bias is None:
+            return self._sum(type(self.module).forward(self.module, x))
+        parameters["bias"] = None
         try:
-            # Not by calling the module, whose hooks run already.
-            y = type(self.module).forward(self.module, arguments[0])
+            y = type(self.module).forward(self.module, x)
         finally:
             parameters["bias"] = bias
-        if self.group is not None:
-            y = y.contiguous()
-            torch.distributed.all_reduce(y, group=self.group)
-        return y if bias is None else y + getattr(bias, "_local_tensor", bias)
+        total: torch.Tensor = self._sum(y) + local(bias)
+        return total
+
+    def _sum(self, y: torch.Tensor) -> torch.Tensor:
+        y = y.contiguous()
+        torch.distributed.all_reduce(y, group=self.group)
+        return y
+
+
+class GatherForward(ShareForward):
+    """A linear, packed or dense, of which ranks have rows and all want the whole output."""
+
+    def of_share(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        if isinstance(self.module, PackedLinear):
+            y = type(self.module).forward(self.module, x)
+        else:
+            y = F.linear(x, local(self.module.weight), local(self.module.bias))
+        shares = [torch.empty_like(y) for _ in range(self.group.size())]
+        torch.distributed.all_gather(shares, y.contiguous(), group=self.group)
+        return torch.cat(shares, dim=-1)
+
+
+class LookupForward(ShareForward):
+    """A dense embedding [V, H] of which ranks have rows: all but one add zeros."""
+
+    def of_share(self, x: torch.Tensor) -> torch.Tensor:
+        """Ids int64 [...] -> [..., H]."""
+        weight = local(self.module.weight)
+        ids = x - self.group.rank() * weight.shape[0]
+        others = (ids < 0) | (ids >= weight.shape[0])
+        rows = F.embedding(ids.masked_fill(others, 0), weight)
+        rows = rows.masked_fill_(others[..., None], 0)
+        torch.distributed.all_reduce(rows, group=self.group)
+        return rows
 
 
 def divide_forwards(model: Any) -> None:
-    """Give packed linears of `model`, which is divided and loaded, forwards that cost the host less.
+    """Give modules of `model`, which is divided and loaded, forwards that cost the host less.
 
-    Those with a style that gathers or splits on its way keep what transformers gave them.
+    Those with a style that splits on its way, or shares of several lengths, keep what transformers gave them.
     """
     if not has_plan(model):
         return
+    for name, module in model.named_modules():
+        kind = _kind_of(model, name, module) if "forward" in vars(module) else None
+        if kind is None:
+            continue
+        divided: Any = next((one for one in module.parameters() if hasattr(one, "device_mesh")), None)
+        if divided is None:
+            continue
+        module.forward = kind(module, module.forward, group_of(divided))
+        if kind is RowsForward:
+            module.shares_x = True
+
+
+def _kind_of(model: Any, name: str, module: nn.Module) -> type[ShareForward] | None:
+    """The forward for a module of `model` by that name; None for what transformers gave it."""
     from torch.distributed.tensor import Replicate, Shard
     from transformers.distributed import tensor_parallel as styles
 
-    #: Input and output of each style.
-    known = {
-        styles.ColwiseParallel: (Replicate(), Shard(-1)),
-        styles.RowwiseParallel: (Shard(-1), Replicate()),
-    }
-    for name, module in packed_modules(model):
-        plan = model._tp_plan.get(styles.replace_layer_number_by_wildcard(name))
-        style: Any = None if plan is None else styles.ALL_PARALLEL_STYLES[plan]
-        if not isinstance(module, PackedLinear) or "forward" not in vars(module) or type(style) not in known:
-            continue
-        if (style.input_layouts, style.output_layouts) == known[type(style)] and style.use_local_output:
-            summed = type(style) is styles.RowwiseParallel
-            divided: Any = next(one for one in module.parameters() if hasattr(one, "device_mesh"))
-            mesh = divided.device_mesh
-            group = (mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")) if summed else None
-            module.forward = ShareForward(module, module.forward, group)  # type: ignore[method-assign]
-            module.shares_x = not summed
+    plan = model._tp_plan.get(styles.replace_layer_number_by_wildcard(name))
+    style: Any = None if plan is None else styles.ALL_PARALLEL_STYLES[plan]
+    if not getattr(style, "use_local_output", False):
+        return None
+    if type(module) is nn.Embedding:
+        plain = module.max_norm is None and not module.scale_grad_by_freq
+        is_looked_up = plain and _has_equal_rows(module.weight)
+        return LookupForward if is_looked_up and plan == "embedding_rowwise" else None
+    layouts = type(style), getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)
+    if isinstance(module, PackedLinear):
+        if layouts == (styles.ColwiseParallel, Replicate(), Shard(-1)):
+            return RowsForward
+        if layouts == (styles.RowwiseParallel, Shard(-1), Replicate()):
+            return ColumnsForward
+    gathers = layouts == (styles.ColwiseParallel, Replicate(), Replicate())
+    known = isinstance(module, PackedLinear) or (type(module) is nn.Linear and _has_equal_rows(module.weight))
+    return GatherForward if gathers and known else None
+
+
+def _has_equal_rows(weight: Any) -> bool:
+    """Whether ranks have each as many rows of a weight."""
+    from torch.distributed.tensor import Shard
+
+    placements = getattr(weight, "placements", None)
+    return placements == (Shard(0),) and weight.shape[0] % weight.device_mesh.size() == 0
 
 
 def undo_forwards(model: Any) -> None:
-    """Give packed linears of `model` back the forwards that transformers made."""
-    for _, module in packed_modules(model):
-        if isinstance(module.forward, ShareForward):
-            module.forward = module.forward.original
-            module.shares_x = False
-            module.drop_kernel_layouts()
+    """Give modules of `model` back the forwards that transformers made."""
+    for module in model.modules():
+        own = vars(module).get("forward")
+        if isinstance(own, ShareForward):
+            module.forward = own.original
+            if isinstance(module, PackedLinear):
+                module.shares_x = False
+                module.drop_kernel_layouts()
 
 
 def has_forwards(model: Any) -> bool:
-    """Whether `divide_forwards` changed a linear of `model`."""
-    return any(isinstance(module.forward, ShareForward) for _, module in packed_modules(model))
+    """Whether `divide_forwards` changed a module of `model`."""
+    return any(isinstance(vars(module).get("forward"), ShareForward) for module in model.modules())

@@ -1,4 +1,4 @@
-"""All changes that quantkit makes to transformers and accelerate, with the reason, and how they are undone.
+"""All changes that quantkit makes to transformers, accelerate and torch: why, and how they are undone.
 
 Those of the process add names that nobody else has, or stand in front of a class that takes over for every
 config that is not quantkit's. All others are attributes of one packed model, or of what it holds alone.
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quantkit.model.patches import attention, generation, loading, parallel, quantizers
+from quantkit.model.patches import attention, generation, loading, parallel, process_groups, quantizers
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,13 @@ PATCHES = (
         reason="parts of a packed matrix are divided as its scheme allows, not all along one axis",
         versions=">=5.17,<6",
         **_process(parallel.undo_styles, parallel.has_styles),
+    ),
+    Patch(
+        name="process groups",
+        changes="torch.distributed.destroy_process_group, to one that drops graphs of quantkit first",
+        reason="NCCL waits for graphs that sum over ranks, for ever; only once such a graph is recorded",
+        versions=">=5.17,<6",
+        **_process(process_groups.undo, process_groups.is_applied),
     ),
     Patch(
         name="generation",

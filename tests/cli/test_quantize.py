@@ -63,6 +63,23 @@ def test_plan_tells_memory_and_readers(run: Run) -> None:
     assert re.search(r"peak memory beyond the libraries: about [\d.]+ MB", done.out)
 
 
+def test_plan_tells_what_a_gpu_that_is_not_here_needs(run: Run) -> None:
+    line = r"GPU memory, as nvidia-smi counts it: at most ([\d.]+) GB to quantize, [\d.]+ GB to run"
+    sizes = {}
+    for method in ("mse", "gptq"):
+        done = run("plan", SOURCE, "-f", "int8", "-m", method, "--device", "cuda")
+        assert (done.code, done.err) == (0, "")
+        found = re.search(line, done.out.replace("\n", " "))
+        assert found is not None, done.out
+        sizes[method] = float(found[1])
+    assert 1.0 < sizes["mse"] < sizes["gptq"]
+    many = ("--calibration-samples", 4096, "--calibration-length", 512)
+    told = json.loads(run("plan", SOURCE, "-m", "gptq", "--device", "cuda", *many, "--json").out)
+    assert told["gpu_memory"]["quantizing"] > 1e9 * sizes["gptq"]
+    assert "gpu_memory" not in json.loads(run("plan", SOURCE, "--device", "cpu", "--json").out)
+    assert "device 'gpu' is unknown; use auto, cpu or cuda" in run("plan", SOURCE, "--device", "gpu").err
+
+
 def test_recipe_file(run: Run, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
@@ -323,7 +340,7 @@ def test_options_that_only_go_with_bits_per_weight(run: Run) -> None:
     assert "--formats is what --bits-per-weight and --milliseconds-per-token choose from" in done.err
     done = run("plan", SOURCE, *DATA)
     assert (done.code, done.out) == (2, "")
-    assert "--bits-per-weight and --milliseconds-per-token alone. Leave them out," in done.err
+    assert "--bits-per-weight and --milliseconds-per-token. Leave them " in done.err
 
 
 def test_milliseconds_per_token(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.writer import OutputDirectory
+from quantkit.cli import threads
 from quantkit.cli.quantize import coverage_line, learned_line
 from quantkit.kernels.problem import Gpu
 from quantkit.kernels.table import ROWS
@@ -63,7 +64,9 @@ def test_plan_tells_memory_and_readers(run: Run) -> None:
     assert re.search(r"peak memory beyond the libraries: about [\d.]+ MB", done.out)
 
 
-def test_plan_tells_what_a_gpu_that_is_not_here_needs(run: Run) -> None:
+def test_plan_tells_what_a_gpu_that_is_not_here_needs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A note about cores is for CPUs, and does not ask for the GPU.
+    monkeypatch.setattr(threads, "shortage", lambda _: "few cores are free")
     line = r"GPU memory, as nvidia-smi counts it: at most ([\d.]+) GB to quantize, [\d.]+ GB to run"
     sizes = {}
     for method in ("mse", "gptq"):

@@ -1,6 +1,6 @@
-"""GPU memory of calibrated quantization: what torch allocates and reserves, and what the driver counts.
+"""GPU memory of quantization: what `plan` names, what torch allocates and reserves, what the driver counts.
 
-    python benchmarks/quantize_memory.py --method gptq --layers 3
+    python benchmarks/quantize_memory.py --method mse,gptq,awq,signround --layers 2 --allocators off
 
 Random weights of Llama-3 8B's shapes are written to a temporary folder (436 MB a layer), and `quantkit
 quantize` runs in fresh processes, with torch's allocator as it is and with expandable segments. The driver's
@@ -16,9 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
+
+from quantkit.calibrate.methods import METHODS
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "stories260K"
 #: Runs the command line with argv, and prints its memory and seconds as the last line of stdout.
@@ -83,26 +86,34 @@ def used_before() -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 20
 
 
-def measured(source: Path, out: Path, options: argparse.Namespace, expandable: bool) -> dict[str, float]:
-    """Seconds, and the most bytes that the driver counted, torch allocated and torch reserved."""
+def measured(
+    source: Path, out: Path, options: argparse.Namespace, method: str, expandable: bool
+) -> dict[str, float]:
+    """Seconds, and the bytes that `plan` named, and the most of the driver and of torch."""
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
     command = [sys.executable, "-c", CHILD, str(used_before())]
-    command += ["quantize", str(source), str(out), "--method", options.method, "--device", "cuda"]
-    command += ["--calibration-samples", str(options.samples), "--calibration-length", str(options.length)]
-    command += ["--calibration", str(source / "calibration.txt"), "--overwrite", "--no-check"]
+    command += ["quantize", str(source), str(out), "--method", method, "--device", "cuda"]
+    if METHODS[method].needs_data:
+        command += ["--calibration-samples", str(options.samples)]
+        command += ["--calibration-length", str(options.length)]
+        command += ["--calibration", str(source / "calibration.txt")]
+    command += ["--overwrite", "--no-check", "--json"]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **settings}
     )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    told, _, last = done.stdout.rstrip().rpartition("\n")
+    found: dict[str, float] = json.loads(last)
+    return {"plan": json.loads(told)["gpu_memory"]["quantizing"], **found}
 
 
 def main() -> None:
-    """Print a line per setting of the allocator."""
+    """Print a line per method and setting of the allocator, and write all as JSON if asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--method", default="gptq")
+    parser.add_argument("--method", default="gptq", help="methods, separated by commas")
+    parser.add_argument("--allocators", default="off,on", help="off and on: expandable segments")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--samples", type=int, default=128)
@@ -116,11 +127,22 @@ def main() -> None:
         write_text(source / "calibration.txt", 2 * options.samples * options.length)
         torch.cuda.empty_cache()
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {vars(options)}")
-        for expandable in (False, True):
-            found = measured(source, out, options, expandable)
-            kinds = ("allocated", "reserved", "driver")
+        rows = []
+        for method, expandable in product(options.method.split(","), options.allocators.split(",")):
+            found = measured(source, out, options, method, expandable == "on")
+            kinds = ("plan", "allocated", "reserved", "driver")
             sizes = ", ".join(f"{kind} {found[kind] / 1e9:.2f} GB" for kind in kinds)
-            print(f"expandable segments {'on' if expandable else 'off'}: {sizes}, {found['seconds']:.1f} s")
+            ratio = found["plan"] / found["driver"]
+            print(
+                f"{method}, expandable segments {expandable}: {sizes}, plan / driver {ratio:.2f}, "
+                f"{found['seconds']:.1f} s",
+                flush=True,
+            )
+            rows.append({"method": method, "expandable_segments": expandable == "on", **found})
+    if options.json is not None:
+        asked = {name: value for name, value in vars(options).items() if name != "json"}
+        about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        options.json.write_text(json.dumps({"about": about, **asked, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ class PartialSum:
             piece.run,
             0,
             columns,
-            torch.zeros(_strip_entries(columns, device), device=device),
+            torch.zeros(strip_entries(columns, device), device=device),
             torch.zeros(columns, device=device) if piece.find_largest else None,
             None if piece.exact is None else torch.zeros(columns, columns, device=device),
         ).plus(piece)
@@ -199,7 +199,7 @@ class RunSum:
 def gram(inputs: torch.Tensor) -> torch.Tensor:
     """X^T X of inputs [T, K], float32, exactly symmetric. Products of 16-bit inputs are exact."""
     columns = inputs.shape[1]
-    second = torch.zeros(_strip_entries(columns, inputs.device), device=inputs.device)
+    second = torch.zeros(strip_entries(columns, inputs.device), device=inputs.device)
     _add_gram(second, _widened(inputs))
     return _mirrored(second, columns)
 
@@ -221,7 +221,7 @@ def _strips(second: torch.Tensor, columns: int) -> Iterator[tuple[int, torch.Ten
         start += shape[0] * shape[1]
 
 
-def _strip_entries(columns: int, device: torch.device) -> int:
+def strip_entries(columns: int, device: torch.device) -> int:
     """The entries of all strips of a matrix [K, K]."""
     most = TILE[device.type]
     return sum(min(most, columns - at) * (columns - at) for at in range(0, columns, most))

@@ -11,6 +11,8 @@ from quantkit.errors import UsageError
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
+    from quantkit.checkpoint.source import Checkpoint
+    from quantkit.model.gpu_memory import GpuMemory
     from quantkit.model.plan import Plan
     from quantkit.model.record import Measured
 
@@ -27,15 +29,11 @@ def plan(
     sensitivities measured.
     """
     from quantkit.model import quantize as quantizing
+    from quantkit.model.block_tasks import needs_data
     from quantkit.model.calibration_data import CalibrationOptions
     from quantkit.model.stream import peak_bytes
 
     budget, data = asked.to_budget(), asked.to_calibration()
-    if budget is None and (data, asked.device) != (CalibrationOptions(), "auto"):
-        raise UsageError(
-            "plan has --calibration, --calibration-samples, --calibration-length, --seed and --device for "
-            "--bits-per-weight and --milliseconds-per-token alone. Leave them out, or give one of those."
-        )
     chosen, shard_bytes = asked.to_recipe(budget), asked.shard_bytes
     with progress("measuring") as report:
         checkpoint, planned = quantizing.plan(
@@ -48,13 +46,46 @@ def plan(
             device=asked.device,
             progress=report,
         )
+    if budget is None and data != CalibrationOptions() and not needs_data(planned):
+        raise UsageError(
+            "plan takes --calibration, --calibration-samples, --calibration-length and --seed for methods "
+            "with data, such as gptq, and for --bits-per-weight and --milliseconds-per-token. Leave them "
+            "out, or give one of those."
+        )
+    memory = gpu_memory_of(checkpoint, planned, asked)
     if asked.json:
-        print_json(plan_dict(planned))
+        print_json({**plan_dict(planned), **memory_dict(memory)})
         return
     for warning in checkpoint.warnings:
         note(warning)
     print_plan(planned, every_layer=asked.every_layer)
     say(f"peak memory beyond the libraries: about {size_text(peak_bytes(planned))}")
+    print_memory(memory)
+
+
+def gpu_memory_of(checkpoint: "Checkpoint", planned: "Plan", asked: options.Asked) -> "GpuMemory | None":
+    """What the run that was asked for takes of a GPU; None on a CPU. No GPU need be there if one is named."""
+    from quantkit.model.devices import named_device
+    from quantkit.model.gpu_memory import gpu_memory
+
+    if named_device(asked.device).type != "cuda":
+        return None
+    return gpu_memory(checkpoint, planned, asked.to_calibration())
+
+
+def print_memory(memory: "GpuMemory | None") -> None:
+    """The line about the memory of a GPU."""
+    if memory is not None:
+        quantizing, checking = size_text(memory.quantizing), size_text(memory.checking)
+        say(
+            f"GPU memory, as nvidia-smi counts it: at most {quantizing} to quantize, {checking} to run the "
+            "result once, which is left out where less is free and with --no-check"
+        )
+
+
+def memory_dict(memory: "GpuMemory | None") -> dict[str, Any]:
+    """The same as JSON."""
+    return {} if memory is None else {"gpu_memory": asdict(memory)}
 
 
 def print_plan(planned: "Plan", *, every_layer: bool) -> None:

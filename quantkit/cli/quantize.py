@@ -13,6 +13,7 @@ from quantkit.files import size_text
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.source import Checkpoint
+    from quantkit.model.gpu_memory import GpuMemory
     from quantkit.model.plan import Plan
     from quantkit.model.record import Measured
 
@@ -49,15 +50,19 @@ def quantize(
     to it, unless a --rule, --lm-head or the --recipe says otherwise, in that order. Prints what
     becomes of every layer and why, then writes OUT. A run that is interrupted continues with --resume.
     """
-    from quantkit.cli.plan import plan_dict, print_plan
+    from quantkit.cli.plan import gpu_memory_of, memory_dict, plan_dict, print_memory, print_plan
     from quantkit.model import quantize as quantizing
     from quantkit.model.ranks import joined
+
+    memory: list[GpuMemory | None] = [None]
 
     def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
         for warning in checkpoint.warnings:
             note(warning)
+        memory[0] = gpu_memory_of(checkpoint, plan, asked)
         if not asked.json:
             print_plan(plan, every_layer=asked.every_layer)
+            print_memory(memory[0])
 
     try:
         with joined() as ranks:
@@ -89,7 +94,8 @@ def quantize(
     if result.unchecked is not None:
         note(f"the result was not run: {result.unchecked}. 'verify' will have no logits to compare with.")
     if asked.json:
-        print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
+        planned = plan_dict(result.plan, result.measured)
+        print_json({"directory": str(result.directory), **planned, **memory_dict(memory[0])})
         return
     noted: dict[str, list[str]] = {}
     for name, measured in result.measured.items():

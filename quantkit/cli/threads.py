@@ -70,13 +70,13 @@ def use_threads(asked: int | None, device: str = "auto") -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
-    from quantkit.model.devices import pick_device
+    from quantkit.model.devices import named_device
 
     if asked is not None:
         # torch takes fewer by itself where there are fewer cores.
         torch.set_num_threads(asked)
     # Of processes that share the work, as torchrun starts them, the first speaks.
-    if short is not None and os.environ.get("RANK", "0") == "0" and pick_device(device).type == "cpu":
+    if short is not None and os.environ.get("RANK", "0") == "0" and named_device(device).type == "cpu":
         note(short)
 
 

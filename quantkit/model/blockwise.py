@@ -149,10 +149,15 @@ def _micro_batches(
     samples: Samples, blocks: Sequence[BlockTasks], widest: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """The tokens [B, T] that go through a block at a time; `widest` is the most features of a linear."""
-    count, length = samples.tokens.shape
-    most = LEARNING_BATCH if any(block.learns for block in blocks) else BATCH
+    learns = any(block.learns for block in blocks)
+    return torch.split(samples.tokens, batch_size(samples.tokens.shape, learns, widest, device.type))
+
+
+def batch_size(shape: Sequence[int], learns: bool, widest: int, kind: str) -> int:
+    """How many samples of `shape` [count, length] go through a block at a time on this kind of device."""
+    count, length = shape
     tokens = min(BATCH_TOKENS, BATCH_FEATURES // widest)
-    return torch.split(samples.tokens, micro_batch(count, max(1, min(most[device.type], tokens // length))))
+    return micro_batch(count, max(1, min((LEARNING_BATCH if learns else BATCH)[kind], tokens // length)))
 
 
 class _Output:

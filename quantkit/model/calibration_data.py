@@ -33,6 +33,13 @@ class CalibrationOptions:
         check_seed(self.seed)
 
 
+def sample_shape(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[int, int]:
+    """How many samples of how many tokens are asked for; no texts are read, which may give fewer."""
+    counts = shares(parse_sources(options.sources), options.samples, DEFAULT_SAMPLES)
+    length = options.length or DEFAULT_LENGTH
+    return sum(counts), min(length, _positions(checkpoint.config) or length)
+
+
 def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int) -> Samples:
     """The samples for a model whose embedding has `rows` rows.
 

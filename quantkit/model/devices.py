@@ -13,14 +13,7 @@ def pick_device(device: str | torch.device) -> torch.device:
 
     `UsageError` for another name, and for a GPU that is not there.
     """
-    if str(device) == "auto":
-        return best_device()
-    try:
-        picked = torch.device(device)
-    except RuntimeError:
-        picked = None
-    if picked is None or picked.type not in KINDS:
-        raise UsageError(f"device {str(device)!r} is unknown; use auto, cpu or cuda.")
+    picked = named_device(device)
     if picked.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             f"device {str(device)!r} is not available: this torch sees no GPU. Install a CUDA build of "
@@ -31,6 +24,19 @@ def pick_device(device: str | torch.device) -> torch.device:
             f"device {str(device)!r} is not available: this torch sees {torch.cuda.device_count()} GPUs, the "
             "first of which is cuda:0. Name one of them, or use auto."
         )
+    return picked
+
+
+def named_device(device: str | torch.device) -> torch.device:
+    """The same for a GPU that need not be there; `UsageError` for another name."""
+    if str(device) == "auto":
+        return best_device()
+    try:
+        picked = torch.device(device)
+    except RuntimeError:
+        picked = None
+    if picked is None or picked.type not in KINDS:
+        raise UsageError(f"device {str(device)!r} is unknown; use auto, cpu or cuda.")
     return picked
 
 

@@ -28,8 +28,13 @@ RUN_AGAIN = (
 #: The same where the host has too little.
 RUN_ON_HOST = "Free memory and run the same command, with --resume where it has begun to write."
 
-#: The most that torch may hold for reuse between blocks of a model that is calibrated.
+#: The most that torch may hold for reuse when a linear of a calibrated model comes, and when rows do that are
+#: quantized without data.
 IDLE_BYTES = 1 << 30
+STREAM_IDLE_BYTES = 256 << 20
+#: What the driver counts beside torch's memory: CUDA's context and the code of kernels and libraries. 0.98 GB
+#: on an H200 (benchmarks/results/h200-quantize-memory.json).
+CONTEXT_BYTES = 1 << 30
 
 _ASKED_OF_HOST = re.compile(r"tried to allocate (\d+) bytes")
 _TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
@@ -52,16 +57,35 @@ def free_share(device: torch.device, ranks: Ranks) -> int:
     return free_memory(device) // (ranks.on_host if device.type == "cpu" else 1)
 
 
-def trim_cache(device: torch.device) -> None:
+def trim_cache(device: torch.device, most: int = IDLE_BYTES) -> None:
     """Give a GPU's memory back that torch holds for reuse, where that is more than it may hold idle.
 
     Blocks of other sizes do not fit into what it holds, which grows past all that is in use. Others who use
-    the GPU, and nvidia-smi, count it as used.
+    the GPU, and nvidia-smi, count it as used. A limit on what torch may allocate would bound it too, and end
+    a run for which a plan is short; this only takes time.
     """
     if device.type == "cuda":
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if idle > IDLE_BYTES:
+        if idle > most:
             torch.cuda.empty_cache()
+
+
+def say_if_short(needed: int, device: torch.device, *, calibrated: bool) -> None:
+    """Warn where a GPU has less free memory than a run takes, `needed` as the driver counts it."""
+    # Asking a GPU makes the context, so that it is not free any more.
+    if device.type != "cuda" or needed - CONTEXT_BYTES <= (free := free_memory(device)):
+        return
+    logger.warning(
+        "this run takes up to %s of GPU memory, and %s has %s free beside its context. Fewer rows at a time "
+        "are tried where that helps, which takes longer, and it may end with an error. Free memory on it, "
+        "name another GPU (--device cuda:N), %sor use --device cpu.",
+        size_text(needed),
+        device,
+        size_text(free),
+        "take shorter samples (--calibration-length) or a method without data (--method mse), "
+        if calibrated
+        else "",
+    )
 
 
 def in_pieces(function: Callable[..., T], rows: Sequence[torch.Tensor], what: str) -> list[T]:

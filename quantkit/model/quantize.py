@@ -26,12 +26,14 @@ from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.model.allocate import Allocated, Allocation, allocate_formats
+from quantkit.model.block_tasks import needs_data
 from quantkit.model.budget import Budget
 from quantkit.model.calibration import Calibration, calibrate, discard_work
 from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.checking import check_finished, check_unfinished
 from quantkit.model.devices import pick_device
-from quantkit.model.memory import enough_memory
+from quantkit.model.gpu_memory import gpu_memory
+from quantkit.model.memory import enough_memory, free_memory, say_if_short
 from quantkit.model.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from quantkit.model.ranks import Ranks, joined
 from quantkit.model.record import Measured, ModelRecord
@@ -308,8 +310,9 @@ def quantize(
             # The first rank allocates, for all.
             allocate = partial(_allocated, checkpoint, structure, recipe, budget, options, target, measuring)
             place = Path(out), checkpoint.directory, mode
-            known = ranks.from_first(lambda: Allocated.to_dict(_kept(*place) or allocate()))
-            found = Allocated.from_dict(known)
+            found = Allocated.from_dict(
+                ranks.from_first(lambda: Allocated.to_dict(_kept(*place) or allocate()))
+            )
             request = {"budget": budget.to_dict(), "asked": recipe.to_dict(), "calibration": vars(options)}
             allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
             recipe = found.recipe
@@ -323,6 +326,7 @@ def quantize(
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
         run = {**run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
+        _say_if_short(checkpoint, planned, options, target)
         _check_alike(ranks, {**run, "source": checkpoint.fingerprint(of_copies=True)}, calibrated)
         report = counting(_work(planned, calibrated), progress if ranks.first else None)
         output = None
@@ -385,6 +389,15 @@ def _write(
         found,
     )
     return unchecked
+
+
+def _say_if_short(
+    checkpoint: Checkpoint, planned: Plan, calibration: CalibrationOptions, device: torch.device
+) -> None:
+    """Warn where the run takes more memory of a GPU than is free there."""
+    if device.type == "cuda":
+        needed = gpu_memory(checkpoint, planned, calibration, free_memory(device)).quantizing
+        say_if_short(needed, device, calibrated=needs_data(planned))
 
 
 def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration | None) -> None:

@@ -40,6 +40,7 @@ from quantkit.model.blocks import Block, Decoder
 from quantkit.model.experts import is_fused_experts
 from quantkit.model.fisher import ExpertCall, RoutedGradients, Seen
 from quantkit.model.hidden_states import Home
+from quantkit.model.memory import trim_cache
 from quantkit.model.stages import stages_of
 from quantkit.model.workers import working
 from quantkit.packing.schemes import Scheme
@@ -126,6 +127,7 @@ class _Measurement:
         losses: dict[str, tuple[float, ...]] = {}
         counts: dict[str, tuple[int, ...]] = {}
         for block in reversed(blocks):
+            trim_cache(self._decoder.device)
             with self._decoder.loaded(block):
                 seen, routed, gradients = self._backward(block, before.pop(), gradients, wanted[block.name])
                 for stage, sums in seen.items():

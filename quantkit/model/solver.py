@@ -16,7 +16,7 @@ from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model.folding import Factors
-from quantkit.model.memory import in_pieces
+from quantkit.model.memory import in_pieces, trim_cache
 from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
 from quantkit.packing.tensor import PackedTensor
@@ -111,6 +111,8 @@ class Solver:
 
     def solve(self, tasks: Mapping[str, Task], inputs: Mapping[str, Inputs]) -> "dict[str, Quantized]":
         """Quantize some linears with what is known of their inputs, nothing for methods without data."""
+        # What sums of moments leave free fits few of the rows, and what factors leave as few.
+        trim_cache(self.device)
         weights = {name: self.weight(task.source.name) for name, task in tasks.items()}
         fits = {
             name: self.workers.submit(self.fit, task, weights[name], inputs.get(name))
@@ -120,6 +122,7 @@ class Solver:
         pieces = {name: self._pieces(weights[name], task, inputs.get(name)) for name, task in tasks.items()}
         # Once for all linears that have an input.
         list(self.workers.map(Inputs.factorize, dict.fromkeys(inputs.values())))
+        trim_cache(self.device)
         chunks = {
             name: [
                 self.workers.submit(

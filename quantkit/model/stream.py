@@ -20,7 +20,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.errors import FormatError
-from quantkit.model.memory import in_pieces
+from quantkit.model.memory import STREAM_IDLE_BYTES, in_pieces, trim_cache
 from quantkit.model.plan import Plan, Shard, Task
 from quantkit.model.record import Measured
 from quantkit.model.workers import cpu_workers, working
@@ -247,6 +247,7 @@ def _quantize_rows(
     assert task.scheme is not None and task.method is not None
     scheme, method = task.scheme, task.method
     weights = checkpoint.read(task.source.name, start, stop)
+    trim_cache(device, STREAM_IDLE_BYTES)
 
     def quantized(rows: torch.Tensor) -> QuantizedRows:
         return quantize_rows(rows.to(device), scheme, method, parameters)

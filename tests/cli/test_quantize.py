@@ -15,6 +15,7 @@ import torch
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.writer import OutputDirectory
+from quantkit.cli import threads
 from quantkit.cli.quantize import coverage_line, learned_line
 from quantkit.kernels.problem import Gpu
 from quantkit.kernels.table import ROWS
@@ -61,6 +62,25 @@ def test_plan_tells_memory_and_readers(run: Run) -> None:
     assert "error" not in done.out
     assert "a compressed-tensors checkpoint: vLLM, SGLang and transformers read it" in done.out
     assert re.search(r"peak memory beyond the libraries: about [\d.]+ MB", done.out)
+
+
+def test_plan_tells_what_a_gpu_that_is_not_here_needs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A note about cores is for CPUs, and does not ask for the GPU.
+    monkeypatch.setattr(threads, "shortage", lambda _: "few cores are free")
+    line = r"GPU memory, as nvidia-smi counts it: at most ([\d.]+) GB to quantize, [\d.]+ GB to run"
+    sizes = {}
+    for method in ("mse", "gptq"):
+        done = run("plan", SOURCE, "-f", "int8", "-m", method, "--device", "cuda")
+        assert (done.code, done.err) == (0, "")
+        found = re.search(line, done.out.replace("\n", " "))
+        assert found is not None, done.out
+        sizes[method] = float(found[1])
+    assert 1.0 < sizes["mse"] < sizes["gptq"]
+    many = ("--calibration-samples", 4096, "--calibration-length", 512)
+    told = json.loads(run("plan", SOURCE, "-m", "gptq", "--device", "cuda", *many, "--json").out)
+    assert told["gpu_memory"]["quantizing"] > 1e9 * sizes["gptq"]
+    assert "gpu_memory" not in json.loads(run("plan", SOURCE, "--device", "cpu", "--json").out)
+    assert "device 'gpu' is unknown; use auto, cpu or cuda" in run("plan", SOURCE, "--device", "gpu").err
 
 
 def test_recipe_file(run: Run, tmp_path: Path) -> None:
@@ -323,7 +343,7 @@ def test_options_that_only_go_with_bits_per_weight(run: Run) -> None:
     assert "--formats is what --bits-per-weight and --milliseconds-per-token choose from" in done.err
     done = run("plan", SOURCE, *DATA)
     assert (done.code, done.out) == (2, "")
-    assert "--bits-per-weight and --milliseconds-per-token alone. Leave them out," in done.err
+    assert "--bits-per-weight and --milliseconds-per-token. Leave them " in done.err
 
 
 def test_milliseconds_per_token(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,3 +35,20 @@ def test_a_gpu_gets_back_what_was_freed() -> None:
     del held
     memory.trim_cache(device)
     assert torch.cuda.memory_reserved(device) == before
+
+
+def test_a_gpu_with_too_little_memory_is_named_before_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 6_000_000_000)
+    device = torch.device("cuda")
+    memory.say_if_short(6_000_000_000 + memory.CONTEXT_BYTES, device, calibrated=True)
+    memory.say_if_short(8_000_000_000, torch.device("cpu"), calibrated=True)
+    assert not caplog.messages
+    memory.say_if_short(8_000_000_000, device, calibrated=True)
+    memory.say_if_short(8_000_000_000, device, calibrated=False)
+    with_data, without = caplog.messages
+    assert "takes up to 8.00 GB of GPU memory, and cuda has 6.00 GB free beside its context" in with_data
+    assert "--calibration-length" in with_data and "--method mse" in with_data
+    assert "--calibration-length" not in without
+    assert with_data.endswith("or use --device cpu.") and without.endswith("or use --device cpu.")

@@ -259,6 +259,43 @@ def generating() -> list[str]:
     ]
 
 
+def whole_models() -> list[str]:
+    """A table per run of `whole_model.py`; nothing where none is stored."""
+    parts = []
+    for path in sorted(RESULTS.glob("*-bench.json")):
+        run = stored(path.stem)
+        head = ["model", "sequences", "mode", "first token, ms", "tokens/s", "between tokens, ms"]
+        cells = [[*head, "of the bandwidth", "joules a token"]]
+        for one in run["speed"]:
+            limit = one["machine"]["read_bandwidth"]
+            cells += [[one["label"], *figures(cell, limit)] for cell in one["cells"]]
+        first = run["speed"][0]
+        parts += [
+            f"## A whole model: {path.stem.removesuffix('-bench')}",
+            paragraph(
+                f"Shapes of Llama-3.1 8B, random weights, {run['layers']} layers, the head in int8;",
+                f"prompts of {first['cells'][0]['prompt']} tokens, {first['new_tokens']} new ones,",
+                f"the median of {first['repeats']} repetitions by `quantkit bench`. {source(path.stem)}",
+            ),
+            grid(cells),
+        ]
+    return parts
+
+
+def figures(cell: dict[str, Any], limit: float) -> list[str]:
+    """The cells of one generation that `bench` measured, on a device that reads `limit` bytes a second."""
+    decode, read, joules = cell["decode"], cell["read_bandwidth"], cell["joules"]
+    return [
+        str(cell["batch"]),
+        cell["mode"],
+        f"{1e3 * cell['first_token']['median']:.3g}",
+        f"{decode['median']:.3g} ({decode['low']:.3g} to {decode['high']:.3g})",
+        f"{1e3 * cell['token_p50']:.3g}",
+        "" if read is None else f"{read / limit:.0%}",
+        "" if joules is None else f"{joules:.3g}",
+    ]
+
+
 def on_cpus() -> list[str]:
     """SmolLM2 beside llama.cpp, and the linears of a 1B model."""
     run = stored("cpu-smollm2")
@@ -340,17 +377,8 @@ def runs() -> list[str]:
 
 def page() -> str:
     """The text of docs/performance.md."""
-    sections = (
-        layers(),
-        weights(),
-        peers(),
-        load(),
-        versions(),
-        generating(),
-        on_cpus(),
-        quantizing(),
-        runs(),
-    )
+    linears = (layers(), weights(), peers(), load(), versions())
+    sections = (*linears, whole_models(), generating(), on_cpus(), quantizing(), runs())
     return "\n\n".join([HEAD.strip(), READING.strip(), *(part for one in sections for part in one)]) + "\n"
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from gpu_steps import SIZES, made
-from machine import machine
+from machine import command, machine
 from transformers import AutoModelForCausalLM, TextGenerationPipeline
 
 import quantkit
@@ -200,7 +200,12 @@ def main() -> None:
             rows += found
             print(*found, sep="\n", flush=True)
             if options.json is not None:
-                record = {"machine": machine(), "layers": options.layers, "format": options.format}
+                record = {
+                    "machine": machine(),
+                    "command": command(),
+                    "layers": options.layers,
+                    "format": options.format,
+                }
                 more = {"prompt": options.prompt, "against": options.against, "host_ms": host_ms()}
                 stored = {**record, **more, "rows": [asdict(one) for one in rows]}
                 options.json.write_text(json.dumps(stored, indent=2) + "\n")

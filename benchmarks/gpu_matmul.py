@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from machine import machine
+from machine import command, machine
 from matmul_report import Row, Run, draw, markdown, plotted, text
 
 import quantkit
@@ -230,6 +230,7 @@ def measure(
         ", ".join(about),
         shapes,
         notes=[f"{name} is not installed." for name in peers if not PEERS[name].installed],
+        command=command(),
     )
     peers = [name for name in peers if PEERS[name].installed]
     run.notes += [f"{name}: {PEERS[name].tuning}." for name in peers if PEERS[name].tuning]
@@ -316,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="S",
         help="run each product for so many seconds before it is timed; default 0",
     )
-    parser.add_argument("--markdown", action="store_true", help="tables as docs/kernels-measured.md has them")
+    parser.add_argument("--markdown", action="store_true", help="tables in Markdown")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw those of --formats, else eight well-known ones"
     )

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from machine import machine
+from machine import command, machine
 from torch import nn
 
 import quantkit
@@ -246,7 +246,7 @@ def main() -> None:
             found.append(row)
             print(row, flush=True)
             if arguments.json is not None:
-                stored = {"machine": machine(), "rows": [asdict(one) for one in found]}
+                stored = {"machine": machine(), "command": command(), "rows": [asdict(one) for one in found]}
                 arguments.json.write_text(json.dumps(stored, indent=1) + "\n")
     if arguments.profile:
         for name in formats:

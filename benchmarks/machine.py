@@ -1,7 +1,9 @@
 """What figures were measured with, in a line: the GPU or CPU, packages, and the commit of the tree."""
 
 import importlib.metadata
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -22,6 +24,15 @@ def cpu_machine() -> str:
     """As "2 cores of AMD EPYC (AVX512), torch 2.13.0, transformers 5.24.0, commit 1234567"."""
     kind = torch.backends.cpu.get_cpu_capability()
     return _with_versions(f"{usable_cores()} cores of {cpu_name()} ({kind})")
+
+
+def command() -> str:
+    """How this script was called, as "python benchmarks/gpu_matmul.py --m 1", without where to store it."""
+    arguments = sys.argv[1:]
+    if "--json" in arguments:
+        place = arguments.index("--json")
+        del arguments[place : place + 2]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 
 
 def _with_versions(device: str) -> str:

@@ -55,12 +55,13 @@ class Row:
 
 @dataclass
 class Run:
-    """Where and with what it was measured, [N, K] of its shapes, its rows, and what could not be measured."""
+    """Where it was measured, [N, K] of its shapes, its rows, what could not be measured, and its command."""
 
     about: str
     shapes: dict[str, tuple[int, int]]
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    command: str = ""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -72,7 +73,7 @@ class Run:
             found = json.loads(path.read_text(encoding="utf-8"))
             shapes = {name: (int(n), int(k)) for name, (n, k) in found["shapes"].items()}
             rows = [Row(**row) for row in found["rows"]]
-            return cls(found["about"], shapes, rows, found["notes"])
+            return cls(found["about"], shapes, rows, found["notes"], found.get("command", ""))
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{path} is no run that --json stored: {error!r}") from error
 
@@ -104,7 +105,7 @@ class Run:
             for row in self.rows
             if row.library == library and name in (None, row.format) and row.shape in shapes and row.m in ms
         ]
-        return Run(self.about, {name: self.shapes[name] for name in shapes}, rows, self.notes)
+        return Run(self.about, {name: self.shapes[name] for name in shapes}, rows, self.notes, self.command)
 
     def lines(self, shape: str) -> dict[str, dict[int, Row]]:
         """Rows of a shape, by name and then by M: formats as measured, then peers."""
@@ -141,7 +142,7 @@ def table(run: Run, shape: str) -> list[list[str]]:
 
 
 def markdown(run: Run) -> str:
-    """All tables and notes, as docs/kernels-measured.md has them."""
+    """All tables and notes in Markdown."""
     parts = []
     for shape, (n, k) in run.shapes.items():
         head, *body = ("| " + " | ".join(cells) + " |" for cells in table(run, shape))

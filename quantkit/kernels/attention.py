@@ -141,8 +141,9 @@ def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device:
     """Whether `rotated_attention` is faster than both apart on `device`, of such tensors as `why_not` takes.
 
     It was, on a GPU where kernels overlap, for the few heads of the first of `PLANS` if programs attend to
-    all of their keys at a time, and for up to one head for each multiprocessor if a program has all of it
-    (87 and 88 in docs/kernels-log.md). Of larger heads registers would be spilled.
+    all of their keys at a time, and for up to one head for each multiprocessor if a program has all of it: a
+    layer of Llama-3 8B on an H200 takes 44.7 to 45.5 us instead of 46.4 to 47.0 with one sequence, 76.6 to
+    77.6 instead of 78.4 to 79.0 with 16. Of larger heads registers would be spilled.
     """
     gpu, sizes, length = gpu_of(device), _Sizes.of(query, key, value), key.shape[2]
     if gpu is None or sizes.heads > FEW_HEADS or sizes.key_bytes > KEY_BYTES:

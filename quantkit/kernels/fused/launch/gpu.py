@@ -1,7 +1,7 @@
 """How large a GPU is, as far as tiles depend on it.
 
-The rules were made on an H200 (docs/kernels-measured.md) and an H100. Other GPUs have them in proportion to
-their multiprocessors, and within their shared memory.
+The rules were made on an H200 and an H100. Other GPUs have them in proportion to their multiprocessors, and
+within their shared memory.
 """
 
 import torch

@@ -35,9 +35,11 @@ RESIDENT_WARPS, MOST_WARPS = 16, 32
 ALL_REGISTERS, MOST_REGISTERS = 1 << 16, 128
 #: Rows with more columns than this are divided among more warps.
 LONG_ROWS = 8192
-#: The most rows of x with which it pays that y is gated (79 in docs/kernels-log.md).
+#: The most rows of x with which it pays that y is gated. A layer of Llama-3 8B on an H200, int4: 45.9 us
+#: instead of 46.8 with one row, 53.4 instead of 54.0 with two, 65.4 instead of 65.0 with four.
 MOST_GATED = 2
-#: The most rows of x with which it pays to end a norm (93 in docs/kernels-log.md).
+#: The most rows of x with which it pays to end a norm. With four a layer of Llama-3 8B takes 60.0 to 60.6 us
+#: on an H200 instead of 59.2 to 60.0.
 MOST_ENDED = 2
 #: A norm that is ended, as far as shared memory depends on it.
 _ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
@@ -45,11 +47,12 @@ _ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
 SHORT_STEPS = 16
 #: Registers of a thread that are not for codes: with fewer, sums and addresses would be spilled.
 OTHER_REGISTERS = 40
-#: The most rows of x with which more warps, of fewer registers, are faster (106 and 115 in
-#: docs/kernels-log.md).
+#: The most rows of x with which more warps, of fewer registers, are faster. H200, 28672 x 4096: nvfp4 20.6 us
+#: instead of 22.0 with one row, within 5 % of each other with four, slower with eight.
 MOST_WITH_WARPS = 4
 #: Few rows of x. With more, a multiprocessor has two programs only if x, which both copy, has up to so many
-#: numbers, and if by `idleness` they take up to so many times as long as one (115 in docs/kernels-log.md).
+#: numbers, and if by `idleness` they take up to so many times as long as one (H100, 10 weights with 4 rows:
+#: the rules take 1.03 times the best tile timed).
 FEW_OF_X, COPIED_TWICE, AS_EVEN = 2, (1 << 15) - 1, 1.12
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
@@ -140,7 +143,8 @@ def experts_spread(problem: Problem) -> int:
 def experts_tile(problem: Problem, grouping: Grouping) -> StreamTile | None:
     """The tile for segments of the pairs of experts, each a weight `problem`; None where none fits.
 
-    Of one pair each (131 in docs/kernels-log.md); others have that of a single weight.
+    Of one pair each; others have that of a single weight. On an H100 it takes 0.895 of the time of
+    `fused-narrow` by the geometric mean of 70 products.
     """
     integers, steps = why_no_integers(problem) is None, shape_of(problem).steps
     if problem.m > 1:

@@ -1,0 +1,432 @@
+"""Write docs/performance.md, and the table of README.md, from the runs in benchmarks/results.
+
+    python benchmarks/performance_page.py            # writes both
+    python benchmarks/performance_page.py --check    # exits with 1 where a file is not up to date
+
+Every figure comes from a stored run, which names its command, machine, versions and commit. A new run is
+stored with `--json` of its script under the name that `SOURCES` has. Needs no GPU and no torch.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from textwrap import fill
+from typing import Any
+
+from matmul_report import FEW, OURS, Row, Run, table
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
+#: Between these lines README.md has a table of this script.
+BEGIN, END = "<!-- generated: linears -->", "<!-- end of generated: linears -->"
+#: Linears of a decoder layer of Llama-3 8B, whose times are added up.
+LAYER = tuple(f"llama3-8b.{name}" for name in ("qkv", "o", "gate_up", "down"))
+#: Names of GPUs, of their run of a layer, and of their run of other models.
+GPUS = (("H200", "h200-triton-3.6", "h200-shapes"), ("H100", "h100", "h100-models"))
+#: What README.md shows of one linear: format, or library and format.
+README_FORMATS = ("int8", "fp6", "int4", "nvfp4", "int3")
+README_SHAPE, README_MS = "llama3-8b.gate_up", (1, 16, 64, 256, 1024)
+#: Products that take longer than this multiple with the newer Triton are counted, and from there on listed.
+SLOWER, LISTED = 1.10, 1.15
+
+HEAD = """\
+# Performance
+
+<!-- Written by `python benchmarks/performance_page.py` from benchmarks/results. Do not edit it here. -->
+
+Each section names a stored run in `benchmarks/results`; [the last one](#the-runs) has its command, machine,
+versions and commit. Speed is not tested in `make test`. [kernels.md](kernels.md) explains the kernels.
+"""
+
+READING = f"""\
+## Linears on a GPU
+
+M is the number of rows of x: sequences at decoding, tokens in a prompt. Times are microseconds of
+`quantkit.linear` in bfloat16, the median of CUDA-graph replays over weights that exceed the L2 cache. The
+second number is
+
+- up to M = {FEW} the time as a multiple of the floor. The floor is a kernel that only reads the packed bytes.
+- above M = {FEW} the speed against dense bf16. More than 1 is faster.
+
+Products with 128 rows and more are timed after a rest of 0.12 s, as a GPU at its power limit clocks down
+([under load](#under-load)). A kernel starts while the one before it ends, so a small weight can take less
+than the floor. Groups are those that each format has by default; int2 has groups of 64.
+"""
+
+
+def stored(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def grid(cells: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row of `cells` is its head."""
+    head, *body = ("| " + " | ".join(row) + " |" for row in cells)
+    lines = [head, "|---" * len(cells[0]) + "|", *body]
+    # An empty cell is one space; two may follow each other.
+    return "\n".join(line.replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+
+
+def paragraph(*parts: str) -> str:
+    """Sentences in lines of at most 110 characters."""
+    return fill(" ".join(parts), 110, break_long_words=False, break_on_hyphens=False)
+
+
+def source(*names: str) -> str:
+    """A sentence with the runs that a table is of."""
+    return "Run: " + ", ".join(f"`{name}.json`" for name in names) + "."
+
+
+def total(run: Run, shapes: Sequence[str]) -> Run:
+    """The run with one shape, "layer": the times of `shapes` added up, where all of them were timed."""
+    rows = []
+    for row in run.rows:
+        if row.shape != shapes[0]:
+            continue
+        same = [
+            other
+            for other in run.rows
+            if (other.library, other.format, other.m) == (row.library, row.format, row.m)
+            and other.shape in shapes
+        ]
+        if len(same) == len(shapes):
+            sums = {name: sum(getattr(one, name) for one in same) for name in ("us", "floor_us", "dense_us")}
+            size = sum(one.bytes for one in same)
+            rows.append(Row(row.format, "layer", row.m, **sums, bytes=size, library=row.library))
+    return Run(run.about, {"layer": (0, 0)}, rows)
+
+
+def layers() -> list[str]:
+    """A table per GPU: the four linears of a layer of Llama-3 8B, every format."""
+    parts = []
+    for gpu, name, _ in GPUS:
+        run = Run.load(RESULTS / f"{name}.json")
+        cells = table(total(run, LAYER), "layer")
+        parts += [
+            f"### A layer of Llama-3 8B on an {gpu}",
+            paragraph(
+                "The sum of its four linears: q, k, v in one (6144 x 4096), o (4096 x 4096), gate and up",
+                "in one",
+                f"(28672 x 4096), down (4096 x 14336). {source(name)}",
+            ),
+            f"![Speed and floor of each linear on an {gpu}](performance-{gpu.lower()}.png)",
+            grid(cells),
+        ]
+    return parts
+
+
+def weights() -> list[str]:
+    """A table per GPU: int4 on each linear of four models."""
+    parts = ["### int4, each linear"]
+    for gpu, name, others in GPUS:
+        runs = [Run.load(RESULTS / f"{one}.json") for one in (name, others)]
+        rows = [row for run in runs for row in run.rows if row.library == OURS and row.format == "int4"]
+        shapes = {shape: sides for run in runs for shape, sides in run.shapes.items()}
+        ms = sorted({row.m for row in rows})
+        cells = [[gpu, "N x K", "floor", *(f"M={m}" for m in ms)]]
+        for shape, (n, k) in shapes.items():
+            line = {row.m: row for row in rows if row.shape == shape}
+            floor = f"{line[ms[0]].floor_us:.1f}"
+            cells.append([shape, f"{n} x {k}", floor, *(str(line.get(m, "")) for m in ms)])
+        parts += [source(name, others), grid(cells)]
+    return parts
+
+
+def peers() -> list[str]:
+    """int4 beside the kernels of torch and GemLite."""
+    parts = [
+        "### int4 beside other libraries",
+        paragraph(
+            "tinygemm is torch's own int4 kernel; GemLite is tuned per M in its default mode. quantkit is",
+            "that",
+            f"of each run's commit. {source('h200-peers', 'h100-peers')}",
+        ),
+    ]
+    cells = [["GPU and weight", "M", "floor", "dense bf16", OURS, "gemlite", "tinygemm"]]
+    for gpu, name in (("H200", "h200-peers"), ("H100", "h100-peers")):
+        run = Run.load(RESULTS / f"{name}.json")
+        for shape in run.shapes:
+            for m in sorted({row.m for row in run.rows}):
+                found = {row.library: row for row in run.rows if (row.shape, row.m) == (shape, m)}
+                ours = found[OURS]
+                times = [f"{found[one].us:.1f}" if one in found else "" for one in cells[0][4:]]
+                cells.append(
+                    [f"{gpu}, {shape}", str(m), f"{ours.floor_us:.1f}", f"{ours.dense_us:.1f}", *times]
+                )
+    return [*parts, grid(cells)]
+
+
+def load() -> list[str]:
+    """Products after a rest and after 0.3 s of the same product."""
+    rested, loaded = (Run.load(RESULTS / f"{name}.json") for name in ("h100", "h100-loaded"))
+    cells = [
+        ["int4 on an H100", "M", "after a rest", "under load", "dense, after a rest", "dense, under load"]
+    ]
+    before = {(row.format, row.shape, row.m): row for row in rested.rows if row.library == OURS}
+    for row in loaded.rows:
+        if row.format == "int4":
+            rest = before[row.format, row.shape, row.m]
+            times = (rest.us, row.us, rest.dense_us, row.dense_us)
+            cells.append([row.shape, str(row.m), *(f"{us:.1f}" for us in times)])
+    ratios = [row.us / before[row.format, row.shape, row.m].us for row in loaded.rows]
+    return [
+        "### Under load",
+        paragraph(
+            "Products with 256 rows of x and more draw as much power as the GPU is allowed. After 0.3 s",
+            "of the",
+            f"same product its clock has fallen: ours take {median(ratios):.2f} times as long, by the",
+            "median of",
+            f"{len(ratios)} products. {source('h100', 'h100-loaded')}",
+        ),
+        grid(cells),
+    ]
+
+
+def versions() -> list[str]:
+    """Triton 3.9 beside 3.6 on an H200."""
+    old, new = (Run.load(RESULTS / f"h200-triton-{one}.json") for one in ("3.6", "3.9"))
+    before = {(row.format, row.shape, row.m): row.us for row in old.rows}
+    ratios = {
+        (row.format, row.shape, row.m): row.us / before[row.format, row.shape, row.m] for row in new.rows
+    }
+    slower = sorted((key for key in ratios if ratios[key] > SLOWER), key=ratios.__getitem__, reverse=True)
+    cells = [["H200", "M", "3.6", "3.9", "ratio"]]
+    cells += [
+        [f"{f}, {shape}", str(m), f"{before[f, shape, m]:.1f}", f"{before[f, shape, m] * r:.1f}", f"{r:.2f}"]
+        for f, shape, m in slower
+        if (r := ratios[f, shape, m]) >= LISTED
+    ]
+    return [
+        "### Triton 3.9 beside 3.6",
+        paragraph(
+            f"The median of {len(ratios)} products takes {median(ratios.values()):.3f} times as long with",
+            "3.9;",
+            f"{len(slower)} take more than {SLOWER:.2f} times as long. The table lists those from",
+            f"{LISTED:.2f} on.",
+            source("h200-triton-3.6", "h200-triton-3.9"),
+        ),
+        grid(cells),
+    ]
+
+
+WAYS = {
+    "load": "`quantkit.load`, `generate`",
+    "from_pretrained": '`from_pretrained(..., device_map="cuda:0")`, `generate`',
+    "eager": "`from_pretrained`, `generate(..., disable_compile=True)`: no CUDA graphs",
+    "dense-eager": "dense bf16 by transformers, no CUDA graphs",
+}
+
+
+def generating() -> list[str]:
+    """Tokens a second by each way to load a model, and what the host takes for a linear."""
+    run = stored("h100-front-door")
+    cells = [["way", "tokens/s", "least and most", "first token, ms"]]
+    for row in run["rows"]:
+        spread = f"{row['low']:.3g} to {row['high']:.3g}"
+        cells.append([WAYS[row["way"]], f"{row['tokens_per_second']:.3g}", spread, f"{row['first_ms']:.1f}"])
+    rounds = len(run["rows"][0]["rounds"])
+    host = [["mode", *(f"{one}, {kind}" for kind in ("int4", "nvfp4") for one in ("a linear", "q, k, v"))]]
+    times = stored("h200-host-time")["rows"]
+    for mode in ("inference_mode", "no_grad", "grad", "backward"):
+        cells_of_mode = []
+        for kind in ("int4", "nvfp4"):
+            of_mode = [row for row in times if row["mode"] == mode and row["format"] == kind and row["ratio"]]
+            for joined in (False, True):
+                ratios = [row["ratio"] for row in of_mode if (row["what"] == "q, k, v") == joined]
+                cells_of_mode.append(f"{median(ratios):.2f}")
+        host.append([f"`{mode}`", *cells_of_mode])
+    return [
+        "## Generating on a GPU",
+        paragraph(
+            f"Shapes of Llama-3 8B, random weights, {run['format']}, {run['layers']} layers, one prompt of",
+            f"{run['prompt']} tokens; the median of {rounds} rounds, in each of which every way runs once.",
+            "Without",
+            f"graphs the host sets the pace. {source('h100-front-door')}",
+        ),
+        grid(cells),
+        "### Time of the host",
+        paragraph(
+            "Launching a packed linear in eager mode, as a multiple of `F.linear`: the median over 1 and",
+            "16 rows",
+            f"of x and the linears of a 1B model. {source('h200-host-time')}",
+        ),
+        grid(host),
+    ]
+
+
+def whole_models() -> list[str]:
+    """A table per run of `whole_model.py`; nothing where none is stored."""
+    parts = []
+    for path in sorted(RESULTS.glob("*-bench.json")):
+        run = stored(path.stem)
+        head = ["model", "sequences", "mode", "first token, ms", "tokens/s", "between tokens, ms"]
+        cells = [[*head, "of the bandwidth", "joules a token"]]
+        for one in run["speed"]:
+            limit = one["machine"]["read_bandwidth"]
+            cells += [[one["label"], *figures(cell, limit)] for cell in one["cells"]]
+        first = run["speed"][0]
+        parts += [
+            f"## A whole model: {path.stem.removesuffix('-bench')}",
+            paragraph(
+                f"Shapes of Llama-3.1 8B, random weights, {run['layers']} layers, the head in int8;",
+                f"prompts of {first['cells'][0]['prompt']} tokens, {first['new_tokens']} new ones,",
+                f"the median of {first['repeats']} repetitions by `quantkit bench`. {source(path.stem)}",
+            ),
+            grid(cells),
+        ]
+    return parts
+
+
+def figures(cell: dict[str, Any], limit: float) -> list[str]:
+    """The cells of one generation that `bench` measured, on a device that reads `limit` bytes a second."""
+    decode, read, joules = cell["decode"], cell["read_bandwidth"], cell["joules"]
+    return [
+        str(cell["batch"]),
+        cell["mode"],
+        f"{1e3 * cell['first_token']['median']:.3g}",
+        f"{decode['median']:.3g} ({decode['low']:.3g} to {decode['high']:.3g})",
+        f"{1e3 * cell['token_p50']:.3g}",
+        "" if read is None else f"{read / limit:.0%}",
+        "" if joules is None else f"{joules:.3g}",
+    ]
+
+
+def on_cpus() -> list[str]:
+    """SmolLM2 beside llama.cpp, and the linears of a 1B model."""
+    run = stored("cpu-smollm2")
+    cells = [["engine", "threads", "tokens/s", "against llama.cpp", "prompt, s", "against llama.cpp"]]
+    for row in run["rows"]:
+        decode = [f"{row['tokens_per_second']:.1f}", f"{row['decode_ratio']:.2f}x"]
+        prompt = [f"{row['prompt_seconds']:.2f}", f"{row['prompt_ratio']:.2f}x"]
+        cells.append([row["engine"], str(row["threads"]), *decode, *prompt])
+    linears = [["weights", "kernel", "1 thread", "2 threads"]]
+    one, two = (stored(f"cpu-1b-{threads}")["rows"] for threads in (1, 2))
+    for first, second in zip(one, two, strict=True):
+        name = (
+            f"{first['kernel']}, chosen"
+            if first["chosen"] and first["kernel"] != "torch"
+            else first["kernel"]
+        )
+        times = [f"{row['ms']:.1f}" for row in (first, second)]
+        if first["weights"] != "dense":
+            times = [f"{ms} ({row['speedup']:.2f}x)" for ms, row in zip(times, (first, second), strict=True)]
+        linears.append([first["weights"].removesuffix(" bfloat16"), name, *times])
+    return [
+        "## On a CPU",
+        paragraph(
+            f"SmolLM2-135M-Instruct beside llama.cpp (llama-cpp-python {run['llama-cpp-python']}, Q4_1",
+            "with the",
+            f"head in Q8_0), a prompt of {run['prompt']} tokens. quantkit has int4 in groups of 32 with",
+            "integer",
+            "zero-points, the head in int8, in bfloat16: `quantkit quantize SMOLLM2 g32zh --format int4",
+            "--group-size",
+            f"32 --zero-point integer --lm-head int8`. {source('cpu-smollm2')}",
+        ),
+        grid(cells),
+        paragraph(
+            "One row of x through the linears of a 1B Llama, random weights, bfloat16: ms for a token,",
+            "and the speed",
+            "against dense. `quantkit doctor` shows which kernel a machine gets.",
+            source("cpu-1b-1", "cpu-1b-2"),
+        ),
+        grid(linears),
+    ]
+
+
+def quantizing() -> list[str]:
+    """GPU memory of quantizing with calibration data."""
+    run = stored("h200-quantize-memory")
+    cells = [["expandable segments", "allocated", "reserved", "by the driver", "seconds"]]
+    for row in run["rows"]:
+        sizes = [f"{row[f'{kind}_gb']:.1f} GB" for kind in ("allocated", "reserved", "driver")]
+        cells.append(["on" if row["expandable_segments"] else "off", *sizes, f"{row['seconds']:.1f}"])
+    return [
+        "## Quantizing on a GPU",
+        paragraph(
+            f"int4 with `gptq`, two layers in the shapes of Llama-3 8B, {run['samples']} samples of",
+            f"{run['length']}",
+            "tokens; `on` sets `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
+            source("h200-quantize-memory"),
+        ),
+        grid(cells),
+    ]
+
+
+def runs() -> list[str]:
+    """Where each stored run is from."""
+    cells = [["run", "machine", "command"]]
+    for path in sorted(RESULTS.glob("*.json")):
+        run = stored(path.stem)
+        about = run.get("machine") or run["about"]
+        cells.append([f"`{path.name}`", about.replace("NVIDIA ", ""), f"`{run['command']}`"])
+    return [
+        "## The runs",
+        paragraph(
+            "`python benchmarks/gpu_matmul.py --from FILE.json` prints every weight and format of its",
+            "runs, `--plot",
+            "FILE.png` draws them.",
+        ),
+        grid(cells),
+    ]
+
+
+def page() -> str:
+    """The text of docs/performance.md."""
+    linears = (layers(), weights(), peers(), load(), versions())
+    sections = (*linears, whole_models(), generating(), on_cpus(), quantizing(), runs())
+    return "\n\n".join([HEAD.strip(), READING.strip(), *(part for one in sections for part in one)]) + "\n"
+
+
+def readme_table() -> str:
+    """One linear on an H200: a row per M, a column per format, torch's int4 kernel and dense bf16."""
+    run = Run.load(RESULTS / f"{GPUS[0][1]}.json")
+    found = {(row.format, row.m): row for row in run.rows if row.shape == README_SHAPE}
+    peer = {
+        row.m: row.us
+        for row in Run.load(RESULTS / "h200-peers.json").only(None, [README_SHAPE]).rows
+        if row.library == "tinygemm"
+    }
+
+    def digits(us: float) -> str:
+        return f"{us:.1f}" if us < 99.95 else f"{us:.0f}"
+
+    cells = [["rows of x", *README_FORMATS, "torch int4", "dense bf16"]]
+    for m in README_MS:
+        ours = [digits(found[name, m].us) for name in README_FORMATS]
+        theirs = digits(peer[m]) if m in peer else ""
+        cells.append([str(m), *ours, theirs, digits(found["int4", m].dense_us)])
+    return grid(cells)
+
+
+def readme(text: str) -> str:
+    """README.md with the table of this script between its marks."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{readme_table()}\n\n{END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write both files, or say which is not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where a file differs"
+    )
+    options = parser.parse_args(arguments)
+    wanted = {PAGE: page(), README: readme(README.read_text(encoding="utf-8"))}
+    for path, text in wanted.items():
+        if options.check:
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                sys.exit(
+                    f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/performance_page.py"
+                )
+        else:
+            path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Time a model of Llama-3.1 8B's shapes, packed and dense, by `quantkit bench`, for the performance page.
+
+    python benchmarks/whole_model.py --formats int4,fp6,int8 --json benchmarks/results/h100-bench.json
+
+The weights are random. The first format is measured with all of `--batch` and beside the dense model, the
+others with one sequence. Linears are quantized by `rtn`, the head to int8. On a GPU the mode is `cuda-graph`.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import command, cpu_machine, machine
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+def quantkit(*arguments: object) -> None:
+    """Run a command of quantkit; `SystemExit` with its code if it fails."""
+    done = subprocess.run([sys.executable, "-m", "quantkit", *map(str, arguments)], check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def write_source(directory: Path, layers: int, device: str) -> Path:
+    """A checkpoint of random bfloat16 weights with so many layers."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, dtype="bfloat16", **SIZES))
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def measured(directory: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What `bench` says of the first format and of the dense model, and of each other format."""
+    found: list[dict[str, Any]] = []
+    source = write_source(directory / "bf16", options.layers, options.device)
+    mode = "flat" if options.device == "cpu" else "cuda-graph"
+    for place, name in enumerate(options.formats):
+        packed, figures = directory / name, directory / f"{name}.json"
+        ways = ("--format", name, "--method", "rtn", "--lm-head", "int8")
+        quantkit("quantize", source, packed, *ways, "--no-check", "--device", options.device)
+        batch = ",".join(map(str, options.batch if place == 0 else options.batch[:1]))
+        beside = ("--against", source) if place == 0 else ()
+        sizes = ("--batch", batch, "--prompt", options.prompt, "--new-tokens", options.new_tokens)
+        repeats = ("--repeats", options.repeats, "--mode", mode, "--device", options.device)
+        quantkit("bench", packed, *beside, *sizes, *repeats, "--json", figures)
+        found += json.loads(figures.read_text())["speed"]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the models, measure them, and store what `bench` says with machine and command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", type=lambda given: given.split(","), default=["int4"], metavar="A,B")
+    parser.add_argument(
+        "--batch", type=lambda given: [int(one) for one in given.split(",")], default=[1, 16], metavar="1,16"
+    )
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    if options.device != "cpu" and not torch.cuda.is_available():
+        parser.error("there is no GPU here")
+    with tempfile.TemporaryDirectory() as directory:
+        speed = measured(Path(directory), options)
+    about = cpu_machine() if options.device == "cpu" else machine()
+    for one in speed:
+        # The place of a temporary directory.
+        one["model"] = one["label"]
+    record = {"machine": about, "command": command(), "layers": options.layers, "speed": speed}
+    options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Links in pages lead somewhere, pages stay short, and words of the glossary are there once."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [
+    *ROOT.glob("*.md"),
+    *DOCS.glob("*.md"),
+    ROOT / "tests" / "README.md",
+    ROOT / "examples" / "README.md",
+]
+#: Lines of all pages in docs, and of one that is read whole.
+MOST_LINES, MOST_OF_ARCHITECTURE = 3000, 110
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def without_code(text: str) -> str:
+    """A page without what stands in code."""
+    return re.sub(r"`[^`\n]*`", "``", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(
+        r"^#+ (.*)$",
+        re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE),
+        re.MULTILINE,
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
+    for link in LINK.findall(without_code(page.read_text())):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: there is no {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {target.name} has no heading #{anchor}"
+
+
+def test_pages_that_code_names_exist() -> None:
+    for folder in ("quantkit", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r"\bdocs/[\w-]+\.\w+", path.read_text()):
+                assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
+
+
+def test_pages_stay_short() -> None:
+    lines = {page.name: len(page.read_text().splitlines()) for page in DOCS.glob("*.md")}
+    assert sum(lines.values()) <= MOST_LINES, lines
+    assert lines["architecture.md"] <= MOST_OF_ARCHITECTURE
+
+
+def rows(page: str, head: str) -> list[str]:
+    """The first cells of the table with this head."""
+    text = (DOCS / page).read_text()
+    table = text.partition(f"| {head} |")[2].partition("\n\n")[0]
+    return [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+
+
+def test_nouns_and_terms_are_few_and_defined_once() -> None:
+    nouns, terms = rows("architecture.md", "noun"), rows("glossary.md", "term")
+    assert 0 < len(nouns) <= 15 and 0 < len(terms) <= 30
+    assert len({word.lower() for word in nouns + terms}) == len(nouns) + len(terms) - len({*nouns} & {*terms})
+    # Only the Hessian is in both, as noun and symbol.
+    assert {*nouns} & {*terms} <= {"Hessian"}
+
+
+def test_the_readme_has_a_table_on_its_first_screen() -> None:
+    first = (ROOT / "README.md").read_text().splitlines()[:40]
+    assert any(line.startswith("|---") for line in first)

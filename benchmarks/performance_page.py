@@ -357,6 +357,32 @@ def quantizing() -> list[str]:
     ]
 
 
+def several_gpus() -> list[str]:
+    """Decoding under tensor parallelism, beside one GPU."""
+    run = stored("h200-tensor-parallel")
+    names = {
+        "one": "one GPU",
+        "one-eager": "one GPU, without graphs",
+        "tensor": f"{run['ranks']} GPUs, tensor parallelism",
+        "tensor-eager": f"{run['ranks']} GPUs, tensor parallelism, without graphs",
+    }
+    found = {row["way"]: row for row in run["rows"] if "way" in row}
+    cells = [["way", "tokens/s", "first token"]]
+    for way, name in names.items():
+        row = found[way]
+        cells.append([name, f"{row['tokens_per_second']:.0f}", f"{row['first_ms']:.1f} ms"])
+    return [
+        "## Several GPUs",
+        paragraph(
+            f"`generate` with int4 and one sequence, {run['layers']} layers in the shapes of Llama-3 8B.",
+            "One GPU decodes",
+            "faster where the model fits.",
+            source("h200-tensor-parallel"),
+        ),
+        grid(cells),
+    ]
+
+
 def runs() -> list[str]:
     """Where each stored run is from."""
     cells = [["run", "machine", "command"]]
@@ -378,7 +404,7 @@ def runs() -> list[str]:
 def page() -> str:
     """The text of docs/performance.md."""
     linears = (layers(), weights(), peers(), load(), versions())
-    sections = (*linears, whole_models(), generating(), on_cpus(), quantizing(), runs())
+    sections = (*linears, whole_models(), generating(), several_gpus(), on_cpus(), quantizing(), runs())
     return "\n\n".join([HEAD.strip(), READING.strip(), *(part for one in sections for part in one)]) + "\n"
 
 

@@ -128,7 +128,10 @@ def _entry_rule_broken(name: str, entry: Any) -> str | None:
 
 def verify_manifest(directory: Path) -> list[Problem]:
     """Whether the manifest is as it was written; `CheckpointError` as from `read_manifest`."""
-    content, data = _read(directory)
+    return _changes(*_read(directory))
+
+
+def _changes(content: Mapping[str, Any], data: bytes) -> list[Problem]:
     if data == manifest_bytes(content):
         return []
     found = shown(content[OWN_HASH]) if OWN_HASH in content else "none"
@@ -145,10 +148,10 @@ def check_beside(files: Sequence[Path]) -> None:
     if not os.path.lexists(directory / MANIFEST_NAME):
         return
     try:
-        listed = read_manifest(directory)["files"]
-        problems = [str(problem) for problem in verify_manifest(directory)]
+        content, data = _read(directory)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {_WITHOUT}") from error
+    listed, problems = content["files"], list(map(str, _changes(content, data)))
     weights = {name for name in listed if name.endswith(_OF_WEIGHTS)}
     # Indexes that are missing are the loader's to name.
     here = [*files, *(directory / name for name in weights if name.endswith(".json"))]

@@ -11,6 +11,7 @@ import re
 import reprlib
 import stat
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from io import BufferedReader
@@ -32,6 +33,8 @@ T = TypeVar("T")
 
 def os_error_text(error: OSError) -> str:
     """`No space left on device (ENOSPC)`."""
+    if isinstance(error, NoFileError):
+        return str(error.strerror)
     code = errno.errorcode.get(error.errno or 0, "no errno")
     return f"{error.strerror or error} ({code})"
 
@@ -169,6 +172,40 @@ def user_cache() -> Path | None:
         return None
 
 
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class NoFileError(OSError):
+    """Something that is no file has the name of a file to write: the text has path, kind and remedy."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        text = f"{path} is {kind}; expected a file or nothing there. Move it elsewhere or remove it"
+        super().__init__(errno.EEXIST, text)
+
+
+def kind_of(path: Path) -> str | None:
+    """`a folder` and so on; None where there is a regular file, a link or nothing."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return next((kind for is_kind, kind in _KINDS if is_kind(mode)), None)
+
+
+def check_places(directory: Path, names: Iterable[str]) -> None:
+    """`NoFileError` if something that is no file has one of these names, or their temporary names."""
+    for name in names:
+        for path in (directory / name, directory / f"{TEMP_PREFIX}{name}"):
+            if (kind := kind_of(path)) is not None:
+                raise NoFileError(path, kind)
+
+
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at byte `offset`; `OSError` if the file takes no more bytes."""
     rest = memoryview(data)
@@ -194,7 +231,11 @@ class TempFile:
     """`.tmp-<name>` beside its final place, open for reading and writing until published."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        """Create the file with mode 0644 less the umask; `OSError` as from `open`."""
+        """Create the file with mode 0644 less the umask; `OSError` as from `open`.
+
+        `NoFileError` if a folder, a pipe, a socket or a device has one of the two names.
+        """
+        check_places(directory, [name])
         self.path = directory / name
         self._temp = directory / f"{TEMP_PREFIX}{name}"
         self._temp.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, OutputError
-from quantkit.files import TempFile, open_regular, os_error_text, write_all
+from quantkit.files import NoFileError, TempFile, open_regular, os_error_text, write_all
 
 # Small enough to stay in a core's cache between reading and hashing.
 BLOCK_BYTES = 1 << 20
@@ -62,6 +62,11 @@ def writing(path: Path) -> Iterator[None]:
     """Raise an `OSError` of the block as an `OutputError` that names `path` and how to go on."""
     try:
         yield
+    except NoFileError as error:
+        raise OutputError(
+            f"cannot write {path}: {error.strerror}, then run the same command again, with --resume if a run "
+            "was interrupted."
+        ) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "Free space on that disk"

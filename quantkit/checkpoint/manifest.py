@@ -6,8 +6,9 @@ content is always the same, so no byte of the file can change unnoticed.
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REWRITE = "Write the checkpoint again or download it again."
+_WITHOUT = f"Without {MANIFEST_NAME} the model loads, and nothing tells whether a byte has changed."
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,42 @@ def _entry_rule_broken(name: str, entry: Any) -> str | None:
 
 def verify_manifest(directory: Path) -> list[Problem]:
     """Whether the manifest is as it was written; `CheckpointError` as from `read_manifest`."""
-    content, data = _read(directory)
+    return _changes(*_read(directory))
+
+
+def _changes(content: Mapping[str, Any], data: bytes) -> list[Problem]:
     if data == manifest_bytes(content):
         return []
     found = shown(content[OWN_HASH]) if OWN_HASH in content else "none"
     text = f"{MANIFEST_NAME} has changed since it was written: its own hash {OWN_HASH!r} is {found}"
     return [Problem(MANIFEST_NAME, "sha256", text)]
+
+
+def check_beside(files: Sequence[Path]) -> None:
+    """Compare weights of one directory with the manifest there, if there is one: names and sizes, no bytes.
+
+    `CheckpointError` for a manifest that is damaged, and for files that are not those that it lists.
+    """
+    directory = files[0].parent
+    if not os.path.lexists(directory / MANIFEST_NAME):
+        return
+    try:
+        content, data = _read(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {_WITHOUT}") from error
+    listed, problems = content["files"], list(map(str, _changes(content, data)))
+    weights = {name for name in listed if name.endswith(_OF_WEIGHTS)}
+    # Indexes that are missing are the loader's to name.
+    here = [*files, *(directory / name for name in weights if name.endswith(".json"))]
+    found = {path.name: path.stat().st_size for path in here if path.exists()}
+    for name in sorted(weights | found.keys()):
+        size = listed.get(name, {}).get("size")
+        if found.get(name) != size:
+            is_here = f"has {found[name]} bytes" if name in found else "is not among the weights"
+            says = "does not list it" if size is None else f"says {size}"
+            problems.append(f"{name} {is_here}, and {MANIFEST_NAME} {says}")
+    if problems:
+        raise CheckpointError(f"{directory}: {problems[0]}. {_REWRITE} {_WITHOUT}")
 
 
 def unlisted_files(directory: Path, manifest: Mapping[str, Any]) -> list[str]:

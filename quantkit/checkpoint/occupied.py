@@ -1,7 +1,8 @@
 """What an output directory holds when a run starts, and what each mode makes of it."""
 
 import errno
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from quantkit.checkpoint.journal import (
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files, verify_manifest
 from quantkit.checkpoint.preflight import check_space, name_list, occupants, temp_files
 from quantkit.errors import CheckpointError, OutputError
-from quantkit.files import TEMP_PREFIX, sync_directory
+from quantkit.files import TEMP_PREFIX, NoFileError, check_places, kind_of, sync_directory
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -76,7 +77,7 @@ class _Contents:
 
     @property
     def foreign(self) -> list[Path]:
-        return [path for path in self.others if path.name not in self.owned or _is_folder(path)]
+        return [path for path in self.others if path.name not in self.owned or kind_of(path)]
 
 
 def start_new(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
@@ -92,6 +93,29 @@ def check_empty(path: Path) -> None:
     """`OutputError` if anything is in the locked directory `path`."""
     if (contents := _look(path)).others:
         raise OutputError(_occupied_text(contents))
+
+
+def check_free(path: Path, names: Iterable[str]) -> None:
+    """Refuse what would be in the way of a run that goes on in the locked directory `path`, before it works.
+
+    `names` are those of the files that it writes. `OutputError` for a file that no run wrote, `NoFileError`
+    for what is no file.
+    """
+    contents = _look(path)
+    check_places(path, names)
+    if contents.journal is None:
+        return
+    for name in names:
+        if name not in contents.journal.claimed and os.path.lexists(path / name):
+            raise OutputError(in_the_way(path / name))
+
+
+def in_the_way(path: Path) -> str:
+    """The refusal of a file that no run wrote, where a run is to write one."""
+    return (
+        f"{path} was not written by quantkit and is in the way. Move it elsewhere, then run the same command "
+        "with --resume."
+    )
 
 
 def check_own(path: Path) -> None:
@@ -142,6 +166,7 @@ def start_again(
 
 
 def _look(path: Path) -> _Contents:
+    check_places(path, [JOURNAL_NAME, MANIFEST_NAME])
     manifest = None
     try:
         manifest = read_manifest(path)
@@ -154,6 +179,9 @@ def _look(path: Path) -> _Contents:
     journal = None if manifest is not None and (path / CONFIG_NAME).is_file() else read_journal(path)
     known = journal is not None or manifest is not None
     others = occupants(path, known=known)
+    for other in others:
+        if known and other.name.startswith(TEMP_PREFIX) and (kind := kind_of(other)):
+            raise NoFileError(other, kind)
     return _Contents(path, journal, manifest, others, temp_files(path, known=known))
 
 
@@ -254,10 +282,6 @@ def _is_intact(record: FileRecord, file: Path, progress: Callable[[int], None] |
     except CheckpointError:
         # A file that cannot be read back is as good as missing.
         return False
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
 
 
 def _size(files: list[Path]) -> int:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -33,7 +33,9 @@ from quantkit.checkpoint.occupied import (
     INDEX_NAME,
     Start,
     check_empty,
+    check_free,
     check_own,
+    in_the_way,
     start_again,
     start_new,
     start_over,
@@ -85,12 +87,14 @@ class OutputDirectory:
         run: Mapping[str, Any],
         expected_bytes: int,
         *,
+        names: Collection[str] = (),
         progress: Callable[[int], None] | None = None,
     ) -> Self:
         """Lock `out`, creating it if needed, and find out what is left to write.
 
         `run` is JSON-able and holds everything that determines the bytes of the output: a resume
-        with another `run` is refused. `expected_bytes` is about the size of all files together. On
+        with another `run` is refused. `expected_bytes` is about the size of all files together, `names` are
+        those of all files that will be written: what has the place of one is refused here. On
         resume the finished files are hashed; `progress` is called with the number of bytes hashed
         since its last call. Every refusal is an `OutputError`, and nothing was changed then.
         """
@@ -104,6 +108,7 @@ class OutputDirectory:
                     case Mode.NEW:
                         start = start_new(path, run, expected_bytes)
                     case Mode.RESUME:
+                        check_free(path, names)
                         start = start_again(path, run, expected_bytes, progress)
                     case Mode.OVERWRITE:
                         start = start_over(path, run, expected_bytes)
@@ -117,7 +122,7 @@ class OutputDirectory:
             raise
 
     @staticmethod
-    def check(out: Path, source: Path, mode: Mode) -> None:
+    def check(out: Path, source: Path, mode: Mode, names: Collection[str] = ()) -> None:
         """`OutputError` for all that `open` refuses whatever the run: for work that comes before one.
 
         Nothing is changed.
@@ -134,7 +139,8 @@ class OutputDirectory:
                         case Mode.OVERWRITE:
                             check_own(path)
                         case Mode.RESUME:
-                            pass  # A journal tells which run it is of.
+                            # A journal tells which run it is of.
+                            check_free(path, names)
             finally:
                 lock.release()
         finally:
@@ -277,10 +283,7 @@ class OutputDirectory:
             for name in names:
                 path = self.path / name
                 if name not in self._claimed and _is_there(path):
-                    raise OutputError(
-                        f"{path} was not written by quantkit and is in the way. Move it elsewhere, "
-                        "then run the same command with --resume."
-                    )
+                    raise OutputError(in_the_way(path))
             fresh = [name for name in names if name not in self._claimed]
             if fresh:
                 self._journal.claim(fresh)

@@ -9,7 +9,7 @@ import typer
 
 from quantkit.cli import options
 from quantkit.cli.console import note, out, progress, say
-from quantkit.cli.files import check_writable, is_pipe, make_directory, write_file
+from quantkit.cli.files import REPORT_FILES, check_writable, is_pipe, make_directory, write_file
 from quantkit.errors import UsageError
 from quantkit.escaping import one_line
 
@@ -123,7 +123,7 @@ def bench(
         from quantkit.eval.plots import check_matplotlib
 
         check_matplotlib()
-        make_directory(report)
+        make_directory(report, REPORT_FILES)
     sources = [directory] if against is None else [directory, against]
     if serve_like:
         from quantkit.bench.serving import Traffic

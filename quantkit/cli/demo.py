@@ -7,7 +7,7 @@ import typer
 
 from quantkit.cli import options
 from quantkit.cli.console import note, progress, say
-from quantkit.cli.files import make_directory
+from quantkit.cli.files import REPORT_FILES, make_directory
 
 #: From lossless to unusable, so that the table shows the whole range.
 FORMATS = ("int8", "int4", "fp6", "binary")
@@ -49,6 +49,7 @@ def demo(
     for path in text:
         read_text(path)
     make_directory(out_directory)
+    make_directory(out_directory / "report", REPORT_FILES)
     packed = []
     for name, recipe in recipes.items():
         with progress(f"quantizing to {name}") as advance:

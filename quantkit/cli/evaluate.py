@@ -13,7 +13,7 @@ import typer
 from quantkit.about import pip_install
 from quantkit.cli import options
 from quantkit.cli.console import note, progress, say
-from quantkit.cli.files import check_writable, make_directory, write_file
+from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file
 from quantkit.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def evaluate(
     names = () if tasks is None else tuple(options.parse_list(tasks, "--tasks"))
     _check(text, names, task_path, limit, against=against, noise_floor=noise_floor, per_block=per_block)
     if report is not None:
-        make_directory(report)
+        make_directory(report, REPORT_FILES)
     from quantkit.cli.figures import print_reports
     from quantkit.cli.models import log_kernels, using_transformers
     from quantkit.eval.evaluate import evaluate_many

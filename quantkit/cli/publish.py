@@ -1,5 +1,6 @@
 """`quantkit report` and `quantkit push`: the model card, and the upload to the hub."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ import typer
 from quantkit.checkpoint.preflight import name_list
 from quantkit.cli import options
 from quantkit.cli.console import err, note, out, print_json, progress, say
-from quantkit.cli.files import make_directory, write_files
+from quantkit.cli.files import REPORT_FILES, make_directory, write_files
 from quantkit.errors import OutputError, UsageError
 from quantkit.escaping import one_line
 from quantkit.files import size_text
@@ -56,7 +57,8 @@ def report(
     from the files of 'eval' and 'bench', with the plots of their reports. Without them the card says that
     nothing was measured.
     """
-    make_directory(out_directory)
+    make_directory(out_directory, REPORT_FILES)
+    _check_no_copy(directory, out_directory)
     files = _card_files(directory, evaluation, benchmarks or (), repo, base_model, license)
     if not overwrite and (
         found := [out_directory / name for name in files if (out_directory / name).exists()]
@@ -125,6 +127,20 @@ def push(
         print_json({"repo": repo, "files": sizes, "commit": address})
     else:
         say(f"{len(sizes)} files, {size_text(sum(sizes.values()))}: {address}")
+
+
+def _check_no_copy(directory: Path, out_directory: Path) -> None:
+    """`OutputError` where README.md is a part of a checkpoint: replacing it would damage that."""
+    from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+    from quantkit.publish.carried import CARD_NAME
+
+    listed = (out_directory / MANIFEST_NAME).exists() and read_manifest(out_directory)["files"]
+    if listed and CARD_NAME in listed:
+        raise OutputError(
+            f"{out_directory / CARD_NAME} is the card of the original model, a file of the checkpoint there, "
+            "and is kept, also with --overwrite. Write the card elsewhere, such as with --out card. Then "
+            f"`quantkit push {shlex.quote(str(directory))} REPO --card card` uploads it as the README.md."
+        )
 
 
 def _card_files(

@@ -16,6 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.compressed_tensors import stored_formats
+from quantkit.checkpoint.manifest import check_beside
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import CheckpointError, FormatError, UsageError
 from quantkit.model.experts import PackedExperts
@@ -70,7 +71,9 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         files = kwargs.get("checkpoint_files")
         if files:
-            check_headers(model, self, [Path(file) for file in files])
+            paths = [Path(file) for file in files]
+            check_headers(model, self, paths)
+            check_beside(paths)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from quantkit.calibrate.samples import Samples
 from quantkit.checkpoint.hub import locate, resolve
 from quantkit.checkpoint.journal import read_journal
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from quantkit.checkpoint.source import Checkpoint, check_not_quantized
+from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.model.allocate import Allocated, Allocation, allocate_formats
@@ -201,12 +201,12 @@ def _plan_of(checkpoint: Checkpoint, structure: Structure, found: Allocated, max
     return replace(planned, notes=(*found.notes, *planned.notes), allocation=found.allocation)
 
 
-def _kept(out: Path, source: Path, mode: Mode) -> Allocated | None:
+def _kept(out: Path, checkpoint: Checkpoint, mode: Mode) -> Allocated | None:
     """The allocation of the run that wrote to `out`, which a resumed run keeps; None if there is none.
 
     `OutputError`, before anything is measured, where a run may not write.
     """
-    OutputDirectory.check(out, source, mode)
+    OutputDirectory.check(out, checkpoint.directory, mode, _late_names(checkpoint))
     if mode is not Mode.RESUME:
         return None
     journal = read_journal(out)
@@ -309,10 +309,9 @@ def quantize(
         else:
             # The first rank allocates, for all.
             allocate = partial(_allocated, checkpoint, structure, recipe, budget, options, target, measuring)
-            place = Path(out), checkpoint.directory, mode
-            found = Allocated.from_dict(
-                ranks.from_first(lambda: Allocated.to_dict(_kept(*place) or allocate()))
-            )
+            kept = partial(_kept, Path(out), checkpoint, mode)
+            known = ranks.from_first(lambda: Allocated.to_dict(kept() or allocate()))
+            found = Allocated.from_dict(known)
             request = {"budget": budget.to_dict(), "asked": recipe.to_dict(), "calibration": vars(options)}
             allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
             recipe = found.recipe
@@ -331,8 +330,8 @@ def quantize(
         report = counting(_work(planned, calibrated), progress if ranks.first else None)
         output = None
         if ranks.first:
-            expected = _bytes_to_write(checkpoint, planned, calibrated)
-            opened = OutputDirectory.open(Path(out), checkpoint.directory, mode, run, expected)
+            names, expected = _to_write(checkpoint, planned, calibrated)
+            opened = OutputDirectory.open(Path(out), checkpoint.directory, mode, run, expected, names=names)
             output = stack.enter_context(opened)
             if on_plan is not None:
                 on_plan(checkpoint, planned)
@@ -421,11 +420,18 @@ def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration |
             )
 
 
-def _bytes_to_write(checkpoint: Checkpoint, planned: Plan, calibrated: Calibration | None) -> int:
-    """About all bytes of the output, and those of the work files that are there before."""
-    work = 0 if calibrated is None else calibrated.work_bytes
+def _to_write(checkpoint: Checkpoint, planned: Plan, calibrated: Calibration | None) -> tuple[list[str], int]:
+    """The names and about the bytes of all files that a run writes, its work files among them."""
+    work_names, work = ((), 0) if calibrated is None else (calibrated.work_files, calibrated.work_bytes)
     side = sum(checkpoint.stamps[path].size for path in checkpoint.side_files)
-    return planned.output_bytes + work + side + RECORD_BYTES * len(planned.weight_map)
+    names = [*work_names, *(shard.filename for shard in planned.shards), *_late_names(checkpoint)]
+    return names, planned.output_bytes + work + side + RECORD_BYTES * len(planned.weight_map)
+
+
+def _late_names(checkpoint: Checkpoint) -> list[str]:
+    """The files that come after the shards, where there may be an index."""
+    side = [path.name for path in checkpoint.side_files]
+    return [*side, INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
 
 
 def _work(planned: Plan, calibrated: Calibration | None) -> int:

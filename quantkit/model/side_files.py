@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantkit.checkpoint.durable import is_plain_name
+from quantkit.checkpoint.durable import is_inside, is_plain_name
 from quantkit.checkpoint.header import MAX_JSON_BYTES
 from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.checkpoint.side_names import is_side_name
-from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
+from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAME, Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, shown
 from quantkit.model.load import GENERATION_CONFIG_NAME, explained, read_generation_config
@@ -24,6 +24,12 @@ from quantkit.model.tokenizer import TOKENIZER_NAME, read_tokenizer, vocabularie
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
+#: More of them, by name.
+_TEMPLATES = "additional_chat_templates"
+#: How many of the things that are not copied are named.
+_NAMED = 10
+#: Of git and the hub's client, in every download.
+_OF_TOOLS = frozenset({".git", ".gitattributes", ".gitignore", ".cache", HEADERS_ONLY_NAME})
 #: Names that quantkit gives files of its own, which no copy may have, whatever the case of its letters.
 _TAKEN = frozenset(name.lower() for name in (MANIFEST_NAME, CONFIG_NAME, INDEX_NAME))
 #: How files begin that stand in for others: what they are, and what to do.
@@ -59,8 +65,30 @@ def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
         for reader in READERS:
             if path.name in reader.names or path.suffix in reader.names:
                 _check_with(reader, path)
-    warning = _tokenizer_warning(checkpoint)
-    return checkpoint if warning is None else replace(checkpoint, warnings=(*checkpoint.warnings, warning))
+    found = (_tokenizer_warning(checkpoint), _not_copied(checkpoint))
+    warnings = [warning for warning in found if warning is not None]
+    return replace(checkpoint, warnings=(*checkpoint.warnings, *warnings)) if warnings else checkpoint
+
+
+def _not_copied(checkpoint: Checkpoint) -> str | None:
+    """What of the source the output will lack, in one line; None if nothing."""
+    directory = checkpoint.directory
+    # Weights that are not used, and links out of the directory, have warnings of their own.
+    left = [
+        path
+        for path in sorted(directory.iterdir())
+        if path not in checkpoint.stamps
+        and path.name not in _OF_TOOLS
+        and not (path.suffix == ".safetensors" or (is_side_name(path.name) and not is_inside(path)))
+    ]
+    if not left:
+        return None
+    templates = ""
+    if any(path.name == _TEMPLATES and path.is_dir() for path in left):
+        templates = f" {_TEMPLATES}/ has chat templates that transformers reads: copy it into the output."
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in left]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{directory}: not copied: {', '.join(names[:_NAMED])}{more}.{templates}"
 
 
 def _check_left_out(directory: Path) -> None:

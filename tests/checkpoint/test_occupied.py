@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 from collections import namedtuple
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch
 from quantkit.checkpoint.journal import JOURNAL_NAME, canonical_json, read_journal, run_differences
 from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.manifest import MANIFEST_NAME, extend_manifest, read_manifest, verify_manifest
+from quantkit.checkpoint.occupied import CONFIG_NAME, INDEX_NAME
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import CheckpointError, OutputError
@@ -36,7 +38,9 @@ def drive(
 ) -> list[str]:
     """Write three shards, or stop before the end; returns the names that had to be written."""
     written = []
-    with OutputDirectory.open(out, source, mode, run, expected_bytes) as output:
+    late = [path.name for path in source.glob("*.txt")] + [INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
+    opened = OutputDirectory.open(out, source, mode, run, expected_bytes, names=[*NAMES, *late])
+    with opened as output:
         if output.complete:
             assert all(map(output.is_done, NAMES))
             return []
@@ -460,3 +464,65 @@ def test_shard_names_are_plain(out: Path, source: Path, name: str) -> None:
         specs = [TensorSpec.of("t", DATA)]
         with pytest.raises(OutputError, match="is not a shard name"), output.shard(name, specs, {}):
             pass
+
+
+LATE = ["merges.txt", INDEX_NAME, MANIFEST_NAME, CONFIG_NAME, NAMES[0], NAMES[2]]
+
+
+def put(path: Path, kind: str) -> None:
+    """Something that is no file."""
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        # Its path may be too long for `bind`.
+        here = os.open(path.parent, os.O_RDONLY)
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(f"/proc/self/fd/{here}/{path.name}")
+        os.close(here)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a socket"])
+@pytest.mark.parametrize("name", [*LATE, *(TEMP_PREFIX + name for name in [*LATE, JOURNAL_NAME])])
+def test_what_is_no_file_is_refused_before_a_resume(
+    tmp_path: Path, source: Path, name: str, kind: str
+) -> None:
+    out = tmp_path / "out"
+    drive(out, source, Mode.NEW, stop_after=2)
+    before = names(out)
+    (out / name).unlink(missing_ok=True)
+    put(out / name, kind)
+    for mode in (Mode.RESUME, Mode.OVERWRITE):
+        text = refusal(out, source, mode)
+        assert name in text and ("Move" in text or "Remove" in text), text
+    text = refusal(out, source, Mode.RESUME)
+    if name in LATE[:4] or name.startswith(TEMP_PREFIX):
+        assert (
+            f"{out / name} is {kind}; expected a file or nothing there. Move it elsewhere or remove it"
+            in text
+        )
+    (out / name).rmdir() if kind == "a folder" else (out / name).unlink()
+    drive(out, source, Mode.RESUME)
+    assert (out / CONFIG_NAME).is_file() and {*before} - {JOURNAL_NAME} <= {*names(out)}
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a socket"])
+@pytest.mark.parametrize("name", [JOURNAL_NAME, TEMP_PREFIX + JOURNAL_NAME, TEMP_PREFIX + MANIFEST_NAME])
+def test_what_is_no_file_is_refused_before_a_start(
+    tmp_path: Path, source: Path, name: str, kind: str
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    put(out / name, kind)
+    for mode in Mode:
+        text = refusal(out, source, mode)
+        assert name in text and "Check the disk" not in text, text
+
+
+@pytest.mark.parametrize("name", ["merges.txt", CONFIG_NAME, INDEX_NAME])
+def test_a_file_of_others_is_refused_before_a_resume(tmp_path: Path, source: Path, name: str) -> None:
+    out = tmp_path / "out"
+    drive(out, source, Mode.NEW, stop_after=1)
+    (out / name).write_text("mine")
+    assert f"{out / name} was not written by quantkit and is in the way" in refusal(out, source, Mode.RESUME)

@@ -9,7 +9,7 @@ import torch
 from quantkit.checkpoint.lock import LOCK_NAME
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.checkpoint.writer import Mode, OutputDirectory
-from quantkit.cli.files import check_writable, make_directory, write_file, write_files
+from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file, write_files
 from quantkit.errors import OutputError
 from quantkit.eval.document import Document, write
 
@@ -44,7 +44,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(tmp_path: Pat
         make_directory(tmp_path / "file" / "report")
     with pytest.raises(OutputError, match=r"cannot write .*absent/a.json: No such file or directory"):
         check_writable(tmp_path / "absent" / "a.json")
-    with pytest.raises(OutputError, match="Is a directory"):
+    with pytest.raises(OutputError, match=r"is a folder; expected a file or nothing there"):
         write_file(tmp_path, "x")
     check_writable(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
@@ -53,6 +53,31 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(tmp_path: Pat
     (tmp_path / "link").symlink_to(tmp_path / "new")
     check_writable(tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["report.md", "report.html", "loss.png", ".tmp-report.json", ".tmp-loss.png"]
+)
+def test_what_is_no_file_in_a_report_is_refused_before_the_work(tmp_path: Path, name: str) -> None:
+    make_directory(tmp_path, REPORT_FILES)
+    assert list(tmp_path.iterdir()) == [], "nothing is left by trying"
+    (tmp_path / name).mkdir()
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(OutputError) as raised:
+        make_directory(tmp_path, REPORT_FILES)
+    assert f"{tmp_path / name} is a folder; expected a file or nothing there. Move it" in str(raised.value)
+    (tmp_path / name).rename(tmp_path / "other")
+    make_directory(tmp_path, REPORT_FILES)
+
+
+def test_what_is_no_file_under_a_temporary_name_is_refused_before_the_work(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".tmp-eval.json")
+    for do in (check_writable, lambda path: write_file(path, "x")):
+        with pytest.raises(
+            OutputError, match=r"\.tmp-eval\.json is a pipe; expected .* or remove it, or choose"
+        ):
+            do(tmp_path / "eval.json")
+    assert (tmp_path / ".tmp-eval.json").is_fifo()
 
 
 def test_outputs_of_runs_are_written_to_under_their_lock(tmp_path: Path) -> None:

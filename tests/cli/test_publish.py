@@ -1,13 +1,14 @@
 """`quantkit report` and `quantkit push`."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from quantkit.publish import upload
 
-from .conftest import Run
+from .conftest import SOURCE, Run
 
 
 def test_report_then_push(run: Run, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +49,19 @@ def test_report_replaces_a_card_only_with_overwrite(run: Run, packed: Path, tmp_
     assert readme.read_text() == "by hand"
     assert run("report", packed, "-o", tmp_path, "--overwrite").code == 0
     assert "by hand" not in readme.read_text()
+
+
+def test_report_keeps_the_card_that_came_with_the_checkpoint(run: Run, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(SOURCE, tmp_path / "source"))
+    (source / "README.md").write_text("the original's")
+    out = tmp_path / "out"
+    assert run("quantize", source, out, "-m", "rtn", "--no-check").code == 0
+    for more in ((), ("--overwrite",)):
+        done = run("report", out, "-o", out, *more)
+        assert done.code == 5 and (out / "README.md").read_text() == "the original's"
+        assert f"{out / 'README.md'} is the card of the original model" in done.err
+        assert f"`quantkit push {out} REPO --card card` uploads it" in done.err
+        assert "Replace a card with" not in done.err
 
 
 def test_push_without_a_card_makes_one(run: Run, packed: Path) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes
+import quantkit
+from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
+from quantkit.errors import CheckpointError
 from quantkit.model.load import load
 
 from .conftest import SOURCE, STORIES, Run, edit_json
@@ -88,7 +90,9 @@ def test_verify_compares_logits(
     assert run("verify", out).out.endswith("ok     logits: none stored at quantization\n")
 
     assert run("quantize", SOURCE, out, "--resume").code == 0
-    edit_json(out / MANIFEST_NAME, lambda m: m["prompt_logits"]["logits"][2].__setitem__(0, 50.0))
+    manifest = read_manifest(out)
+    manifest["prompt_logits"]["logits"][2][0] = 50.0
+    (out / MANIFEST_NAME).write_bytes(manifest_bytes(manifest))
     done = run("verify", out)
     assert done.code == 3
     assert "FAILED logits: 16 tokens\n       position 2, token " in done.out
@@ -260,3 +264,42 @@ def test_models_that_cannot_be_opened(
     assert done.code == 3
     assert done.err.startswith("error: ")
     assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda text: text[:-40], "is not valid JSON"),
+        (lambda text: text.replace('"size": ', '"size": 1', 1), "has changed since it was written"),
+        (lambda text: "[]", "expected a JSON object"),
+        (lambda text: "", "empty"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(damaged: Path, damage: Callable[[str], str], says: str) -> None:
+    path = damaged / MANIFEST_NAME
+    path.write_text(damage(path.read_text()))
+    from transformers import AutoModelForCausalLM
+
+    for loading in (quantkit.load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError) as raised:
+            loading(damaged)
+        assert says in str(raised.value) and f"Without {MANIFEST_NAME} the model loads" in str(raised.value)
+    path.unlink()
+    quantkit.load(damaged, device="cpu")
+
+
+def test_weights_that_are_not_those_of_the_manifest_are_refused(damaged: Path) -> None:
+    weights = damaged / "model.safetensors"
+    entry = read_manifest(damaged)["files"]
+    entry["model.safetensors"]["size"] += 8
+    path = damaged / MANIFEST_NAME
+    path.write_bytes(manifest_bytes({**read_manifest(damaged), "files": entry}))
+    size = weights.stat().st_size
+    with pytest.raises(CheckpointError, match=f"has {size} bytes, and {MANIFEST_NAME} says {size + 8}"):
+        quantkit.load(damaged, device="cpu")
+    # Who edits how a model generates may load it; `verify` tells.
+    (damaged / "generation_config.json").write_text('{"max_new_tokens": 3}')
+    del entry["model.safetensors"]
+    path.write_bytes(manifest_bytes({**read_manifest(damaged), "files": entry}))
+    with pytest.raises(CheckpointError, match=f"and {MANIFEST_NAME} does not list it"):
+        quantkit.load(damaged, device="cpu")

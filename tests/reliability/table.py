@@ -228,7 +228,8 @@ FAULTS: dict[str, dict[int, Fault]] = {
         57: Fault("an output that is not empty", "error", "before a weight is read, and nothing is touched"),
         58: Fault("an output that is, is in, or holds the source", "error", "also through links"),
         59: Fault(
-            "no parent, a read-only one, a file in the way, an output that cannot be listed",
+            "no parent, a read-only one, a file in the way, an output that cannot be listed, a folder or "
+            "pipe in the place of a file that is written",
             "error",
             "before a weight is read",
         ),

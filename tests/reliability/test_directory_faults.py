@@ -1,6 +1,7 @@
 """Shards, indexes and what else is in a directory: rows 16 to 27."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,23 @@ def test_a_side_file_that_links_out_of_the_directory_is_not_copied(run: Run, sou
     (source / "merges.txt").symlink_to(secret)
     goes_on(run, source, out, f"{source / 'merges.txt'}: ignored, because it links out of the directory")
     assert not (out / "merges.txt").exists()
+
+
+@pytest.mark.fault(17)
+def test_what_is_not_copied_is_said_once(run: Run, source: Path, out: Path) -> None:
+    for folder in ("additional_chat_templates", "original", ".cache"):
+        (source / folder).mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    (source / "weights.bin").write_bytes(b"x")
+    (source / ".gitattributes").write_text("")
+    os.mkfifo(source / "pipe")
+    done = run("quantize", source, out, *QUICK)
+    assert done.code == 0
+    line = f"{source}: not copied: additional_chat_templates/, original/, pipe, weights.bin."
+    text = " ".join(done.err.split())
+    assert text.count("not copied") == 1 and line in text, done.err
+    assert "additional_chat_templates/ has chat templates that transformers reads: copy it" in text
+    assert "not in it, and not compared" not in run("verify", out).out
 
 
 @pytest.mark.fault(18)

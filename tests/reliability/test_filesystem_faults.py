@@ -110,6 +110,26 @@ def test_an_output_with_something_in_it(
         assert name in done.err
 
 
+@pytest.mark.fault(59)
+@pytest.mark.parametrize("data", [(), GPTQ, BUDGET], ids=["plain", "gptq", "budget"])
+def test_what_is_no_file_in_the_place_of_a_late_one(
+    run: Run, source: Path, out: Path, data: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source / "LICENSE").write_text("MIT")
+    with monkeypatch.context() as patch:
+        fail_in_shard(patch, 1, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*command(source, out, *data)).code == 130
+    no_weight_is_read(monkeypatch)
+    for name in ("LICENSE", "config.json", MANIFEST_NAME, "model.safetensors.index.json"):
+        for place in (out / name, out / f".tmp-{name}"):
+            for kind, put in (("a folder", Path.mkdir), ("a pipe", os.mkfifo)):
+                put(place)
+                message = Message(place, f"is {kind}", "expected a file or nothing there", "or remove it")
+                done = (*command(source, out, *data), "--resume")
+                refused(run, done, OutputError, message, source.parent)
+                place.rmdir() if kind == "a folder" else place.unlink()
+
+
 @pytest.mark.fault(57)
 def test_a_finished_and_an_unfinished_output(
     run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch

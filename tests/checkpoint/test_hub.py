@@ -1,5 +1,6 @@
 """Resolving directories and hub ids, with a replaced hub, a fake hub, and no hub at all."""
 
+import gzip
 import json
 import os
 import re
@@ -229,6 +230,10 @@ LISTINGS = [
     (Answer(b"no gzip", headers={"Content-Encoding": "gzip"}), "bytes that cannot be decoded"),
     (Answer(b"x", headers={"Content-Encoding": "br"}), "Content-Encoding 'br'; expected bytes as they are"),
     (Answer(b"", 302, {"Location": LISTING}), "redirects without an end"),
+    (
+        Answer(gzip.compress(bytes(40 << 20)), 302, {"Location": "/x", "Content-Encoding": "gzip"}),
+        "more than 33554432 bytes; expected at most 33554432, decoded",
+    ),
     (Answer(b"", 302, {"Location": "http://[::1"}), "no HTTP ("),
     (Answer(b" " * ((32 << 20) + 1)), f"more than {32 << 20} bytes"),
     (Answer(error=httpx.RemoteProtocolError("cut")), "no HTTP (RemoteProtocolError: cut)"),

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import _http
 
@@ -141,6 +142,11 @@ def _send(send: Callable[..., Any], request: Any, stream: bool, deadline: Deadli
     url = str(request.url)
     # Some answer compressed all the same.
     request.headers["Accept-Encoding"] = "identity"
+    token, hub = get_token(), httpx.URL(constants.ENDPOINT)
+    # The hub names addresses to send to, of any host, and huggingface_hub adds the token.
+    elsewhere = (request.url.scheme, request.url.netloc) != (hub.scheme, hub.netloc)
+    if elsewhere and token and token in request.headers.get("Authorization", ""):
+        del request.headers["Authorization"]
     if isinstance(request.stream, httpx.SyncByteStream):
         request.stream = _Sent(request.stream, deadline)
 

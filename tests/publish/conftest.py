@@ -46,6 +46,9 @@ class HubState:
     raw: dict[str, tuple[int, dict[str, str], bytes]] = field(default_factory=dict)
     #: What requests have in their paths whose answers come a byte at a time.
     slow: set[str] = field(default_factory=set)
+    #: Where to say that a large file was sent, and the tokens that came with it.
+    verifier: str = ""
+    tokens: list[str | None] = field(default_factory=list)
 
 
 class UploadHub(BaseHTTPRequestHandler):
@@ -61,6 +64,9 @@ class UploadHub(BaseHTTPRequestHandler):
         state = self.state
         if self.odd():
             return None
+        if path == "/verify":
+            state.tokens.append(self.headers.get("Authorization"))
+            return self.answer({})
         for ending, status in state.refuses.items():
             if path.endswith(ending):
                 return self.answer({"error": "refused"}, status)
@@ -91,8 +97,9 @@ class UploadHub(BaseHTTPRequestHandler):
             ]
             return self.answer({"files": files})
         if path.endswith("/info/lfs/objects/batch"):
+            verify = {"verify": {"href": state.verifier}} if state.verifier else {}
             objects = [
-                {**one, "actions": {"upload": {"href": f"{state.endpoint}/lfs/{one['oid']}"}}}
+                {**one, "actions": {"upload": {"href": f"{state.endpoint}/lfs/{one['oid']}"}, **verify}}
                 for one in json.loads(body)["objects"]
             ]
             return self.answer({"transfer": "basic", "objects": objects})

@@ -17,7 +17,7 @@ from quantkit.publish.card import make_card
 from quantkit.publish.measurements import Measurements
 from quantkit.publish.upload import Upload, prepare, push
 
-from .conftest import SOURCE, HubState
+from .conftest import SOURCE, TOKEN, HubState
 
 
 @pytest.fixture
@@ -277,3 +277,11 @@ def test_the_client_of_huggingface_hub_is_as_before(upload: Upload, upload_hub: 
     before = _http._GLOBAL_CLIENT_FACTORY
     push(upload, "me/tiny")
     assert _http._GLOBAL_CLIENT_FACTORY is before
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_token_goes_to_the_hub_alone(upload: Upload, upload_hub: HubState, host: str) -> None:
+    """huggingface_hub sends it to whatever address the hub names for checking a file."""
+    upload_hub.verifier = f"{upload_hub.endpoint.replace('127.0.0.1', host)}/verify"
+    push(upload, "me/tiny")
+    assert set(upload_hub.tokens) == {f"Bearer {TOKEN}" if host == "127.0.0.1" else None}

@@ -5,14 +5,15 @@ registers quantkit's formats with transformers the moment transformers' quantize
 plain `AutoModelForCausalLM.from_pretrained(packed_directory)` works afterwards.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import sys
 
-import wrapt
-
-from quantkit.about import VERSION as __version__
-
+TYPE_CHECKING = False
+# Signals that come before the command handles them end in a traceback, so all that takes long comes later.
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from typing import Any
+
+    from quantkit.about import VERSION as __version__
     from quantkit.calibrate.methods import quantize_tensor as quantize_tensor
     from quantkit.errors import QuantkitError as QuantkitError
     from quantkit.eval.evaluate import evaluate as evaluate
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 #: Public names by the module that defines them, imported when first used: torch alone takes a second.
 _LAZY = {
+    "__version__": "quantkit.about",
     "PackedTensor": "quantkit.packing.tensor",
     "QuantkitError": "quantkit.errors",
     "Scheme": "quantkit.packing.schemes",
@@ -47,16 +49,48 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_LAZY[name]), _NAMES.get(name, name))
     return value
+
+
+#: Where a module has another name for it.
+_NAMES = {"__version__": "VERSION"}
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
-# Runs at once if transformers' quantizers are imported already.
-wrapt.register_post_import_hook("quantkit.model.versions:register_plugin", "transformers.quantizers.auto")
+_QUANTIZERS = "transformers.quantizers.auto"
+
+
+def _register_plugin() -> None:
+    """Have the plug-in registered once transformers' quantizers are imported; at once if they are."""
+    import wrapt
+
+    wrapt.register_post_import_hook("quantkit.model.versions:register_plugin", _QUANTIZERS)
+
+
+class _Quantizers:
+    """Waits on `sys.meta_path` until transformers' quantizers are looked for: wrapt takes long to import."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
+        if name != _QUANTIZERS:
+            return None
+        sys.meta_path.remove(self)
+        _register_plugin()
+        from importlib.util import find_spec
+
+        # Anew, now that wrapt looks too.
+        return find_spec(name)
+
+
+if _QUANTIZERS in sys.modules:
+    _register_plugin()
+else:
+    sys.meta_path.insert(0, _Quantizers())

@@ -1,17 +1,16 @@
 """How signals end work, also during imports and where the main thread shares locks with others."""
 
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
-#: What a user, a terminal that closes, or whoever started a process ends it with.
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from quantkit.leaving import NUMBERS, advise, advised, leave
+
 #: Seconds until it is looked again whether an import is over.
 _LOOK = 0.02
 #: Seconds that imports are waited for. A machine with other work may be at those of a command for a minute.
@@ -20,20 +19,6 @@ _IMPORT = "<frozen importlib._bootstrap>"
 
 #: Signals that wait for the end of an import, and until when.
 _waiting: dict[int, float] = {}
-
-
-def handle(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
-    """Handle all `NUMBERS` so, but for those that the process is to ignore, as under `nohup`."""
-    for number in NUMBERS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
-def leave(number: int, frame: FrameType | None) -> NoReturn:
-    """The handler for when there is nothing to clean up: ends the process at once, with a line."""
-    with suppress(OSError):
-        os.write(2, b"interrupted\n")
-    os._exit(128 + number)
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
@@ -50,6 +35,22 @@ def terminate(number: int, frame: FrameType | None) -> None:
         return
     _waiting.pop(number, None)
     raise _ending(number)
+
+
+@contextmanager
+def advising(advice: Callable[[], str | None]) -> Iterator[None]:
+    """A signal that ends the block, or the process in it, has `advice` in its line, asked for at that moment.
+
+    None says nothing.
+    """
+    advise(advice)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        if text := advised():
+            error.add_note(text)
+        raise
+    advise(None)
 
 
 def wait_no_longer() -> None:

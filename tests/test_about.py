@@ -26,7 +26,7 @@ def test_name_and_version_stand_once() -> None:
     assert PROJECT["name"] == about.DISTRIBUTION != "quantkit"
     assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT
     assert quantkit.__version__ == about.VERSION
-    assert PROJECT["scripts"] == {"quantkit": "quantkit.cli.main:main"}
+    assert PROJECT["scripts"] == {"quantkit": "quantkit.__main__:main"}
 
 
 def test_extras_are_those_of_the_project() -> None:

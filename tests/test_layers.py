@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "quantkit"
 
 #: Modules that every part may import.
-COMMON = {"about", "errors", "escaping", "files", "progress", "signals"}
+COMMON = {"about", "errors", "escaping", "files", "leaving", "progress", "signals"}
 #: What else each part may import, besides itself.
 ALLOWED = {
     "errors": set(),

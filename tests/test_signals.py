@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.signals import HeldSignals, Interrupted, handle, kept_from_children, terminate
+from quantkit.leaving import advise, advised, handle
+from quantkit.signals import HeldSignals, Interrupted, advising, kept_from_children, terminate
 
+ROOT = Path(__file__).parents[1]
 EVERY = pytest.mark.parametrize(
     ("number", "ends"),
     [(signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
@@ -188,21 +190,59 @@ IMPORTING = """
 import os, signal, time
 # Whoever started the tests may have them ignore it, as nohup does.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-from quantkit import signals
+from quantkit import leaving, signals
+leaving.advise(lambda: {advice})
 signals._PATIENCE = {patience}
-signals.handle(signals.terminate)
+leaving.handle(signals.terminate)
 lines = "for number in {numbers}: os.kill(os.getpid(), number)\\nwhile True: time.sleep(0.01)"
 exec(compile(lines, signals._IMPORT, "exec"))
 """
 
 
 @pytest.mark.parametrize(
-    ("patience", "numbers", "code"), [(0.1, (15,), 143), (60, (15, 1), 129), (60, (2, 15), 143)]
+    ("patience", "numbers", "code", "advice", "said"),
+    [
+        (0.1, (15,), 143, "'Continue with --resume.'", "; Continue with --resume."),
+        (60, (15, 1), 129, "None", ""),
+        (60, (2, 15), 143, "1 / 0", ""),
+    ],
 )
-def test_an_import_is_not_waited_for_without_end(patience: float, numbers: tuple[int], code: int) -> None:
+def test_an_import_is_not_waited_for_without_end(
+    patience: float, numbers: tuple[int], code: int, advice: str, said: str
+) -> None:
     """It is so for `_PATIENCE`, and until another signal comes, of whatever kind."""
-    script = IMPORTING.format(patience=patience, numbers=numbers)
+    script = IMPORTING.format(patience=patience, numbers=numbers, advice=advice)
     found = subprocess.run(
         [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=50
     )
-    assert (found.returncode, found.stderr) == (code, "interrupted\n")
+    assert (found.returncode, found.stderr) == (code, f"interrupted{said}\n")
+
+
+def test_advice_is_that_of_the_moment_and_of_the_work_alone() -> None:
+    found = ["before"]
+    with advising(lambda: found[0]):
+        found[0] = "now"
+        assert advised() == "now"
+    assert advised() is None
+    with pytest.raises(SystemExit) as raised, advising(lambda: found[0]):
+        raise SystemExit(143)
+    # A second signal may end the process meanwhile.
+    assert raised.value.__notes__ == ["now"] and advised() == "now"
+    advise(None)
+
+
+def test_signals_are_handled_before_anything_that_takes_long_is_imported() -> None:
+    """What the console script imports, and `python -m quantkit`, before `main` handles signals."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import quantkit.__main__; print(*sys.modules)"
+    done = subprocess.run(
+        # Without `site`, which may import anything.
+        [sys.executable, "-I", "-S", "-c", code, str(ROOT)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    modules = set(done.stdout.split())
+    ours = {name for name in modules if name.startswith("quantkit")}
+    assert ours == {"quantkit", "quantkit.__main__", "quantkit.leaving"}
+    assert not modules & {"contextlib", "importlib.metadata", "json", "re", "threading", "typing", "wrapt"}

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from quantkit.checkpoint.durable import is_inside
 from quantkit.checkpoint.hub_answers import (
+    CONNECTION_PROBLEMS,
     FILE_SECONDS,
     MAX_FILE_BYTES,
     SLOWEST_BYTES_PER_SECOND,
@@ -62,11 +63,7 @@ class Wanted:
     place: str = "directory"
 
 
-_UNREACHABLE = (
-    EnvironmentProblem,
-    "the hub cannot be reached and the {what} is not complete in the local cache",
-    "Check the network, HF_ENDPOINT and the proxy settings, or give a local {place}.",
-)
+_NETWORK = "Check the network, HF_ENDPOINT and the proxy settings, or give a local {place}."
 # By the name of the exception class or of one of its bases, closest first: the error to raise, what
 # happened, the remedy, both with the words of `Wanted`. Names, because huggingface_hub is imported only when
 # a hub id is used.
@@ -97,8 +94,10 @@ _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
         "the hub answered with an error",
         "Try again later, or give a local {place}.",
     ),
-    "HTTPError": _UNREACHABLE,
-    "TimeoutError": _UNREACHABLE,
+    **{
+        name: (EnvironmentProblem, f"{problem} and the {{what}} is not complete in the local cache", _NETWORK)
+        for name, problem in CONNECTION_PROBLEMS.items()
+    },
     "OSError": (
         EnvironmentProblem,
         "the {what} cannot be downloaded",
@@ -165,7 +164,10 @@ def locate(source: str | Path, *, revision: str | None = None, headers_only: boo
             f"{str(source)!r} is no directory; expected a checkpoint directory or a hub id such as "
             "org/name. Check the path."
         )
-    with explained(source, revision, Wanted()):
+    from quantkit.checkpoint.hub_client import guarded
+
+    # One client for all requests, so that connections are kept.
+    with explained(source, revision, Wanted()), guarded(FILE_SECONDS):
         directory, commit = _from_hub(source, revision, headers_only)
     return Located(source, directory, "hub", commit)
 
@@ -282,8 +284,11 @@ def download_large(repository: Repository, name: str, revision: str | None) -> P
     """A file of a repository in the hub's cache, which huggingface_hub adds to it."""
     import huggingface_hub
 
+    from quantkit.checkpoint.hub_client import guarded, streams_of
+
     url = repository.file_url(name, revision)
-    metadata = within(Deadline(FILE_SECONDS), lambda: huggingface_hub.get_hf_file_metadata(url))
+    with guarded(FILE_SECONDS):
+        metadata = within(Deadline(FILE_SECONDS), lambda: huggingface_hub.get_hf_file_metadata(url))
     # They become names in the cache, and huggingface_hub takes any.
     if metadata.commit_hash is None or not _COMMIT.fullmatch(metadata.commit_hash):
         fail(url, f"the commit {shown(metadata.commit_hash)}", "40 hex digits as X-Repo-Commit")
@@ -293,7 +298,8 @@ def download_large(repository: Repository, name: str, revision: str | None) -> P
     if metadata.size is not None and not 0 < metadata.size <= MAX_FILE_BYTES:
         fail(url, f"the size {metadata.size}", f"1 to {MAX_FILE_BYTES} bytes")
     kind = None if repository.kind == "model" else repository.kind
-    return Path(huggingface_hub.hf_hub_download(repository.name, name, repo_type=kind, revision=revision))
+    with guarded(FILE_SECONDS), streams_of(metadata.size):
+        return Path(huggingface_hub.hf_hub_download(repository.name, name, repo_type=kind, revision=revision))
 
 
 def _bytes_of(repository: Repository) -> int:

@@ -23,6 +23,8 @@ from quantkit.files import parse_json, shown
 _T = TypeVar("_T")
 
 MAX_LISTING_BYTES = 32 << 20
+#: For all other answers that are read whole.
+MAX_ANSWER_BYTES = 32 << 20
 MAX_SMALL_FILE_BYTES = 256 << 20
 #: Larger files than any file system holds are no answer.
 MAX_FILE_BYTES = 1 << 43
@@ -49,6 +51,16 @@ _REMEDY = (
 )
 #: What says by its class that there is no connection, or is refined by the status: explained by who asks.
 _EXPLAINED = ("HfHubHTTPError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout", "ProxyError")
+#: What happened, by the name of an exception of the HTTP library or of one of its bases, closest first.
+CONNECTION_PROBLEMS = {
+    "ConnectError": "the hub cannot be reached",
+    "ConnectTimeout": "the hub cannot be reached",
+    "ProxyError": "the proxy does not lead to the hub",
+    "TimeoutException": "the hub does not answer",
+    "TimeoutError": "the hub does not answer",
+    "NetworkError": "the connection to the hub broke",
+    "RemoteProtocolError": "the hub's answer is no HTTP or was cut",
+}
 
 
 class BadAnswer(EnvironmentProblem):
@@ -59,6 +71,7 @@ class Deadline:
     """When an answer has to be there: so many seconds from now, and more for each byte that comes."""
 
     def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self.began = time.monotonic()
         self.end = self.began + seconds
         self.received = 0
@@ -265,10 +278,13 @@ def _ask(
 ) -> bytes:
     import huggingface_hub.utils
 
+    from quantkit.checkpoint.hub_client import guarded
+
     utils: Any = huggingface_hub.utils  # its type stubs leave out what it exports
     asked = {**utils.build_hf_headers(), "Accept-Encoding": "identity", **headers}
     data = bytearray()
     with (
+        guarded(FILE_SECONDS),
         _answering(url),
         utils.get_session().stream("GET", url, headers=asked, timeout=_STEP_SECONDS) as response,
     ):

@@ -80,6 +80,12 @@ class _Contents:
         return [path for path in self.others if path.name not in self.owned or kind_of(path)]
 
 
+def is_resumable(path: Path) -> bool:
+    """Whether the directory `path` holds a run that is unfinished, to go by its files at this moment."""
+    last = path / TEMP_CONFIG_NAME
+    return (path / JOURNAL_NAME).is_file() or (last.is_file() and not (path / CONFIG_NAME).exists())
+
+
 def start_new(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
     """Begin `run` in the locked directory `path`.
 

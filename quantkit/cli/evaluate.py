@@ -15,6 +15,7 @@ from quantkit.cli import options
 from quantkit.cli.console import note, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file
 from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.signals import advising
 
 if TYPE_CHECKING:
     from quantkit.eval.results import EvalReport
@@ -117,32 +118,35 @@ def evaluate(
     comparing = bool(report and against)
     place = work or report
     partial = None if place is None else Partial(place)
-    try:
-        with progress("evaluating") as advance, using_transformers(", ".join(directories)):
-            results = evaluate_many(
-                directories,
-                against=against,
-                texts=text or (),
-                tasks=Tasks(names, limit, task_path, batch) if names else None,
-                window=window,
-                stride=stride,
-                max_windows=max_windows,
-                dtype=dtype,
-                kv_cache=kv_cache,
-                device=device,
-                batch=batch,
-                noise_floor=comparing if noise_floor is None else noise_floor,
-                per_block=bool(comparing and text) if per_block is None else per_block,
-                budget_bytes=options.parse_size(logits_space),
-                partial=partial,
-                progress=advance,
-            )
-    except (KeyboardInterrupt, SystemExit) as error:
-        if partial is not None and partial.directory.is_dir():
-            error.add_note(
-                f"what is done so far is in {partial.directory}; the same command goes on from there"
-            )
-        raise
+
+    def advice() -> str | None:
+        if partial is None or not partial.directory.is_dir():
+            return None
+        return f"what is done so far is in {partial.directory}; the same command goes on from there"
+
+    with (
+        advising(advice),
+        progress("evaluating") as advance,
+        using_transformers(", ".join(directories)),
+    ):
+        results = evaluate_many(
+            directories,
+            against=against,
+            texts=text or (),
+            tasks=Tasks(names, limit, task_path, batch) if names else None,
+            window=window,
+            stride=stride,
+            max_windows=max_windows,
+            dtype=dtype,
+            kv_cache=kv_cache,
+            device=device,
+            batch=batch,
+            noise_floor=comparing if noise_floor is None else noise_floor,
+            per_block=bool(comparing and text) if per_block is None else per_block,
+            budget_bytes=options.parse_size(logits_space),
+            partial=partial,
+            progress=advance,
+        )
     print_reports(results)
     if json is not None:
         write_file(json, _figures(results))

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from quantkit.signals import NUMBERS, handle, leave, raise_again, terminate, wait_no_longer
+from quantkit.leaving import NUMBERS, handle, leave
+from quantkit.signals import raise_again, terminate, wait_no_longer
 
 
 def main() -> None:

@@ -122,7 +122,14 @@ def push(
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
-    address = uploading.push(prepared, repo, private=private, revision=revision, message=message)
+    address = uploading.push(
+        prepared,
+        repo,
+        private=private,
+        revision=revision,
+        message=message,
+        saying=lambda text: err.print(one_line(text)),
+    )
     if json:
         print_json({"repo": repo, "files": sizes, "commit": address})
     else:

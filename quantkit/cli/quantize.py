@@ -10,6 +10,7 @@ import typer
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, progress, say
 from quantkit.files import size_text
+from quantkit.signals import advising
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.source import Checkpoint
@@ -50,13 +51,18 @@ def quantize(
     to it, unless a --rule, --lm-head or the --recipe says otherwise, in that order. Prints what
     becomes of every layer and why, then writes OUT. A run that is interrupted continues with --resume.
     """
+    from quantkit.checkpoint.occupied import is_resumable
     from quantkit.cli.plan import gpu_memory_of, memory_dict, plan_dict, print_memory, print_plan
     from quantkit.model import quantize as quantizing
     from quantkit.model.ranks import joined
 
+    # Until then, what is to be overwritten may look like an unfinished run.
+    begun = not overwrite
     memory: list[GpuMemory | None] = [None]
 
     def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
+        nonlocal begun
+        begun = True
         for warning in checkpoint.warnings:
             note(warning)
         memory[0] = gpu_memory_of(checkpoint, plan, asked)
@@ -64,31 +70,33 @@ def quantize(
             print_plan(plan, every_layer=asked.every_layer)
             print_memory(memory[0])
 
-    try:
-        with joined() as ranks:
-            budget = asked.to_budget()
-            chosen = asked.to_recipe(budget)
-            with progress("quantizing", shown=ranks.first) as report:
-                result = quantizing.quantize(
-                    source,
-                    out_directory,
-                    recipe=chosen,
-                    device=asked.device,
-                    resume=resume,
-                    overwrite=overwrite,
-                    max_shard_bytes=asked.shard_bytes,
-                    allow_auto_map=asked.allow_auto_map,
-                    calibration=asked.to_calibration(),
-                    budget=budget,
-                    check=check,
-                    progress=report,
-                    measuring=lambda done, total, label: report(done, total, f"sensitivity, {label}"),
-                    on_plan=show,
-                    ranks=ranks,
-                )
-    except (KeyboardInterrupt, SystemExit) as error:
-        error.add_note("finished files are kept. Continue with the same command and --resume.")
-        raise
+    def advice() -> str | None:
+        if not begun or not is_resumable(out_directory):
+            return None
+        instead = " in place of --overwrite" if overwrite else ""
+        return f"finished files are kept. Continue with the same command and --resume{instead}."
+
+    with advising(advice), joined() as ranks:
+        budget = asked.to_budget()
+        chosen = asked.to_recipe(budget)
+        with progress("quantizing", shown=ranks.first) as report:
+            result = quantizing.quantize(
+                source,
+                out_directory,
+                recipe=chosen,
+                device=asked.device,
+                resume=resume,
+                overwrite=overwrite,
+                max_shard_bytes=asked.shard_bytes,
+                allow_auto_map=asked.allow_auto_map,
+                calibration=asked.to_calibration(),
+                budget=budget,
+                check=check,
+                progress=report,
+                measuring=lambda done, total, label: report(done, total, f"sensitivity, {label}"),
+                on_plan=show,
+                ranks=ranks,
+            )
     if not ranks.first:
         return
     if result.unchecked is not None:

@@ -8,10 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quantkit.checkpoint.hub_answers import SLOWEST_BYTES_PER_SECOND, Deadline, within
+from quantkit.checkpoint.hub_answers import (
+    CONNECTION_PROBLEMS,
+    SLOWEST_BYTES_PER_SECOND,
+    BadAnswer,
+    Deadline,
+    within,
+)
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
-from quantkit.files import os_error_text, shown
+from quantkit.files import os_error_text, shown, size_text
 from quantkit.model.saved import file_names, is_saved
 from quantkit.model.verify import verify
 from quantkit.progress import Progress
@@ -81,20 +87,29 @@ def push(
     private: bool = False,
     revision: str | None = None,
     message: str | None = None,
+    saying: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Create the repository if it is not there, and commit all files at once; the address of the commit.
 
     `revision` is a branch, created where it is not there. `UsageError` for a repository that may not be
     written, `EnvironmentProblem` without a token or a network, `CheckpointError` for a file that has changed
-    since it was verified. There is a deadline, which the bytes of the files put off.
+    since it was verified. `saying` is called with what is done next, before the hub is waited for.
+
+    Each answer has a deadline, which the bytes that are sent put off: `ANSWER_SECONDS`, and for the commit
+    `COMMIT_SECONDS`.
     """
     from huggingface_hub import HfApi
+
+    from quantkit.checkpoint.hub_client import guarded
 
     operations = [
         _operation(name, content, upload.verified.get(name)) for name, content in upload.files.items()
     ]
     api = HfApi()
-    with _explained(repo, _NOTHING):
+    size = sum(upload.sizes.values())
+    seconds = 2 * COMMIT_SECONDS + size / SLOWEST_BYTES_PER_SECOND
+    with _explained(repo, _NOTHING), guarded(ANSWER_SECONDS):
+        saying(f"creating {repo} on {api.endpoint}, if it is not there")
         created = str(_soon(lambda: api.create_repo(repo, private=private or None, exist_ok=True).repo_id))
         if created != repo and created.partition("/")[2] != repo:
             raise EnvironmentProblem(
@@ -103,6 +118,9 @@ def push(
             )
         if revision is not None:
             _soon(lambda: api.create_branch(created, branch=revision, exist_ok=True))
+        saying(f"uploading {len(operations)} files, {size_text(size)}")
+        # Large files. Of others the hub is told in the commit.
+        within(Deadline(seconds), partial(api.preupload_lfs_files, created, operations, revision=revision))
     commit = partial(
         api.create_commit,
         created,
@@ -110,8 +128,9 @@ def push(
         commit_message=message or "Upload a model quantized with quantkit",
         revision=revision,
     )
-    seconds = 2 * _SECONDS + sum(upload.sizes.values()) / SLOWEST_BYTES_PER_SECOND
-    with _explained(repo, f"The commit may have been made: look at {api.endpoint}/{created}/commits."):
+    made = f"The commit may have been made: look at {api.endpoint}/{created}/commits."
+    with _explained(repo, made), guarded(COMMIT_SECONDS):
+        saying("committing")
         done = within(Deadline(seconds), commit)
     address = str(done.commit_url)
     return address if _ADDRESS.fullmatch(address) else f"{api.endpoint}/{created}/commits"
@@ -133,8 +152,9 @@ def _operation(name: str, content: Path | bytes, verified: str | None) -> Any:
 
 
 _LEAVE_ALONE = "Leave the checkpoint alone while it is uploaded, and start again."
-#: For an answer that says little.
-_SECONDS = 60.0
+#: For the answer to a request, and to that for the commit, before which the hub checks every file.
+ANSWER_SECONDS = 20.0
+COMMIT_SECONDS = 60.0
 _ADDRESS = re.compile(r"https?://[!-~]{1,500}")
 _NOTHING = "Nothing was committed."
 _CHECK = "Check HF_ENDPOINT and the proxy settings; the same command starts again."
@@ -142,23 +162,21 @@ _T = TypeVar("_T")
 
 
 def _soon(call: Callable[[], _T]) -> _T:
-    return within(Deadline(_SECONDS), call)
+    # One more second than the client waits for one request, whose error says more.
+    return within(Deadline(ANSWER_SECONDS + 1), call)
 
 
-_UNREACHABLE = (
-    EnvironmentProblem,
-    "the hub cannot be reached",
-    "Check the network, HF_ENDPOINT and the proxy settings; the same command starts again.",
-)
+_NETWORK = "Check the network, HF_ENDPOINT and the proxy settings; the same command starts again."
 #: By the name of the exception class or of one of its bases: the error to raise, what happened, the remedy.
 _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
     "HFValidationError": (UsageError, "this is no repository id", "Give one such as org/name."),
     "OfflineModeIsEnabled": (EnvironmentProblem, "HF_HUB_OFFLINE is set", "Unset it."),
     "LocalTokenNotFoundError": (EnvironmentProblem, "there is no token", "Log in with `hf auth login`."),
-    "HTTPError": _UNREACHABLE,
-    "TimeoutError": _UNREACHABLE,
+    **{name: (EnvironmentProblem, problem, _NETWORK) for name, problem in CONNECTION_PROBLEMS.items()},
     "OSError": (CheckpointError, "a file cannot be read", "Check the disk; the same command starts again."),
 }
+#: Those of an answer that did not come, of a request that may have done its work.
+_CONNECTED = ("TimeoutException", "TimeoutError", "NetworkError", "RemoteProtocolError")
 #: For everything else, after which a commit may have been made.
 _UNUSABLE = (EnvironmentProblem, "the hub's answer cannot be used", _CHECK, False)
 #: By the status of an answer.
@@ -177,11 +195,15 @@ def _explained(repo: str, state: str) -> Iterator[None]:
     """
     try:
         yield
-    except (QuantkitError, MemoryError):
+    except MemoryError:
         raise
     except Exception as error:
         # What fails while a file is sent is the cause of a plain RuntimeError, which names the file.
         chain = [error] if error.__cause__ is None or _explanation(error) else [error, error.__cause__]
+        if isinstance(chain[-1], BadAnswer):
+            raise EnvironmentProblem(f"{repo}: {chain[-1]} {state}") from error
+        if isinstance(error, QuantkitError):
+            raise
         kind, problem, remedy, refused = _explanation(chain[-1]) or _UNUSABLE
         detail = "; ".join(f"{type(one).__name__}: {' '.join(str(one).split())[:300]}" for one in chain)
         raise kind(f"{repo}: {problem} ({detail}). {_NOTHING if refused else state} {remedy}") from error
@@ -198,8 +220,5 @@ def _explanation(error: BaseException) -> tuple[type[QuantkitError], str, str, b
     names = [base.__name__ for base in type(error).__mro__]
     for name in names:
         if name in _EXPLANATIONS:
-            connected = name in ("HTTPError", "TimeoutError") and not {"ConnectError", "ConnectTimeout"} & {
-                *names
-            }
-            return *_EXPLANATIONS[name], not connected
+            return *_EXPLANATIONS[name], name not in _CONNECTED
     return None

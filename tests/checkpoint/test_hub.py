@@ -1,5 +1,6 @@
 """Resolving directories and hub ids, with a replaced hub, a fake hub, and no hub at all."""
 
+import gzip
 import json
 import os
 import re
@@ -226,9 +227,13 @@ LISTINGS = [
     (Answer(b"x", 204), "status 204"),
     (Answer(b"", 304), "status 304"),
     (Answer(listing().body, 206), "status 206; expected status 200 and the whole file"),
-    (Answer(b"no gzip", headers={"Content-Encoding": "gzip"}), "no HTTP (DecodingError"),
+    (Answer(b"no gzip", headers={"Content-Encoding": "gzip"}), "bytes that cannot be decoded"),
     (Answer(b"x", headers={"Content-Encoding": "br"}), "Content-Encoding 'br'; expected bytes as they are"),
-    (Answer(b"", 302, {"Location": LISTING}), "no HTTP (TooManyRedirects"),
+    (Answer(b"", 302, {"Location": LISTING}), "redirects without an end"),
+    (
+        Answer(gzip.compress(bytes(40 << 20)), 302, {"Location": "/x", "Content-Encoding": "gzip"}),
+        "more than 33554432 bytes; expected at most 33554432, decoded",
+    ),
     (Answer(b"", 302, {"Location": "http://[::1"}), "no HTTP ("),
     (Answer(b" " * ((32 << 20) + 1)), f"more than {32 << 20} bytes"),
     (Answer(error=httpx.RemoteProtocolError("cut")), "no HTTP (RemoteProtocolError: cut)"),
@@ -454,8 +459,9 @@ def test_unreachable_hub_is_an_error_within_seconds(tmp_path: Path, listening: b
             silent.listen()
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         result = in_process(tmp_path, {"call": {"source": "org/name"}}, HF_ENDPOINT=endpoint)
+    problem = "does not answer" if listening else "cannot be reached"
     kind, text, seconds = result["call"]
     assert kind == "EnvironmentProblem"
-    assert text.startswith("org/name: the hub cannot be reached and the checkpoint is not complete")
+    assert text.startswith(f"org/name: the hub {problem} and the checkpoint is not complete")
     assert text.endswith("or give a local directory.")
     assert seconds < 5

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.checkpoint.journal import Journal
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.writer import OutputDirectory
@@ -21,6 +22,7 @@ from quantkit.kernels.problem import Gpu
 from quantkit.kernels.table import ROWS
 from quantkit.kernels.tiles.store import save
 from quantkit.kernels.tiles.table import Entry, Key, TileTable, as_computed
+from quantkit.leaving import advised
 from quantkit.model.record import Measured
 from quantkit.model.structure import read_structure
 from quantkit.packing.schemes import scheme
@@ -209,6 +211,43 @@ def test_a_signal_leaves_a_directory_to_resume(
     assert "continue it with --resume" in done.err
     assert run(*arguments, "--resume").code == 0
     assert run("verify", out, "--no-reload").code == 0
+
+
+@pytest.mark.parametrize("moment", ["before", "config", "done", "overwrite"])
+def test_a_signal_says_how_to_go_on_where_that_is_possible(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """As the files of the output are at that moment, also if the process ends at once."""
+    out = tmp_path / "out"
+    arguments = ["quantize", SOURCE, out, "-m", "rtn", "--no-check"]
+    if moment == "overwrite":
+        assert run(*arguments).code == 0
+        arguments.append("--overwrite")
+    owner, name, after = {
+        "before": (Checkpoint, "__init__", False),
+        "config": (Journal, "remove", True),
+        "done": (OutputDirectory, "finish", True),
+        "overwrite": (OutputDirectory, "shard", False),
+    }[moment]
+    before = getattr(owner, name)
+    at_once: list[str | None] = []
+
+    def interrupted(*rest: Any, **named: Any) -> Any:
+        result = before(*rest, **named) if after else None
+        at_once.append(advised())
+        os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        done = run(*arguments)
+    hint = "finished files are kept. Continue with the same command and --resume"
+    said = {"config": f"{hint}.", "overwrite": f"{hint} in place of --overwrite."}.get(moment)
+    assert done.code == 128 + signal.SIGTERM
+    assert done.err.splitlines()[-1] == ("interrupted" if said is None else f"interrupted; {said}")
+    assert at_once == [said]
+    if said is not None:
+        assert run(*[one for one in arguments if one != "--overwrite"], "--resume").code == 0
 
 
 def test_one_scale_per_tensor(run: Run, reloaded_here: None, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ import base64
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,6 +42,13 @@ class HubState:
     commits: list[str] = field(default_factory=list)
     #: What is answered to a request whose path ends so, after it was done.
     says: dict[str, bytes] = field(default_factory=dict)
+    #: Status, headers and body of the answer to a request whose path has this in it.
+    raw: dict[str, tuple[int, dict[str, str], bytes]] = field(default_factory=dict)
+    #: What requests have in their paths whose answers come a byte at a time.
+    slow: set[str] = field(default_factory=set)
+    #: Where to say that a large file was sent, and the tokens that came with it.
+    verifier: str = ""
+    tokens: list[str | None] = field(default_factory=list)
 
 
 class UploadHub(BaseHTTPRequestHandler):
@@ -54,6 +62,11 @@ class UploadHub(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = self.path.partition("?")[0]
         state = self.state
+        if self.odd():
+            return None
+        if path == "/verify":
+            state.tokens.append(self.headers.get("Authorization"))
+            return self.answer({})
         for ending, status in state.refuses.items():
             if path.endswith(ending):
                 return self.answer({"error": "refused"}, status)
@@ -84,8 +97,9 @@ class UploadHub(BaseHTTPRequestHandler):
             ]
             return self.answer({"files": files})
         if path.endswith("/info/lfs/objects/batch"):
+            verify = {"verify": {"href": state.verifier}} if state.verifier else {}
             objects = [
-                {**one, "actions": {"upload": {"href": f"{state.endpoint}/lfs/{one['oid']}"}}}
+                {**one, "actions": {"upload": {"href": f"{state.endpoint}/lfs/{one['oid']}"}, **verify}}
                 for one in json.loads(body)["objects"]
             ]
             return self.answer({"transfer": "basic", "objects": objects})
@@ -108,10 +122,32 @@ class UploadHub(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.odd():
+            return
         oid = self.path.rpartition("/")[2]
         assert hashlib.sha256(body).hexdigest() == oid
         self.state.stored[oid] = body
         self.answer({})
+
+    def odd(self) -> bool:
+        """Give the answer of `raw` or `slow` to this request, if there is one."""
+        if any(part in self.path for part in self.state.slow):
+            with suppress(OSError):
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+                for _ in range(60):
+                    self.wfile.write(b"a")
+                    time.sleep(0.05)
+            return True
+        for part, (status, headers, body) in self.state.raw.items():
+            if part in self.path:
+                with suppress(OSError):
+                    self.send_response(status)
+                    for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(body)
+                return True
+        return False
 
     def answer(self, content: dict[str, Any], status: int = 200) -> None:
         body = json.dumps(content).encode()

@@ -1,8 +1,10 @@
 """Uploads against a stand-in hub: what arrives is what was verified, and what fails says why."""
 
+import gzip
 import json
 import shutil
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from quantkit.publish.card import make_card
 from quantkit.publish.measurements import Measurements
 from quantkit.publish.upload import Upload, prepare, push
 
-from .conftest import SOURCE, HubState
+from .conftest import SOURCE, TOKEN, HubState
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ def test_a_hub_that_never_gets_done(
 ) -> None:
     wait = threading.Event()
     monkeypatch.setattr("huggingface_hub.HfApi.create_commit", lambda *_, **__: wait.wait(20))
-    monkeypatch.setattr("quantkit.publish.upload._SECONDS", 0.5)
+    monkeypatch.setattr("quantkit.publish.upload.COMMIT_SECONDS", 0.5)
     monkeypatch.setattr("quantkit.publish.upload.SLOWEST_BYTES_PER_SECOND", 1 << 40)
     with pytest.raises(EnvironmentProblem, match=r"no answer within 1 seconds.*may have been made"):
         push(upload, "me/tiny")
@@ -193,3 +195,93 @@ def test_a_card_takes_the_place_of_the_copy_of_the_sources(packed: Path, tmp_pat
     checks = verify(uploaded, reload=False)
     assert not [problem for check in checks for problem in check.problems]
     assert (uploaded / "README.md").read_text().startswith("---\nlibrary_name")
+
+
+REQUESTS = ("/create", "/branch/new", "/preupload/new", "/objects/batch", "/lfs/", "/commit/new")
+BOMBS = {
+    "gzip": gzip.compress(bytes(40 << 20)),
+    "deflate": zlib.compress(bytes(40 << 20)),
+    "identity": bytes(40 << 20),
+}
+
+
+@pytest.mark.parametrize("part", REQUESTS)
+@pytest.mark.parametrize("encoding", [*BOMBS, "redirect", "br", "zstd", "gzip, gzip", "cut", "wait"])
+def test_answers_that_would_fill_the_memory(
+    upload: Upload, upload_hub: HubState, part: str, encoding: str
+) -> None:
+    headers = {"Content-Encoding": "gzip" if encoding in ("cut", "redirect") else encoding}
+    body = BOMBS.get(encoding, BOMBS["gzip"])
+    status, found = 200, "more than 33554432 bytes; expected at most 33554432, decoded"
+    if encoding == "redirect":
+        status, headers = 302, {**headers, "Location": "/elsewhere"}
+    if encoding in ("br", "zstd", "gzip, gzip"):
+        found = f"Content-Encoding '{encoding}'; expected bytes as they are"
+    if encoding == "cut":
+        body, found = gzip.compress(b"{}" * 99)[:-9], "a part of compressed bytes; expected all of them"
+    if encoding == "wait":
+        status, body, headers = 429, b"", {"Retry-After": "90000"}
+        found = "status 429, to try again after 90000 s; expected a wait of at most 60 s"
+    upload_hub.raw[part] = (status, headers, body)
+    with pytest.raises(EnvironmentProblem) as caught:
+        push(upload, "me/tiny", revision="new")
+    text = str(caught.value)
+    assert text.startswith(f"me/tiny: {upload_hub.endpoint}/")
+    assert f"{part}" in text
+    assert f": the server answered {found}. " in text
+    assert text.endswith(
+        f"The commit may have been made: look at {upload_hub.endpoint}/me/tiny/commits."
+        if part == "/commit/new"
+        else "Nothing was committed."
+    )
+
+
+@pytest.mark.parametrize("part", REQUESTS)
+def test_answers_that_do_not_come(
+    upload: Upload, upload_hub: HubState, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, or one byte of a header now and then, after the other: both within the deadline."""
+    for name in ("ANSWER_SECONDS", "COMMIT_SECONDS"):
+        monkeypatch.setattr(f"quantkit.publish.upload.{name}", 0.3)
+    monkeypatch.setattr("quantkit.checkpoint.hub_client.SLOWEST_BYTES_PER_SECOND", 1 << 40)
+    upload_hub.slow.add(part)
+    said: list[str] = []
+    with pytest.raises(
+        EnvironmentProblem, match=r"nothing, or too slowly, for 0 s|does not answer"
+    ) as caught:
+        push(upload, "me/tiny", revision="new", saying=said.append)
+    assert "cannot be reached" not in str(caught.value)
+    assert said[0] == f"creating me/tiny on {upload_hub.endpoint}, if it is not there"
+    assert (said[-1] == "committing") == (part == "/commit/new")
+
+
+@pytest.mark.parametrize(
+    ("location", "found"),
+    [
+        ("/api/repos/create", "redirects without an end"),
+        ("file:///etc/passwd", "a redirect to what is no address of HTTP"),
+        ("http://[::1", "no HTTP or was cut"),
+    ],
+)
+def test_redirects_that_lead_nowhere(upload: Upload, upload_hub: HubState, location: str, found: str) -> None:
+    upload_hub.raw["/create"] = (307, {"Location": location}, b"")
+    with pytest.raises(EnvironmentProblem) as caught:
+        push(upload, "me/tiny")
+    assert found in str(caught.value)
+    assert "cannot be reached" not in str(caught.value)
+
+
+def test_the_client_of_huggingface_hub_is_as_before(upload: Upload, upload_hub: HubState) -> None:
+    from huggingface_hub.utils import _http
+
+    before = _http._GLOBAL_CLIENT_FACTORY
+    push(upload, "me/tiny")
+    assert _http._GLOBAL_CLIENT_FACTORY is before
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_token_goes_to_the_hub_alone(upload: Upload, upload_hub: HubState, host: str) -> None:
+    """huggingface_hub sends it to whatever address the hub names for checking a file."""
+    upload_hub.verifier = f"{upload_hub.endpoint.replace('127.0.0.1', host)}/verify"
+    push(upload, "me/tiny")
+    assert set(upload_hub.tokens) == {f"Bearer {TOKEN}" if host == "127.0.0.1" else None}

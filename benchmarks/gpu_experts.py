@@ -26,7 +26,8 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from quantkit.kernels.measure import graph_time, random_packed, read_time
-from quantkit.model.experts import DOWN, GATE_UP, PackedExperts
+from quantkit.model.architectures import DOWN, GATE_UP
+from quantkit.model.experts import PackedExperts
 from quantkit.model.fusion import fused
 from quantkit.packing.schemes import Scheme, scheme
 

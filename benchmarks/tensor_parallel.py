@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.model.decoding import graphs_of
 from quantkit.model.modules import PackedLinear
-from quantkit.model.plugin import swap_modules
+from quantkit.model.replace import swap_modules
 from quantkit.packing.schemes import scheme
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -31,7 +31,7 @@ def generate(
     from quantkit.cli.models import log_kernels, open_model
     from quantkit.model.generate import POSITIONS, collect
     from quantkit.model.generate import stream as model_text
-    from quantkit.model.load import explained
+    from quantkit.model.hf_files import explained
     from quantkit.model.memory import enough_memory
 
     if verbose:

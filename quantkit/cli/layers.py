@@ -12,7 +12,7 @@ from quantkit.escaping import one_line
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
-    from quantkit.model.allocate import Allocation, Share
+    from quantkit.model.allocation import Allocation, Share
     from quantkit.model.record import LayerRecord
 
 

@@ -31,7 +31,7 @@ def using_transformers(source: str) -> Iterator[None]:
     """
     from transformers.utils import logging
 
-    from quantkit.model.load import explained
+    from quantkit.model.hf_files import explained
     from quantkit.model.memory import enough_memory
 
     logging.set_verbosity_error()

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from quantkit.calibrate.samples import Samples
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError
+from quantkit.model.architectures import DOWN, GATE_UP
 from quantkit.model.blocks import Decoder
-from quantkit.model.experts import DOWN, GATE_UP
 from quantkit.model.folding import FOLDABLE, FOLDS, Fold
 from quantkit.model.names import ExpertPart
-from quantkit.model.plan import Plan, Task
+from quantkit.model.plan import Plan
+from quantkit.model.task import Task
 
 #: The matrices of an expert, by the fused parameter that they are parts of, from the top.
 MATRICES = {GATE_UP: ("gate", "up"), DOWN: ("down",)}

@@ -36,11 +36,11 @@ from quantkit.model.feature_scales import scale_features
 from quantkit.model.hidden_states import States, choose_home
 from quantkit.model.learned_rounding import learn_rounding
 from quantkit.model.memory import free_share, trim_cache
-from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
 from quantkit.model.routed import Routed, coverage, quantize_experts
 from quantkit.model.solver import Quantized, ReadInputs, Solver, merged, packed_of
 from quantkit.model.stages import Forwards, stages_of
+from quantkit.model.task import Task
 from quantkit.model.work_files import WorkFile, WorkFiles
 from quantkit.progress import Advance
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from quantkit.model.architectures import is_fused_experts
 from quantkit.model.cache_name import renamed
 from quantkit.model.cpu_step import flat
 from quantkit.model.decoding import Captured, GraphedForward, why_not
-from quantkit.model.experts import PackedExperts, is_fused_experts
+from quantkit.model.experts import PackedExperts
 from quantkit.model.fitness import modules_of
 from quantkit.model.fused_forward import changed_forward
 from quantkit.model.graphs import Inputs, NotRecorded

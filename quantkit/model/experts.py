@@ -1,8 +1,6 @@
 """Packed stand-ins for the fused experts modules of transformers."""
 
-import copy
 from collections.abc import Iterator
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,23 +17,14 @@ from quantkit.kernels.linear import autocast
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.table import warn_looped
 from quantkit.kernels.transforms import is_transformed
+from quantkit.model.architectures import DOWN, GATE_UP, FusedExperts
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
-GATE_UP = "gate_up_proj"
-DOWN = "down_proj"
 #: Where the layout of all matrices of a parameter is kept; those of single ones have numbers from 0 on.
 _ALL = -1
-
-
-class FusedExperts(Protocol):
-    """The experts modules of transformers that `PackedExperts` can replace."""
-
-    gate_up_proj: torch.Tensor
-    down_proj: torch.Tensor
-    act_fn: nn.Module
 
 
 class PackedExperts(PackedModule):
@@ -230,84 +219,3 @@ class PackedExperts(PackedModule):
         return [
             self._product(parameter, index, matrix, x) for index, matrix in self._numbered(parameter, expert)
         ]
-
-
-def is_fused_experts(module: nn.Module) -> bool:
-    """Whether `module` keeps all its experts in two parameters, `gate_up_proj` and `down_proj`."""
-    return all(module._parameters.get(name) is not None for name in (GATE_UP, DOWN))
-
-
-def why_not_packable_experts(experts: nn.Module) -> str | None:
-    """None if `PackedExperts` computes what `experts` computes, else the reason it does not.
-
-    `is_fused_experts(experts)` must hold. Works for modules on the meta device.
-    """
-    if set(experts._parameters) != {GATE_UP, DOWN} or experts._buffers:
-        return f"{type(experts).__name__} has more than gate_up_proj and down_proj, for example biases"
-    gate_up, down = experts._parameters[GATE_UP], experts._parameters[DOWN]
-    assert gate_up is not None and down is not None
-    if (
-        gate_up.ndim != 3
-        or down.ndim != 3
-        or gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1])
-    ):
-        return (
-            f"gate_up_proj {tuple(gate_up.shape)} and down_proj {tuple(down.shape)} of "
-            f"{type(experts).__name__} are not [E, 2I, H] and [E, H, I]"
-        )
-    if not isinstance(getattr(experts, "act_fn", None), nn.Module):
-        return f"{type(experts).__name__} has no act_fn"
-    return _why_another_function(experts)
-
-
-_verdicts: dict[tuple[type, type], str | None] = {}
-
-
-def _why_another_function(experts: nn.Module) -> str | None:
-    """None if `experts` computes down(act(gate) * up), found by running it on tiny weights.
-
-    The shapes do not tell: a model may interleave gate and up, clamp them, or normalise the result.
-    """
-    key = (type(experts), type(experts.act_fn))
-    if key not in _verdicts:
-        _verdicts[key] = _probe(experts)
-    return _verdicts[key]
-
-
-def _probe(experts: Any) -> str | None:
-    count, hidden, intermediate, tokens = 3, 8, 6, 5
-    reason = f"{type(experts).__name__} computes something else than down(act(gate) * up)"
-    # Loading runs under `torch.device("meta")`; the probe needs numbers, on a generator of its own.
-    with torch.device("cpu"), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-
-        def numbers(*shape: int) -> torch.Tensor:
-            # Large enough to meet the clamps that some models apply.
-            return 4 * torch.randn(*shape, generator=generator, dtype=torch.float32)
-
-        gate_up, down = numbers(count, 2 * intermediate, hidden), numbers(count, hidden, intermediate)
-        x, weights = numbers(tokens, hidden), numbers(tokens, 2)
-        index = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0]])
-        tiny = copy.copy(experts)
-        tiny.__dict__ = {
-            **experts.__dict__,
-            "_parameters": {GATE_UP: nn.Parameter(gate_up), DOWN: nn.Parameter(down)},
-            "num_experts": count,
-            "hidden_dim": hidden,
-            "hidden_size": hidden,
-            "intermediate_dim": intermediate,
-            "intermediate_size": intermediate,
-        }
-        # The eager function below transformers' dispatch to its grouped kernels.
-        forward = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
-        try:
-            found = forward(tiny, x, index, weights)
-        except Exception as error:  # another model's code, called with guessed sizes, may fail in any way
-            return f"{reason} ({type(error).__name__}: {error})"
-        expected = torch.zeros_like(x)
-        for token in range(tokens):
-            for slot, expert in enumerate(index[token].tolist()):
-                gate, up = (gate_up[expert] @ x[token]).chunk(2)
-                expected[token] += weights[token, slot] * (down[expert] @ (experts.act_fn(gate) * up))
-    same = isinstance(found, torch.Tensor) and found.shape == expected.shape
-    return None if same and torch.allclose(found, expected, rtol=1e-3, atol=1e-2) else reason

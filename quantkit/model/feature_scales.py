@@ -17,9 +17,9 @@ from quantkit.model.block_tasks import BlockTasks
 from quantkit.model.blocks import Block
 from quantkit.model.folding import Factors, Fold, fold_into, shared_rows
 from quantkit.model.hidden_states import States
-from quantkit.model.plan import Task
 from quantkit.model.solver import Named, Solver, named_piece
 from quantkit.model.stages import Forwards
+from quantkit.model.task import Task
 
 
 def scale_features(

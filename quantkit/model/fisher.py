@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from quantkit.calibrate.moments import Moments, check_finite, gram
 from quantkit.errors import CheckpointError
-from quantkit.model.experts import DOWN, GATE_UP, FusedExperts
+from quantkit.model.architectures import DOWN, GATE_UP, FusedExperts
 from quantkit.model.routed import PRIOR, Routed, gated, intermediate
 
 

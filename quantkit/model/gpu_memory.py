@@ -20,11 +20,12 @@ from quantkit.model.blockwise import batch_size, compute_dtype
 from quantkit.model.calibration_data import CalibrationOptions, sample_shape
 from quantkit.model.hidden_states import HIDDEN_BYTES, HIDDEN_MEMORY
 from quantkit.model.memory import CONTEXT_BYTES, IDLE_BYTES, STREAM_IDLE_BYTES
-from quantkit.model.plan import Plan, Task
+from quantkit.model.plan import Plan
 from quantkit.model.prompt_logits import bytes_of
 from quantkit.model.routed import WORK_BYTES
 from quantkit.model.sensitivity import BATCH, LOGITS, TOKENS
 from quantkit.model.stream import CHUNK_BYTES, worker_count
+from quantkit.model.task import Task
 from quantkit.packing.formats import IntFormat
 
 #: Bytes of a weight that is rounded: to evenly spaced values, and to others, which are looked up.

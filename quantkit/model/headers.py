@@ -12,8 +12,8 @@ from quantkit.checkpoint.header import read_header
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.files import open_regular
-from quantkit.model.modules import packed_modules
 from quantkit.model.packed_module import PartSpec
+from quantkit.model.replace import packed_modules
 
 _AGAIN = "Download the checkpoint again, or quantize the model again."
 

@@ -1,21 +1,27 @@
 """Which modules of a model have a packed stand-in, and the one for linear layers."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from quantkit.errors import FormatError
 from quantkit.kernels.eager import KernelLayout, is_plain, planned
 from quantkit.kernels.linear import autocast, check_features
-from quantkit.model.experts import DOWN, GATE_UP, PackedExperts, is_fused_experts, why_not_packable_experts
 from quantkit.model.packed_module import Matrix, PackedModule, PartSpec, local
-from quantkit.model.shared_input import SharedInput
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
+
+
+class SharesInput(Protocol):
+    """Linears with one input, such as `SharedInput`, as one of them sees them."""
+
+    def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
+        """What the linear of this `index` computes of x [..., K], or None if it has to do so itself."""
+
+    def drop(self) -> None:
+        """Forget the layouts."""
 
 
 class PackedLinear(PackedModule):
@@ -45,7 +51,7 @@ class PackedLinear(PackedModule):
         #: By the dtype of the scale, which a cast of the model may change.
         self._tokens: dict[torch.dtype, str] = {}
         #: The linears that this one shares its input with, and which of them it is.
-        self._shared: tuple[SharedInput, int] | None = None
+        self._shared: tuple[SharesInput, int] | None = None
         self._register_parts(self.part_specs())
         bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
@@ -119,7 +125,7 @@ class PackedLinear(PackedModule):
         self._release(parameter, [matrix], [layout])
         return layout
 
-    def share(self, shared: SharedInput, index: int) -> None:
+    def share(self, shared: SharesInput, index: int) -> None:
         """Be number `index` of those that share an input."""
         self._shared = shared, index
 
@@ -185,66 +191,4 @@ class PackedLinear(PackedModule):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, scheme={self.scheme}"
-        )
-
-
-def why_not_packable(module: nn.Module) -> str | None:
-    """None if quantkit has a packed stand-in for `module`, else the reason it has none.
-
-    Packable are `nn.Linear` itself, not its subclasses, and fused experts that compute what
-    `PackedExperts` computes. Works for modules on the meta device.
-    """
-    if type(module) is nn.Linear:
-        return None
-    if not is_fused_experts(module):
-        return f"{type(module).__name__} is neither nn.Linear nor a fused experts module"
-    return why_not_packable_experts(module)
-
-
-def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
-    """The packed modules of `model` by name."""
-    for name, module in model.named_modules():
-        if isinstance(module, PackedModule):
-            yield name, module
-
-
-def packed_replacement(
-    name: str, module: nn.Module, scheme_of: Callable[[str], Scheme | None], container: Container
-) -> PackedModule | None:
-    """The uninitialised stand-in for `module`, called `name` in the model; None if it stays dense.
-
-    Raises `FormatError` if a scheme is assigned to experts that cannot be packed, or to rows of no columns.
-    """
-    if type(module) is nn.Linear:
-        scheme = scheme_of(name)
-        if scheme is None:
-            return None
-        _refuse_empty(name, module.in_features)
-        return PackedLinear(
-            module.in_features,
-            module.out_features,
-            scheme.for_columns(module.in_features),
-            container,
-            bias_dtype=None if module.bias is None else module.bias.dtype,
-        )
-    if not is_fused_experts(module):
-        return None
-    gate_up, down = scheme_of(f"{name}.{GATE_UP}"), scheme_of(f"{name}.{DOWN}")
-    if gate_up is None and down is None:
-        return None
-    reason = why_not_packable(module)
-    if gate_up is None or down is None:
-        reason = "gate_up_proj and down_proj are packed together or not at all"
-    if reason is not None or gate_up is None or down is None:
-        raise FormatError(f"experts {name!r} cannot be packed: {reason}. Quantize the model again.")
-    experts: Any = module
-    _refuse_empty(name, *experts.down_proj.shape[1:])
-    return PackedExperts.replacing(experts, gate_up, down, container)
-
-
-def _refuse_empty(name: str, *columns: int) -> None:
-    if min(columns) < 1:
-        raise FormatError(
-            f"{name!r} has {min(columns)} input features by config.json; packed weights have at least one. "
-            "Restore config.json, or quantize the model again."
         )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
 from quantkit.checkpoint.quantization_config import Assignment
+from quantkit.model.structure import NOT_A_PARAMETER
 from quantkit.packing.schemes import Scheme
 
 if TYPE_CHECKING:
@@ -109,9 +110,6 @@ def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[
             "transformers without quantkit cannot load this: it takes all experts to be stored in one way. "
             "Give all of them one format and a group size that divides every row."
         )
-
-
-NOT_A_PARAMETER = "not a parameter of the model"
 
 
 def fused_sets(linears: Mapping[str, T]) -> Iterator[dict[str, T]]:

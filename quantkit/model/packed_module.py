@@ -17,7 +17,7 @@ from quantkit.packing.schemes import CAST_PARTS, SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 
 if TYPE_CHECKING:
-    from quantkit.model.tensor_parallel import TensorParallelPlan
+    from quantkit.model.parallel_plan import TensorParallelPlan
 
 _Layout = TypeVar("_Layout")
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from quantkit.calibrate.methods import Method
 from quantkit.calibrate.recipe import Fate, Recipe
 from quantkit.checkpoint.compressed_tensors import (
     compressed_tensors_format,
@@ -22,43 +21,18 @@ from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.notes import fused_sets, plan_notes
 from quantkit.model.record import LayerRecord, Measured
-from quantkit.model.structure import Linear, Structure
+from quantkit.model.structure import QUANTIZABLE_DTYPES, Linear, Structure
+from quantkit.model.task import Task
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 
 if TYPE_CHECKING:
-    from quantkit.model.allocate import Allocation
+    from quantkit.model.allocation import Allocation
 
 DEFAULT_SHARD_BYTES = 2 << 30
 
 HEAD_KEPT = "no --lm-head or rule for it"
 TIED = "its weights are the embedding's, and it cannot be packed apart from that"
-
-#: Weight dtypes that can be quantized. Others (float8 and integers) are some format's codes already.
-QUANTIZABLE_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-
-
-@dataclass(frozen=True)
-class Task:
-    """One source tensor and what is written for it.
-
-    `scheme` None copies it. Otherwise `parts` maps packed, scale, zero_point and shape to the output
-    tensors, and `module` is the linear it belongs to. `beside` are other sources with the same global scale,
-    or one scale.
-    """
-
-    source: StoredTensor
-    outputs: tuple[TensorSpec, ...]
-    module: str | None = None
-    scheme: Scheme | None = None
-    method: Method | None = None
-    parts: tuple[tuple[str, TensorSpec], ...] = ()
-    beside: tuple[StoredTensor, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes written."""
-        return sum(spec.nbytes for spec in self.outputs)
 
 
 @dataclass(frozen=True)

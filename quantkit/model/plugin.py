@@ -5,7 +5,6 @@ changes of transformers, and what loading changes of the one model.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.checkpoint.manifest import check_beside
 from quantkit.checkpoint.quantization_config import QuantizationConfig
-from quantkit.errors import CheckpointError, FormatError, UsageError
 from quantkit.model.experts import PackedExperts
 from quantkit.model.headers import check_headers
-from quantkit.model.modules import packed_modules, packed_replacement
 from quantkit.model.patches import generation, loading, parallel, quantizers, table
 from quantkit.model.ready import make_ready
+from quantkit.model.replace import packed_modules, swap_modules, unpack_modules
 from quantkit.packing.schemes import PARTS
 
 
@@ -127,87 +125,9 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         return not self._routes_on_host
 
 
-def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
-    """Replace, on the meta device, the modules of `model` that `config` packs.
-
-    Raises `CheckpointError` if `config` names modules that the model does not have or cannot pack, or
-    packs a matrix that is tied to the embedding.
-    """
-    matched = set()
-
-    def scheme_of(name: str) -> Any:
-        matched.add(name)
-        return config.scheme_of(name)
-
-    for name, module in list(model.named_modules()):
-        try:
-            with torch.device("meta"):
-                packed = packed_replacement(name, module, scheme_of, config.container)
-        except FormatError as error:
-            raise CheckpointError(str(error)) from error
-        if packed is not None:
-            _refuse_tied(model, name)
-            packed.train(module.training)
-            model.set_submodule(name, packed)
-    unknown = sorted(name for name, scheme in config.modules.items() if scheme and name not in matched)
-    if unknown:
-        raise CheckpointError(
-            f"quantization_config packs {unknown[0]!r}{_others(unknown)}, which {type(model).__name__} "
-            "does not have. Quantize the model again, or use the transformers version it was made with."
-        )
-
-
-def unpack_modules(model: Any, dtype: torch.dtype) -> None:
-    """The reverse of `swap_modules`: dense modules with dequantized weights, and all of `model` in `dtype`.
-
-    `UsageError`, and nothing done, for a model that is divided among devices or offloaded, or has adapters.
-    """
-    packed = dict(packed_modules(model))
-    for name, module in packed.items():
-        if module.tensor_parallel is not None or hasattr(module, "_hf_hook"):
-            raise UsageError(
-                f"{name!r} cannot be dequantized: the model is divided among devices or offloaded. Load it "
-                "on one device, such as with quantkit.load(path, device='cpu')."
-            )
-    before = model.dtype
-    with torch.device("meta"):
-        skeleton = dict(type(model)(model.config).named_modules())
-    wrapped = [name for name in packed if name not in skeleton]
-    if wrapped:
-        raise UsageError(
-            f"{wrapped[0]!r} cannot be dequantized: it is no module of {type(model).__name__}, but of an "
-            "adapter perhaps. Take adapters out first, or dequantize before they are added."
-        )
-    with torch.no_grad():
-        for name, module in packed.items():
-            dense = skeleton[name]
-            for parameter, weight in {**module._parameters, **module.dense_weights(dtype)}.items():
-                if parameter in dense._parameters:
-                    dense._parameters[parameter] = None if weight is None else nn.Parameter(weight)
-            model.set_submodule(name, dense.train(module.training))
-        # Buffers, such as frequencies of positions, and what is kept in float32 keep their dtype.
-        for parameter in model.parameters():
-            if parameter.dtype == before:
-                parameter.data = parameter.data.to(dtype)
-
-
-def _refuse_tied(model: nn.Module, name: str) -> None:
-    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    weight = f"{name}.weight"
-    if weight in tied or weight in tied.values():
-        raise CheckpointError(
-            f"{name!r} is packed, but config.json ties its weight to the embedding. Set "
-            '"tie_word_embeddings": false in config.json, or quantize the model again.'
-        )
-
-
-def _others(names: Sequence[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
-
-
 def register() -> None:
     """Register with transformers. Does nothing when that was done already."""
-    quantizers.apply()
+    quantizers.apply(QuantkitConfig, QuantkitQuantizer)
 
 
 def unregister() -> None:

@@ -19,7 +19,8 @@ from quantkit.checkpoint.manifest import extend_manifest, read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.kernels.table import quietly
-from quantkit.model.load import explained, load
+from quantkit.model.hf_files import explained
+from quantkit.model.load import load
 from quantkit.model.memory import enough_memory
 from quantkit.model.record import LayerRecord, ModelRecord
 from quantkit.model.saved import is_saved

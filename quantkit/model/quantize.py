@@ -25,7 +25,8 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint, check_not_quantized
 from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.model.allocate import Allocated, Allocation, allocate_formats
+from quantkit.model.allocate import Allocated, allocate_formats
+from quantkit.model.allocation import Allocation
 from quantkit.model.block_tasks import needs_data
 from quantkit.model.budget import Budget
 from quantkit.model.calibration import Calibration, calibrate, discard_work

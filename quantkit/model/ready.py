@@ -9,7 +9,7 @@ from quantkit.kernels.building import building
 from quantkit.kernels.problem import device_features
 from quantkit.kernels.triton_support import why_slow
 from quantkit.model import graphs
-from quantkit.model.modules import packed_modules
+from quantkit.model.replace import packed_modules
 from quantkit.model.shared_input import shared_inputs
 
 logger = logging.getLogger("quantkit.model")

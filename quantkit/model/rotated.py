@@ -20,9 +20,13 @@ from quantkit.calibrate.rotation import Rotation
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
-from quantkit.model.notes import NOT_A_PARAMETER
-from quantkit.model.plan import QUANTIZABLE_DTYPES
-from quantkit.model.structure import Structure, model_config, read_structure
+from quantkit.model.structure import (
+    NOT_A_PARAMETER,
+    QUANTIZABLE_DTYPES,
+    Structure,
+    model_config,
+    read_structure,
+)
 
 #: Families whose residual stream is touched by tensors of the names below alone, through norms that multiply
 #: by their weight, and whose values go from v to o unchanged. A test rotates each.

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from quantkit.calibrate.methods import Method
 from quantkit.calibrate.moments import Moments
 from quantkit.errors import CheckpointError
+from quantkit.model.architectures import DOWN, FusedExperts
 from quantkit.model.block_tasks import MATRICES, BlockTasks
-from quantkit.model.experts import DOWN, FusedExperts
-from quantkit.model.plan import Task
 from quantkit.model.solver import Quantized, ReadInputs, Solver
+from quantkit.model.task import Task
 
 #: How many tokens per feature all of them count as.
 PRIOR = 2

@@ -18,11 +18,11 @@ from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.files import os_error_text
 from quantkit.model.headers import check_headers, stored_by_entry
-from quantkit.model.modules import packed_modules
 from quantkit.model.packed_module import PackedModule
 from quantkit.model.record import LayerRecord, ModelRecord
+from quantkit.model.registration import register_plugin
+from quantkit.model.replace import packed_modules
 from quantkit.model.structure import check_layer_counts, meta_model
-from quantkit.model.versions import register_plugin
 
 NO_MANIFEST = (
     f"there is no {MANIFEST_NAME}, as save_pretrained writes none: source, method and errors are not known, "
@@ -77,7 +77,8 @@ def record_of(checkpoint: Checkpoint) -> ModelRecord:
     `CheckpointError` if they do not fit each other: a part is missing or has another dtype or shape.
     """
     register_plugin()
-    from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer, swap_modules
+    from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer
+    from quantkit.model.replace import swap_modules
 
     section = checkpoint.config["quantization_config"]
     config = QuantizationConfig.from_dict(section)

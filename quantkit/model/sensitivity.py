@@ -36,8 +36,8 @@ from quantkit.calibrate.moments import Moments
 from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.samples import micro_batch
 from quantkit.errors import FormatError
+from quantkit.model.architectures import is_fused_experts
 from quantkit.model.blocks import Block, Decoder
-from quantkit.model.experts import is_fused_experts
 from quantkit.model.fisher import ExpertCall, RoutedGradients, Seen
 from quantkit.model.hidden_states import Home
 from quantkit.model.memory import trim_cache

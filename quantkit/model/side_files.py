@@ -19,7 +19,7 @@ from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAME, Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, shown
-from quantkit.model.load import GENERATION_CONFIG_NAME, explained, read_generation_config
+from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config
 from quantkit.model.tokenizer import TOKENIZER_NAME, read_tokenizer, vocabularies
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -17,8 +17,8 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model.folding import Factors
 from quantkit.model.memory import in_pieces, trim_cache
-from quantkit.model.plan import Task
 from quantkit.model.ranks import Ranks, Record
+from quantkit.model.task import Task
 from quantkit.packing.tensor import PackedTensor
 
 #: Reads inputs [T, K] of a linear, and those of the original model for methods that correct for drift.

@@ -21,8 +21,9 @@ from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.errors import FormatError
 from quantkit.model.memory import STREAM_IDLE_BYTES, in_pieces, trim_cache
-from quantkit.model.plan import Plan, Shard, Task
+from quantkit.model.plan import Plan, Shard
 from quantkit.model.record import Measured
+from quantkit.model.task import Task
 from quantkit.model.workers import cpu_workers, working
 from quantkit.packing.tensor import store_zero_points
 from quantkit.packing.words import BLOCK

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.model.notes import NOT_A_PARAMETER
 
 if TYPE_CHECKING:
     from torch import nn
@@ -204,7 +203,7 @@ def _unpackable(
 ) -> dict[str, tuple[str, ...]]:
     from torch import nn
 
-    from quantkit.model.experts import DOWN, GATE_UP, is_fused_experts
+    from quantkit.model.architectures import DOWN, GATE_UP, is_fused_experts
 
     stored: dict[str, list[str]] = {}
     for name, (parameter, _) in names.items():
@@ -237,7 +236,7 @@ def _linear(
     parameters: Mapping[str, tuple[int, ...]],
     head: str | None,
 ) -> Linear:
-    from quantkit.model.experts import GATE_UP
+    from quantkit.model.architectures import GATE_UP
 
     expected = parameters.get(f"{name}.weight")
     if expected is None:
@@ -289,7 +288,7 @@ def _check_complete(
 
 
 def _why_dense_linear(module: "nn.Module", name: str, decoder: str, head: str | None) -> str | None:
-    from quantkit.model.modules import why_not_packable
+    from quantkit.model.architectures import why_not_packable
 
     if name != head:
         if not name.startswith(decoder):
@@ -302,8 +301,7 @@ def _why_dense_linear(module: "nn.Module", name: str, decoder: str, head: str | 
 
 
 def _why_dense_experts(module: "nn.Module | None", leaf: str, decoder: str, owner: str) -> str | None:
-    from quantkit.model.experts import DOWN, GATE_UP, is_fused_experts
-    from quantkit.model.modules import why_not_packable
+    from quantkit.model.architectures import DOWN, GATE_UP, is_fused_experts, why_not_packable
 
     if module is None or not is_fused_experts(module) or leaf not in (GATE_UP, DOWN):
         return REARRANGED
@@ -367,3 +365,10 @@ def _embedding_name(
 def _input_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
     embedding = model.get_input_embeddings()
     return next((name for name, module in modules.items() if module is embedding), None)
+
+
+NOT_A_PARAMETER = "not a parameter of the model"
+
+
+#: Weight dtypes that can be quantized. Others (float8 and integers) are some format's codes already.
+QUANTIZABLE_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})

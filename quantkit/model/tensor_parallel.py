@@ -8,96 +8,28 @@ what fits, and `patches/parallel.py` has transformers divide packed modules as i
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from quantkit.errors import UsageError
 from quantkit.model.packed_module import PackedModule
+from quantkit.model.parallel_plan import Axis, Cut, TensorParallelPlan
 from quantkit.packing.schemes import Scheme
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.source import Checkpoint
 
-Axis = Literal["rows", "columns"]
 
 #: What torch calls the backend whose sums CUDA graphs can have.
 RECORDED = "cuda:nccl"
-#: Numbers of ranks that are looked at.
-MOST_RANKS = 64
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A matrix that ranks divide along `axis`: `length` rows or columns.
-
-    `units` are what whole numbers of them are stored or used in, and how many each takes.
-    """
-
-    name: str
-    axis: Axis
-    length: int
-    units: Mapping[str, int]
-
-    def why_not(self, ranks: int) -> str | None:
-        """None if so many ranks can have equal shares, else the reason."""
-        share, rest = divmod(self.length, ranks)
-        if ranks == 1:
-            return None
-        if rest:
-            return f"the {self.length} {self.axis} of {self.name!r} have no equal shares for {ranks} ranks"
-        for what, size in self.units.items():
-            if share % size:
-                return (
-                    f"with {ranks} ranks each has {share} of the {self.length} {self.axis} of {self.name!r}, "
-                    f"which are no whole {what}"
-                )
-        return None
-
-
-@dataclass(frozen=True)
-class TensorParallelPlan:
-    """What ranks divide of a model whose class is `model`."""
-
-    model: str
-    cuts: tuple[Cut, ...]
-
-    def why_not(self, ranks: int) -> str | None:
-        """None if so many ranks can run the model, else the reason: of the first matrix that does not fit."""
-        if ranks > 1 and not self.cuts:
-            return f"transformers has no tensor-parallel plan for {self.model}"
-        return next((reason for cut in self.cuts if (reason := cut.why_not(ranks)) is not None), None)
-
-    @property
-    def first_refused(self) -> int:
-        """The smallest power of two that does not fit."""
-        ranks = 2
-        while self.why_not(ranks) is None:
-            ranks *= 2
-        return ranks
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers of ranks that can run the model, up to `MOST_RANKS`."""
-        return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self.why_not(ranks) is None)
-
-    def check(self, ranks: int) -> None:
-        """`UsageError` unless so many ranks can run the model."""
-        reason = self.why_not(ranks)
-        if reason is not None:
-            raise UsageError(
-                f"{reason}. The tensor parallel sizes of this checkpoint are "
-                f"{', '.join(map(str, self.sizes))}. Use one of them, or quantize the model with another "
-                "format or group size."
-            )
 
 
 def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
     """The plan of a packed checkpoint, from its config.json alone; `CheckpointError` for one that is not."""
     from quantkit.checkpoint.quantization_config import QuantizationConfig
-    from quantkit.model.plugin import swap_modules
+    from quantkit.model.replace import swap_modules
     from quantkit.model.structure import meta_model
 
     model = meta_model(checkpoint.config, checkpoint.directory)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
-from quantkit.model.load import explained, whole_directory
+from quantkit.model.hf_files import explained, whole_directory
 from quantkit.model.versions import require_transformers
 
 #: Characters that are tokenized at a time: tokenizers take hundreds of bytes for each.

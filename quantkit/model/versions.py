@@ -1,8 +1,6 @@
 """The transformers versions that quantkit works with."""
 
-import warnings
-from importlib import import_module, metadata
-from types import ModuleType
+from importlib import metadata
 
 from quantkit.errors import EnvironmentProblem
 
@@ -12,24 +10,12 @@ MINIMUM, BELOW = (5, 12), (6, 0)
 
 def require_transformers() -> None:
     """Raise `EnvironmentProblem` if transformers is missing or outside the supported range."""
-    problem = _problem()
+    problem = why_unsupported()
     if problem is not None:
         raise EnvironmentProblem(problem)
 
 
-def register_plugin(module: ModuleType | None = None) -> None:
-    """Register the plug-in with transformers; runs when `transformers.quantizers.auto` is imported.
-
-    A version that is not supported is a warning here, as transformers may be imported for other things.
-    """
-    problem = _problem()
-    if problem is not None:
-        warnings.warn(f"quantkit's formats are not registered with transformers: {problem}", stacklevel=2)
-        return
-    import_module("quantkit.model.plugin")
-
-
-def _problem() -> str | None:
+def why_unsupported() -> str | None:
     try:
         found = metadata.version("transformers")
     except metadata.PackageNotFoundError:

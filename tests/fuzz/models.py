@@ -14,7 +14,8 @@ from quantkit.checkpoint.quantization_config import Assignment, QuantizationConf
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model import load as loading
-from quantkit.model.load import explained, load
+from quantkit.model.hf_files import explained
+from quantkit.model.load import load
 from quantkit.model.structure import read_structure
 from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.packing.names import QUANTKIT

@@ -17,7 +17,7 @@ from quantkit.kernels.table import ROWS
 from quantkit.kernels.tiles.store import save
 from quantkit.kernels.tiles.table import Entry, Key, TileTable, as_computed
 from quantkit.model import allocate as allocating
-from quantkit.model.allocate import Allocation
+from quantkit.model.allocation import Allocation
 from quantkit.model.budget import BitsPerWeight, Budget, MillisecondsPerToken, launches
 from quantkit.model.quantize import plan, quantize
 from quantkit.model.sensitivity import Sensitivities

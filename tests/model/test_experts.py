@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from quantkit.checkpoint.compressed_tensors import stored_format, why_not_compressed_tensors
 from quantkit.errors import FormatError
 from quantkit.kernels.fused import rows, stacks
-from quantkit.model.experts import DOWN, GATE_UP, PackedExperts
-from quantkit.model.modules import why_not_packable
+from quantkit.model.architectures import DOWN, GATE_UP, why_not_packable
+from quantkit.model.experts import PackedExperts
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.model import stream
-from quantkit.model.modules import packed_modules
 from quantkit.model.quantize import quantize
+from quantkit.model.replace import packed_modules
 from quantkit.packing.schemes import SCALE_DTYPES
 
 from .conftest import VOCAB, config_of, logits_of

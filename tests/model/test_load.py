@@ -18,8 +18,9 @@ from quantkit.model import plugin, versions
 from quantkit.model.devices import best_device, pick_device
 from quantkit.model.fitness import _devices_of
 from quantkit.model.generate import Generation, _choose, generate, stream
-from quantkit.model.load import explained, load
-from quantkit.model.modules import packed_modules
+from quantkit.model.hf_files import explained
+from quantkit.model.load import load
+from quantkit.model.replace import packed_modules
 
 from .conftest import HALF_ON_DISK, VOCAB, logits_of, run_python
 

@@ -14,7 +14,9 @@ from quantkit.errors import FormatError, KernelError
 from quantkit.kernels import linear as kernels
 from quantkit.kernels.eager import KernelLayout
 from quantkit.model import modules, packed_module
-from quantkit.model.modules import PackedLinear, packed_replacement, why_not_packable
+from quantkit.model.architectures import why_not_packable
+from quantkit.model.modules import PackedLinear
+from quantkit.model.replace import packed_replacement
 from quantkit.packing.tensor import PackedTensor
 
 from .conftest import SCHEMES, absmax_pack

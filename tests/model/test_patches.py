@@ -19,10 +19,11 @@ from transformers.quantizers import auto
 import quantkit
 from quantkit.model.decoding import graphs_of
 from quantkit.model.generate import generate
-from quantkit.model.modules import PackedLinear, packed_modules
+from quantkit.model.modules import PackedLinear
 from quantkit.model.patches import attention, generation, loading, parallel, process_groups, quantizers
 from quantkit.model.patches.table import PATCHES, Patch
 from quantkit.model.plugin import QuantkitConfig, register, unregister
+from quantkit.model.replace import packed_modules
 
 from .conftest import VERSION, Tiny, logits_of
 from .graphed import DEVICE, SEVEN, count_recordings, ids

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.model.experts import PackedExperts
-from quantkit.model.modules import PackedLinear, packed_modules
+from quantkit.model.modules import PackedLinear
 from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer, register
+from quantkit.model.replace import packed_modules
 
 from .conftest import FAMILIES, HALF_ON_DISK, SCHEMES, VERSION, assert_same_checkpoint, logits_of, run_python
 

@@ -21,10 +21,12 @@ from quantkit.kernels.fused.layout import build, geometry, join, read_codes, res
 from quantkit.kernels.linear import build_layout, linear_parts
 from quantkit.kernels.problem import KernelRow, Layout, Problem, always
 from quantkit.kernels.table import FORCE_VARIABLE
-from quantkit.model.experts import DOWN, GATE_UP, PackedExperts
-from quantkit.model.modules import PackedLinear, packed_modules
+from quantkit.model.architectures import DOWN, GATE_UP
+from quantkit.model.experts import PackedExperts
+from quantkit.model.modules import PackedLinear
+from quantkit.model.parallel_plan import TensorParallelPlan
+from quantkit.model.replace import packed_modules
 from quantkit.model.shared_input import shared_inputs
-from quantkit.model.tensor_parallel import TensorParallelPlan
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 

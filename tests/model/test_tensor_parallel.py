@@ -13,8 +13,9 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
 from quantkit.model import decoding, graphs, tensor_parallel
 from quantkit.model.decoding import graphs_of
+from quantkit.model.parallel_plan import Cut, TensorParallelPlan
 from quantkit.model.patches.parallel import ShareForward, divide_packed
-from quantkit.model.tensor_parallel import Cut, TensorParallelPlan, plan_of_checkpoint
+from quantkit.model.tensor_parallel import plan_of_checkpoint
 
 from .conftest import SCHEMES, VERSION, VOCAB, Tiny, assert_same_checkpoint, logits_of, write_tiny
 from .graphed import count_recordings

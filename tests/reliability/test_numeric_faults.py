@@ -20,8 +20,8 @@ from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.kernels.linear import linear
 from quantkit.model import stream
-from quantkit.model.modules import packed_modules
-from quantkit.model.plan import Task
+from quantkit.model.replace import packed_modules
+from quantkit.model.task import Task
 from quantkit.packing.schemes import PRESETS, ZeroPoint, scheme
 
 from ..conftest import Run

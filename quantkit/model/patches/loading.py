@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.core_model_loading import MergeModulelist, SplitModulelist, build_glob_alternation
 
-from quantkit.model.modules import packed_modules
+from quantkit.model.replace import packed_modules
 from quantkit.model.structure import reads_weight
 
 #: Where an entry of accelerate's index keeps the dtype that it had.

@@ -15,16 +15,11 @@ from torch.nn import functional as F
 
 from quantkit.errors import EnvironmentProblem
 from quantkit.model.experts import PackedExperts
-from quantkit.model.modules import PackedLinear, packed_modules
+from quantkit.model.modules import PackedLinear
 from quantkit.model.packed_module import PackedModule, local
-from quantkit.model.tensor_parallel import (
-    TensorParallelPlan,
-    cut_of,
-    division,
-    group_of,
-    not_by_expert,
-    tensor_parallel_plan,
-)
+from quantkit.model.parallel_plan import TensorParallelPlan
+from quantkit.model.replace import packed_modules
+from quantkit.model.tensor_parallel import cut_of, division, group_of, not_by_expert, tensor_parallel_plan
 
 #: What names of the styles begin with, before those of transformers.
 PREFIX = "quantkit_"

@@ -15,22 +15,17 @@ COMPRESSED_TENSORS: Container = "compressed-tensors"
 _ORIGINAL = "_quantkit_original"
 
 
-def apply() -> None:
-    """Register; does nothing when that was done already."""
+def apply(config: type, quantizer: type) -> None:
+    """Register the classes of quantkit; does nothing when that was done already."""
     from transformers.quantizers import auto
-
-    # It is imported by the module of these, which registers.
-    from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer
 
     configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
     if is_applied():
         return
-    configs[NAME] = QuantkitConfig
-    quantizers[NAME] = QuantkitQuantizer
-    configs[COMPRESSED_TENSORS] = _config_dispatcher(configs[COMPRESSED_TENSORS], QuantkitConfig)
-    quantizers[COMPRESSED_TENSORS] = _quantizer_dispatcher(
-        quantizers[COMPRESSED_TENSORS], QuantkitQuantizer, QuantkitConfig
-    )
+    configs[NAME] = config
+    quantizers[NAME] = quantizer
+    configs[COMPRESSED_TENSORS] = _config_dispatcher(configs[COMPRESSED_TENSORS], config)
+    quantizers[COMPRESSED_TENSORS] = _quantizer_dispatcher(quantizers[COMPRESSED_TENSORS], quantizer, config)
 
 
 def undo() -> None:

@@ -1,0 +1,30 @@
+"""One tensor of a plan: its source, and what is written for it."""
+
+from dataclasses import dataclass
+
+from quantkit.calibrate.methods import Method
+from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
+from quantkit.packing.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class Task:
+    """One source tensor and what is written for it.
+
+    `scheme` None copies it. Otherwise `parts` maps packed, scale, zero_point and shape to the output
+    tensors, and `module` is the linear it belongs to. `beside` are other sources with the same global scale,
+    or one scale.
+    """
+
+    source: StoredTensor
+    outputs: tuple[TensorSpec, ...]
+    module: str | None = None
+    scheme: Scheme | None = None
+    method: Method | None = None
+    parts: tuple[tuple[str, TensorSpec], ...] = ()
+    beside: tuple[StoredTensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written."""
+        return sum(spec.nbytes for spec in self.outputs)

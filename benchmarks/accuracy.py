@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.eval.evaluate import evaluate_many
-from quantkit.model.quantize import quantize
+from quantkit.quantizing import quantize
 
 #: What `quantize` is given, by row.
 ROWS: dict[str, dict[str, Any]] = {

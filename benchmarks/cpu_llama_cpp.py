@@ -138,8 +138,8 @@ def _generate(path: str, threads: int, room: int) -> Timed:
 
 
 def _command(path: str, threads: int, room: int) -> Timed:
-    from quantkit.model.generate import generate
     from quantkit.model.tokenizer import tokenizer
+    from quantkit.runtime.generate import generate
 
     model, words = _loaded(path, threads), tokenizer(Path(path))
 

@@ -27,9 +27,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from quantkit.kernels.measure import graph_time, random_packed, read_time
 from quantkit.model.architectures import DOWN, GATE_UP
-from quantkit.model.experts import PackedExperts
-from quantkit.model.fusion import fused
 from quantkit.packing.schemes import Scheme, scheme
+from quantkit.runtime.packed_experts import PackedExperts
+from quantkit.runtime.passes.patterns import fused
 
 #: Experts, hidden and intermediate size, and experts per token.
 SHAPES = {

@@ -35,9 +35,9 @@ import quantkit
 from quantkit.kernels.linear import run_linear
 from quantkit.kernels.problem import Outline, Problem
 from quantkit.kernels.table import choose
-from quantkit.model.modules import PackedLinear
-from quantkit.model.shared_input import shared_inputs
 from quantkit.packing.schemes import scheme
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.shared_input import shared_inputs
 
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD = 2048, 8192, 32, 8, 64
 #: [N, K] of linears that are called alone.

@@ -18,10 +18,10 @@ from torch import nn
 
 import quantkit
 from quantkit.kernels.shapes import shapes_named
-from quantkit.model.modules import PackedLinear
-from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.transformers.quantizer import QuantkitConfig, QuantkitQuantizer
 
 FORMATS = "int8,int4,int3,ternary,fp8,mxfp4,nvfp4"
 GROUPS = {"self_attn": ("q", "kv", "kv", "o"), "mlp": ("up", "up", "down")}

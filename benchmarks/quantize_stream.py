@@ -36,7 +36,7 @@ EMBEDDING_SHARE = 0.1
 WORKER = """
 import json, resource, sys, time
 import torch, transformers.models.llama.modeling_llama
-import quantkit.model.quantize as driver
+import quantkit.quantizing as driver
 
 def status(key):
     with open("/proc/self/status") as file:

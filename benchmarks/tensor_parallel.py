@@ -37,10 +37,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
-from quantkit.model.decoding import graphs_of
-from quantkit.model.modules import PackedLinear
-from quantkit.model.replace import swap_modules
 from quantkit.packing.schemes import scheme
+from quantkit.runtime.decoding import graphs_of
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.replace import swap_modules
 
 ROOT = Path(__file__).resolve().parents[1]
 #: With two heads of keys, as every rank has whole ones.

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from quantkit.errors import QuantkitError as QuantkitError
     from quantkit.eval.evaluate import evaluate as evaluate
     from quantkit.kernels.linear import linear as linear
-    from quantkit.model.load import load as load
-    from quantkit.model.quantize import quantize as quantize
     from quantkit.packing.schemes import Scheme as Scheme
     from quantkit.packing.tensor import PackedTensor as PackedTensor
+    from quantkit.quantizing import quantize as quantize
+    from quantkit.runtime.load import load as load
 
 #: Public names by the module that defines them, imported when first used: torch alone takes a second.
 _LAZY = {
@@ -31,8 +31,8 @@ _LAZY = {
     "Scheme": "quantkit.packing.schemes",
     "evaluate": "quantkit.eval.evaluate",
     "linear": "quantkit.kernels.linear",
-    "load": "quantkit.model.load",
-    "quantize": "quantkit.model.quantize",
+    "load": "quantkit.runtime.load",
+    "quantize": "quantkit.quantizing",
     "quantize_tensor": "quantkit.calibrate.methods",
 }
 
@@ -73,7 +73,7 @@ def _register_plugin() -> None:
     """Have the plug-in registered once transformers' quantizers are imported; at once if they are."""
     import wrapt
 
-    wrapt.register_post_import_hook("quantkit.model.versions:register_plugin", _QUANTIZERS)
+    wrapt.register_post_import_hook("quantkit.model.transformers_version:register_plugin", _QUANTIZERS)
 
 
 class _Quantizers:

@@ -95,7 +95,7 @@ def auto_is_the_cpu() -> Iterator[None]:
     They count reads and bytes, and fork, which CUDA does not survive.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantkit.model.devices.best_device", lambda: torch.device("cpu"))
+        patch.setattr("quantkit.devices.best_device", lambda: torch.device("cpu"))
         yield
 
 

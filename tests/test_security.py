@@ -45,7 +45,10 @@ ALLOWED: dict[tuple[str, str], str] = {
     ): "the modules of _LAZY, a table of quantkit's",
     ("__init__.py", "call globals"): "what was imported is kept in this module",
     ("checkpoint/lock.py", "import socket"): "the name of this host, for whoever waits for the lock",
-    ("model/verify.py", "import subprocess"): "loads the model in a fresh Python, with a program of its own",
+    (
+        "verification/verify.py",
+        "import subprocess",
+    ): "loads the model in a fresh Python, with a program of its own",
     ("bench/worker.py", "import subprocess"): "measures in a fresh Python, with a program of its own",
     ("kernels/compile_worker.py", "import subprocess"): "a fresh Python, with a program of its own",
     ("kernels/compile_worker.py", "import multiprocessing"): "talks to the processes that it starts",

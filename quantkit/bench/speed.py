@@ -20,20 +20,20 @@ from quantkit.calibrate.documents import read_text
 from quantkit.calibrate.samples import check_seed
 from quantkit.checkpoint.hub import resolve
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.devices import pick_device
 from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
 from quantkit.kernels.choice import likeliest
-from quantkit.model.cpu_decoding import FlatForward
-from quantkit.model.decoding import GraphedForward, plain_forward
-from quantkit.model.devices import pick_device
-from quantkit.model.generate import cache_name, last_logits
-from quantkit.model.host_copy import HostCopy
-from quantkit.model.load import load
-from quantkit.model.static_cache import static_cache
 from quantkit.model.tokenizer import tokenize, tokenizer
-from quantkit.model.unpacked import unpacked
 from quantkit.progress import Progress
+from quantkit.runtime.cpu_steps.flat_forward import FlatForward
+from quantkit.runtime.cuda_graphs.decode import GraphedForward, plain_forward
+from quantkit.runtime.generate import cache_name, last_logits
+from quantkit.runtime.host_copy import HostCopy
+from quantkit.runtime.load import load
+from quantkit.runtime.static_cache import static_cache
+from quantkit.runtime.unpacked import unpacked
 
 #: A decoding step: the tokens int64 [B, 1] that follow those given.
 Step = Callable[[torch.Tensor], torch.Tensor]

@@ -94,8 +94,8 @@ def main() -> None:
 def _measured(wanted: dict[str, Any], progress: Progress) -> dict[str, Any]:
     from transformers.utils import logging
 
+    from quantkit.memory import enough_memory
     from quantkit.model.hf_files import explained
-    from quantkit.model.memory import enough_memory
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

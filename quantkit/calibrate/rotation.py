@@ -2,7 +2,7 @@
 
 Q = D H / sqrt(n), with D a diagonal of random signs and H a Hadamard matrix: entries +-1, H H^T = n (QuaRot,
 arXiv 2404.00456). Rotated weights are close to Gaussian, without the outliers that waste a grid.
-`model/rotated.py` says where Q goes in a model.
+`quantization/rotated_checkpoint.py` says where Q goes in a model.
 """
 
 import math

@@ -40,7 +40,7 @@ def demo(
     from quantkit.cli.models import using_transformers
     from quantkit.eval.evaluate import evaluate_many
     from quantkit.eval.report import write_report
-    from quantkit.model.quantize import make_recipe, quantize
+    from quantkit.quantizing import make_recipe, quantize
 
     names = options.parse_list(formats, "--formats")
     size = parse_group_size(group_size)

@@ -219,8 +219,8 @@ def _tile_tables() -> list[dict[str, Any]]:
 def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any]]:
     import torch
 
+    from quantkit.devices import best_device
     from quantkit.kernels.report import choices
-    from quantkit.model.devices import best_device
 
     return [
         {
@@ -244,7 +244,7 @@ def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any
 
 def _weights(directory: Path | None) -> "list[tuple[Scheme, tuple[int, int]]]":
     if directory is not None:
-        from quantkit.model.weights import packed_weights
+        from quantkit.runtime.weights import packed_weights
 
         return list(packed_weights(directory))
     from quantkit.packing.schemes import PRESETS, scheme

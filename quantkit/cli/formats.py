@@ -100,9 +100,9 @@ def _describe(name: str) -> dict[str, Any]:
     import torch
 
     from quantkit.calibrate.noise import NOMINAL_SHAPE, bits_per_weight
+    from quantkit.devices import best_device
     from quantkit.kernels.problem import Problem
     from quantkit.kernels.report import choice_of
-    from quantkit.model.devices import best_device
     from quantkit.packing.schemes import scheme
 
     chosen, device = scheme(name), best_device()

@@ -29,10 +29,10 @@ def generate(
     The text goes to stdout as it comes, the speed to stderr.
     """
     from quantkit.cli.models import log_kernels, open_model
-    from quantkit.model.generate import POSITIONS, collect
-    from quantkit.model.generate import stream as model_text
+    from quantkit.memory import enough_memory
     from quantkit.model.hf_files import explained
-    from quantkit.model.memory import enough_memory
+    from quantkit.runtime.generate import POSITIONS, collect
+    from quantkit.runtime.generate import stream as model_text
 
     if verbose:
         log_kernels()
@@ -53,7 +53,7 @@ def generate(
             stream(prompt)
         result = collect(chunks, stream if streaming else None)
     if kv_cache is not None:
-        from quantkit.model.kv_cache import PackedCache
+        from quantkit.runtime.kv_cache import PackedCache
 
         dense = PackedCache(model.config, kv_cache).note
         if dense is not None:

@@ -33,7 +33,7 @@ def inspect(
     """
     from quantkit.checkpoint.manifest import read_manifest
     from quantkit.checkpoint.source import Checkpoint
-    from quantkit.model.saved import NO_MANIFEST, is_saved, read_record
+    from quantkit.runtime.saved_model import NO_MANIFEST, is_saved, read_record
 
     if json and tensor_parallel:
         raise UsageError(
@@ -69,7 +69,7 @@ def inspect(
     say(totals(record.source_bytes, checkpoint.nbytes, record.bits_per_weight))
     print_readers(record.container, record.needs_quantkit)
     if tensor_parallel:
-        from quantkit.model.tensor_parallel import plan_of_checkpoint
+        from quantkit.runtime.tensor_parallel import plan_of_checkpoint
 
         parallel = plan_of_checkpoint(checkpoint)
         say(f"tensor parallel sizes: {', '.join(map(str, parallel.sizes))}")

@@ -12,8 +12,8 @@ from quantkit.escaping import one_line
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
-    from quantkit.model.allocation import Allocation, Share
-    from quantkit.model.record import LayerRecord
+    from quantkit.checkpoint.model_record import LayerRecord
+    from quantkit.quantization.allocate.allocation import Allocation, Share
 
 
 Layers = Mapping[str, "LayerRecord"]

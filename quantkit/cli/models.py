@@ -9,8 +9,8 @@ from typing import Any
 def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
     """The model and tokenizer of `source`; arguments as for `load`."""
     from quantkit.eval.models import dtype_named
-    from quantkit.model.load import load
     from quantkit.model.tokenizer import tokenizer
+    from quantkit.runtime.load import load
 
     named = None if dtype == "auto" else dtype_named(dtype)
     with using_transformers(source):
@@ -31,8 +31,8 @@ def using_transformers(source: str) -> Iterator[None]:
     """
     from transformers.utils import logging
 
+    from quantkit.memory import enough_memory
     from quantkit.model.hf_files import explained
-    from quantkit.model.memory import enough_memory
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -12,8 +12,8 @@ from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.calibrate.recipe import Recipe
-    from quantkit.model.budget import Budget
-    from quantkit.model.calibration_data import CalibrationOptions
+    from quantkit.quantization.allocate.budget import Budget
+    from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
 
 #: Names for the help texts, which must not import torch; a test compares them with the tables they are from.
 FORMATS = (
@@ -225,7 +225,7 @@ class Asked:
 
     def to_budget(self) -> "Budget | None":
         """What linears without a rule may cost, if that was asked for."""
-        from quantkit.model import budget
+        from quantkit.quantization.allocate import budget
 
         if self.gpu is not None and self.milliseconds_per_token is None:
             raise UsageError("--gpu says whose time --milliseconds-per-token counts; give that too.")
@@ -255,7 +255,7 @@ class Asked:
     def to_recipe(self, budget: "Budget | None") -> "Recipe":
         """What linears get; those without a rule what is allocated to them, with a budget."""
         from quantkit.calibrate.recipe import parse_group_size, parse_packing, parse_zero_point
-        from quantkit.model.quantize import make_recipe
+        from quantkit.quantizing import make_recipe
 
         return make_recipe(
             format=self.format,
@@ -273,7 +273,7 @@ class Asked:
 
     def to_calibration(self) -> "CalibrationOptions":
         """The texts to calibrate on, or to measure sensitivity on."""
-        from quantkit.model.calibration_data import CalibrationOptions
+        from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
 
         return CalibrationOptions(
             self.calibration, self.calibration_samples, self.calibration_length, self.seed

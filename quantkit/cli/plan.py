@@ -11,10 +11,10 @@ from quantkit.errors import UsageError
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
+    from quantkit.checkpoint.model_record import Measured
     from quantkit.checkpoint.source import Checkpoint
-    from quantkit.model.gpu_memory import GpuMemory
-    from quantkit.model.plan import Plan
-    from quantkit.model.record import Measured
+    from quantkit.quantization.gpu_memory import GpuMemory
+    from quantkit.quantization.plan import Plan
 
 
 @options.with_fields
@@ -28,10 +28,10 @@ def plan(
     model on the hub downloads only headers, unless --bits-per-weight or --milliseconds-per-token has
     sensitivities measured.
     """
-    from quantkit.model import quantize as quantizing
-    from quantkit.model.block_tasks import needs_data
-    from quantkit.model.calibration_data import CalibrationOptions
-    from quantkit.model.stream import peak_bytes
+    from quantkit import quantizing
+    from quantkit.quantization.blockwise.block_tasks import needs_data
+    from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
+    from quantkit.quantization.stream import peak_bytes
 
     budget, data = asked.to_budget(), asked.to_calibration()
     chosen, shard_bytes = asked.to_recipe(budget), asked.shard_bytes
@@ -65,8 +65,8 @@ def plan(
 
 def gpu_memory_of(checkpoint: "Checkpoint", planned: "Plan", asked: options.Asked) -> "GpuMemory | None":
     """What the run that was asked for takes of a GPU; None on a CPU. No GPU need be there if one is named."""
-    from quantkit.model.devices import named_device
-    from quantkit.model.gpu_memory import gpu_memory
+    from quantkit.devices import named_device
+    from quantkit.quantization.gpu_memory import gpu_memory
 
     if named_device(asked.device).type != "cuda":
         return None

@@ -12,7 +12,7 @@ from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.escaping import plot as plot_text
 
 if TYPE_CHECKING:
-    from quantkit.model.record import LayerRecord
+    from quantkit.checkpoint.model_record import LayerRecord
 
 #: Marks of the kinds of linears: nine, so that ten colors with them are ninety that differ.
 _MARKS = "osD^vP*X<"

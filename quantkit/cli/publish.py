@@ -97,9 +97,9 @@ def push(
     It goes there with its card, in one commit. Every file is compared with its hash first, if there is a
     manifest; a checkpoint that is not whole is refused.
     """
-    from quantkit.model.saved import NO_MANIFEST, is_saved
     from quantkit.publish import upload as uploading
     from quantkit.publish.card import check_repo_id
+    from quantkit.runtime.saved_model import NO_MANIFEST, is_saved
 
     if card is not None and (base_model or license):
         raise UsageError("--card has its own base model and license; give those to 'quantkit report'.")

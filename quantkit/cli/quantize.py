@@ -13,10 +13,10 @@ from quantkit.files import size_text
 from quantkit.signals import advising
 
 if TYPE_CHECKING:
+    from quantkit.checkpoint.model_record import Measured
     from quantkit.checkpoint.source import Checkpoint
-    from quantkit.model.gpu_memory import GpuMemory
-    from quantkit.model.plan import Plan
-    from quantkit.model.record import Measured
+    from quantkit.quantization.gpu_memory import GpuMemory
+    from quantkit.quantization.plan import Plan
 
 
 #: Relative squared error above which a layer is hardly the one it was.
@@ -51,10 +51,10 @@ def quantize(
     to it, unless a --rule, --lm-head or the --recipe says otherwise, in that order. Prints what
     becomes of every layer and why, then writes OUT. A run that is interrupted continues with --resume.
     """
+    from quantkit import quantizing
     from quantkit.checkpoint.occupied import is_resumable
     from quantkit.cli.plan import gpu_memory_of, memory_dict, plan_dict, print_memory, print_plan
-    from quantkit.model import quantize as quantizing
-    from quantkit.model.ranks import joined
+    from quantkit.model.distributed import joined
 
     # Until then, what is to be overwritten may look like an unfinished run.
     begun = not overwrite

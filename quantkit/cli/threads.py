@@ -70,7 +70,7 @@ def use_threads(asked: int | None, device: str = "auto") -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
-    from quantkit.model.devices import named_device
+    from quantkit.devices import named_device
 
     if asked is not None:
         # torch takes fewer by itself where there are fewer cores.

@@ -202,8 +202,8 @@ def _weights(
     from quantkit.kernels.shapes import shapes_named
     from quantkit.kernels.tiles.search import LIMITS, Weight
     from quantkit.kernels.tiles.table import as_computed
-    from quantkit.model.weights import packed_weights
     from quantkit.packing.schemes import scheme
+    from quantkit.runtime.weights import packed_weights
 
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in LIMITS}
     if dtype not in dtypes:

@@ -24,7 +24,7 @@ def verify(
     that a fresh process loads the model and runs it. Exits with 3 if a check fails. What save_pretrained
     wrote has no manifest: the checks that take one are skipped.
     """
-    from quantkit.model.verify import verify as check
+    from quantkit.verification.verify import verify as check
 
     with progress("verifying") as report:
         checks = check(directory, reload=reload, progress=report)

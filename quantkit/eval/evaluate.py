@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.hub import resolve
+from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
 from quantkit.eval.models import dtype_for, dtype_named, release, versions
@@ -23,7 +24,6 @@ from quantkit.eval.subject import Batch, Settings, Subject, check_comparable
 from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_manager, task_metrics
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
 from quantkit.kernels.table import forced_row
-from quantkit.model.devices import pick_device
 from quantkit.progress import Advance, Progress, counting
 
 #: The dtype whose difference from another counts as none.

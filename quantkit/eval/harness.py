@@ -11,8 +11,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from quantkit.eval.models import dtype_named
-from quantkit.model.load import load
 from quantkit.model.tokenizer import tokenizer
+from quantkit.runtime.load import load
 
 #: Called with requests answered and requests in all.
 Report = Callable[[int, int], None]

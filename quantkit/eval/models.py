@@ -10,8 +10,8 @@ import torch
 
 from quantkit import __version__
 from quantkit.checkpoint.hub import resolve
+from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model.devices import pick_device
 from quantkit.model.tokenizer import tokenizer
 
 DTYPES: dict[str, torch.dtype] = {

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.eval.models import dtype_name, release
 from quantkit.files import size_text
+from quantkit.memory import free_memory
 from quantkit.model.blocks import Decoder
-from quantkit.model.devices import pick_device
-from quantkit.model.generate import cache_name
 from quantkit.model.hidden_states import Home
-from quantkit.model.load import load
-from quantkit.model.memory import free_memory
+from quantkit.runtime.generate import cache_name
+from quantkit.runtime.load import load
 
 #: Tokens whose hidden states wait between two blocks.
 WAITING_TOKENS = 1 << 17
@@ -87,7 +87,7 @@ class _Whole(Passes):
             yield output.logits
 
     def _empty_cache(self, format: str) -> Any:
-        from quantkit.model.kv_cache import PackedCache
+        from quantkit.runtime.kv_cache import PackedCache
 
         cache = PackedCache(self._model.config, format)
         if cache.note is not None:

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError
 from quantkit.eval.metrics import score
 from quantkit.eval.passes import predictions
 from quantkit.model.blocks import Block, Decoder
-from quantkit.model.devices import pick_device
 from quantkit.model.hidden_states import Home
-from quantkit.model.load import load
 from quantkit.model.structure import read_structure
 from quantkit.progress import Progress, counting
+from quantkit.runtime.load import load
 
 #: Windows of the first text that are run. Hidden states of each wait on the host once for every block.
 WINDOWS = 2

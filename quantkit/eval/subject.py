@@ -39,7 +39,7 @@ class Settings:
     def __post_init__(self) -> None:
         dtype_named(self.dtype)
         if self.kv_cache is not None:
-            from quantkit.model.kv_cache import kv_scheme
+            from quantkit.runtime.kv_cache import kv_scheme
 
             kv_scheme(self.kv_cache)
         if self.batch < 1:

@@ -12,7 +12,7 @@ from quantkit.checkpoint.durable import is_inside
 from quantkit.checkpoint.header import read_json
 from quantkit.checkpoint.hub import resolve
 from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.model.memory import is_lack_of_memory
+from quantkit.memory import is_lack_of_memory
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 _PACKAGE = Path(quantkit.__file__).parent

@@ -10,10 +10,10 @@ import torch
 from quantkit.checkpoint.durable import disk_memory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.checkpoint.work_files import WorkFiles
 from quantkit.files import size_text
-from quantkit.model.memory import free_share
-from quantkit.model.ranks import Ranks, Record
-from quantkit.model.work_files import WorkFiles
+from quantkit.memory import free_share
+from quantkit.model.distributed import Ranks, Record
 
 logger = logging.getLogger("quantkit.memory")
 
@@ -51,9 +51,9 @@ def choose_home(needed: int, columns: int, device: torch.device, ranks: Ranks, d
     ranks, if linears have at most so many `columns`.
     """
     host = torch.device("cpu")
-    room = min(HIDDEN_BYTES - 4 * columns**2, HIDDEN_MEMORY * free_share(device, ranks))
+    room = min(HIDDEN_BYTES - 4 * columns**2, HIDDEN_MEMORY * free_share(device, ranks.on_host))
     on_gpu = device != host and needed <= room
-    free = free_share(host, ranks)
+    free = free_share(host, ranks.on_host)
     fits = [all(of_one) for of_one in zip(*ranks.meet((on_gpu, needed <= HOST_MEMORY * free)), strict=True)]
     if fits[0]:
         return Home(device)

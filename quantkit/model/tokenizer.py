@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
 from quantkit.model.hf_files import explained, whole_directory
-from quantkit.model.versions import require_transformers
+from quantkit.model.transformers_version import require_transformers
 
 #: Characters that are tokenized at a time: tokenizers take hundreds of bytes for each.
 TOKENIZED = 1 << 22

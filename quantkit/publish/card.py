@@ -23,16 +23,16 @@ from quantkit.bench.report import (
     speed_table,
 )
 from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.errors import UsageError
 from quantkit.escaping import Code
 from quantkit.eval.document import Block, Bullets, Command, Document, Figure, Section, Table, Text
 from quantkit.eval.report import TASK_EXPLANATION, task_table
 from quantkit.eval.tasks import TaskMetrics
-from quantkit.model.notes import fused_sets
-from quantkit.model.record import LayerRecord, ModelRecord
-from quantkit.model.saved import NO_MANIFEST, read_record
 from quantkit.publish.carried import carried_metadata
 from quantkit.publish.measurements import Accuracy, Measurements, Plot
+from quantkit.quantization.plan_warnings import fused_sets
+from quantkit.runtime.saved_model import NO_MANIFEST, read_record
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from quantkit.checkpoint.hub_answers import (
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 from quantkit.files import os_error_text, shown, size_text
-from quantkit.model.saved import file_names, is_saved
-from quantkit.model.verify import verify
 from quantkit.progress import Progress
 from quantkit.publish.carried import CARD_NAME
+from quantkit.runtime.saved_model import file_names, is_saved
+from quantkit.verification.verify import verify
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ from quantkit.bench.speed import (
 from quantkit.bench.worker import speed_of
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model import graphs
-from quantkit.model.cpu_decoding import FlatForward
-from quantkit.model.graphs import NotRecorded
-from quantkit.model.patches.generation import apply as graph_decoding
+from quantkit.runtime.cpu_steps.flat_forward import FlatForward
+from quantkit.runtime.cuda_graphs import capture
+from quantkit.runtime.cuda_graphs.capture import NotRecorded
+from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .conftest import SOURCE
 
@@ -134,7 +134,7 @@ def test_what_is_timed_is_recorded_before(packed: Path, monkeypatch: pytest.Monk
     before: list[int] = []
     timed = generate_timed
 
-    def capture(step: Any, *_: Any) -> Any:
+    def counted(step: Any, *_: Any) -> Any:
         recorded.append(1)
         return step(), lambda: None
 
@@ -142,8 +142,8 @@ def test_what_is_timed_is_recorded_before(packed: Path, monkeypatch: pytest.Monk
         before.append(len(recorded))
         return timed(*arguments)
 
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "records_on", lambda device: True)
+    monkeypatch.setattr(capture, "capture", counted)
+    monkeypatch.setattr(capture, "records_on", lambda device: True)
     monkeypatch.setattr(speed, "generate_timed", counting)
     speed._cell(model, prompts_of(Settings(), packed, 512)(2, 9), mode, 5, 4, None, EnergyMeter(CPU))
     assert before[-4:] == [len(recorded)] * 4
@@ -165,7 +165,7 @@ def test_flat_steps_are_those_of_generate_or_the_reason_is_noted(
     def fails(*_: Any) -> Any:
         raise NotRecorded("not today")
 
-    monkeypatch.setattr("quantkit.model.cpu_decoding.flat", fails)
+    monkeypatch.setattr("quantkit.runtime.cpu_steps.flat_forward.flat", fails)
     found = speed.measure_speed(str(packed), settings)
     assert [cell.mode for cell in found.cells] == ["eager"]
     assert "no flat steps at batch 1, prompt 4: not today" in found.notes

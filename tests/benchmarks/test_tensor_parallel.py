@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quantkit.model.replace import packed_modules
+from quantkit.runtime.replace import packed_modules
 
 
 def test_it_writes_a_packed_model_and_times_it(benchmark: ModuleType, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from quantkit.calibrate.recipe import (
 )
 from quantkit.calibrate.strict_yaml import parse_yaml
 from quantkit.errors import FormatError, QuantkitError, UsageError
-from quantkit.model.quantize import make_recipe
 from quantkit.packing.schemes import scheme
+from quantkit.quantizing import make_recipe
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(3) for m in ("self_attn.q_proj", "mlp.down_proj")]
 LINEARS = dict.fromkeys([*NAMES, "lm_head"], torch.bfloat16)

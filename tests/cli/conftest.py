@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import quantkit
-from quantkit.model.prompt_logits import compare
+from quantkit.verification.prompt_logits import compare
 
 from ..conftest import Run
 
@@ -53,4 +53,4 @@ def reloaded_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def compared(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 0, json.dumps(compare(Path(command[-1]))), "")
 
-    monkeypatch.setattr("quantkit.model.verify.subprocess.run", compared)
+    monkeypatch.setattr("quantkit.verification.verify.subprocess.run", compared)

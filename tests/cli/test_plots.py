@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from quantkit.checkpoint.model_record import LayerRecord
 from quantkit.cli import plots
 from quantkit.cli.plots import draw_errors
 from quantkit.errors import OutputError, UsageError
-from quantkit.model.record import LayerRecord
 
 LAYER = LayerRecord("linear", (8, 8), 1, "int4 g128 bfloat16", "gptq", 4.125, 0.1, "default", 0.01)
 

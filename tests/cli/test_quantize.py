@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint.journal import Journal
+from quantkit.checkpoint.model_record import Measured
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.writer import OutputDirectory
@@ -23,7 +24,6 @@ from quantkit.kernels.table import ROWS
 from quantkit.kernels.tiles.store import save
 from quantkit.kernels.tiles.table import Entry, Key, TileTable, as_computed
 from quantkit.leaving import advised
-from quantkit.model.record import Measured
 from quantkit.model.structure import read_structure
 from quantkit.packing.schemes import scheme
 
@@ -337,7 +337,7 @@ def test_bits_per_weight(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     files = list((tmp_path / "cache").rglob("*.json"))
     assert len(files) == 1
-    monkeypatch.setattr("quantkit.model.allocate.measure", None)
+    monkeypatch.setattr("quantkit.quantization.allocate.allocate.measure", None)
     planned = json.loads(run("plan", SOURCE, *asked, "--json").out)
     done = run("quantize", SOURCE, tmp_path / "out", *asked, "--json")
     assert (done.code, done.err) == (0, "")

@@ -62,7 +62,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("QUANTKIT_TILES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("quantkit.model.devices.best_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("quantkit.devices.best_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(problem, "gpu_of", lambda device: GPU if device.type == "cuda" else None)
     monkeypatch.setattr(problem, "device_features", lambda device: GPU_FEATURES)

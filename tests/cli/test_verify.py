@@ -14,7 +14,7 @@ import pytest
 import quantkit
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError
-from quantkit.model.load import load
+from quantkit.runtime.load import load
 
 from .conftest import SOURCE, STORIES, Run, edit_json
 
@@ -81,7 +81,7 @@ def test_verify_compares_logits(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("quantkit.model.memory.free_memory", lambda device: 1000)
+        patch.setattr("quantkit.memory.free_memory", lambda device: 1000)
         done = run("quantize", SOURCE, out)
     assert done.code == 0
     assert re.search(

@@ -21,9 +21,9 @@ from quantkit.eval.reference import Reference, plan_blocks
 from quantkit.eval.sizes import measure
 from quantkit.eval.subject import Batch
 from quantkit.eval.tasks import Tasks
-from quantkit.model.quantize import quantize
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.quantizing import quantize
 
 ROOT = Path(__file__).parents[2]
 STORIES = [ROOT / "examples" / "stories260K", ROOT.parent / "shared" / "models" / "stories260K"]

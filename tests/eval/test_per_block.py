@@ -13,8 +13,8 @@ from quantkit.eval.evaluate import evaluate, evaluate_many
 from quantkit.eval.partial import Partial
 from quantkit.eval.per_block import BlockLosses, block_losses
 from quantkit.eval.report import write_report
-from quantkit.model.load import load
-from quantkit.model.quantize import quantize
+from quantkit.quantizing import quantize
+from quantkit.runtime.load import load
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT / "examples" / "stories260K"

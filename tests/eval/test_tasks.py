@@ -16,7 +16,7 @@ from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.eval.evaluate import evaluate_many
 from quantkit.eval.partial import Partial
 from quantkit.eval.tasks import TaskRun, Tasks, jsonable, task_manager, task_metrics
-from quantkit.model.quantize import quantize
+from quantkit.quantizing import quantize
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STORIES = EXAMPLES / "stories260K"

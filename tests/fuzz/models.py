@@ -13,13 +13,13 @@ from safetensors.torch import save
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.model import load as loading
 from quantkit.model.hf_files import explained
-from quantkit.model.load import load
 from quantkit.model.structure import read_structure
 from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.packing.names import QUANTKIT
 from quantkit.packing.schemes import Scheme, scheme
+from quantkit.runtime import load as loading
+from quantkit.runtime.load import load
 
 from .files import packed_parts, write_items
 from .mutate import Item, pack_directory, unpack_directory

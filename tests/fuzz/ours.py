@@ -20,9 +20,9 @@ from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import OutputError, QuantkitError
 from quantkit.eval.metrics import TokenScores
 from quantkit.eval.partial import Partial
-from quantkit.model.sensitivity import Sensitivities
-from quantkit.model.sensitivity_cache import SensitivityCache
 from quantkit.packing.schemes import scheme
+from quantkit.quantization.allocate.sensitivity import Sensitivities
+from quantkit.quantization.allocate.sensitivity_cache import SensitivityCache
 
 from .files import write_items
 from .mutate import pack_directory, unpack_directory

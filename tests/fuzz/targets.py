@@ -24,6 +24,7 @@ from quantkit.calibrate.documents import read_documents
 from quantkit.calibrate.recipe import Choice, Recipe, read_recipe
 from quantkit.checkpoint.header import parse_json, read_header, read_json
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files
+from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.errors import QuantkitError
@@ -31,11 +32,10 @@ from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.table import ROWS, row_named
 from quantkit.kernels.tiles.table import Entry, Key, OtherTable, TileTable, from_json, gpu_in, to_json
-from quantkit.model.prompt_logits import TOLERANCE, PromptLogits, differences
-from quantkit.model.record import LayerRecord, ModelRecord
 from quantkit.packing.formats import CodebookFormat, FloatFormat, IntFormat
 from quantkit.packing.schemes import PRESETS, Scheme, parse_token, scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.verification.prompt_logits import TOLERANCE, PromptLogits, differences
 
 from .decode import decode, largest_term
 from .files import packed_parts, write_items

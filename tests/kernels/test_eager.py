@@ -25,10 +25,10 @@ from quantkit.kernels.fused.launch.bound import BIAS, SUMS, Bound, X, Y
 from quantkit.kernels.fused.launch.operands import aligned
 from quantkit.kernels.launcher import Launch
 from quantkit.kernels.problem import KernelRow, Layout, Problem, always
-from quantkit.model import modules
-from quantkit.model.modules import PackedLinear
-from quantkit.model.shared_input import shared_inputs
 from quantkit.packing.schemes import scheme
+from quantkit.runtime import packed_linear
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.shared_input import shared_inputs
 
 pytest.importorskip("triton")
 
@@ -130,7 +130,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def by_the_operator() -> Iterator[None]:
     """The slow twin: all goes through torch's dispatcher."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (linear, modules):
+        for module in (linear, packed_linear):
             patch.setattr(module, "is_plain", lambda x: False)
         yield
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.model.calibration_data import CalibrationOptions, read_samples
+from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, read_samples
 
 from .tiny import SIZES, made_once
 

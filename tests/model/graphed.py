@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 
-from quantkit.model import fused_forward, graphs
-from quantkit.model.fusion import fused
+from quantkit.runtime.cuda_graphs import capture
+from quantkit.runtime.passes import fused_forward
+from quantkit.runtime.passes.patterns import fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Of a tiny model.
@@ -66,9 +67,9 @@ def count_recordings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[i
     """One for each step, and one for each prompt, that is recorded from now on."""
     steps: list[int] = []
     prompts: list[int] = []
-    real = graphs.capture
+    real = capture.capture
 
-    def capture(
+    def counted(
         step: Callable[[], Any], rewind: Callable[[], None] | None, device: torch.device, pool: Any = None
     ) -> tuple[Any, Callable[[], None]]:
         (prompts if rewind is None else steps).append(1)
@@ -88,14 +89,14 @@ def count_recordings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[i
 
         return output, run
 
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "records_on", lambda device: True)
+    monkeypatch.setattr(capture, "capture", counted)
+    monkeypatch.setattr(capture, "records_on", lambda device: True)
     return steps, prompts
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     """What a graph writes: the tensors of its output, and keys and values."""
-    layers = graphs.used_layers(output.past_key_values)
+    layers = capture.used_layers(output.past_key_values)
     parts = [part for layer in layers for part in (layer.keys, layer.values)]
     return [value for value in output.values() if torch.is_tensor(value)] + parts
 

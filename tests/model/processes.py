@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quantkit.model import ranks as sharing
+from quantkit.model import distributed as sharing
 
 #: Seconds that ranks have to end.
 LIMIT = 120

@@ -15,15 +15,15 @@ from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.shard import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import OutputError, UsageError
-from quantkit.model import allocate as allocating
-from quantkit.model.allocate import groups_of
-from quantkit.model.budget import BitsPerWeight, Budget
-from quantkit.model.calibration_data import CalibrationOptions
-from quantkit.model.quantize import make_recipe, plan, quantize
-from quantkit.model.sensitivity import Sensitivities
-from quantkit.model.sensitivity_cache import MAX_BYTES, SensitivityCache
 from quantkit.model.structure import read_structure
 from quantkit.packing.schemes import scheme
+from quantkit.quantization.allocate import allocate as allocating
+from quantkit.quantization.allocate.allocate import groups_of
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
+from quantkit.quantization.allocate.sensitivity import Sensitivities
+from quantkit.quantization.allocate.sensitivity_cache import MAX_BYTES, SensitivityCache
+from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
+from quantkit.quantizing import make_recipe, plan, quantize
 
 from .test_blockwise import write
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quantkit import memory
 from quantkit.calibrate.calibrated import Inputs, quantize_calibrated_rows
 from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.moments import Moments, drift, gram
@@ -21,15 +22,16 @@ from quantkit.calibrate.parameters import TensorParameters
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
 from quantkit.files import TEMP_PREFIX
-from quantkit.model import blocks, blockwise, calibration, hidden_states, memory, solver
-from quantkit.model.calibration_data import CalibrationOptions
+from quantkit.model import blocks, hidden_states
+from quantkit.model.distributed import Ranks
 from quantkit.model.hidden_states import Home, choose_home
-from quantkit.model.load import load
-from quantkit.model.quantize import quantize
-from quantkit.model.ranks import Ranks
-from quantkit.model.stages import stages_of
-from quantkit.model.verify import verify
 from quantkit.packing.schemes import scheme
+from quantkit.quantization.blockwise import calibration, layer_quantizer, pipeline
+from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
+from quantkit.quantization.blockwise.input_groups import stages_of
+from quantkit.quantizing import quantize
+from quantkit.runtime.load import load
+from quantkit.verification.verify import verify
 
 from .calibrated_models import LINEARS, data, files_of, interrupted_at, tokens_of, write
 
@@ -148,7 +150,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_s
     options = {"method": "best", "group_size": 32, "calibration": data(text), "rules": rules}
     quantize(source, tmp_path / "one", **options)
     monkeypatch.setattr(calibration, "cpu_workers", lambda: 5)
-    monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
+    monkeypatch.setitem(pipeline.SUSPENDED_MEMORY, "cpu", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     quantize(source, tmp_path / "two", **options)
@@ -179,13 +181,13 @@ def test_a_scaled_model_computes_what_the_original_does(
     """Scales folded, nothing rounded: every weight is stored as it is to be quantized."""
     source, out = write(tmp_path, family, torch.float32), tmp_path / "out"
     scaled: dict[str, torch.Tensor] = {}
-    weight_of = solver.Solver.weight
+    weight_of = layer_quantizer.Solver.weight
 
     def keep(worker: Any, name: str) -> torch.Tensor:
         scaled[name] = weight_of(worker, name).clone()
         return scaled[name]
 
-    monkeypatch.setattr(solver.Solver, "weight", keep)
+    monkeypatch.setattr(layer_quantizer.Solver, "weight", keep)
     # Skewed inputs, so that the search finds something.
     tensors = load_file(source / "model.safetensors")
     for name in tensors:
@@ -282,7 +284,7 @@ def test_another_seed_draws_other_samples(tmp_path, text):
 def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
     tmp_path, text, monkeypatch, few_scales, seconds, method, stops
 ):
-    monkeypatch.setattr(blockwise, "HIDDEN_SECONDS", seconds)
+    monkeypatch.setattr(pipeline, "HIDDEN_SECONDS", seconds)
     source = write(tmp_path)
     options = {
         "method": method,
@@ -310,7 +312,7 @@ def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
 
 @pytest.mark.fault(62)
 def test_killed_and_resumed_it_is_the_same_directory(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(blockwise, "HIDDEN_SECONDS", 0.0)
+    monkeypatch.setattr(pipeline, "HIDDEN_SECONDS", 0.0)
     source, out = write(tmp_path), tmp_path / "out"
     options: dict[str, Any] = {"method": "best", "group_size": 32, "calibration": data(text)}
     quantize(source, tmp_path / "whole", **options)
@@ -439,7 +441,7 @@ def test_a_pass_that_fails_leaves_no_thread(tmp_path, text, monkeypatch):
     def fail(*arguments: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(solver, "check_finite", fail)
+    monkeypatch.setattr(layer_quantizer, "check_finite", fail)
     with pytest.raises(RuntimeError, match="planted"):
         quantize(source, tmp_path / "out", method="gptq", calibration=data(text))
     assert {thread.name for thread in threading.enumerate()} <= before | {"MainThread"}
@@ -479,14 +481,14 @@ def test_reading_ahead_ends_with_the_last_block_that_has_work_and_changes_nothin
         ahead.append(block.name)
         read_ahead(self, block)
 
-    monkeypatch.setitem(blockwise.READS_AHEAD, "cpu", True)
+    monkeypatch.setitem(pipeline.READS_AHEAD, "cpu", True)
     monkeypatch.setattr(blocks.Decoder, "read_ahead", noted)
     quantize(source, tmp_path / "ahead", **options)
     assert not ahead
     options = {**options, "rules": ("*.layers.2.*=int8::mse",), "overwrite": True}
     quantize(source, tmp_path / "ahead", **options)
     assert ahead == ["model.layers.1"]
-    monkeypatch.setitem(blockwise.READS_AHEAD, "cpu", False)
+    monkeypatch.setitem(pipeline.READS_AHEAD, "cpu", False)
     quantize(source, tmp_path / "one by one", **options)
     assert files_of(tmp_path / "ahead") == files_of(tmp_path / "one by one")
 
@@ -504,7 +506,7 @@ def test_what_cannot_be_read_ahead_ends_the_run_with_its_error(tmp_path, text, m
         return read(self, name, *span)
 
     with monkeypatch.context() as broken:
-        broken.setitem(blockwise.READS_AHEAD, "cpu", True)
+        broken.setitem(pipeline.READS_AHEAD, "cpu", True)
         broken.setattr(Checkpoint, "read", failing)
         with pytest.raises(CheckpointError, match="planted"):
             quantize(source, out, **options)

@@ -16,13 +16,13 @@ from quantkit.kernels.problem import Gpu
 from quantkit.kernels.table import ROWS
 from quantkit.kernels.tiles.store import save
 from quantkit.kernels.tiles.table import Entry, Key, TileTable, as_computed
-from quantkit.model import allocate as allocating
-from quantkit.model.allocation import Allocation
-from quantkit.model.budget import BitsPerWeight, Budget, MillisecondsPerToken, launches
-from quantkit.model.quantize import plan, quantize
-from quantkit.model.sensitivity import Sensitivities
 from quantkit.model.structure import Linear, read_structure
 from quantkit.packing.schemes import Scheme, scheme
+from quantkit.quantization.allocate import allocate as allocating
+from quantkit.quantization.allocate.allocation import Allocation
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget, MillisecondsPerToken, launches
+from quantkit.quantization.allocate.sensitivity import Sensitivities
+from quantkit.quantizing import plan, quantize
 
 from .calibrated_models import data, write
 

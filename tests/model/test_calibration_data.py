@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
-from quantkit.model.calibration_data import CalibrationOptions, read_samples
+from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, read_samples
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
 

@@ -14,11 +14,14 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from quantkit.kernels.compiling import COMPILERS, Compilers
 from quantkit.kernels.launcher import Launch
-from quantkit.model import decoding, fused_forward, prompt_graphs, trial
-from quantkit.model.cache_name import CACHE
-from quantkit.model.decoding import forward_of, plain_forward
-from quantkit.model.patches.generation import apply as graph_decoding
-from quantkit.model.static_cache import static_cache
+from quantkit.runtime.cache_name import CACHE
+from quantkit.runtime.cuda_graphs import decode as decode_graphs
+from quantkit.runtime.cuda_graphs import prefill, warmup
+from quantkit.runtime.cuda_graphs.decode import plain_forward
+from quantkit.runtime.decoding import forward_of
+from quantkit.runtime.passes import fused_forward
+from quantkit.runtime.static_cache import static_cache
+from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import DEVICE, close, count_recordings, decode, decode_whole, ids, made
 from .test_step_experts import FAMILIES as EXPERTS
@@ -89,7 +92,7 @@ def left_out(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> Iterator[lis
         return run()
 
     monkeypatch.setattr(Launch, "_compile", lambda launch, arguments: _Interpreted(launch))
-    for module in (fused_forward, prompt_graphs):
+    for module in (fused_forward, prefill):
         monkeypatch.setattr(module, "compiled_first", compiled_first)
     monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
     fused_forward.warn_unchanged.cache_clear()
@@ -144,17 +147,17 @@ def test_the_step_that_is_tried_launches_what_steps_do(
     forward, cache = plain_forward(model), static_cache(model, 40)
     monkeypatch.setattr(Launch, "__call__", noted)
     caches: list[Any] = []
-    monkeypatch.setattr(trial, "Cache", lambda **known: caches.append(Cache(**known)) or caches[-1])
+    monkeypatch.setattr(warmup, "Cache", lambda **known: caches.append(Cache(**known)) or caches[-1])
     prompt = {"input_ids": ids(), "position_ids": torch.arange(9).expand(2, 9)}
-    trial.try_step(model, forward, prompt | {CACHE: cache})
+    warmup.try_step(model, forward, prompt | {CACHE: cache})
     tried = launched.copy()
     assert tried and not any(layer.is_initialized for layer in cache.layers)
     (layers,) = (one.layers for one in caches)
     assert all(part.untyped_storage().nbytes() == 0 for one in layers for part in (one.keys, one.values))
     launched.clear()
     # Prompts have launches of their own: those of a cache that grows are not tried.
-    trial.try_step(model, forward, prompt | {CACHE: DynamicCache()})
-    trial.try_step(model, forward, prompt | {CACHE: Cache(layers=[StaticLayer(max_cache_len=2)] * 2)})
+    warmup.try_step(model, forward, prompt | {CACHE: DynamicCache()})
+    warmup.try_step(model, forward, prompt | {CACHE: Cache(layers=[StaticLayer(max_cache_len=2)] * 2)})
     assert not launched
     monkeypatch.setattr(fused_forward, "compiled_first", lambda device, run, *_, **__: run())
     step, recorded = fused_forward.fused_forward, []
@@ -164,7 +167,7 @@ def test_the_step_that_is_tried_launches_what_steps_do(
         recorded.append(step(*arguments))
         return recorded[-1]
 
-    monkeypatch.setattr(decoding, "fused_forward", of_steps)
+    monkeypatch.setattr(decode_graphs, "fused_forward", of_steps)
     model.generate(ids(), max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
     assert recorded and launched == tried
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from quantkit import quantize_tensor
-from quantkit.model import ready
-from quantkit.model.cache_name import CACHE
-from quantkit.model.cpu_decoding import FlatForward
-from quantkit.model.cpu_step import FASTER, flat
-from quantkit.model.decoding import graphs_of
-from quantkit.model.graphs import NotRecorded
-from quantkit.model.modules import PackedLinear
-from quantkit.model.patches import generation
-from quantkit.model.static_cache import static_cache
 from quantkit.packing.schemes import scheme
+from quantkit.runtime import ready
+from quantkit.runtime.cache_name import CACHE
+from quantkit.runtime.cpu_steps.flat_forward import FlatForward
+from quantkit.runtime.cpu_steps.flat_step import FASTER, flat
+from quantkit.runtime.cuda_graphs.capture import NotRecorded
+from quantkit.runtime.decoding import graphs_of
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.static_cache import static_cache
+from quantkit.runtime.transformers.patches import generation
 
 from .graphed import SEVEN, ids, made
 
@@ -185,7 +185,7 @@ def test_a_step_that_cannot_be_changed_runs_module_by_module(
     def fails(*_: Any) -> Any:
         raise RuntimeError("not today")
 
-    monkeypatch.setattr("quantkit.model.cpu_decoding.flat", fails)
+    monkeypatch.setattr("quantkit.runtime.cpu_steps.flat_forward.flat", fails)
     model = packed(dtype=torch.float32)
     expected = model.generate(ids(), **SEVEN, disable_compile=True)
     with caplog.at_level(logging.WARNING, "quantkit.model"):

@@ -37,16 +37,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import quantkit
 from quantkit.kernels.eager import KernelLayout
-from quantkit.model import decoding, graphs
-from quantkit.model import static_cache as static_caches
-from quantkit.model.cache_name import CACHE, OLD_NAME, renamed
-from quantkit.model.decoding import GraphedForward, forward_of, graphs_of
-from quantkit.model.fitness import modules_of
-from quantkit.model.patches import attention, generation
-from quantkit.model.patches.attention import decode_attention_in
-from quantkit.model.patches.generation import apply as graph_decoding
-from quantkit.model.ready import make_ready
-from quantkit.model.static_cache import static_cache
+from quantkit.runtime import static_cache as static_caches
+from quantkit.runtime.cache_name import CACHE, OLD_NAME, renamed
+from quantkit.runtime.cuda_graphs import capture
+from quantkit.runtime.cuda_graphs import decode as decode_graphs
+from quantkit.runtime.cuda_graphs.decode import GraphedForward
+from quantkit.runtime.decoding import forward_of, graphs_of
+from quantkit.runtime.fitness import modules_of
+from quantkit.runtime.ready import make_ready
+from quantkit.runtime.static_cache import static_cache
+from quantkit.runtime.transformers.patches import attention, generation
+from quantkit.runtime.transformers.patches.attention import decode_attention_in
+from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import (
     DEVICE,
@@ -61,7 +63,7 @@ from .graphed import (
     with_shared_keys,
 )
 
-CAPTURE = graphs.capture
+CAPTURE = capture.capture
 LAYOUT = KernelLayout("fragments", torch.float16, (torch.zeros(3),))
 
 
@@ -189,7 +191,7 @@ def test_graphs_are_few_and_let_caches_go(model: Any, recorded: list[int]) -> No
     graphed = GraphedForward(model)
     for batch in (1, 2, 3, 1):
         decode(model, graphed, static_cache(model, 20), ids(batch), 2)
-    assert len(recorded) == 4 and len(graphed._graphs) == decoding.GRAPHS
+    assert len(recorded) == 4 and len(graphed._graphs) == decode_graphs.GRAPHS
     gc.collect()
     assert all(graph.cache() is None for graph in graphed._graphs.values())
 
@@ -263,9 +265,9 @@ def test_what_cannot_be_recorded_runs_and_is_said_once(
     assert "given is a dict" in reasons(input_ids=ids(tokens=1), past_key_values=cache, given={"a": object})
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
         step = {"input_ids": ids(tokens=1), CACHE: cache}
-        assert decoding.why_not(step) == "autocast is asked for"
+        assert decode_graphs.why_not(step) == "autocast is asked for"
     recorded.clear()
-    monkeypatch.setattr(graphs, "capture", failing)
+    monkeypatch.setattr(capture, "capture", failing)
     found = GraphedForward(model)
     close(decode(model, found, static_cache(model, 20), ids()), decode_whole(model, ids(), 6))
     assert list(found.refused) == ["operation not permitted when stream is capturing"]
@@ -314,7 +316,7 @@ def test_hooks_are_called_at_each_step(model: Any, recorded: list[int]) -> None:
 
 
 def test_a_step_that_could_not_be_recorded_keeps_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "capture", failing)
+    monkeypatch.setattr(capture, "capture", failing)
     graphed, cache = GraphedForward(model), static_cache(model, 20)
     decode(model, graphed, cache, ids())
     kept = weakref.ref(cache)
@@ -330,14 +332,14 @@ def failing(step: Callable[[], Any], rewind: Callable[[], None], device: torch.d
     attempts.append(1)
     step()
     rewind()
-    raise graphs.NotRecorded("operation not permitted when stream is capturing")
+    raise capture.NotRecorded("operation not permitted when stream is capturing")
 
 
 def test_a_gradient_is_not_recorded(model: Any) -> None:
     cache = static_cache(model, 40)
     with torch.no_grad():
         model(input_ids=ids(), past_key_values=cache)
-    assert decoding.why_not({"input_ids": ids(tokens=1), CACHE: cache}) == "a gradient is asked for"
+    assert decode_graphs.why_not({"input_ids": ids(tokens=1), CACHE: cache}) == "a gradient is asked for"
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from quantkit.model import deferred, host_copy
-from quantkit.model.host_copy import HostCopy, _copies_of
-from quantkit.model.patches.generation import apply as graph_decoding
+from quantkit.runtime import async_sampling, host_copy
+from quantkit.runtime.host_copy import HostCopy, _copies_of
+from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import DEVICE, SIZES, count_recordings, ids
 
@@ -32,7 +32,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What was generated so."""
     count_recordings(monkeypatch)
     made: list[torch.Tensor] = []
-    sample = deferred.sample
+    sample = async_sampling.sample
 
     # transformers takes the arguments that are its loop's from the names.
     def spied(
@@ -48,7 +48,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         made.append(sample(model, input_ids, *loop, **inputs))
         return made[-1]
 
-    monkeypatch.setattr(deferred, "sample", spied)
+    monkeypatch.setattr(async_sampling, "sample", spied)
     return made
 
 
@@ -147,13 +147,15 @@ def test_only_what_changes_logits_gets_copies_in_float32(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     compared: list[torch.Tensor] = []
-    likeliest = deferred.likeliest
-    monkeypatch.setattr(deferred, "likeliest", lambda scores: likeliest(compared.append(scores) or scores))
+    likeliest = async_sampling.likeliest
+    monkeypatch.setattr(
+        async_sampling, "likeliest", lambda scores: likeliest(compared.append(scores) or scores)
+    )
     # Of the last two, which are equal in float32, and in 16 bits.
     logits = torch.tensor([[1.0] * 38 + [2.0, 2.0 + 1e-12]], dtype=dtype)
     before = logits.clone()
     for processors, token in (([], 38), ([_Banned()], 0)):
-        found = deferred._chosen(ids(), logits, LogitsProcessorList(processors), False)
+        found = async_sampling._chosen(ids(), logits, LogitsProcessorList(processors), False)
         assert found.tolist() == [token] and torch.equal(logits, before)
     assert (compared[0] is logits) is (dtype != torch.float64)
     assert compared[1].dtype == torch.float32

@@ -13,16 +13,16 @@ from quantkit.calibrate.methods import METHODS, quantize_tensor
 from quantkit.calibrate.moments import Moments
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.model import sensitivity
 from quantkit.model.blocks import Decoder
-from quantkit.model.budget import BitsPerWeight, Budget
-from quantkit.model.fisher import ExpertCall
-from quantkit.model.load import load
-from quantkit.model.quantize import plan, quantize
-from quantkit.model.sensitivity import Sensitivities, measure
 from quantkit.model.structure import read_structure
-from quantkit.model.verify import verify
 from quantkit.packing.schemes import Scheme, scheme
+from quantkit.quantization.allocate import sensitivity
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
+from quantkit.quantization.allocate.fisher import ExpertCall
+from quantkit.quantization.allocate.sensitivity import Sensitivities, measure
+from quantkit.quantizing import plan, quantize
+from quantkit.runtime.load import load
+from quantkit.verification.verify import verify
 
 from .calibrated_models import data, tokens_of, write
 from .test_routed import MIXTURES, calls_of, without_expert_3

@@ -12,9 +12,9 @@ from quantkit.checkpoint.compressed_tensors import stored_format, why_not_compre
 from quantkit.errors import FormatError
 from quantkit.kernels.fused import rows, stacks
 from quantkit.model.architectures import DOWN, GATE_UP, why_not_packable
-from quantkit.model.experts import PackedExperts
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.runtime.packed_experts import PackedExperts
 
 from .conftest import SCHEMES, absmax_pack, config_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from quantkit.model.folding import FOLDABLE, FOLDS, Factors, Fold, fold_into, shared_rows
+from quantkit.quantization.blockwise.fold_scales import FOLDABLE, FOLDS, Factors, Fold, fold_into, shared_rows
 
 from .calibrated_models import write
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantkit.calibrate.methods import quantize_tensor
-from quantkit.model import stream
-from quantkit.model.quantize import quantize
-from quantkit.model.replace import packed_modules
 from quantkit.packing.schemes import SCALE_DTYPES
+from quantkit.quantization import stream
+from quantkit.quantizing import quantize
+from quantkit.runtime.replace import packed_modules
 
 from .conftest import VOCAB, config_of, logits_of
 from .tiny import made_once

@@ -33,13 +33,14 @@ from quantkit.kernels.prepared import (
     linear_of_norm,
     linear_then_norm,
 )
-from quantkit.model import fused_forward, products, prompt_graphs
-from quantkit.model.decoding import forward_of
-from quantkit.model.fusion import fused
-from quantkit.model.graphs import NotRecorded
-from quantkit.model.patches.generation import apply as graph_decoding
-from quantkit.model.static_cache import static_cache
-from quantkit.model.trace import trace
+from quantkit.runtime.cuda_graphs import prefill
+from quantkit.runtime.cuda_graphs.capture import NotRecorded
+from quantkit.runtime.decoding import forward_of
+from quantkit.runtime.passes import fuse_linear, fused_forward
+from quantkit.runtime.passes.patterns import fused
+from quantkit.runtime.passes.trace import trace
+from quantkit.runtime.static_cache import static_cache
+from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import (
     DEVICE,
@@ -475,8 +476,8 @@ def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.Mon
         total, y = glue.add_norm(x, other, weight, eps, kind)
         return total, OPERATOR(y, *of)
 
-    monkeypatch.setattr(products, "does_norm", does_norm)
-    monkeypatch.setattr(products, "linear_of_norm", of_norm)
+    monkeypatch.setattr(fuse_linear, "does_norm", does_norm)
+    monkeypatch.setattr(fuse_linear, "linear_of_norm", of_norm)
     packed = quantize_tensor(numbers(64, 64), "int4")
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -519,9 +520,9 @@ def test_products_begin_and_end_norms_of_what_they_are_added_to(monkeypatch: pyt
         means = squares.mean(1).view(*x.shape[:-1], 1)
         return OPERATOR(x * torch.rsqrt(means + eps), *of)
 
-    monkeypatch.setattr(products, "does_norm", does_norm)
-    monkeypatch.setattr(products, "linear_then_norm", then_norm)
-    monkeypatch.setattr(products, "linear_of_begun", of_begun)
+    monkeypatch.setattr(fuse_linear, "does_norm", does_norm)
+    monkeypatch.setattr(fuse_linear, "linear_then_norm", then_norm)
+    monkeypatch.setattr(fuse_linear, "linear_of_begun", of_begun)
     packed, wide = (quantize_tensor(numbers(64, k) / 8, "int4") for k in (64, 128))
 
     def step(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -581,9 +582,9 @@ def test_products_gate_what_nobody_else_needs(monkeypatch: pytest.MonkeyPatch) -
     def gated(x: Any, *of: Any, gate: str) -> Any:
         return glue.gate(*OPERATOR(x, *of).chunk(2, dim=-1), gate)
 
-    monkeypatch.setattr(products, "gates", gates)
-    monkeypatch.setitem(products.GATED, OPERATOR, replace(products.GATED[OPERATOR], run=gated))
-    monkeypatch.setattr(products, "_PRODUCTS", (OPERATOR, gated))
+    monkeypatch.setattr(fuse_linear, "gates", gates)
+    monkeypatch.setitem(fuse_linear.GATED, OPERATOR, replace(fuse_linear.GATED[OPERATOR], run=gated))
+    monkeypatch.setattr(fuse_linear, "_PRODUCTS", (OPERATOR, gated))
     packed, narrower = (quantize_tensor(numbers(n, 64) / 8, "int4") for n in (128, 64))
     up = quantize_tensor(numbers(64, 64) / 8, "nf4")
 
@@ -618,9 +619,9 @@ def test_products_with_experts_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     def gated(*of: Any, gate: str) -> Any:
         return glue.gate(*EXPERTS_OPERATOR(*of).chunk(2, dim=-1), gate)
 
-    monkeypatch.setattr(products, "gates_experts", gates)
+    monkeypatch.setattr(fuse_linear, "gates_experts", gates)
     monkeypatch.setitem(
-        products.GATED, EXPERTS_OPERATOR, replace(products.GATED[EXPERTS_OPERATOR], run=gated)
+        fuse_linear.GATED, EXPERTS_OPERATOR, replace(fuse_linear.GATED[EXPERTS_OPERATOR], run=gated)
     )
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
@@ -659,8 +660,8 @@ def test_products_compute_norms_and_gates(monkeypatch: pytest.MonkeyPatch) -> No
         return total, glue.gate(*OPERATOR(y, *of).chunk(2, dim=-1), gate)
 
     for name, taken in {"does_norm": lambda part, *of: part == "whole", "gates": lambda *of: True}.items():
-        monkeypatch.setattr(products, name, taken)
-    monkeypatch.setattr(products, "linear_of_norm", of_norm)
+        monkeypatch.setattr(fuse_linear, name, taken)
+    monkeypatch.setattr(fuse_linear, "linear_of_norm", of_norm)
     packed, narrower = (quantize_tensor(numbers(n, 64) / 8, "int4") for n in (128, 64))
 
     def step(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -900,7 +901,7 @@ def test_keys_are_those_of_the_tokens_and_nothing_is_kept(
 
     def forward() -> Any:
         cache = DynamicCache()
-        cache.layer_class_to_replicate = prompt_graphs._PromptLayer
+        cache.layer_class_to_replicate = prefill._PromptLayer
         x = given["input_ids"][:, None, :, None] * features
         values = beside_torch(x / 500) if unseen else x + 1
         cache.update(x * 2, values, 0)

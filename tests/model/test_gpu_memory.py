@@ -7,26 +7,19 @@ from typing import Any, Self
 import pytest
 import torch
 
+from quantkit import memory, quantizing
 from quantkit.calibrate import calibrated, grids, moments, rounding, scaling
 from quantkit.calibrate.methods import METHODS, quantize_rows
 from quantkit.calibrate.parameters import fit_parameters
 from quantkit.checkpoint.writer import Mode, OutputDirectory
-from quantkit.model import (
-    blocks,
-    blockwise,
-    feature_scales,
-    gpu_memory,
-    learned_rounding,
-    memory,
-    quantize,
-    routed,
-    solver,
-)
-from quantkit.model.calibration import Calibration
-from quantkit.model.calibration_data import CalibrationOptions
-from quantkit.model.quantize import make_recipe, plan
-from quantkit.model.ranks import Ranks
+from quantkit.model import blocks
+from quantkit.model.distributed import Ranks
 from quantkit.packing.schemes import scheme
+from quantkit.quantization import gpu_memory
+from quantkit.quantization.blockwise import awq, layer_quantizer, moe_calibration, pipeline, signround
+from quantkit.quantization.blockwise.calibration import Calibration
+from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
+from quantkit.quantizing import make_recipe, plan
 
 from ..live_bytes import LiveBytes
 from .calibrated_models import write
@@ -65,9 +58,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (grids.HISTOGRAM_CELLS, grids.HISTOGRAM_CELLS["cuda"] // SHRUNK**2),
         (moments.TILE, moments.TILE["cuda"] // SHRUNK),
         (rounding.REFIT_COLUMNS, rounding.REFIT_COLUMNS["cuda"] // SHRUNK),
-        (blockwise.SUSPENDED_MEMORY, 0.0),
-        (blockwise.BATCH, 8),
-        (blockwise.LEARNING_BATCH, 8),
+        (pipeline.SUSPENDED_MEMORY, 0.0),
+        (pipeline.BATCH, 8),
+        (pipeline.LEARNING_BATCH, 8),
     )
     for table, value in tables:
         monkeypatch.setitem(table, "cpu", value)
@@ -77,16 +70,16 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (moments, "CHOLESKY_COLUMNS", SHRUNK),
         (moments, "CORRECTION_ROWS", SHRUNK),
         (rounding, "PRODUCT_COLUMNS", SHRUNK),
-        (routed, "TOKENS", SHRUNK),
+        (moe_calibration, "TOKENS", SHRUNK),
         (scaling, "SAMPLE_ROWS", SHRUNK),
-        (blockwise, "BATCH_TOKENS", SHRUNK),
-        (blockwise, "BATCH_FEATURES", SHRUNK**2),
+        (pipeline, "BATCH_TOKENS", SHRUNK),
+        (pipeline, "BATCH_FEATURES", SHRUNK**2),
         (gpu_memory, "GPU_WEIGHTS", SHRUNK**2),
         (gpu_memory, "GPU_GRID_WEIGHTS", SHRUNK**2),
     ):
         monkeypatch.setattr(module, name, getattr(module, name) // by)
     chunk, grid = calibrated.GPU_CHUNK_WEIGHTS // SHRUNK**2, calibrated._grid
-    for module in (calibrated, solver, gpu_memory):
+    for module in (calibrated, layer_quantizer, gpu_memory):
         monkeypatch.setattr(module, "chunk_rows", lambda columns, _: max(1, chunk // columns))
 
     def in_parts(weights: torch.Tensor, *given: Any) -> Any:
@@ -97,13 +90,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(calibrated, "_grid", in_parts)
     monkeypatch.setattr(
-        feature_scales,
+        awq,
         "measured_at_once",
         lambda columns, _: gpu_memory.GPU_WEIGHTS // (scaling.SAMPLE_ROWS * columns),
     )
     # What other threads make is not counted.
     monkeypatch.setattr(blocks, "ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr(learned_rounding, "STEPS", 2)
+    monkeypatch.setattr(signround, "STEPS", 2)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -132,7 +125,7 @@ def test_blocks_hold_what_the_plan_says(
     bound = gpu_memory.calibrated_bytes(checkpoint, planned, (samples, 64), CPU, None)
     out = OutputDirectory.open(tmp_path / "out", checkpoint.directory, Mode.NEW, {}, 1 << 20)
     with out as output, LiveBytes() as live:
-        blockwise.quantize_blocks(
+        pipeline.quantize_blocks(
             checkpoint,
             calibration.blocks,
             calibration.decoder,
@@ -183,8 +176,8 @@ def test_quantize_says_where_a_gpu_has_less_than_the_plan(
 ) -> None:
     checkpoint, planned = plan(write(tmp_path), make_recipe(method="gptq"))
     for free in (1 << 40, 1 << 28):
-        for module in (quantize, memory):
+        for module in (quantizing, memory):
             monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
-        quantize._say_if_short(checkpoint, planned, CalibrationOptions(), torch.device("cuda"))
+        quantizing._say_if_short(checkpoint, planned, CalibrationOptions(), torch.device("cuda"))
     (said,) = caplog.messages
     assert "and cuda has 268.44 MB free" in said

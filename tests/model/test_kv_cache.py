@@ -10,10 +10,10 @@ from quantkit.calibrate.methods import quantize_tensor
 from quantkit.calibrate.rotation import Rotation
 from quantkit.cli import options
 from quantkit.errors import FormatError, UsageError
-from quantkit.model.generate import generate
-from quantkit.model.kv_cache import KV_SCHEMES, PackedCache, PackedLayer
-from quantkit.model.load import load
 from quantkit.model.tokenizer import tokenizer
+from quantkit.runtime.generate import generate
+from quantkit.runtime.kv_cache import KV_SCHEMES, PackedCache, PackedLayer
+from quantkit.runtime.load import load
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
 

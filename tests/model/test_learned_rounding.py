@@ -9,16 +9,16 @@ import torch
 
 from quantkit.calibrate.methods import METHODS, quantize_tensor
 from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.errors import CheckpointError, FormatError
-from quantkit.model import blockwise, calibration, learned_rounding
 from quantkit.model.blocks import Block
-from quantkit.model.learned_rounding import Learned, Offsets, learn_rounding
-from quantkit.model.quantize import quantize
-from quantkit.model.ranks import Ranks
-from quantkit.model.record import ModelRecord
-from quantkit.model.solver import Solver
-from quantkit.model.verify import verify
+from quantkit.model.distributed import Ranks
 from quantkit.packing.tensor import PackedTensor
+from quantkit.quantization.blockwise import calibration, pipeline, signround
+from quantkit.quantization.blockwise.layer_quantizer import Solver
+from quantkit.quantization.blockwise.signround import Learned, Offsets, learn_rounding
+from quantkit.quantizing import quantize
+from quantkit.verification.verify import verify
 
 from .calibrated_models import data, files_of, interrupted_at, write
 from .test_ranks import ended
@@ -88,8 +88,8 @@ class Through(torch.autograd.Function):
 
 @pytest.mark.parametrize("options", SCHEMES, ids=str)
 def test_codes_are_those_of_a_plain_autograd_loop(monkeypatch, options):
-    monkeypatch.setattr(learned_rounding, "STEPS", 12)
-    monkeypatch.setattr(learned_rounding, "CHECK_EVERY", 1)
+    monkeypatch.setattr(signround, "STEPS", 12)
+    monkeypatch.setattr(signround, "CHECK_EVERY", 1)
     module, linears, inputs, targets = problem(options)
     found = learned(module, linears, inputs, targets)
     parameters, state = [], {}
@@ -122,7 +122,7 @@ def test_codes_are_those_of_a_plain_autograd_loop(monkeypatch, options):
     energy = sum(target.square().sum() for target in targets)
     errors = [float((error(range(5)) / energy).detach())]
     kept = [weights()]
-    for at, drawn in enumerate(learned_rounding._draws("seed", 5)):
+    for at, drawn in enumerate(signround._draws("seed", 5)):
         assert len(drawn) == 2 and drawn == sorted(set(drawn))
         gradients = torch.autograd.grad(error(drawn), parameters)
         with torch.no_grad():
@@ -141,10 +141,10 @@ def test_codes_are_those_of_a_plain_autograd_loop(monkeypatch, options):
 
 
 def test_every_micro_batch_is_seen_as_often():
-    drawn = list(itertools.chain.from_iterable(learned_rounding._draws("any", 10)))
+    drawn = list(itertools.chain.from_iterable(signround._draws("any", 10)))
     assert {drawn.count(at) for at in range(10)} == {len(drawn) // 10}
-    assert list(learned_rounding._draws("any", 1)) == [[0]] * learned_rounding.STEPS
-    assert list(learned_rounding._draws("any", 10)) != list(learned_rounding._draws("other", 10))
+    assert list(signround._draws("any", 1)) == [[0]] * signround.STEPS
+    assert list(signround._draws("any", 10)) != list(signround._draws("other", 10))
 
 
 @pytest.mark.parametrize("options", SCHEMES, ids=str)
@@ -177,8 +177,8 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned_rounding, "STEPS", 6)
-    monkeypatch.setattr(learned_rounding, "CHECK_EVERY", 3)
+    monkeypatch.setattr(signround, "STEPS", 6)
+    monkeypatch.setattr(signround, "CHECK_EVERY", 3)
 
 
 def test_blocks_come_closer_to_the_original_and_the_manifest_says_so(tmp_path, text):
@@ -227,7 +227,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_s
     options = {"calibration": data(text, samples=5), **OPTIONS}
     quantize(source, tmp_path / "one", **options)
     monkeypatch.setattr(calibration, "cpu_workers", lambda: 5)
-    monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
+    monkeypatch.setitem(pipeline.SUSPENDED_MEMORY, "cpu", 0.0)
     quantize(source, tmp_path / "two", **options)
     assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
 
@@ -237,7 +237,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_s
 def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
     tmp_path, text, monkeypatch, few_steps, seconds
 ):
-    monkeypatch.setattr(blockwise, "HIDDEN_SECONDS", seconds)
+    monkeypatch.setattr(pipeline, "HIDDEN_SECONDS", seconds)
     source = write(tmp_path, num_hidden_layers=2)
     options = {"calibration": data(text), **OPTIONS}
     names: list[str] = []

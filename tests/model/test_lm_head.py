@@ -11,11 +11,11 @@ from quantkit.calibrate.methods import quantize_tensor
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.eval.evaluate import evaluate
 from quantkit.eval.sizes import measure
-from quantkit.model.generate import generate
-from quantkit.model.load import load
-from quantkit.model.modules import PackedLinear
-from quantkit.model.quantize import quantize
 from quantkit.model.tokenizer import tokenizer
+from quantkit.quantizing import quantize
+from quantkit.runtime.generate import generate
+from quantkit.runtime.load import load
+from quantkit.runtime.packed_linear import PackedLinear
 
 from .calibrated_models import data
 from .conftest import assert_same_checkpoint

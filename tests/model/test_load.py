@@ -13,14 +13,15 @@ import torch
 import transformers
 
 import quantkit
+from quantkit.devices import best_device, pick_device
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
-from quantkit.model import plugin, versions
-from quantkit.model.devices import best_device, pick_device
-from quantkit.model.fitness import _devices_of
-from quantkit.model.generate import Generation, _choose, generate, stream
+from quantkit.model import transformers_version
 from quantkit.model.hf_files import explained
-from quantkit.model.load import load
-from quantkit.model.replace import packed_modules
+from quantkit.runtime.fitness import _devices_of
+from quantkit.runtime.generate import Generation, _choose, generate, stream
+from quantkit.runtime.load import load
+from quantkit.runtime.replace import packed_modules
+from quantkit.runtime.transformers import quantizer
 
 from .conftest import HALF_ON_DISK, VOCAB, logits_of, run_python
 
@@ -136,20 +137,20 @@ def test_a_path_that_does_not_exist(tmp_path):
 @pytest.mark.fault(70)
 @pytest.mark.parametrize("version", ["4.57.1", "5.11.0", "6.0.0.dev0"])
 def test_other_versions_of_transformers(monkeypatch, tiny, version):
-    monkeypatch.setattr(versions.metadata, "version", lambda name: version)
+    monkeypatch.setattr(transformers_version.metadata, "version", lambda name: version)
     with pytest.raises(EnvironmentProblem, match=rf">=5.12,<6.0; found {version}.*pip install"):
         load(tiny().packed)
     with pytest.warns(UserWarning, match="not registered"):
-        versions.register_plugin()
+        transformers_version.register_plugin()
 
 
 def test_no_transformers(monkeypatch):
     def missing(name: str) -> str:
-        raise versions.metadata.PackageNotFoundError(name)
+        raise transformers_version.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions.metadata, "version", missing)
+    monkeypatch.setattr(transformers_version.metadata, "version", missing)
     with pytest.raises(EnvironmentProblem, match="found none"):
-        versions.require_transformers()
+        transformers_version.require_transformers()
 
 
 # Generation
@@ -313,7 +314,7 @@ def test_the_plugin_is_registered_whatever_is_imported_first():
     orders = (
         "import quantkit; from transformers.quantizers import auto",
         "from transformers.quantizers import auto; import quantkit",
-        "import quantkit.model.plugin; from transformers.quantizers import auto",
+        "import quantkit.runtime.transformers.quantizer; from transformers.quantizers import auto",
         "import quantkit, importlib; from transformers.quantizers import auto; importlib.reload(quantkit)",
     )
     code = "print(auto.AUTO_QUANTIZER_MAPPING['quantkit'].__name__)"
@@ -333,8 +334,8 @@ def test_loading_takes_far_less_memory_than_the_dense_model(tmp_path):
     write_big(tmp_path)
     code = """
 import threading, time, psutil
-from quantkit.model.load import load
-from quantkit.model.modules import PackedLinear, packed_modules
+from quantkit.runtime.load import load
+from quantkit.runtime.packed_linear import PackedLinear, packed_modules
 if not {layouts}:
     PackedLinear.build_kernel_layouts = lambda self, dtype: None
 process = psutil.Process()
@@ -433,7 +434,7 @@ def test_only_what_files_can_lead_to_is_a_damaged_file(tiny, monkeypatch, module
     file = Path(importlib.import_module(module).__file__).parent / "made_up.py"
     names = {"kind": kind}
     exec(compile(source, file, "exec"), names)
-    monkeypatch.setattr(plugin, "packed_modules", names["packed_modules"])
+    monkeypatch.setattr(quantizer, "packed_modules", names["packed_modules"])
     bug = module == "quantkit" and kind not in (ValueError, RuntimeError)
     with pytest.raises(kind if bug else CheckpointError, match="the cause"):
         load(tiny().packed, device="cpu")
@@ -467,7 +468,7 @@ def test_what_waits_for_a_collection_makes_room_on_a_gpu(monkeypatch):
         assert left() is None
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("quantkit.model.load.pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("quantkit.runtime.load.pick_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     gc.disable()
     try:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.model import memory
+from quantkit import memory
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from torch import nn
 from quantkit.errors import FormatError, KernelError
 from quantkit.kernels import linear as kernels
 from quantkit.kernels.eager import KernelLayout
-from quantkit.model import modules, packed_module
 from quantkit.model.architectures import why_not_packable
-from quantkit.model.modules import PackedLinear
-from quantkit.model.replace import packed_replacement
 from quantkit.packing.tensor import PackedTensor
+from quantkit.runtime import packed_linear, packed_module
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.replace import packed_replacement
 
 from .conftest import SCHEMES, absmax_pack
 
@@ -269,7 +269,7 @@ def test_a_share_runs_by_the_plan_of_its_layout(monkeypatch):
     layer._parameters[layer._words_key] = divided
     layer._layouts["weight", 0, x.dtype] = KernelLayout("planned", x.dtype, ())
     layer._layout_owners["weight"] = weakref.ref(words)
-    monkeypatch.setattr(modules, "planned", lambda *_: y)
+    monkeypatch.setattr(packed_linear, "planned", lambda *_: y)
     assert layer(x) is y
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from quantkit.model import next_inputs
-from quantkit.model.next_inputs import NextInputs
-from quantkit.model.patches.generation import apply as graph_decoding
-from quantkit.model.patches.generation import undo
+from quantkit.runtime import next_inputs
+from quantkit.runtime.next_inputs import NextInputs
+from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
+from quantkit.runtime.transformers.patches.generation import undo
 
 from .graphed import DEVICE, count_recordings, ids, made
 

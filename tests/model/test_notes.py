@@ -10,9 +10,9 @@ import pytest
 from quantkit.calibrate.recipe import Choice, Recipe, Rule
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.model.load import load
-from quantkit.model.plan import make_plan
 from quantkit.model.structure import read_structure
+from quantkit.quantization.plan import make_plan
+from quantkit.runtime.load import load
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
 

@@ -17,13 +17,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.quantizers import auto
 
 import quantkit
-from quantkit.model.decoding import graphs_of
-from quantkit.model.generate import generate
-from quantkit.model.modules import PackedLinear
-from quantkit.model.patches import attention, generation, loading, parallel, process_groups, quantizers
-from quantkit.model.patches.table import PATCHES, Patch
-from quantkit.model.plugin import QuantkitConfig, register, unregister
-from quantkit.model.replace import packed_modules
+from quantkit.runtime.decoding import graphs_of
+from quantkit.runtime.generate import generate
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.replace import packed_modules
+from quantkit.runtime.transformers.patches import (
+    attention,
+    generation,
+    loading,
+    parallel,
+    process_groups,
+    quantizers,
+)
+from quantkit.runtime.transformers.patches.table import PATCHES, Patch
+from quantkit.runtime.transformers.quantizer import QuantkitConfig, register, unregister
 
 from .conftest import VERSION, Tiny, logits_of
 from .graphed import DEVICE, SEVEN, count_recordings, ids

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model.plan import Plan
-from quantkit.model.quantize import make_recipe, plan, quantize
+from quantkit.quantization.plan import Plan
+from quantkit.quantizing import make_recipe, plan, quantize
 
 from .tiny import SIZES
 

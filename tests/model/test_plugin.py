@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
-from quantkit.model.experts import PackedExperts
-from quantkit.model.modules import PackedLinear
-from quantkit.model.plugin import QuantkitConfig, QuantkitQuantizer, register
-from quantkit.model.replace import packed_modules
+from quantkit.runtime.packed_experts import PackedExperts
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.replace import packed_modules
+from quantkit.runtime.transformers.quantizer import QuantkitConfig, QuantkitQuantizer, register
 
 from .conftest import FAMILIES, HALF_ON_DISK, SCHEMES, VERSION, assert_same_checkpoint, logits_of, run_python
 

@@ -26,12 +26,12 @@ from transformers import (
 )
 
 import quantkit
-from quantkit.model import graphs, prompt_graphs
-from quantkit.model.decoding import forward_of
-from quantkit.model.generate import last_logits
-from quantkit.model.patches.generation import apply as graph_decoding
-from quantkit.model.prompt_graphs import bucket
-from quantkit.model.static_cache import static_cache
+from quantkit.runtime.cuda_graphs import capture, prefill
+from quantkit.runtime.cuda_graphs.prefill import bucket
+from quantkit.runtime.decoding import forward_of
+from quantkit.runtime.generate import last_logits
+from quantkit.runtime.static_cache import static_cache
+from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import (
     DEVICE,
@@ -97,12 +97,12 @@ def generate_whole(model: Any, prompt: torch.Tensor, steps: int = 3) -> torch.Te
 
 
 def test_buckets_are_few_and_waste_little() -> None:
-    lengths = sorted({bucket(tokens) for tokens in range(2, prompt_graphs.PROMPT_TOKENS + 1)})
+    lengths = sorted({bucket(tokens) for tokens in range(2, prefill.PROMPT_TOKENS + 1)})
     assert lengths == [
         *(32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
         *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
     ]
-    for tokens in range(2, prompt_graphs.PROMPT_TOKENS + 1):
+    for tokens in range(2, prefill.PROMPT_TOKENS + 1):
         assert tokens <= bucket(tokens) == bucket(bucket(tokens))
         assert tokens <= 128 or bucket(tokens) - tokens <= bucket(tokens) / 5
 
@@ -185,7 +185,7 @@ def test_what_is_no_recordable_prompt_runs_as_it_did(model: Any, recorded: list[
         assert torch.equal(found[0], expected[0]), inputs
         assert type(found) is type(expected)
     assert model(ids()).logits.shape[1] == 9
-    assert not recorded and not prompt_graphs.is_recordable({}, model)
+    assert not recorded and not prefill.is_recordable({}, model)
 
 
 @torch.no_grad()
@@ -294,12 +294,12 @@ def test_padded_masks(dtype: torch.dtype) -> None:
     """Padding is hidden from tokens, and no row is without a key: in some kernels that is no number."""
     shown = torch.ones(2, 1, 5, 40, dtype=torch.bool).tril()
     mask = shown if dtype == torch.bool else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, -60000)
-    padded = prompt_graphs._padded_mask({"full": mask, "none": None}, 5, 32)
+    padded = prefill._padded_mask({"full": mask, "none": None}, 5, 32)
     assert padded["none"] is None and padded["full"].shape == (2, 1, 32, 32)
     found = padded["full"] if dtype == torch.bool else padded["full"] == 0
     assert torch.equal(found[:, :, :5, :5], shown[..., :5]) and not found[:, :, :5, 5:].any()
     assert found.any(-1).all()
-    assert prompt_graphs._padded_mask(torch.ones(2, 5), 5, 32).shape == (2, 32)
+    assert prefill._padded_mask(torch.ones(2, 5), 5, 32).shape == (2, 32)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -380,13 +380,13 @@ def test_random_numbers_after_a_recording_that_failed() -> None:
         return held.cuda()
 
     for rewind in (None, lambda: None):
-        with pytest.raises(graphs.NotRecorded):
-            graphs.capture(step, rewind, device)
+        with pytest.raises(capture.NotRecorded):
+            capture.capture(step, rewind, device)
         torch.manual_seed(0)
         drawn = torch.rand(3, device="cuda")
         torch.manual_seed(0)
         assert torch.equal(torch.rand(3, device="cuda"), drawn)
-    output, run = graphs.capture(lambda: torch.rand(3, device="cuda"), lambda: None, device)
+    output, run = capture.capture(lambda: torch.rand(3, device="cuda"), lambda: None, device)
     run()
     assert output.isfinite().all()
 
@@ -457,16 +457,16 @@ def test_models_whose_prompts_cannot_be_padded(recorded: list[int]) -> None:
         """With a number of them."""
 
     model = made(LlamaForCausalLM, LlamaConfig(**SIZES))
-    assert prompt_graphs.why_never(model, model.forward) is None
-    assert prompt_graphs.why_never(model, forward) == "the model takes no logits_to_keep"
-    assert prompt_graphs.why_never(model, number) == "the model takes logits_to_keep as a number alone"
+    assert prefill.why_never(model, model.forward) is None
+    assert prefill.why_never(model, forward) == "the model takes no logits_to_keep"
+    assert prefill.why_never(model, number) == "the model takes logits_to_keep as a number alone"
     text = model.config
     for name, value in (("is_causal", False), ("use_bidirectional_attention", True)):
         setattr(text, name, value)
-        assert prompt_graphs.why_never(model, model.forward) == "tokens attend to those after them"
+        assert prefill.why_never(model, model.forward) == "tokens attend to those after them"
         delattr(text, name)
     model.config.get_text_config = lambda decoder: None
-    assert "images" in str(prompt_graphs.why_never(model, model.forward))
+    assert "images" in str(prefill.why_never(model, model.forward))
     del text.get_text_config
     graph_decoding(model)
     model.config.layer_types = ["linear_attention", "full_attention"]
@@ -499,8 +499,8 @@ def test_a_changed_model_is_recorded_anew(model: Any, recorded: list[int]) -> No
 
 
 def test_graphs_are_few(model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_graphs, "KEPT_TOKENS", 160)
-    monkeypatch.setattr(prompt_graphs, "_SHAPES", 2)
+    monkeypatch.setattr(prefill, "KEPT_TOKENS", 160)
+    monkeypatch.setattr(prefill, "_SHAPES", 2)
     for batch in (1, 1, 2, 2, 3, 3, 1, 1):
         generate(model, ids(batch), static_cache(model, 20), 0)
     assert len(recorded) == 4
@@ -512,7 +512,7 @@ def test_graphs_are_few(model: Any, recorded: list[int], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     "error",
-    [graphs.NotRecorded("not permitted when stream is capturing"), torch.OutOfMemoryError("none left")],
+    [capture.NotRecorded("not permitted when stream is capturing"), torch.OutOfMemoryError("none left")],
 )
 def test_prompts_that_could_not_be_recorded_run(
     model: Any,
@@ -523,7 +523,7 @@ def test_prompts_that_could_not_be_recorded_run(
 ) -> None:
     for _ in range(2):
         generate(model, ids(), static_cache(model, 20), 0)
-    real = graphs.capture
+    real = capture.capture
 
     def failing(step: Any, rewind: Any, device: torch.device, pool: Any = None) -> Any:
         if rewind is not None:
@@ -532,7 +532,7 @@ def test_prompts_that_could_not_be_recorded_run(
         step()
         raise error
 
-    monkeypatch.setattr(graphs, "capture", failing)
+    monkeypatch.setattr(capture, "capture", failing)
     with caplog.at_level(logging.WARNING, "quantkit.model"):
         for tokens in (40, 40, 40, 9, 70, 70):
             prompt = ids(tokens=tokens)
@@ -589,7 +589,7 @@ def test_a_cache_that_found_no_room_is_empty_and_may_be_used_later(
         generate(model, ids(), static_cache(model, 20), 0)
     cache = static_cache(model, 20)
     assert cache is not None
-    allocate, full = prompt_graphs._allocate, [False, True]
+    allocate, full = prefill._allocate, [False, True]
 
     def second_fails(layer: Any, states: Any) -> None:
         allocate(layer, states)
@@ -597,7 +597,7 @@ def test_a_cache_that_found_no_room_is_empty_and_may_be_used_later(
             layer.cumulative_length.fill_(12345)
             raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(prompt_graphs, "_allocate", second_fails)
+    monkeypatch.setattr(prefill, "_allocate", second_fails)
     before = [dict(vars(layer)) for layer in cache.layers]
     with pytest.raises(torch.OutOfMemoryError):
         generate(model, ids(), cache, 0)
@@ -614,7 +614,7 @@ def test_caches_are_what_transformers_makes_of_them(
     """With zeros where nothing was written, whatever is in memory."""
     if fast:
         pytest.importorskip("triton")
-    monkeypatch.setattr(prompt_graphs, "is_possible", lambda device: fast)
+    monkeypatch.setattr(prefill, "is_possible", lambda device: fast)
     empty = torch.empty
 
     def poisoned(*shape: Any, **options: Any) -> torch.Tensor:

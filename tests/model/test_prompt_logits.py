@@ -18,7 +18,7 @@ from quantkit.checkpoint.manifest import (
     verify_manifest,
 )
 from quantkit.errors import CheckpointError
-from quantkit.model.prompt_logits import (
+from quantkit.verification.prompt_logits import (
     KEY,
     PROMPT_TOKENS,
     TOLERANCE,

@@ -22,8 +22,8 @@ from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.manifest import read_manifest, verify_files
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
-from quantkit.model import stream
-from quantkit.model.quantize import quantize
+from quantkit.quantization import stream
+from quantkit.quantizing import quantize
 
 from .tiny import SIZES, made_once
 

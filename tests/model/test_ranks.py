@@ -13,10 +13,10 @@ import torch
 from quantkit.calibrate.moments import RunSum
 from quantkit.cli.main import main
 from quantkit.errors import EnvironmentProblem, FormatError
-from quantkit.model import blockwise
-from quantkit.model import ranks as sharing
-from quantkit.model.quantize import quantize
-from quantkit.model.ranks import Ranks, Record, joined
+from quantkit.model import distributed as sharing
+from quantkit.model.distributed import Ranks, Record, joined
+from quantkit.quantization.blockwise import pipeline
+from quantkit.quantizing import quantize
 
 from .calibrated_models import data, files_of, interrupted_at, write
 from .processes import ended
@@ -56,7 +56,7 @@ def test_ranks_write_the_bytes_of_one_process(tmp_path, text, few_scales, family
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["stored", "replayed"])
 @pytest.mark.sampled(3)
 def test_fewer_samples_than_ranks_and_a_resume_with_another_number(tmp_path, text, monkeypatch, seconds):
-    monkeypatch.setattr(blockwise, "HIDDEN_SECONDS", seconds)
+    monkeypatch.setattr(pipeline, "HIDDEN_SECONDS", seconds)
     source = write(tmp_path, "mixtral", num_hidden_layers=2)
     options = {"method": "best", "group_size": 32, "calibration": data(text, samples=8), "lm_head": "int4:32"}
     quantize(source, tmp_path / "one", **options)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from quantkit.model import ready
+from quantkit.runtime import ready
 
 
 def test_slow_products_are_said_once_with_their_reason(monkeypatch, caplog):

@@ -22,13 +22,13 @@ from quantkit.kernels.linear import build_layout, linear_parts
 from quantkit.kernels.problem import KernelRow, Layout, Problem, always
 from quantkit.kernels.table import FORCE_VARIABLE
 from quantkit.model.architectures import DOWN, GATE_UP
-from quantkit.model.experts import PackedExperts
-from quantkit.model.modules import PackedLinear
-from quantkit.model.parallel_plan import TensorParallelPlan
-from quantkit.model.replace import packed_modules
-from quantkit.model.shared_input import shared_inputs
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.runtime.packed_experts import PackedExperts
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.parallel_plan import TensorParallelPlan
+from quantkit.runtime.replace import packed_modules
+from quantkit.runtime.shared_input import shared_inputs
 
 from .conftest import SCHEMES, absmax_pack, assert_same_checkpoint, logits_of
 from .test_experts import experts_of, pack_into

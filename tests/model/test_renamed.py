@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from quantkit.errors import CheckpointError
-from quantkit.model.budget import BitsPerWeight, Budget
-from quantkit.model.load import load
-from quantkit.model.quantize import plan, quantize
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
+from quantkit.quantizing import plan, quantize
+from quantkit.runtime.load import load
 
 from .calibrated_models import data
 

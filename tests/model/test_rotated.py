@@ -14,14 +14,14 @@ from quantkit.calibrate.rotation import Rotation
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, OutputError, UsageError
-from quantkit.model import rotated as rotating
-from quantkit.model import stream
-from quantkit.model.budget import BitsPerWeight, Budget
-from quantkit.model.load import load
-from quantkit.model.quantize import make_recipe, plan, quantize
-from quantkit.model.rotated import ROTATABLE, rotated
-from quantkit.model.sensitivity_cache import cache_key
-from quantkit.model.verify import verify
+from quantkit.quantization import rotated_checkpoint as rotating
+from quantkit.quantization import stream
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
+from quantkit.quantization.allocate.sensitivity_cache import cache_key
+from quantkit.quantization.rotated_checkpoint import ROTATABLE, rotated
+from quantkit.quantizing import make_recipe, plan, quantize
+from quantkit.runtime.load import load
+from quantkit.verification.verify import verify
 
 from .calibrated_models import FAMILIES as CONFIGS
 from .calibrated_models import data, files_of, interrupted_at, write

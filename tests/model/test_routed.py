@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from quantkit.calibrate.calibrated import Inputs
 from quantkit.calibrate.moments import Moments
 from quantkit.checkpoint.manifest import read_manifest
+from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model import block_tasks, blockwise, calibration, routed
-from quantkit.model.load import load
-from quantkit.model.quantize import quantize
-from quantkit.model.record import ModelRecord
-from quantkit.model.routed import Routed
-from quantkit.model.solver import Solver
-from quantkit.model.verify import verify
+from quantkit.quantization.blockwise import block_tasks, calibration, moe_calibration, pipeline
+from quantkit.quantization.blockwise.layer_quantizer import Solver
+from quantkit.quantization.blockwise.moe_calibration import Routed
+from quantkit.quantizing import quantize
+from quantkit.runtime.load import load
+from quantkit.verification.verify import verify
 
 from .calibrated_models import data, files_of, interrupted_at, tokens_of, write
 
@@ -69,8 +69,8 @@ def test_moments_are_those_of_a_loop_over_tokens(tmp_path, text, monkeypatch, fa
         return prepare(solver, moments, methods)
 
     monkeypatch.setattr(Solver, "prepare", keep)
-    monkeypatch.setattr(routed, "TOKENS", 50)
-    monkeypatch.setattr(routed, "EVERYONE", everyone)
+    monkeypatch.setattr(moe_calibration, "TOKENS", 50)
+    monkeypatch.setattr(moe_calibration, "EVERYONE", everyone)
     quantize(source, out, group_size=32, method=method, calibration=data(text, samples=4))
     tokens = tokens_of(source, text, samples=4)
     # Inputs come from the quantized part of the model, so the finished one has them all.
@@ -246,9 +246,9 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_s
     options = {"method": "best", "group_size": 32, "calibration": data(text, samples=4), "rules": rules}
     quantize(source, tmp_path / "one", lm_head="int8", **options)
     monkeypatch.setattr(calibration, "cpu_workers", lambda: 3)
-    monkeypatch.setitem(blockwise.SUSPENDED_MEMORY, "cpu", 0.0)
-    monkeypatch.setattr(blockwise, "EXPERTS_MEMORY", 0.0)
-    monkeypatch.setattr(blockwise, "FREE", 1)
+    monkeypatch.setitem(pipeline.SUSPENDED_MEMORY, "cpu", 0.0)
+    monkeypatch.setattr(pipeline, "EXPERTS_MEMORY", 0.0)
+    monkeypatch.setattr(pipeline, "FREE", 1)
     quantize(source, tmp_path / "two", lm_head="int8", **options)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
 
@@ -256,7 +256,7 @@ def test_nothing_depends_on_workers_or_memory(tmp_path, text, monkeypatch, few_s
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["stored", "replayed"])
 @pytest.mark.sampled(2)
 def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(tmp_path, text, monkeypatch, seconds):
-    monkeypatch.setattr(blockwise, "HIDDEN_SECONDS", seconds)
+    monkeypatch.setattr(pipeline, "HIDDEN_SECONDS", seconds)
     source = write(tmp_path, "qwen2_moe", num_hidden_layers=2)
     options = {
         "method": "best",
@@ -288,7 +288,7 @@ def test_tokens_of_experts_and_those_that_stand_for_all() -> None:
             own = [t for t in range(total) if expert in chosen[t].tolist()]
             assert calls.tokens(expert).tolist() == own
         standing = calls.everyone(features)
-        assert len(standing) == min(total, routed.EVERYONE * features) and standing[0] == 0
+        assert len(standing) == min(total, moe_calibration.EVERYONE * features) and standing[0] == 0
         assert (standing.diff() > 0).all() and standing[-1] < total
         assert standing.diff().max() - standing.diff().min() <= 1 if len(standing) > 1 else total == 1
 

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 import quantkit
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.model.record import ModelRecord
-from quantkit.model.saved import file_names, is_saved, read_record, record_of
-from quantkit.model.verify import verify
-from quantkit.model.weights import packed_weights
+from quantkit.runtime.saved_model import file_names, is_saved, read_record, record_of
+from quantkit.runtime.weights import packed_weights
+from quantkit.verification.verify import verify
 
 from .conftest import config_of
 

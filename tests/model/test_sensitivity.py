@@ -14,12 +14,12 @@ from quantkit.calibrate.methods import METHODS, quantize_tensor
 from quantkit.calibrate.moments import Moments
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
-from quantkit.model import sensitivity
 from quantkit.model.blocks import Decoder
-from quantkit.model.calibration_data import CalibrationOptions, read_samples
 from quantkit.model.hidden_states import Home
-from quantkit.model.sensitivity import measure
 from quantkit.packing.schemes import Scheme, scheme
+from quantkit.quantization.allocate import sensitivity
+from quantkit.quantization.allocate.sensitivity import measure
+from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, read_samples
 
 from .test_blockwise import LINEARS, write
 

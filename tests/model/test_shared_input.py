@@ -17,10 +17,10 @@ import quantkit
 from quantkit.errors import KernelError
 from quantkit.kernels import table
 from quantkit.kernels.problem import KernelRow, Layout, always
-from quantkit.model import shared_input
-from quantkit.model.modules import PackedLinear
-from quantkit.model.shared_input import shared_inputs
 from quantkit.packing.schemes import scheme
+from quantkit.runtime import shared_input
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.shared_input import shared_inputs
 
 MODELS = Path(__file__).parents[2] / "examples"
 

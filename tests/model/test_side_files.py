@@ -10,10 +10,10 @@ import pytest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model import tokenizer as tokenizer_module
-from quantkit.model.load import load
-from quantkit.model.quantize import plan, quantize
-from quantkit.model.side_files import check_side_files
 from quantkit.model.tokenizer import tokenizer
+from quantkit.quantization.side_files import check_side_files
+from quantkit.quantizing import plan, quantize
+from quantkit.runtime.load import load
 
 SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
 #: As `git clone` leaves it without git LFS.

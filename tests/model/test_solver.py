@@ -10,9 +10,9 @@ import torch
 from quantkit.calibrate import grids, moments
 from quantkit.calibrate.calibrated import Inputs
 from quantkit.calibrate.methods import METHODS
-from quantkit.model.ranks import Ranks
-from quantkit.model.solver import Solver
+from quantkit.model.distributed import Ranks
 from quantkit.packing.schemes import scheme
+from quantkit.quantization.blockwise.layer_quantizer import Solver
 
 from ..live_bytes import LiveBytes
 

@@ -10,12 +10,12 @@ import torch
 from quantkit.kernels import attention as kernels
 from quantkit.kernels import glue
 from quantkit.kernels.attention import decode_attention, rotated_attention
-from quantkit.model import fused_forward, step_attention
-from quantkit.model.decoding import forward_of
-from quantkit.model.fusion import fused
-from quantkit.model.patches import attention
-from quantkit.model.patches.generation import apply as graph_decoding
-from quantkit.model.static_cache import static_cache
+from quantkit.runtime.decoding import forward_of
+from quantkit.runtime.passes import fuse_attention, fused_forward
+from quantkit.runtime.passes.patterns import fused
+from quantkit.runtime.static_cache import static_cache
+from quantkit.runtime.transformers.patches import attention
+from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import DEVICE, calls, count_recordings, decode, ids, keep_modules, made
 
@@ -36,7 +36,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> None:
         return None if found == "it runs on cuda, the tensors are on cpu" else found
 
     monkeypatch.setattr(attention, "why_not", why_not)
-    monkeypatch.setattr(step_attention, "rotates", lambda *given: True)
+    monkeypatch.setattr(fuse_attention, "rotates", lambda *given: True)
     monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
     count_recordings(monkeypatch)
 
@@ -90,8 +90,8 @@ def test_reading_early_changes_no_bit(
 ) -> None:
     """Counters have one dimension in transformers 5.12.1."""
     made_by = []
-    for is_settled in (step_attention._is_settled, lambda *given: False):
-        monkeypatch.setattr(step_attention, "_is_settled", is_settled)
+    for is_settled in (fuse_attention._is_settled, lambda *given: False):
+        monkeypatch.setattr(fuse_attention, "_is_settled", is_settled)
         model = made("Llama", num_hidden_layers=LAYERS).half()
         graph_decoding(model)
         cache = static_cache(model, 40)

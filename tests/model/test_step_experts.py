@@ -11,11 +11,11 @@ import torch
 import quantkit
 from quantkit.kernels import glue, router
 from quantkit.kernels.experts import ORDER_OPERATOR
-from quantkit.model import fused_forward
-from quantkit.model.decoding import forward_of
-from quantkit.model.fusion import fused
-from quantkit.model.patches.generation import apply as graph_decoding
-from quantkit.model.static_cache import static_cache
+from quantkit.runtime.decoding import forward_of
+from quantkit.runtime.passes import fused_forward
+from quantkit.runtime.passes.patterns import fused
+from quantkit.runtime.static_cache import static_cache
+from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import (
     DEVICE,

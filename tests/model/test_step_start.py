@@ -10,12 +10,12 @@ import torch
 from torch import is_tensor
 
 from quantkit.kernels import glue
-from quantkit.model import constants, fused_forward
-from quantkit.model.constants import held_by
-from quantkit.model.decoding import forward_of
-from quantkit.model.fusion import fused
-from quantkit.model.patches.generation import apply as graph_decoding
-from quantkit.model.static_cache import static_cache
+from quantkit.runtime.decoding import forward_of
+from quantkit.runtime.passes import fold_constants, fused_forward
+from quantkit.runtime.passes.fold_constants import held_by
+from quantkit.runtime.passes.patterns import fused
+from quantkit.runtime.static_cache import static_cache
+from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import (
     DEVICE,
@@ -169,7 +169,7 @@ def test_tensors_that_may_change_are_no_constants() -> None:
 
 @torch.no_grad()
 def test_only_small_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "MOST_BYTES", 800)
+    monkeypatch.setattr(fold_constants, "MOST_BYTES", 800)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         steps = torch.arange(100, device=x.device)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from quantkit.calibrate.recipe import Choice, Recipe, Rule
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model.plan import make_plan
 from quantkit.model.structure import Structure, read_structure, reads_weight
+from quantkit.quantization.plan import make_plan
 
 from .tiny import SIZES
 

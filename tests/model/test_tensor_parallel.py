@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
-from quantkit.model import decoding, graphs, tensor_parallel
-from quantkit.model.decoding import graphs_of
-from quantkit.model.parallel_plan import Cut, TensorParallelPlan
-from quantkit.model.patches.parallel import ShareForward, divide_packed
-from quantkit.model.tensor_parallel import plan_of_checkpoint
+from quantkit.runtime import tensor_parallel
+from quantkit.runtime.cuda_graphs import capture, decode
+from quantkit.runtime.decoding import graphs_of
+from quantkit.runtime.parallel_plan import Cut, TensorParallelPlan
+from quantkit.runtime.tensor_parallel import plan_of_checkpoint
+from quantkit.runtime.transformers.patches.parallel import ShareForward, divide_packed
 
 from .conftest import SCHEMES, VERSION, VOCAB, Tiny, assert_same_checkpoint, logits_of, write_tiny
 from .graphed import count_recordings
@@ -217,7 +218,7 @@ def test_ranks_record_steps_where_all_can(models, tmp_path):
             steps, prompts = count_recordings(patch)
             told: list[str] = []
             warning = SimpleNamespace(warning=lambda text, *of: told.append(text % of))
-            patch.setattr(decoding, "logger", warning)
+            patch.setattr(decode, "logger", warning)
             patch.setattr(tensor_parallel, "RECORDED", "cpu:gloo")
             model = AutoModelForCausalLM.from_pretrained(models["llama int4"].packed, tp_plan="auto").eval()
             expected = model.generate(PROMPT, **GENERATE, disable_compile=True)
@@ -227,15 +228,15 @@ def test_ranks_record_steps_where_all_can(models, tmp_path):
             assert (steps, prompts) == ([1], []) and not graphed.refused
             assert len(told) == (rank == 0) and all("decoding steps are CUDA graphs" in one for one in told)
             # One that only the second rank cannot record.
-            capture = graphs.capture
+            real = capture.capture
 
             def refused(*arguments: Any) -> Any:
                 # A capture does not communicate, the step before it does.
-                capture(*arguments)
-                raise graphs.NotRecorded("it is late")
+                real(*arguments)
+                raise capture.NotRecorded("it is late")
 
             if rank:
-                patch.setattr(graphs, "capture", refused)
+                patch.setattr(capture, "capture", refused)
             assert torch.equal(model.generate(PROMPT[:1], **GENERATE_ONE), expected[:1])
             (reason,) = graphed.refused
             assert reason == ("it is late" if rank else "another rank could not record its share")

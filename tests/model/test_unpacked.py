@@ -8,9 +8,9 @@ from torch import nn
 
 from quantkit import quantize_tensor
 from quantkit.kernels import problem
-from quantkit.model.modules import PackedLinear
-from quantkit.model.unpacked import unpacked
 from quantkit.packing.tensor import PackedTensor
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.unpacked import unpacked
 
 
 class Model(nn.Module):

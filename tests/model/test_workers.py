@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from quantkit.model.workers import working
 from quantkit.signals import Interrupted
+from quantkit.workers import working
 
 
 def test_workers_have_one_thread_each_and_the_caller_keeps_its_own() -> None:

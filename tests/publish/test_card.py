@@ -15,13 +15,13 @@ from hypothesis import given, settings
 import quantkit
 from quantkit.bench.figures import Cell, Load, Machine, Memory, Percentiles, Serving, Speed, Spread, to_json
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
+from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.document import Figure
 from quantkit.eval.paired import compare
 from quantkit.eval.report import document
 from quantkit.eval.results import NoiseFloor
 from quantkit.eval.tasks import TaskMetrics
-from quantkit.model.record import LayerRecord, ModelRecord
 from quantkit.publish import card as card_module
 from quantkit.publish.card import make_card
 from quantkit.publish.carried import carried_metadata

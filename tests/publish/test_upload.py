@@ -12,10 +12,10 @@ import pytest
 import quantkit
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
-from quantkit.model.verify import verify
 from quantkit.publish.card import make_card
 from quantkit.publish.measurements import Measurements
 from quantkit.publish.upload import Upload, prepare, push
+from quantkit.verification.verify import verify
 
 from .conftest import SOURCE, TOKEN, HubState
 

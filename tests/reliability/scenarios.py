@@ -19,11 +19,11 @@ import torch
 from quantkit.checkpoint.lock import LOCK_NAME
 from quantkit.cli.main import main
 from quantkit.errors import QuantkitError
-from quantkit.model import blockwise
-from quantkit.model.load import load
 from quantkit.model.tokenizer import tokenizer
-from quantkit.model.verify import verify
+from quantkit.quantization.blockwise import pipeline
+from quantkit.runtime.load import load
 from quantkit.signals import NUMBERS
+from quantkit.verification.verify import verify
 
 from ..publish.conftest import standing_in
 
@@ -155,7 +155,7 @@ class Quantize(Scenario):
 
     def _quantize(self, place: Path, *mode: str) -> str:
         # Hidden states are stored after every block.
-        with patch.object(blockwise, "HIDDEN_SECONDS", 0.0):
+        with patch.object(pipeline, "HIDDEN_SECONDS", 0.0):
             return command("quantize", self.source, place / "out", *self.options, *mode)
 
 

@@ -19,7 +19,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.files import TEMP_PREFIX
-from quantkit.model import checking
+from quantkit.verification import check_output
 
 from ..conftest import Run
 from .faults import (
@@ -435,13 +435,13 @@ def test_a_source_that_changes_during_the_run(
 
 def during_the_check(monkeypatch: pytest.MonkeyPatch, do: Callable[[Path], object]) -> None:
     """Do this, with the directory, as the result is loaded to be run."""
-    load = checking.load_unfinished
+    load = check_output.load_unfinished
 
     def loading(directory: Path, *rest: Any) -> Any:
         do(directory)
         return load(directory, *rest)
 
-    monkeypatch.setattr(checking, "load_unfinished", loading)
+    monkeypatch.setattr(check_output, "load_unfinished", loading)
 
 
 def checked(source: Path, out: Path, *more: object) -> tuple[object, ...]:

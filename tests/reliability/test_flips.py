@@ -8,8 +8,8 @@ import pytest
 
 from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.errors import QuantkitError
-from quantkit.model.verify import verify
 from quantkit.publish.upload import prepare
+from quantkit.verification.verify import verify
 
 from .scenarios import command
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit import memory
 from quantkit.errors import EnvironmentProblem
-from quantkit.model import memory
 
 from ..conftest import Run
 from .faults import SOURCE, STORIES, WEIGHTS, Message, check_message, is_unfinished, snapshot

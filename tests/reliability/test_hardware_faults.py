@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit import memory
 from quantkit.errors import EnvironmentProblem, KernelError, UsageError
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.table import ROWS, choose, forget_tile_tables
 from quantkit.kernels.tiles.store import save, user_path
 from quantkit.kernels.tiles.table import Entry, Key, TileTable
-from quantkit.model import blocks, memory, solver, stream, versions
+from quantkit.model import blocks, transformers_version
 from quantkit.packing.schemes import scheme
+from quantkit.quantization import stream
+from quantkit.quantization.blockwise import layer_quantizer
 
 from ..conftest import Run
 from .faults import (
@@ -59,7 +62,7 @@ def room_for(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, rows: Call
 
 METHODS = pytest.mark.parametrize(
     ("module", "name", "method"),
-    [(stream, "quantize_rows", QUICK), (solver, "quantize_calibrated_rows", (*GPTQ, "--no-check"))],
+    [(stream, "quantize_rows", QUICK), (layer_quantizer, "quantize_calibrated_rows", (*GPTQ, "--no-check"))],
     ids=["plain", "calibrated"],
 )
 
@@ -220,7 +223,7 @@ def test_a_kernel_that_was_asked_for_and_does_not_exist(
 def test_a_transformers_outside_the_range(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    monkeypatch.setattr(versions.metadata, "version", lambda name: version)
+    monkeypatch.setattr(transformers_version.metadata, "version", lambda name: version)
     message = Message("transformers", f"found {version}", ">=5.12,<6.0", "pip install")
     refused(run, ("generate", SOURCE, "hello"), EnvironmentProblem, message, tmp_path)
 

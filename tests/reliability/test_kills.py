@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.model import stream
+from quantkit.quantization import stream
 from quantkit.signals import terminate
 
 from .injection import Fault, Injection

@@ -19,10 +19,10 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.kernels.linear import linear
-from quantkit.model import stream
-from quantkit.model.replace import packed_modules
-from quantkit.model.task import Task
 from quantkit.packing.schemes import PRESETS, ZeroPoint, scheme
+from quantkit.quantization import stream
+from quantkit.quantization.task import Task
+from quantkit.runtime.replace import packed_modules
 
 from ..conftest import Run
 from .faults import (

@@ -1,0 +1,258 @@
+"""What a manifest says about the model: every linear's fate, sizes, versions. Written and read back here."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from quantkit.checkpoint.hub import is_hub_id
+from quantkit.errors import CheckpointError
+from quantkit.files import shown
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What quantizing a linear measured.
+
+    `relative_error` is the sum of (weight - stored)^2 over that of weight^2, `output_error` the same of its
+    outputs on the calibration data, None without data. `damping` is what was added to the diagonal of the
+    second moments, in parts of its mean, None where they were not factored. `note` says what was not done as
+    the method says. `expert_tokens` is how many calibration tokens chose each expert, None for all but
+    experts with data. `block_error` is the sum of (original - output)^2 over that of original^2 of the
+    outputs of its block, before its rounding was learned and after it; None where it was not.
+    """
+
+    relative_error: float
+    output_error: float | None = None
+    damping: float | None = None
+    note: str | None = None
+    expert_tokens: tuple[int, ...] | None = None
+    block_error: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, detail: Mapping[str, Any]) -> "Measured":
+        """From the sums that are kept while a run is not finished."""
+        errors = {
+            key: None if pair is None else pair[0] / pair[1] if pair[1] else 0.0
+            for key, pair in (("squared", detail["squared"]), ("output", detail.get("output")))
+        }
+        tokens, block = detail.get("expert_tokens"), detail.get("block_error")
+        return cls(
+            errors["squared"] or 0.0,
+            errors["output"],
+            detail.get("damping"),
+            detail.get("note"),
+            None if tokens is None else tuple(tokens),
+            None if block is None else (block[0], block[1]),
+        )
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One linear: [N, K] of each of its matrices, how it is stored and by what method, and why.
+
+    `scheme`, `method` and `bits_per_weight` are None for a dense one. `relative_error` is the sum of (weight
+    - stored)^2 over that of weight^2, None when it was not measured; the fields after `reason` are those of
+    `Measured`.
+    """
+
+    kind: str
+    shape: tuple[int, int]
+    matrices: int
+    scheme: str | None
+    method: str | None
+    bits_per_weight: float | None
+    relative_error: float | None
+    reason: str
+    output_error: float | None = None
+    damping: float | None = None
+    note: str | None = None
+    expert_tokens: tuple[int, ...] | None = None
+    block_error: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """The model part of a manifest. `needs_quantkit` says why other tools cannot read it, if so.
+
+    `source` and `source_bytes` are None where there is no manifest that says them. `source_kind` says whether
+    `source` was a "directory" or an id of the "hub", and None that nobody knows, as in manifests of earlier
+    versions; `source_commit` is the commit of the repository.
+    """
+
+    source: str | None
+    source_bytes: int | None
+    container: str
+    needs_quantkit: tuple[str, ...]
+    bits_per_weight: Mapping[str, float | None]
+    versions: Mapping[str, str]
+    recipe: Mapping[str, Any]
+    layers: Mapping[str, LayerRecord]
+    dense: Mapping[str, str]
+    seed: int | None = None
+    calibration: str | None = None
+    source_kind: str | None = None
+    source_commit: str | None = None
+
+    @property
+    def hub_source(self) -> str | None:
+        """The source, if it was a hub id."""
+        return self.source if self.source_kind == "hub" else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form, the manifest without its files."""
+        return {"model_record": VERSION, **asdict(self)}
+
+    @property
+    def measured(self) -> dict[str, Measured]:
+        """What was measured, of the linears that were."""
+        return {
+            name: Measured(
+                layer.relative_error,
+                layer.output_error,
+                layer.damping,
+                layer.note,
+                layer.expert_tokens,
+                layer.block_error,
+            )
+            for name, layer in self.layers.items()
+            if layer.relative_error is not None
+        }
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> "ModelRecord":
+        """Parse a manifest; `CheckpointError` names the key that is missing or has a value it cannot have."""
+        if manifest.get("model_record") != VERSION:
+            raise CheckpointError(
+                f"quantkit_manifest.json: 'model_record' is {manifest.get('model_record')!r}; this quantkit "
+                f"reads {VERSION}. Upgrade quantkit, or quantize the model again."
+            )
+        try:
+            json.dumps(manifest, allow_nan=False)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"quantkit_manifest.json is not JSON: {error}. {_AGAIN}") from error
+        names = [field.name for field in fields(cls) if field.name in manifest or field.name not in _LATER]
+        values = {name: _get(manifest, name, _TYPES[name]) for name in names}
+        values["layers"] = {name: _layer(name, data) for name, data in values["layers"].items()}
+        values["needs_quantkit"] = tuple(map(str, values["needs_quantkit"]))
+        _get(values["bits_per_weight"], "linears", (int, float, type(None)))
+        _get(values["bits_per_weight"], "model", (int, float))
+        for key in ("dense", "versions"):
+            for name in values[key]:
+                _get(values[key], name, (str,))
+        _check_source(values["source"], values.get("source_kind"), values.get("source_commit"))
+        return cls(**values)
+
+
+def _check_source(source: str, kind: str | None, commit: str | None) -> None:
+    if kind not in (None, "directory", "hub"):
+        raise CheckpointError(
+            f"quantkit_manifest.json: 'source_kind' is {shown(kind)}; expected 'directory' or 'hub'. {_AGAIN}"
+        )
+    if kind == "hub" and not is_hub_id(source):
+        raise CheckpointError(
+            f"quantkit_manifest.json: 'source' is {shown(source)} and 'source_kind' 'hub'; expected a hub id "
+            f"such as org/name. {_AGAIN}"
+        )
+    if commit is not None and not _COMMIT.fullmatch(commit):
+        raise CheckpointError(
+            f"quantkit_manifest.json: 'source_commit' is {shown(commit)}; expected 40 hex digits. {_AGAIN}"
+        )
+
+
+#: Keys that manifests of earlier versions lack.
+_LATER = frozenset({"source_kind", "source_commit"})
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "source": (str,),
+    "source_bytes": (int,),
+    "container": (str,),
+    "needs_quantkit": (list,),
+    "bits_per_weight": (dict,),
+    "versions": (dict,),
+    "recipe": (dict,),
+    "layers": (dict,),
+    "dense": (dict,),
+    "seed": (int, type(None)),
+    "calibration": (str, type(None)),
+    "source_kind": (str, type(None)),
+    "source_commit": (str, type(None)),
+}
+
+_LAYER_TYPES: dict[str, tuple[type, ...]] = {
+    "kind": (str,),
+    "shape": (list,),
+    "matrices": (int,),
+    "scheme": (str, type(None)),
+    "method": (str, type(None)),
+    "bits_per_weight": (int, float, type(None)),
+    "relative_error": (int, float, type(None)),
+    "reason": (str,),
+}
+#: Keys that manifests of methods without data, and of earlier versions, may lack.
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "output_error": (int, float, type(None)),
+    "damping": (int, float, type(None)),
+    "note": (str, type(None)),
+    "expert_tokens": (list, type(None)),
+    "block_error": (list, type(None)),
+}
+
+
+def _layer(name: str, data: Any) -> LayerRecord:
+    if not isinstance(data, dict):
+        raise CheckpointError(f"quantkit_manifest.json: layer {name!r} is not a JSON object. {_AGAIN}")
+    values = {key: _get(data, key, types) for key, types in _LAYER_TYPES.items()}
+    values |= {key: _get(data, key, types) for key, types in _OPTIONAL.items() if key in data}
+    shape = values["shape"]
+    if len(shape) != 2 or any(type(n) is not int or not 1 <= n <= _LARGEST for n in shape):
+        raise CheckpointError(f"quantkit_manifest.json: shape of {name!r} is {shape!r}, not [N, K]. {_AGAIN}")
+    values["shape"] = (shape[0], shape[1])
+    tokens = values.get("expert_tokens")
+    if tokens is not None:
+        if any(type(n) is not int or not 0 <= n <= _LARGEST for n in tokens):
+            raise CheckpointError(
+                f"quantkit_manifest.json: expert_tokens of {name!r} is {tokens!r}, not counts. {_AGAIN}"
+            )
+        values["expert_tokens"] = tuple(tokens)
+    errors = values.get("block_error")
+    if errors is not None:
+        if len(errors) != 2 or any(type(x) not in (int, float) or not 0 <= x <= _LARGEST for x in errors):
+            raise CheckpointError(
+                f"quantkit_manifest.json: block_error of {name!r} is {errors!r}, not two errors. {_AGAIN}"
+            )
+        values["block_error"] = (errors[0], errors[1])
+    if values["scheme"] is not None and not values["scheme"].strip():
+        raise CheckpointError(f"quantkit_manifest.json: the scheme of {name!r} is empty. {_AGAIN}")
+    return LayerRecord(**values)
+
+
+_AGAIN = "Download the checkpoint again, or quantize the model again."
+#: No count in a manifest is larger; JSON has no limit, and Python's floats do.
+_LARGEST = 1 << 62
+
+
+def _get(data: Mapping[str, Any], key: str, types: tuple[type, ...]) -> Any:
+    value = data.get(key)
+    if key not in data or not isinstance(value, types) or isinstance(value, bool):
+        expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
+        found = type(value).__name__ if key in data else "nothing"
+        raise CheckpointError(f"quantkit_manifest.json: {key!r} is {found}; expected {expected}. {_AGAIN}")
+    if isinstance(value, (int, float)) and not 0 <= value <= _LARGEST:
+        raise CheckpointError(f"quantkit_manifest.json: {key!r} is {value}, which is out of range. {_AGAIN}")
+    return value
+
+
+def float32_bytes(stored: int, layers: Mapping[str, LayerRecord]) -> int:
+    """About the memory of a model in float32: its files, dense tensors, a byte per packed weight.
+
+    `stored` are the bytes of all tensors.
+    """
+    packed = (layer for layer in layers.values() if layer.scheme is not None)
+    return 2 * stored + sum(math.prod(layer.shape) * layer.matrices for layer in packed)

@@ -1,1 +1,0 @@
-"""Everything that quantkit changes of transformers and accelerate, and how each change is undone: `table`."""

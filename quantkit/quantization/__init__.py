@@ -1,0 +1,1 @@
+"""Quantize a checkpoint: plan it, calibrate, stream the tensors through packing, write."""

@@ -1,0 +1,247 @@
+"""Automatic allocation: from a budget of bytes or of time to a recipe with a rule for every linear.
+
+Groups of linears that share a format are chosen for together. What each format costs a group in bytes follows
+from headers, and in time from tile tables (`quantization/allocate/budget.py`); what it costs the model's predictions is
+measured once (`quantization/allocate/sensitivity.py`) and kept in the user's cache, from which any budget is solved
+(`calibrate/allocation.py`).
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.allocation import Option, allocate
+from quantkit.calibrate.menu import candidates
+from quantkit.calibrate.methods import method_named
+from quantkit.calibrate.recipe import Choice, Recipe, Rule
+from quantkit.calibrate.samples import Samples, token_digest
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import UsageError
+from quantkit.model.blocks import Decoder
+from quantkit.model.structure import QUANTIZABLE_DTYPES, Linear, Structure
+from quantkit.packing.schemes import Scheme
+from quantkit.progress import Progress
+from quantkit.quantization.allocate.allocation import Allocation, Share
+from quantkit.quantization.allocate.budget import Budget, Limit, Price, stored_bytes
+from quantkit.quantization.allocate.sensitivity import TOKENS, Losses, Sensitivities, measure
+from quantkit.quantization.allocate.sensitivity_cache import SensitivityCache, cache_key
+from quantkit.quantization.plan_warnings import fused_sets
+from quantkit.workers import cpu_workers
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """The recipe of an allocation, and what the reader should know of how it came to be."""
+
+    recipe: Recipe
+    allocation: Allocation
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        recipe, allocation = self.recipe.to_dict(), self.allocation.to_dict()
+        return {"recipe": recipe, "allocation": allocation, "notes": list(self.notes)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Allocated":
+        """What `to_dict` made."""
+        allocation = Allocation.from_dict(data["allocation"])
+        return cls(Recipe.from_dict(data["recipe"]), allocation, tuple(data["notes"]))
+
+
+def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...], ...]:
+    """The groups that an allocation decides on, in the order of the model: linears that share a format.
+
+    Those are what engines fuse (q, k and v; gate and up) and the experts of a layer. Linears for which
+    `recipe` has a rule, and lm_head, are left out.
+    """
+    free = {
+        name: linear
+        for name, linear in structure.linears.items()
+        if linear.kind != "lm_head" and not any(fnmatchcase(name, rule.match) for rule in recipe.rules)
+    }
+    first: dict[str, str] = {}
+    for members in fused_sets(free):
+        first |= dict.fromkeys(members, next(iter(members)))
+    for name, linear in free.items():
+        if linear.kind == "experts":
+            first[name] = name.rpartition(".")[0]
+    found: dict[str, list[Linear]] = {}
+    for name, linear in free.items():
+        found.setdefault(first.get(name, name), []).append(linear)
+    return tuple(map(tuple, found.values()))
+
+
+def allocate_formats(
+    checkpoint: Checkpoint,
+    structure: Structure,
+    recipe: Recipe,
+    budget: Budget,
+    device: torch.device,
+    read: Callable[[int], Samples],
+    report: Progress | None = None,
+) -> Allocated:
+    """The recipe that has the rules of `recipe` first and then, with the method of its default, for every
+    other linear of the decoder the format that makes the expected divergence the smallest within `budget`.
+
+    `read` gives calibration samples for an embedding of so many rows. `UsageError` for a budget out of reach,
+    formats that the method cannot do or whose costs are not known, and models whose sensitivity cannot be
+    measured.
+    """
+    method, limit = method_named(recipe.default.method), budget.limit
+    choices = candidates(method.name, budget.formats)
+    groups = groups_of(structure, recipe)
+    if not groups:
+        raise UsageError(
+            f"{limit.option} has nothing to allocate: rules decide on every linear. Drop rules, or leave "
+            f"{limit.option} out."
+        )
+    schemes = {linear.module: _schemes(checkpoint, linear, choices) for group in groups for linear in group}
+    costs, unpriced = _costs(limit, limit.price(checkpoint), groups, schemes)
+    weights = sum(math.prod(linear.shape) * len(linear.stored) for group in groups for linear in group)
+    allowed = math.floor(limit.amount * limit.in_one(weights))
+    _check_reachable(limit, costs, allowed, limit.in_one(weights))
+    losses, notes = _losses(checkpoint, structure, schemes, recipe, device, read, report)
+    options = [
+        [Option(cost, sum(losses[linear.module][i] for linear in group)) for i, cost in row.items()]
+        for group, row in zip(groups, costs, strict=True)
+    ]
+    rules: list[Rule] = []
+    shares: list[Share] = []
+    for group, row, of_group, number in zip(groups, costs, options, allocate(options, allowed), strict=True):
+        i, option = list(row)[number], of_group[number]
+        rules += [
+            Rule(linear.module, choices[i], f"allocated, {limit.amount:g} {limit.unit}") for linear in group
+        ]
+        modules = tuple(linear.module for linear in group)
+        nbytes = sum(stored_bytes(linear, schemes[linear.module][i]) for linear in group)
+        shares.append(Share(modules, str(schemes[modules[0]][i]), nbytes, option.cost, option.loss))
+    return Allocated(
+        replace(recipe, rules=(*recipe.rules, *rules)),
+        Allocation(limit, weights, allowed, tuple(shares)),
+        (*unpriced, *notes),
+    )
+
+
+def _costs(
+    limit: Limit,
+    price: Price,
+    groups: Sequence[Sequence[Linear]],
+    schemes: Mapping[str, Sequence[Scheme]],
+) -> tuple[list[dict[int, int]], tuple[str, ...]]:
+    """What each group costs by the number of its scheme, without those whose cost is not known; and a note
+    on these. `UsageError` where a group has no other.
+    """
+    rows = []
+    unknown: dict[tuple[int, int], dict[str, None]] = {}
+    for group in groups:
+        row: dict[int, int] = {}
+        for i in range(len(schemes[group[0].module])):
+            prices = [price(linear, schemes[linear.module][i]) for linear in group]
+            known = [one for one in prices if one is not None]
+            if len(known) == len(group):
+                row[i] = sum(known)
+            for linear, one in zip(group, prices, strict=True):
+                if one is None:
+                    unknown.setdefault(linear.shape, {})[str(schemes[linear.module][i])] = None
+        if not row:
+            names, kinds = (
+                ", ".join(dict.fromkeys(found))
+                for found in (
+                    [linear.module for linear in group],
+                    [f"{linear.shape[0]}x{linear.shape[1]}" for linear in group],
+                )
+            )
+            raise UsageError(
+                f"there is no format to choose for {names} ({kinds}): the {limit.unit} of none is known. "
+                f"{limit.remedy} Or decide on them with a rule, such as --rule '{group[0].module}=int4'."
+            )
+        rows.append(row)
+    return rows, (_note_on_unknown(limit, unknown),) if unknown else ()
+
+
+def _note_on_unknown(limit: Limit, unknown: Mapping[tuple[int, int], Collection[str]]) -> str:
+    """Which schemes are left out of the choice, by shape [N, K] of linears."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for (n, k), names in unknown.items():
+        alike.setdefault(tuple(names), []).append(f"{n}x{k}")
+    listed = "; ".join(f"{', '.join(names)} at {', '.join(shapes)}" for names, shapes in alike.items())
+    return (
+        f"the {limit.unit} of some formats are not known, so these are not chosen: {listed}. {limit.remedy}"
+    )
+
+
+def _schemes(checkpoint: Checkpoint, linear: Linear, choices: Sequence[Choice]) -> tuple[Scheme, ...]:
+    source = checkpoint.tensors[f"{linear.stored[0]}.weight"]
+    if source.dtype not in QUANTIZABLE_DTYPES:
+        raise UsageError(
+            f"{source.name!r} is {source.dtype}, which is some format's codes already. Keep it dense with "
+            f"--rule '{linear.module}=keep'."
+        )
+    found = []
+    for choice in choices:
+        scheme = choice.scheme(source.torch_dtype)
+        assert scheme is not None
+        found.append(scheme.for_columns(linear.shape[1]))
+    return tuple(found)
+
+
+def _check_reachable(limit: Limit, costs: Sequence[Mapping[int, int]], allowed: int, in_one: float) -> None:
+    least, most = (sum(pick(row.values()) for row in costs) for pick in (min, max))
+    if least <= allowed and limit.amount <= most / in_one + 1e-9:
+        return
+    # Rounded to what is in reach.
+    low, high = math.ceil(1e3 * least / in_one) / 1e3, math.floor(1e3 * most / in_one) / 1e3
+    raise UsageError(
+        f"{limit.amount:g} {limit.unit} are out of reach: with these formats the linears take {low:.3f} to "
+        f"{high:.3f}, all parts counted. Ask for as many, or name other formats with --formats."
+    )
+
+
+def _losses(
+    checkpoint: Checkpoint,
+    structure: Structure,
+    schemes: Mapping[str, tuple[Scheme, ...]],
+    recipe: Recipe,
+    device: torch.device,
+    read: Callable[[int], Samples],
+    report: Progress | None,
+) -> tuple[Losses, tuple[str, ...]]:
+    """What each scheme costs each linear: from the cache, or measured and put there; and notes."""
+    # float32 whatever the model is in: what is measured are small differences.
+    decoder = Decoder(checkpoint, device, torch.float32)
+    for name in schemes:
+        if not any(name.startswith(f"{block}.") for block in decoder.block_names):
+            raise UsageError(
+                f"{name} is outside the decoder's blocks, where no sensitivity is measured. Decide on it "
+                f"with a rule, such as --rule '{name}=int8'."
+            )
+    samples = read(decoder.embedding_rows)
+    tokens = samples.tokens[: max(1, TOKENS // samples.tokens.shape[1])]
+    method = method_named(recipe.default.method)
+    key = cache_key(checkpoint, token_digest(tokens), method.name, device.type, schemes)
+    cache = SensitivityCache.of(key)
+    found, notes = cache.read(schemes)
+    if found is None:
+        lanes = cpu_workers() if device.type == "cpu" else 1
+        found = measure(decoder, schemes, method, tokens, lanes, report)
+        checkpoint.check_unchanged()
+        notes = (*notes, *cache.write(found))
+    return found.losses, (*samples.notes, *notes, *_notes_on_experts(found))
+
+
+def _notes_on_experts(found: Sensitivities) -> Iterator[str]:
+    """Which experts nothing is known of."""
+    unchosen = {name: counts.count(0) for name, counts in found.expert_tokens.items() if 0 in counts}
+    if unchosen:
+        first, experts = next(iter(unchosen)), sum(map(len, found.expert_tokens.values()))
+        yield (
+            f"no token of the texts that sensitivity is measured on chose {sum(unchosen.values())} of "
+            f"{experts} experts ({unchosen[first]} of {len(found.expert_tokens[first])} of {first}); each "
+            "counts as if one token, the mean of all, had chosen it. Texts more like what the model will "
+            f"see, or up to {TOKENS} tokens of them, choose more."
+        )

@@ -1,0 +1,82 @@
+"""What an allocation gave to every group of linears."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.quantization.allocate.budget import Limit
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one group got: its linears, the scheme, its bytes, what it costs of the limit in what that counts,
+    and the divergence that is expected of it.
+    """
+
+    linears: tuple[str, ...]
+    scheme: str
+    nbytes: int
+    cost: int
+    divergence: float
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What was asked for and what every group got.
+
+    `weights` are those of the groups, `allowed` what they may cost, in what the limit counts, and `cost` what
+    they do; `divergence` is the KL divergence in nats per token that is expected of all groups together.
+    """
+
+    limit: Limit
+    weights: int
+    allowed: int
+    shares: tuple[Share, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(share.nbytes for share in self.shares)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.nbytes / self.weights
+
+    @property
+    def cost(self) -> int:
+        return sum(share.cost for share in self.shares)
+
+    @property
+    def divergence(self) -> float:
+        return sum(share.divergence for share in self.shares)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "asked": self.limit.to_dict(),
+            "counts": self.limit.counts,
+            "budget": self.allowed,
+            "cost": self.cost,
+            "weights": self.weights,
+            "bytes": self.nbytes,
+            "bits_per_weight": self.bits_per_weight,
+            "expected_kl": self.divergence,
+            "groups": [
+                {
+                    "linears": list(share.linears),
+                    "scheme": share.scheme,
+                    "bytes": share.nbytes,
+                    "cost": share.cost,
+                    "expected_kl": share.divergence,
+                }
+                for share in self.shares
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Allocation":
+        """The allocation that `to_dict` wrote; `KeyError` or `TypeError` for anything else."""
+        shares = tuple(
+            Share(tuple(one["linears"]), one["scheme"], one["bytes"], one["cost"], one["expected_kl"])
+            for one in data["groups"]
+        )
+        return cls(Limit.from_dict(data["asked"]), data["weights"], data["budget"], shares)

@@ -1,0 +1,388 @@
+"""Sensitivity: how far a model's predictions move when some of its linears are stored in some scheme.
+
+Where stored weights W - E take the place of W, the outputs of a linear move by E x. To second order the KL
+divergence of the model's predictions then is half the mean square of g E x, for g the gradient of the log
+probability of tokens that the model itself draws (the Fisher information; Martens, "New insights and
+perspectives on the natural gradient method", arXiv 1412.1193). With what is taken for independent here (one
+output of another, one token of another, and the size of a token's gradient of how it is spread over outputs)
+it is, in nats per token,
+
+    1/2 sum_n f_n (E H E^T)_nn,    f_n = mean of g_n^2,    H = mean of |g|^2 x x^T over the mean of |g|^2.
+
+So one pass forward and one backward serve every scheme of every linear. E is what the method makes of some
+rows of each weight. Divergences of several linears are taken to add up; docs/accuracy.md says how well they
+do.
+
+An expert is a linear that only the tokens that chose it go through; their weights in the sum of the experts
+are in the gradients. Other tokens that would choose it, were an expert before it rounded, are not counted.
+
+The blocks are in memory one at a time, as in calibration, with the hidden states before each of them.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.calibrate.calibrated import Inputs, quantize_calibrated_rows
+from quantkit.calibrate.methods import Method, packed_rows, quantize_tensor
+from quantkit.calibrate.moments import Moments
+from quantkit.calibrate.parameters import fit_parameters
+from quantkit.calibrate.samples import micro_batch
+from quantkit.errors import FormatError
+from quantkit.memory import trim_cache
+from quantkit.model.architectures import is_fused_experts
+from quantkit.model.blocks import Block, Decoder
+from quantkit.model.hidden_states import Home
+from quantkit.packing.schemes import Scheme
+from quantkit.progress import Progress, counting
+from quantkit.quantization.allocate.fisher import ExpertCall, RoutedGradients, Seen
+from quantkit.quantization.blockwise.input_groups import stages_of
+from quantkit.workers import working
+
+#: Tokens to measure on, whole samples. Their hidden states before every block are in memory.
+TOKENS = 8192
+#: Samples at a time, and logits at a time.
+BATCH = 4
+LOGITS = 1 << 24
+#: Rows of a weight that are quantized to see what a scheme costs it. Methods with data take far longer.
+ROWS = 256
+CALIBRATED_ROWS = 64
+#: Of each of the matrices of many experts, which share these rows, no fewer.
+EXPERT_ROWS = 8
+#: Code books are fitted to one of so many of them.
+FITTED = 8
+
+Losses = Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Sensitivities:
+    """What was measured.
+
+    losses         by linear, what each of its schemes costs: nats per token of KL divergence of the whole
+                   model, all other linears dense
+    expert_tokens  by the module of fused experts, how many of the tokens chose each
+    """
+
+    losses: Losses
+    expert_tokens: Mapping[str, tuple[int, ...]]
+
+
+def measure(
+    decoder: Decoder,
+    schemes: Mapping[str, Sequence[Scheme]],
+    method: Method,
+    tokens: torch.Tensor,
+    lanes: int,
+    report: Progress | None = None,
+) -> Sensitivities:
+    """What each of its `schemes` costs each linear or fused parameter of experts, by its name.
+
+    `tokens` are int64 [samples, length], `lanes` the number of workers, of one thread each, on which the
+    result does not depend. `CheckpointError` for a model that does not come in blocks or whose linears do not
+    run once, `FormatError` for weights or inputs that are not finite.
+    """
+    with working(lanes, "sensitivity") as workers:
+        return _Measurement(decoder, method, workers, lanes, report).run(schemes, tokens)
+
+
+class _Measurement:
+    """One measurement at work, and how far it is."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        method: Method,
+        workers: ThreadPoolExecutor,
+        lanes: int,
+        report: Progress | None,
+    ) -> None:
+        self._decoder, self._method, self._workers, self._lanes = decoder, method, workers, lanes
+        self._report = report
+
+    def run(self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor) -> Sensitivities:
+        batches = list(torch.split(tokens, micro_batch(len(tokens), BATCH)))
+        hidden, blocks = self._decoder.embed(batches, Home(torch.device("cpu")))
+        wanted = {block.name: _Wanted.of(block, schemes) for block in blocks}
+        # A pass back takes about as long as two forward, and the head as a block.
+        steps = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in wanted.values())
+        self._step = counting(steps, self._report)
+        before = []
+        for block in blocks:
+            before.append(hidden)
+            with self._decoder.loaded(block):
+                hidden = list(self._workers.map(lambda one, block=block: self._forward(block, one), hidden))
+        with self._decoder.head() as logits:
+            # The random numbers of a micro-batch do not depend on the worker that takes it.
+            gradients = list(
+                self._workers.map(lambda at: self._drawn(logits, hidden[at], at), range(len(hidden)))
+            )
+        losses: dict[str, tuple[float, ...]] = {}
+        counts: dict[str, tuple[int, ...]] = {}
+        for block in reversed(blocks):
+            trim_cache(self._decoder.device)
+            with self._decoder.loaded(block):
+                seen, routed, gradients = self._backward(block, before.pop(), gradients, wanted[block.name])
+                for stage, sums in seen.items():
+                    losses |= self._linears(block, stage, sums, wanted[block.name], tokens.numel())
+                for module, calls in routed.items():
+                    experts: Any = block.module.get_submodule(module)
+                    found = RoutedGradients.of(experts, f"{block.name}.{module}", calls)
+                    losses |= self._experts(block, module, found, wanted[block.name], tokens.numel())
+                    counts[found.name] = found.counts
+        return Sensitivities({name: losses[name] for name in schemes}, dict(sorted(counts.items())))
+
+    def _forward(self, block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            found = block.run(hidden.to(self._decoder.device)).to(hidden.device)
+        self._step(1, block.name)
+        return found
+
+    def _drawn(
+        self, logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, seed: int
+    ) -> torch.Tensor:
+        """The gradients [B, T, d], at the hidden states after the last block, of the log probability of
+        tokens that the model draws.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        gradient = torch.empty_like(flat)
+        start, step = 0, 1
+        while start < flat.shape[1]:
+            part = flat[:, start : start + step].to(self._decoder.device).requires_grad_()
+            with torch.enable_grad():
+                scores = logits(part)[0].float().log_softmax(-1)
+                bounds = scores.detach().exp().cumsum(-1)
+                draws = torch.rand(len(scores), 1, generator=generator).to(bounds.device)
+                drawn = torch.searchsorted(bounds, draws * bounds[:, -1:]).clamp_max_(bounds.shape[-1] - 1)
+                (found,) = torch.autograd.grad(scores.gather(-1, drawn).sum(), part)
+            gradient[:, start : start + step] = found.to(gradient.device)
+            # The first token shows how many logits there are for one.
+            start, step = start + step, max(1, LOGITS // bounds.shape[-1])
+        self._step(3, "predictions")
+        return gradient.view_as(hidden)
+
+    def _backward(
+        self,
+        block: Block,
+        hidden: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        wanted: "_Wanted",
+    ) -> tuple[dict[tuple[str, ...], Seen], dict[str, list[ExpertCall]], list[torch.Tensor]]:
+        """What all passes show of the linears of a block, stage by stage, the calls of its experts, by name
+        in the block, and the gradients before the block.
+        """
+        modules = (*wanted.linears, *wanted.experts)
+        first = hidden[0].to(self._decoder.device)
+        stages = stages_of(block, first, modules, alone=wanted.experts) if modules else []
+        seen: dict[tuple[str, ...], Seen] = {}
+        routed: dict[str, list[ExpertCall]] = {name: [] for name in wanted.experts}
+        earlier = []
+
+        def one(at: int) -> tuple[torch.Tensor, dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
+            return self._pass(block, hidden[at], gradients[at], stages, wanted)
+
+        # No more at a time than there are workers: what passes show is large.
+        for at in range(0, len(hidden), self._lanes):
+            for gradient, parts, calls in self._workers.map(
+                one, range(at, min(at + self._lanes, len(hidden)))
+            ):
+                earlier.append(gradient)
+                seen = {stage: seen[stage].plus(part) if seen else part for stage, part in parts.items()}
+                for name, call in calls.items():
+                    routed[name].append(call)
+        return seen, routed, earlier
+
+    def _linears(
+        self, block: Block, stage: tuple[str, ...], seen: Seen, wanted: "_Wanted", tokens: int
+    ) -> dict[str, tuple[float, ...]]:
+        """The losses of linears that share an input."""
+        inputs = None
+        if seen.inputs is not None:
+            moments = Moments(seen.inputs.div_(tokens), tokens)
+            inputs = self._workers.submit(Inputs.prepare, moments, [self._method]).result()
+        second, losses = seen.second(), {}
+        for name in stage:
+            weight = block.module.get_submodule(name).weight
+            assert isinstance(weight, torch.Tensor)
+            full = f"{block.name}.{name}"
+            importance = seen.squares[name] / tokens
+            trials = self._trials(full, weight, second, importance, wanted.linears[name], inputs, self._rows)
+            tried = [self._workers.submit(trial) for trial in trials]
+            losses[full] = tuple(one.result() for one in tried)
+        return losses
+
+    def _experts(
+        self, block: Block, module: str, routed: RoutedGradients, wanted: "_Wanted", tokens: int
+    ) -> dict[str, tuple[float, ...]]:
+        """The losses of the fused parameters of experts, summed over these, which workers share out."""
+        schemes = wanted.experts[module]
+        everyone = routed.everyone() if self._method.needs_data else None
+        count = len(routed.experts.down_proj)
+        rows = max(EXPERT_ROWS, self._rows // count)
+
+        def one(expert: int) -> dict[str, list[float]]:
+            losses = {}
+            for leaf, seen in routed.seen(expert).items():
+                if leaf not in schemes:
+                    continue
+                inputs = None
+                if everyone is not None:
+                    inputs = Inputs.prepare(routed.moments(expert, leaf, everyone), [self._method])
+                weight = getattr(routed.experts, leaf)[expert]
+                name = f"{routed.name}.{expert}.{leaf}"
+                importance = seen.squares[leaf] / tokens
+                trials = self._trials(name, weight, seen.second(), importance, schemes[leaf], inputs, rows)
+                losses[leaf] = [trial() for trial in trials]
+            return losses
+
+        found = list(self._workers.map(one, range(count)))
+        return {
+            f"{routed.name}.{leaf}": tuple(map(sum, zip(*(losses[leaf] for losses in found), strict=True)))
+            for leaf in schemes
+        }
+
+    @property
+    def _rows(self) -> int:
+        return CALIBRATED_ROWS if self._method.needs_data else ROWS
+
+    def _trials(
+        self,
+        name: str,
+        weight: torch.Tensor,
+        second: torch.Tensor,
+        importance: torch.Tensor,
+        schemes: Sequence[Scheme],
+        inputs: Inputs | None,
+        most: int,
+    ) -> list[Callable[[], float]]:
+        """For each scheme, what finds the loss of a weight [N, K], whose outputs have `importance` [N], by at
+        most `most` of its rows.
+        """
+        rows = torch.arange(0, len(weight), -(-len(weight) // most), device=weight.device)
+        # Rows that are larger or matter more lose more: the sample stands for all in that measure.
+        energy = importance * (weight.square() @ second.diagonal())
+        share = energy[rows].double().sum() / energy.double().sum().clamp_min(1e-300)
+        importance = importance[rows] / float(share.clamp_min(1e-30))
+        return [
+            partial(self._loss, name, weight[rows], importance, second, scheme, inputs) for scheme in schemes
+        ]
+
+    def _pass(
+        self,
+        block: Block,
+        hidden: torch.Tensor,
+        gradient: torch.Tensor,
+        stages: Sequence[tuple[str, ...]],
+        wanted: "_Wanted",
+    ) -> tuple[torch.Tensor, dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
+        """The gradients before a block, and what one micro-batch shows of its linears and experts."""
+        device = self._decoder.device
+        inputs: dict[str, tuple[torch.Tensor, ...]] = {}
+        outputs: dict[str, torch.Tensor] = {}
+        thread = threading.get_ident()
+
+        def keep(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
+            def hook(_: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+                # Other workers run the same modules.
+                if threading.get_ident() == thread:
+                    inputs[name], outputs[name] = given, output
+
+            return hook
+
+        with ExitStack() as stack:
+            for name in (name for stage in stages for name in stage):
+                handle = block.module.get_submodule(name).register_forward_hook(keep(name))
+                stack.callback(handle.remove)
+            start = hidden.to(device).requires_grad_()
+            with torch.enable_grad():
+                after = block.run(start)
+            found = torch.autograd.grad(after, [start, *outputs.values()], gradient.to(device))
+        slopes = dict(zip(outputs, found[1:], strict=True))
+        seen = {
+            stage: Seen.of(
+                f"{block.name}.{stage[0]}",
+                inputs[stage[0]][0].detach(),
+                {name: slopes[name] for name in stage},
+                unweighted=self._method.needs_data,
+            )
+            for stage in stages
+            if stage[0] in wanted.linears
+        }
+        calls = {
+            name: ExpertCall.of(inputs[name], slopes[name], f"{block.name}.{name}") for name in wanted.experts
+        }
+        self._step(2, block.name)
+        return found[0].to(hidden.device), seen, calls
+
+    def _loss(
+        self,
+        name: str,
+        rows: torch.Tensor,
+        importance: torch.Tensor,
+        second: torch.Tensor,
+        scheme: Scheme,
+        inputs: Inputs | None,
+    ) -> float:
+        """Half the sum over rows [n, K] of `importance` [n] times the row's error in H = `second`."""
+        try:
+            errors = rows - _stored(rows, scheme, self._method, inputs)
+        except FormatError as error:
+            raise FormatError(f"'{name}.weight': {error}") from error
+        found = ((errors @ second) * errors).double().sum(-1)
+        self._step(1, name)
+        return max(0.0, 0.5 * float((found * importance).sum()))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The schemes to measure in a block: of its linears by their name in it, and of its fused experts by
+    their module's and that of the parameter. `trials` is how many matrices are stored to see.
+    """
+
+    linears: Mapping[str, Sequence[Scheme]]
+    experts: Mapping[str, Mapping[str, Sequence[Scheme]]]
+    trials: int
+
+    @classmethod
+    def of(cls, block: Block, schemes: Mapping[str, Sequence[Scheme]]) -> "_Wanted":
+        linears: dict[str, Sequence[Scheme]] = {}
+        experts: dict[str, dict[str, Sequence[Scheme]]] = {}
+        trials = 0
+        for full, row in schemes.items():
+            name = full.removeprefix(f"{block.name}.")
+            if name == full:
+                continue
+            owner, _, leaf = name.rpartition(".")
+            module: Any = block.module.get_submodule(owner)
+            if is_fused_experts(module):
+                experts.setdefault(owner, {})[leaf] = row
+                trials += len(row) * len(module.down_proj)
+            else:
+                linears[name] = row
+                trials += len(row)
+        return cls(linears, experts, trials)
+
+
+def _stored(rows: torch.Tensor, scheme: Scheme, method: Method, inputs: Inputs | None) -> torch.Tensor:
+    """What rows [n, K], float32, are as the method stores them."""
+    if scheme.is_fitted:
+        # Few weights show how they are spread.
+        some = rows[::FITTED]
+        book = fit_parameters(lambda: iter([some]), (len(some), rows.shape[1]), scheme, method.fit)
+        scheme = book.bind(scheme)
+    if inputs is None:
+        return quantize_tensor(rows, scheme, method=method.name).dequantize(torch.float32)
+    shape = (rows.shape[0], rows.shape[1])
+    parameters = fit_parameters(
+        lambda: iter([inputs.target(rows, method)]), shape, scheme, method.fit, method.fit_tensor
+    )
+    done: Any = quantize_calibrated_rows(rows, scheme, method, parameters, inputs).rows
+    return packed_rows([done], parameters, scheme, shape).dequantize(torch.float32)

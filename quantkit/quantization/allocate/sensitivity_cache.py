@@ -1,0 +1,133 @@
+"""Measured sensitivities in the user's cache: one JSON file for a model, its samples, a method and schemes.
+
+Any budget is solved from one file. Files are safe to delete; one that is damaged is replaced by a new
+measurement.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import __version__
+from quantkit.checkpoint.journal import canonical_json
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.files import open_regular, os_error_text, parse_json, replace_file, user_cache
+from quantkit.packing.schemes import Scheme
+from quantkit.quantization.allocate.sensitivity import Sensitivities
+
+#: To be raised when measuring, or the file, changes: what is there is then no longer found.
+_REVISION = 3
+_HASH = "sha256"
+#: Files are no larger: a thousand linears in thirty schemes have about 1 MB.
+MAX_BYTES = 64 << 20
+_LARGEST = sys.float_info.max  # JSON has integers beyond it
+
+
+def cache_key(
+    checkpoint: Checkpoint,
+    tokens_sha256: str,
+    method: str,
+    device: str,
+    schemes: Mapping[str, Sequence[Scheme]],
+) -> str:
+    """Hex SHA-256 of all that a measurement depends on: files and tensors of the source, its config, the
+    tokens, the method, the schemes of every linear, the kind of device and the versions.
+    """
+    tensors = [[t.name, t.dtype, list(t.shape), t.file.name, t.offset] for t in checkpoint.tensors.values()]
+    facts = {
+        "revision": _REVISION,
+        "source": checkpoint.fingerprint(),
+        "tensors": tensors,
+        "config": checkpoint.config,
+        "tokens_sha256": tokens_sha256,
+        "method": method,
+        "device": device,
+        "schemes": {name: [scheme.to_dict() for scheme in row] for name, row in schemes.items()},
+        "versions": [__version__, torch.__version__],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class SensitivityCache:
+    """The file of one key; `path` is None where there is no cache to have it in."""
+
+    key: str
+    path: Path | None
+
+    @classmethod
+    def of(cls, key: str) -> "SensitivityCache":
+        """The file that a key has in the user's cache."""
+        directory = user_cache()
+        return cls(key, None if directory is None else directory / "sensitivity" / f"{key}.json")
+
+    def read(self, schemes: Mapping[str, Sequence[Scheme]]) -> tuple[Sensitivities | None, tuple[str, ...]]:
+        """What was measured for these linears and schemes, None if nothing was; and notes."""
+        if self.path is None:
+            return None, ()
+        try:
+            with open_regular(self.path) as file:
+                data = file.read(MAX_BYTES + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return None, ()
+        except OSError as error:
+            return None, (f"the sensitivities {self.path} cannot be read: {os_error_text(error)}.",)
+        try:
+            if len(data) > MAX_BYTES:
+                raise ValueError(f"it has more than the {MAX_BYTES} bytes it may have")
+            return _parsed(parse_json(data, "it"), self.key, schemes), ()
+        except ValueError as error:
+            return None, (f"the sensitivities {self.path} are damaged and measured anew: {error}.",)
+
+    def write(self, found: Sensitivities) -> tuple[str, ...]:
+        """Keep what was measured, in one step; notes if that cannot be."""
+        remedy = "Another run will measure again; set XDG_CACHE_HOME to a directory that can be written."
+        if self.path is None:
+            return (f"the measured sensitivities are not kept, as there is no home directory. {remedy}",)
+        facts = {"key": self.key, "losses": found.losses, "expert_tokens": found.expert_tokens}
+        data = json.dumps({**facts, _HASH: _hash(facts)}, indent=1, allow_nan=False).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.path, data + b"\n")
+        except OSError as error:
+            return (
+                f"the measured sensitivities are not kept in {self.path}: {os_error_text(error)}. {remedy}",
+            )
+        return ()
+
+
+def _hash(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(facts)).hexdigest()
+
+
+def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Scheme]]) -> Sensitivities:
+    """What a file holds; `ValueError` if that is not of `schemes`, or another than was written."""
+    if data.keys() != {"key", "losses", "expert_tokens", _HASH} or data["key"] != key:
+        raise ValueError("it does not hold the key that it is called by")
+    losses, tokens = data["losses"], data["expert_tokens"]
+    if not isinstance(losses, dict) or losses.keys() != schemes.keys():
+        raise ValueError("its linears are not those of the model")
+    for name, row in losses.items():
+        if not isinstance(row, list) or len(row) != len(schemes[name]):
+            raise ValueError(f"{name!r} has not one loss for each scheme")
+        if not all(
+            isinstance(x, float | int) and not isinstance(x, bool) and 0 <= x <= _LARGEST for x in row
+        ):
+            raise ValueError(f"a loss of {name!r} is not a finite number of at least 0")
+    if not isinstance(tokens, dict) or not all(
+        isinstance(row, list) and all(type(count) is int and count >= 0 for count in row)
+        for row in tokens.values()
+    ):
+        raise ValueError("the tokens of its experts are not numbers of at least 0")
+    if data[_HASH] != _hash({name: value for name, value in data.items() if name != _HASH}):
+        raise ValueError("its hash is not that of its content")
+    return Sensitivities(
+        {name: tuple(map(float, losses[name])) for name in schemes},
+        {module: tuple(row) for module, row in tokens.items()},
+    )

@@ -1,0 +1,1 @@
+"""Methods with calibration data: one decoder block after the other, on the outputs of those before."""

@@ -1,0 +1,98 @@
+"""The scales of a block's input features: of those that a method tries, the best for what its linears see.
+
+How candidates are made and measured is in `calibrate/scaling.py`, and where scales go in `folding.py`.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.calibrated import stored_nearest
+from quantkit.calibrate.moments import Moments
+from quantkit.calibrate.scaling import Consumer, measured_at_once, output_errors
+from quantkit.model.blocks import Block
+from quantkit.model.hidden_states import States
+from quantkit.quantization.blockwise.block_tasks import BlockTasks
+from quantkit.quantization.blockwise.fold_scales import Factors, Fold, fold_into, shared_rows
+from quantkit.quantization.blockwise.input_groups import Forwards
+from quantkit.quantization.blockwise.layer_quantizer import Named, Solver, named_piece
+from quantkit.quantization.task import Task
+
+
+def scale_features(
+    block: Block, todo: BlockTasks, states: States, solver: Solver, config: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Choose the scales of a block's input features, in the solver's `factors`; the dense tensors they
+    change, by parameter.
+    """
+    changed: dict[str, torch.Tensor] = {}
+    stops = [fold.consumers[0] for fold in todo.folds]
+    if not stops:
+        return changed
+    with Forwards(block, states.hidden, stops, solver.device, suspend=False) as forwards:
+
+        def one(lane: int) -> list[Named]:
+            found: list[Named] = []
+            forwards.visit(
+                lane,
+                lambda name, inputs: found.append(
+                    named_piece(f"{block.name}.{name}", states.runs[lane], inputs, find_largest=True)
+                ),
+            )
+            return found
+
+        moments = solver.moments_of_all(one, range(len(states.hidden)))
+    for fold in todo.folds:
+        scales, shared = _scales(fold, todo, moments.pop(f"{block.name}.{fold.consumers[0]}"), solver, config)
+        if fold.changed in todo.changed:
+            stored = solver.read(todo.changed[fold.changed].source.name)
+            changed[fold.changed], exact = fold_into(stored, scales)
+            # Of a bias only a part of the outputs comes through the rounded values.
+            scales = exact if fold.is_norm else scales
+        for consumer in fold.consumers:
+            _multiply(solver, todo.tasks[consumer], Factors(columns=scales[shared]))
+        if not fold.is_norm:
+            _multiply(solver, todo.tasks[fold.producer], Factors(rows=1 / scales))
+    return changed
+
+
+def _scales(
+    fold: Fold, todo: BlockTasks, moments: Moments, solver: Solver, config: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best of the candidates, float32 [S], and which of them each input feature has."""
+    consumers = []
+    tasks = [todo.tasks[name] for name in fold.consumers]
+    for task in tasks:
+        assert task.scheme is not None and task.method is not None
+        weight = solver.read(task.source.name).to(torch.float32)
+        scheme = task.scheme
+        if scheme.is_fitted:
+            # Fitted once: how weights are spread hardly changes.
+            scheme = solver.fit(task, weight, None).bind(scheme)
+        consumers.append(Consumer(weight, scheme))
+    columns = consumers[0].weight.shape[1]
+    rows = columns if fold.is_norm else todo.tasks[fold.producer].source.shape[0]
+    shared = shared_rows(fold, rows, columns, config).to(solver.device)
+    method = tasks[0].method
+    assert method is not None and method.scaling is not None
+    stored = partial(stored_nearest, method=method)
+    tried = method.scaling.candidates(consumers, moments, shared)
+    mine = [tried[at] for at in solver.ranks.share(len(tried))]
+    some = measured_at_once(columns, solver.device)
+    found = solver.workers.map(
+        lambda at: output_errors(consumers, moments, torch.stack(mine[at : at + some])[:, shared], stored),
+        range(0, len(mine), some),
+    )
+    met = solver.ranks.meet(list(chain.from_iterable(found)))
+    errors = list(chain.from_iterable(met))
+    return tried[errors.index(min(errors))], shared
+
+
+def _multiply(solver: Solver, task: Task, by: Factors) -> None:
+    known = solver.factors.get(task.source.name, Factors())
+    solver.factors[task.source.name] = Factors(
+        known.columns if by.columns is None else by.columns, known.rows if by.rows is None else by.rows
+    )

@@ -1,0 +1,194 @@
+"""The part of a plan that takes calibration data: what is to do in each block of the decoder."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from quantkit.calibrate.samples import Samples
+from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.errors import UsageError
+from quantkit.model.architectures import DOWN, GATE_UP
+from quantkit.model.blocks import Decoder
+from quantkit.model.names import ExpertPart
+from quantkit.quantization.blockwise.fold_scales import FOLDABLE, FOLDS, Fold
+from quantkit.quantization.plan import Plan
+from quantkit.quantization.task import Task
+
+#: The matrices of an expert, by the fused parameter that they are parts of, from the top.
+MATRICES = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
+
+
+@dataclass(frozen=True)
+class BlockTasks:
+    """The linears of one block that are quantized with it, by their name inside the block.
+
+    The matrices of fused experts are called as their module, the number of the expert, and gate, up or down,
+    such as `mlp.experts.3.gate`; `parts` says where in the block's parameters they are. `folds` are where
+    scales of input features go, and `changed` the dense tensors that they change, by parameter. `is_head`
+    for the lm_head, which is worked on as if it were a block.
+    """
+
+    name: str
+    tasks: Mapping[str, Task]
+    parts: Mapping[str, ExpertPart] = field(default_factory=dict)
+    folds: tuple[Fold, ...] = ()
+    changed: Mapping[str, Task] = field(default_factory=dict)
+    is_head: bool = False
+
+    @property
+    def filename(self) -> str:
+        """The work file of the block."""
+        return f"calibrated-{self._label}.safetensors"
+
+    @property
+    def hidden_filename(self) -> str:
+        """The work file of the hidden states after the block."""
+        return f"hidden-{self._label}.safetensors"
+
+    @property
+    def _label(self) -> str:
+        # Block names end in a number as those of a module list do.
+        return "head" if self.is_head else f"{int(self.name.rpartition('.')[2]):05d}"
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """The tensors of the work file, about in the order they are made: it is hashed as it grows."""
+        every = (*self.changed.values(), *self.tasks.values())
+        return [spec for task in every for spec in task.outputs]
+
+    @property
+    def calibrated(self) -> dict[str, Task]:
+        """Those with a method that takes data."""
+        return {name: task for name, task in self.tasks.items() if _needs_data(task)}
+
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """The linears whose rounding is learned with that of the others: no matrices of experts, no head."""
+        if self.is_head:
+            return ()
+        return tuple(name for name, task in self.tasks.items() if _learns(task) and name not in self.parts)
+
+    @property
+    def experts(self) -> dict[str, tuple[int, ...]]:
+        """The fused experts with tasks: their module, and the numbers of its experts."""
+        found: dict[str, set[int]] = {}
+        for part in self.parts.values():
+            found.setdefault(part.parameter.rpartition(".")[0], set()).add(part.expert)
+        return {module: tuple(sorted(numbers)) for module, numbers in found.items()}
+
+    def of_expert(self, module: str, expert: int, leaf: str) -> dict[str, Task]:
+        """The matrices of an expert in a fused parameter, as far as they have a method that takes data."""
+        names = (f"{module}.{expert}.{matrix}" for matrix in MATRICES[leaf])
+        return {
+            name: self.tasks[name] for name in names if name in self.tasks and _needs_data(self.tasks[name])
+        }
+
+    def of_experts(self, module: str) -> dict[str, Task]:
+        """The matrices of all its experts that have a method that takes data."""
+        found: dict[str, Task] = {}
+        for expert in self.experts[module]:
+            for leaf in MATRICES:
+                found |= self.of_expert(module, expert, leaf)
+        return found
+
+
+def needs_data(planned: Plan) -> bool:
+    """Whether a linear of the plan has a method that takes calibration data."""
+    return any(_needs_data(task) for task in _packing(planned))
+
+
+def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockTasks]:
+    """What is to do in each block up to the last one with a method that takes data, the lm_head included.
+
+    `UsageError` where such a method is asked for outside of them.
+    """
+    kinds = {layer.linear.module: layer.linear.kind for layer in planned.layers}
+    block_names = decoder.block_names
+    found: list[dict[str, Task]] = [{} for _ in block_names]
+    parts: list[dict[str, ExpertPart]] = [{} for _ in block_names]
+    head: BlockTasks | None = None
+    last = -1
+    for task in _packing(planned):
+        module = task.module
+        assert module is not None
+        at = next((i for i, name in enumerate(block_names) if module.startswith(f"{name}.")), None)
+        if at is None:
+            if _needs_data(task) and kinds[module] != "lm_head":
+                raise UsageError(_no_inputs(module, "a linear outside the decoder's blocks", task))
+            if _needs_data(task):
+                head = BlockTasks(module, {module: task}, is_head=True)
+            continue
+        if _needs_data(task):
+            last = max(last, at)
+        name = module.removeprefix(f"{block_names[at]}.")
+        if kinds[module] == "experts":
+            part = decoder.expert_part(task.source.name)
+            if part is None:
+                raise UsageError(_no_inputs(module, "a set of experts of an unknown layout", task))
+            owner, _, leaf = name.rpartition(".")
+            matrix = f"{owner}.{part.expert}.{MATRICES[leaf][part.part]}"
+            parts[at][matrix] = replace(part, parameter=name)
+            name = matrix
+        found[at][name] = task
+    dense = {
+        task.source.name: task for shard in planned.shards for task in shard.tasks if task.scheme is None
+    }
+    blocks = []
+    count = last + 1 if head is None else len(block_names)
+    for at, (name, of_experts) in enumerate(zip(block_names[:count], parts, strict=False)):
+        tasks = _as_listed(found[at], of_experts, decoder.parameters(at))
+        folds = _folds(tasks) if model_type in FOLDABLE else ()
+        stored = {fold.changed: decoder.stored_name(f"{name}.{fold.changed}") for fold in folds}
+        changed = {parameter: dense[one] for parameter, one in stored.items() if one is not None}
+        blocks.append(BlockTasks(name, tasks, of_experts, folds, changed))
+    return [*blocks, *([] if head is None else [head])]
+
+
+def _as_listed(
+    tasks: Mapping[str, Task], parts: Mapping[str, ExpertPart], parameters: Sequence[str]
+) -> dict[str, Task]:
+    """The tasks of a block in the order of its parameters."""
+    places = {parameter: at for at, parameter in enumerate(parameters)}
+
+    def place(name: str) -> int:
+        return places[parts[name].parameter if name in parts else f"{name}.weight"]
+
+    return {name: tasks[name] for name in sorted(tasks, key=place)}
+
+
+def work_bytes(blocks: Sequence[BlockTasks], samples: Samples, hidden_size: int) -> int:
+    """Bytes of a run's work files, at most: the blocks, and hidden states twice while they are replaced."""
+    hidden = samples.tokens.numel() * hidden_size * 4
+    return sum(spec.nbytes for block in blocks for spec in block.specs) + 4 * hidden
+
+
+def _no_inputs(module: str, what: str, task: Task) -> str:
+    assert task.method is not None
+    return (
+        f"{module} is {what}, for which method {task.method.name!r} has no inputs. Choose a method without "
+        f"data for it with a rule, such as --rule '{module}=int8::mse'."
+    )
+
+
+def _folds(tasks: Mapping[str, Task]) -> tuple[Fold, ...]:
+    """Where all linears that see the features are packed by methods with one scaling."""
+
+    def scaled(fold: Fold) -> bool:
+        methods = [tasks[name].method for name in fold.consumers if name in tasks]
+        scalings = {None if method is None else method.scaling for method in methods}
+        return len(methods) == len(fold.consumers) and len(scalings) == 1 and None not in scalings
+
+    return tuple(fold for fold in FOLDS if scaled(fold) and (fold.is_norm or fold.producer in tasks))
+
+
+def _learns(task: Task) -> bool:
+    return task.method is not None and task.method.learns
+
+
+def _needs_data(task: Task) -> bool:
+    return task.method is not None and task.method.needs_data
+
+
+def _packing(planned: Plan) -> Iterator[Task]:
+    """The tasks that pack a linear."""
+    for shard in planned.shards:
+        yield from (task for task in shard.tasks if task.scheme is not None)

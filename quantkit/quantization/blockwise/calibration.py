@@ -1,0 +1,122 @@
+"""The calibration of a run: what its methods with data work with, and the work files that they fill.
+
+`quantization/blockwise/block_tasks.py` says what is to do in each block, and `quantization/blockwise/pipeline.py` does it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.samples import Samples
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.work_files import Followed, WorkFiles
+from quantkit.checkpoint.writer import OutputDirectory
+from quantkit.errors import UsageError
+from quantkit.model.blocks import Decoder
+from quantkit.model.distributed import Ranks
+from quantkit.progress import Advance
+from quantkit.quantization.blockwise.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
+from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, read_samples
+from quantkit.quantization.blockwise.pipeline import compute_dtype, quantize_blocks
+from quantkit.quantization.plan import Plan
+from quantkit.workers import cpu_workers, working
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What a run with calibration data works with."""
+
+    samples: Samples
+    seed: int
+    decoder: Decoder
+    blocks: tuple[BlockTasks, ...]
+    work_bytes: int
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, device: torch.device
+    ) -> "Calibration | None":
+        """The calibration of a plan, None if no method needs data.
+
+        Everything that can be refused about it is, before any work.
+        """
+        if not needs_data(planned):
+            if options.sources is not None and planned.allocation is None:
+                raise UsageError(
+                    "calibration data was given, but no method of the recipe takes any. Leave it out, or "
+                    "choose one that does, such as --method gptq; `quantkit methods` lists them."
+                )
+            return None
+        decoder = Decoder(checkpoint, device, compute_dtype(checkpoint, device))
+        blocks = tuple(block_tasks(planned, decoder, str(checkpoint.config.get("model_type"))))
+        samples = read_samples(checkpoint, options, decoder.embedding_rows)
+        size = work_bytes(blocks, samples, decoder.hidden_size)
+        return cls(samples, options.seed, decoder, blocks, size)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes in the source of what is quantized with data."""
+        return sum(task.source.nbytes for block in self.blocks for task in block.tasks.values())
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """The dense tensors that are not those of the source: scales of input features go to them."""
+        return frozenset(task.source.name for block in self.blocks for task in block.changed.values())
+
+    @property
+    def work_files(self) -> tuple[str, ...]:
+        """The names of all files that are filled."""
+        return tuple(name for block in self.blocks for name in (block.filename, block.hidden_filename))
+
+    @property
+    def quantized_files(self) -> tuple[str, ...]:
+        """Those of them whose tensors the shards take."""
+        return tuple(block.filename for block in self.blocks if block.tasks)
+
+    @property
+    def description(self) -> str:
+        """The samples in a line, for the manifest."""
+        count, length = self.samples.tokens.shape
+        return f"{count} samples of {length} tokens from {self.samples.origin}, sha256 {self.samples.digest}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What of it determines the bytes written."""
+        return {"tokens_sha256": self.samples.digest, "shape": list(self.samples.tokens.shape)}
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    planned: Plan,
+    calibration: Calibration,
+    output: OutputDirectory | None,
+    out: Path,
+    ranks: Ranks,
+    report: Advance,
+) -> None:
+    """Fill the work files, unless all shards are done; ranks beside the first have no `output`."""
+
+    def done() -> list[str] | None:
+        assert output is not None
+        if output.complete or all(output.is_done(shard.filename) for shard in planned.shards):
+            return None
+        return [name for name in calibration.work_files if output.is_done(name)]
+
+    known = ranks.from_first(done)
+    if known is None:
+        return
+    files: WorkFiles = Followed(out, known) if output is None else output
+    decoder = calibration.decoder
+    # One for a GPU, whose passes would share its memory.
+    lanes = max(1, cpu_workers() // ranks.on_host) if decoder.device.type == "cpu" else 1
+    with working(lanes, "quantize") as workers:
+        blocks, samples = calibration.blocks, calibration.samples
+        quantize_blocks(checkpoint, blocks, decoder, files, samples, workers, lanes, ranks, report)
+
+
+def discard_work(output: OutputDirectory, calibration: Calibration) -> None:
+    """Remove the work files of a run whose shards are whole."""
+    for name in calibration.work_files:
+        if output.is_done(name):
+            output.discard(name)

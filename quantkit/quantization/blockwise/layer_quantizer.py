@@ -1,0 +1,382 @@
+"""Quantizing linears whose inputs are known: on some workers, whose results are put together in one order."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.calibrated import CalibratedRows, Inputs, chunk_rows, quantize_calibrated_rows
+from quantkit.calibrate.methods import Method, packed_rows, quantize_rows
+from quantkit.calibrate.moments import Moments, PartialSum, Piece, RunSum, check_finite, run_of
+from quantkit.calibrate.parameters import TensorParameters, fit_parameters
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import FormatError
+from quantkit.memory import in_pieces, trim_cache
+from quantkit.model.distributed import Ranks, Record
+from quantkit.packing.tensor import PackedTensor
+from quantkit.quantization.blockwise.fold_scales import Factors
+from quantkit.quantization.task import Task
+
+#: Reads inputs [T, K] of a linear, and those of the original model for methods that correct for drift.
+ReadInputs = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+#: A piece of the inputs of the linear with this name.
+Named = tuple[str, Piece]
+
+
+@dataclass(frozen=True, eq=False)
+class Solver:
+    """What quantizing takes; `read` gives a stored tensor on `device`, `lanes` is the number of `workers`,
+    and `ranks` share the work.
+
+    `factors` are what weights are multiplied by first, by their stored name: those of the block in work.
+    `seen` are the moments of the inputs of its linears whose rounding will be learned, by stored name.
+    """
+
+    read: Callable[[str], torch.Tensor]
+    device: torch.device
+    workers: ThreadPoolExecutor
+    lanes: int
+    ranks: Ranks
+    factors: dict[str, Factors] = field(default_factory=dict)
+    seen: dict[str, Moments] = field(default_factory=dict)
+
+    def moments(self, pieces: Mapping[str, Sequence[ReadInputs]]) -> dict[str, Moments]:
+        """The moments of the inputs of some linears, by name, for those with any pieces of inputs."""
+        jobs = [
+            (name, run_of(at, len(reads)), read)
+            for name, reads in pieces.items()
+            for at, read in enumerate(reads)
+        ]
+        return {name: found.moments() for name, found in self._sums(_read_piece, jobs).items()}
+
+    def moments_of_all(
+        self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]
+    ) -> dict[str, Moments]:
+        """The moments by name of what `function` finds for the `items` of all ranks, each with its own."""
+        sums = self._sums_of_all(self._sums(function, items))
+        return {name: found.moments() for name, found in sums.items()}
+
+    def _sums_of_all(self, mine: Mapping[str, RunSum]) -> dict[str, RunSum]:
+        """What all ranks have summed; the memory of `mine` is used."""
+        records = [_record(name, part) for name, found in mine.items() for part in found.parts]
+        sums: dict[str, RunSum] = {}
+        for record in self.ranks.each(records, self.device):
+            name, first, last, tokens, columns = record.facts
+            sums.setdefault(name, RunSum()).add(PartialSum(first, last, tokens, columns, **record.tensors))
+        return sums
+
+    def _sums(self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]) -> dict[str, RunSum]:
+        sums: dict[str, RunSum] = {}
+
+        def add(parts: Sequence[tuple[str, PartialSum | Piece]]) -> None:
+            for name, part in parts:
+                sums.setdefault(name, RunSum()).add(part)
+
+        # What one lane finds comes in order, and needs no memory of its own. Several multiply at a time.
+        if self.lanes == 1:
+            done = self.in_order(lambda item: add(function(item)), items)
+        else:
+            found = self.in_order(
+                lambda item: [(name, PartialSum.of(piece)) for name, piece in function(item)], items
+            )
+            # A function, as a loop would keep what was added until it has the next: a sum more in memory.
+            done = map(add, found)
+        for _ in done:
+            pass
+        return sums
+
+    def in_order(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        """The results of `function` for all items, as many of them in memory at a time as there are lanes."""
+        running = deque(self.workers.submit(function, item) for item in items[: self.lanes])
+        for item in items[self.lanes :]:
+            yield running.popleft().result()
+            running.append(self.workers.submit(function, item))
+        while running:
+            yield running.popleft().result()
+
+    def prepare(
+        self, moments: Mapping[str, Moments], methods: Mapping[str, Sequence[Method]]
+    ) -> dict[str, Inputs]:
+        """What the `methods` of the linears that have these moments, by the same names, make of them: all
+        that targets take. The drifts are used up.
+        """
+        found = self.workers.map(lambda name: Inputs.corrected(moments[name], methods[name]), moments)
+        return dict(zip(moments, found, strict=True))
+
+    def solve(self, tasks: Mapping[str, Task], inputs: Mapping[str, Inputs]) -> "dict[str, Quantized]":
+        """Quantize some linears with what is known of their inputs, nothing for methods without data."""
+        # What sums of moments leave free fits few of the rows, and what factors leave as few.
+        trim_cache(self.device)
+        weights = {name: self.weight(task.source.name) for name, task in tasks.items()}
+        fits = {
+            name: self.workers.submit(self.fit, task, weights[name], inputs.get(name))
+            for name, task in tasks.items()
+        }
+        parameters = {name: fit.result() for name, fit in fits.items()}
+        pieces = {name: self._pieces(weights[name], task, inputs.get(name)) for name, task in tasks.items()}
+        # Once for all linears that have an input.
+        list(self.workers.map(Inputs.factorize, dict.fromkeys(inputs.values())))
+        trim_cache(self.device)
+        chunks = {
+            name: [
+                self.workers.submit(
+                    in_pieces,
+                    partial(_rows, task=task, parameters=parameters[name], inputs=inputs.get(name)),
+                    rows,
+                    repr(task.source.name),
+                )
+                for rows in pieces[name]
+            ]
+            for name, task in tasks.items()
+        }
+        return {
+            name: Quantized.of(
+                [rows for chunk in chunks[name] for rows in chunk.result()],
+                parameters[name],
+                task,
+                inputs.get(name),
+            )
+            for name, task in tasks.items()
+        }
+
+    def _pieces(
+        self, weight: torch.Tensor, task: Task, inputs: Inputs | None
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Rows of a weight some at a time, and their targets, where those are others."""
+        method, chunks = task.method, self._chunks(weight)
+        assert method is not None
+        if inputs is None or not (inputs.corrects and method.corrects):
+            return [(rows,) for rows in chunks]
+
+        def with_target(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return rows, inputs.target(rows.to(torch.float32), method)
+
+        what = repr(task.source.name)
+        found = self.workers.map(lambda rows: in_pieces(with_target, [rows], what), chunks)
+        return [piece for pieces in found for piece in pieces]
+
+    def solve_alike(
+        self, name: str, tasks: Mapping[str, Task], share: Sequence[tuple[int, ReadInputs]]
+    ) -> "dict[str, Quantized]":
+        """Quantize linears with one input, whose name is for errors; `share` are this rank's pieces, with
+        their runs.
+        """
+        jobs = [(name, run, read) for run, read in share]
+        moments = self.moments_of_all(_read_piece, jobs)
+
+        learning = [task for task in tasks.values() if task.method is not None and task.method.learns]
+        self.seen.update({task.source.name: replace(moments[name], drift=None) for task in learning})
+
+        def solve(mine: Mapping[str, Task]) -> dict[str, Quantized]:
+            methods = [task.method for task in mine.values() if task.method is not None]
+            inputs = self.prepare(moments, {name: methods})[name]
+            moments.clear()
+            return self.solve(mine, dict.fromkeys(mine, inputs))
+
+        return self.divide(tasks, solve)
+
+    def divide(
+        self, tasks: Mapping[str, Task], solve: "Callable[[Mapping[str, Task]], dict[str, Quantized]]"
+    ) -> "dict[str, Quantized]":
+        """Have each rank `solve` its share of `tasks`; what all of them found."""
+        names = list(tasks)
+        mine = {names[at]: tasks[names[at]] for at in self.ranks.share(len(names))}
+        return self.exchange(tasks, solve(mine) if mine else {})
+
+    def exchange(self, tasks: Mapping[str, Task], mine: "Mapping[str, Quantized]") -> "dict[str, Quantized]":
+        """What all ranks found for `tasks`, of which this one has `mine`."""
+        records = [
+            Record(dict(one.packed.parts()), {"name": name, "detail": one.detail})
+            for name, one in mine.items()
+        ]
+        found: dict[str, Quantized] = {}
+        for record in self.ranks.each(records, self.device):
+            task = tasks[record.facts["name"]]
+            assert task.scheme is not None
+            shape = (task.source.shape[0], task.source.shape[1])
+            packed = PackedTensor.from_parts(record.tensors, task.scheme, shape)
+            found[record.facts["name"]] = Quantized(packed, record.facts["detail"])
+        return found
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A weight as it is quantized: as stored, or with the scales of its features and rows."""
+        weight = self.read(name)
+        return self.factors[name].apply(weight) if name in self.factors else weight
+
+    def _chunks(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.split(weight, chunk_rows(weight.shape[1], self.device))
+
+    def fit(self, task: Task, weight: torch.Tensor, inputs: Inputs | None) -> TensorParameters:
+        """What the rows of a weight share."""
+        assert task.scheme is not None and task.method is not None
+        method = task.method
+
+        def target(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+            for rows in self._chunks(tensor):
+                yield rows if inputs is None else inputs.target(rows.to(torch.float32), method)
+
+        def beside() -> Iterator[torch.Tensor]:
+            for other in task.beside:
+                yield from target(self.weight(other.name))
+
+        try:
+            rows, columns = weight.shape
+            return fit_parameters(
+                lambda: target(weight), (rows, columns), task.scheme, method.fit, method.fit_tensor, beside
+            )
+        except FormatError as error:
+            raise FormatError(f"{task.source.name!r}: {error}") from error
+
+
+def named_piece(
+    name: str,
+    run: int,
+    inputs: torch.Tensor,
+    original: torch.Tensor | None = None,
+    *,
+    find_largest: bool = False,
+) -> Named:
+    """A piece of inputs [T, K] in this run; `FormatError` if one of them is NaN or infinite.
+
+    Only scalings ask for the largest magnitudes.
+    """
+    check_finite(inputs, name)
+    return name, Piece(run, inputs, original, find_largest)
+
+
+def _read_piece(job: tuple[str, int, ReadInputs]) -> list[Named]:
+    name, run, read = job
+    return [named_piece(name, run, *read())]
+
+
+def _record(name: str, part: PartialSum) -> Record:
+    tensors = {"second": part.second, "largest": part.largest, "drift": part.drift}
+    given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    return Record(given, [name, part.first, part.last, part.tokens, part.columns])
+
+
+def _rows(
+    rows: torch.Tensor,
+    target: torch.Tensor | None = None,
+    *,
+    task: Task,
+    parameters: TensorParameters,
+    inputs: Inputs | None,
+) -> CalibratedRows:
+    assert task.scheme is not None and task.method is not None
+    try:
+        if inputs is None:
+            return CalibratedRows(quantize_rows(rows, task.scheme, task.method, parameters), 0.0, 0.0)
+        return quantize_calibrated_rows(rows, task.scheme, task.method, parameters, inputs, target)
+    except FormatError as error:
+        raise FormatError(f"{task.source.name!r}: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A finished linear: its parts, and what the manifest says of it."""
+
+    packed: PackedTensor
+    detail: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Sequence[CalibratedRows],
+        parameters: TensorParameters,
+        task: Task,
+        inputs: Inputs | None,
+    ) -> "Quantized":
+        assert task.scheme is not None and task.method is not None
+        rows = [chunk.rows for chunk in chunks]
+        shape = (task.source.shape[0], task.source.shape[1])
+        detail: dict[str, Any] = {
+            "squared": [sum(row.squared_error for row in rows), sum(row.squared_norm for row in rows)]
+        }
+        if inputs is not None:
+            detail["output"] = [
+                sum(chunk.output_error for chunk in chunks),
+                sum(chunk.output_energy for chunk in chunks),
+            ]
+            detail["damping"] = None if inputs.factor is None else inputs.factor.damping
+            detail["note"] = inputs.note(task.method)
+        return cls(packed_rows(rows, parameters, task.scheme, shape), detail)
+
+    def part(self, name: str, task: Task) -> torch.Tensor:
+        """The stored part called `name`, the logical shape included."""
+        if name == "shape":
+            return torch.tensor(task.source.shape)
+        found = self.packed.part(name)
+        assert found is not None
+        return found
+
+    def learned(
+        self, packed: PackedTensor, weight: torch.Tensor, inputs: Moments, block_error: Sequence[float]
+    ) -> "Quantized":
+        """With the codes that were learned; `weight` is what was quantized, and `inputs` what it saw."""
+        errors = weight.float() - packed.dequantize()
+        detail = {
+            **self.detail,
+            "squared": [float(errors.double().square().sum()), self.detail["squared"][1]],
+            "output": [inputs.output_energy(errors), self.detail["output"][1]],
+            "block_error": list(block_error),
+        }
+        return Quantized(packed, detail)
+
+    def line(self, module: str) -> str:
+        """For the progress line: the relative error of the outputs, and the damping."""
+        if "output" not in self.detail:
+            return module
+        error, energy = self.detail["output"]
+        damping = self.detail["damping"]
+        factored = "" if damping is None else f", damping {damping:g}"
+        return f"{module} (error {error / energy if energy else 0:.1e}{factored})"
+
+
+def packed_of(files: Checkpoint, task: Task) -> PackedTensor:
+    """The packed tensor that a work file holds for a task."""
+    assert task.scheme is not None
+    shape = (task.source.shape[0], task.source.shape[1])
+    stored = task.scheme.storage_shapes(shape)
+    parts = {
+        part: files.read(spec.name).view(stored[part][0]).reshape(stored[part][1])
+        for part, spec in task.parts
+        if part != "shape"
+    }
+    return PackedTensor.from_parts(parts, task.scheme, shape)
+
+
+def merged(
+    matrices: Mapping[str, Mapping[str, Any]], notes: Sequence[str], tokens: Sequence[int] | None
+) -> dict[str, Any]:
+    """The details of the matrices of one module as one, with `notes` on all, and the tokens of experts."""
+    details = list(matrices.values())
+    found: dict[str, Any] = {
+        "squared": [sum(pair) for pair in zip(*(one["squared"] for one in details), strict=True)]
+    }
+    if "output" not in details[0]:
+        return found
+    own: dict[str, list[str]] = {}
+    for name, detail in matrices.items():
+        if detail["note"] is not None:
+            own.setdefault(detail["note"], []).append(name)
+    texts = [text if len(matrices) == 1 else f"{_shown(names)}: {text}" for text, names in own.items()]
+    found["output"] = [sum(pair) for pair in zip(*(one["output"] for one in details), strict=True)]
+    # A linear whose rounding was learned is the only matrix of its module.
+    found["block_error"] = details[0].get("block_error")
+    dampings = [one["damping"] for one in details if one["damping"] is not None]
+    found["damping"] = max(dampings, default=None)
+    found["note"] = "; ".join([*texts, *notes]) or None
+    if tokens is not None:
+        found["expert_tokens"] = list(tokens)
+    return found
+
+
+def _shown(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,226 @@
+"""Calibrating fused experts: each with the tokens that chose it, and with all to a part.
+
+An expert sees a part of the tokens, often fewer than moments of so many features ask for. So its moments are
+
+    H = (n H_own + m H_all) / (n + m),
+
+of the n tokens that chose it and of all tokens of the layer, whichever expert they chose, which count as much
+as m of its own: twice the features of its inputs. That is the mean of H given n samples if H_all is expected
+before (an inverse Wishart prior). An expert that no token chose has H_all. What down sees is made by the
+quantized gate and up of the expert, from either kind of tokens. A token counts the same whatever its weight
+in the sum of the experts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.calibrate.methods import Method
+from quantkit.calibrate.moments import Moments
+from quantkit.errors import CheckpointError
+from quantkit.model.architectures import DOWN, FusedExperts
+from quantkit.quantization.blockwise.block_tasks import MATRICES, BlockTasks
+from quantkit.quantization.blockwise.layer_quantizer import Quantized, ReadInputs, Solver
+from quantkit.quantization.task import Task
+
+#: How many tokens per feature all of them count as.
+PRIOR = 2
+#: Tokens per feature, evenly spaced, that stand for all: each goes through every expert for what down sees.
+EVERYONE = 16
+#: Tokens whose moments are computed at a time.
+TOKENS = 4096
+#: Bytes of an expert in work by the square of the features of its inputs: H, its factors and what they are
+#: made from.
+WORK_BYTES = 56
+
+
+@dataclass(frozen=True, eq=False)
+class Routed:
+    """What fused experts are called with: inputs [T, K] and the experts that each token chose, int64 [T, k].
+
+    `originals` are the inputs [T, K] in the original model, where a method corrects for drift.
+    """
+
+    inputs: torch.Tensor
+    chosen: torch.Tensor
+    originals: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, calls: Sequence[tuple[torch.Tensor, ...]], originals: Sequence[torch.Tensor], name: str
+    ) -> "Routed":
+        """Of the calls with all micro-batches; `originals` are empty without drift.
+
+        `CheckpointError` if they are not inputs and choices.
+        """
+        for call in calls:
+            if len(call) < 2 or len(call[0]) != len(call[1]) or call[1].is_floating_point():
+                raise CheckpointError(
+                    f"{name} is called with {[tuple(one.shape) for one in call]}; quantkit calibrates "
+                    "experts that are called with hidden states and the numbers of the chosen ones. Keep them"
+                    " dense with a rule, or take a method without data, such as --method mse."
+                )
+        return cls(
+            torch.cat([call[0] for call in calls]),
+            torch.cat([call[1].to("cpu", torch.int64) for call in calls]),
+            torch.cat(list(originals)) if originals else None,
+        )
+
+    def tokens(self, expert: int) -> torch.Tensor:
+        """The tokens that chose an expert, int64 [n]."""
+        return (self.chosen == expert).any(1).nonzero().flatten()
+
+    def everyone(self, features: int) -> torch.Tensor:
+        """Tokens that stand for all, int64 [n]."""
+        total = len(self.chosen)
+        count = min(total, EVERYONE * features)
+        return torch.arange(count) * total // count
+
+
+def quantize_experts(
+    solver: Solver,
+    experts: FusedExperts,
+    originals: FusedExperts | None,
+    name: str,
+    todo: BlockTasks,
+    routed: Routed,
+    free: int,
+    store: Callable[[Mapping[str, Quantized]], None],
+) -> None:
+    """Quantize the experts of the module called `name` that take data, some at a time, as `free` bytes allow.
+
+    `store` makes what is finished the weights of `experts`; `originals` keep theirs, for drift.
+    """
+    numbers = todo.experts[name]
+    kinds = [
+        _Kind(solver, leaf, {e: todo.of_expert(name, e, leaf) for e in numbers}, routed, experts, originals)
+        for leaf in MATRICES
+        if todo.of_expert(name, numbers[0], leaf)
+    ]
+    widest = max(kind.features for kind in kinds)
+    # All ranks have as many in work as the one with the least memory.
+    size = min(solver.ranks.meet(max(1, min(2 * solver.lanes, free // (WORK_BYTES * widest**2)))))
+    size *= solver.ranks.size
+    for at in range(0, len(numbers), size):
+        for kind in kinds:
+            store(kind.solve(todo.name, numbers[at : at + size]))
+
+
+class _Kind:
+    """The matrices of one fused parameter, which have one method, and their moments."""
+
+    def __init__(
+        self,
+        solver: Solver,
+        leaf: str,
+        tasks: Mapping[int, Mapping[str, Task]],
+        routed: Routed,
+        experts: FusedExperts,
+        originals: FusedExperts | None,
+    ) -> None:
+        self._solver, self._leaf, self._tasks, self._routed = solver, leaf, tasks, routed
+        self._experts, self._originals = experts, originals
+        first = next(iter(next(iter(tasks.values())).values()))
+        assert first.method is not None
+        self._method: Method = first.method
+        self.features = first.source.shape[1]
+        self._shared: Moments | None = None
+
+    def solve(self, block: str, group: Sequence[int]) -> dict[str, Quantized]:
+        """Quantize the matrices of some experts, each rank those of its share."""
+        mine = [group[at] for at in self._solver.ranks.share(len(group))]
+        tasks = {matrix: task for expert in group for matrix, task in self._tasks[expert].items()}
+        return self._solver.exchange(tasks, self._solve(block, mine) if mine else {})
+
+    def _solve(self, block: str, group: Sequence[int]) -> dict[str, Quantized]:
+        solver = self._solver
+        names = {expert: f"{block}.{next(iter(self._tasks[expert]))}" for expert in group}
+        own = self._moments({names[expert]: (expert, self._routed.tokens(expert)) for expert in group})
+        moments = {
+            name: every.joined(own.get(name), PRIOR * self.features)
+            for name, every in self._everyone(names).items()
+        }
+        inputs = solver.prepare(moments, {name: [self._method] for name in moments})
+        # Their drifts are the corrections, which are let go before the factors come.
+        moments.clear()
+        tasks = {matrix: task for expert in group for matrix, task in self._tasks[expert].items()}
+        owners = {matrix: names[expert] for expert in group for matrix in self._tasks[expert]}
+        finished = solver.solve(tasks, {matrix: inputs[owner] for matrix, owner in owners.items()})
+
+        def measure(matrix: str) -> list[float]:
+            mine = own.get(owners[matrix])
+            return [0.0, 0.0] if mine is None else _output(solver, tasks[matrix], finished[matrix], mine)
+
+        for matrix, output in zip(tasks, solver.workers.map(measure, tasks), strict=True):
+            finished[matrix].detail["output"] = output
+        return finished
+
+    def _everyone(self, names: Mapping[int, str]) -> dict[str, Moments]:
+        """The moments of all tokens for each expert; gate and up of all experts see the same."""
+        tokens = self._routed.everyone(self.features)
+        if self._leaf == DOWN:
+            return self._moments({name: (expert, tokens) for expert, name in names.items()})
+        if self._shared is None:
+            expert, name = next(iter(names.items()))
+            self._shared = self._moments({name: (expert, tokens)})[name]
+        return dict.fromkeys(names.values(), self._shared)
+
+    def _moments(self, wanted: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, Moments]:
+        """The moments of experts from tokens, by name, for those with any."""
+        pieces: dict[str, list[ReadInputs]] = {
+            name: [partial(self._read, expert, some) for some in torch.split(tokens, TOKENS)]
+            for name, (expert, tokens) in wanted.items()
+            if len(tokens)
+        }
+        return self._solver.moments(pieces)
+
+    @torch.no_grad()
+    def _read(self, expert: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the matrices of an expert see of some tokens, and see in the original."""
+
+        def of(module: FusedExperts, inputs: torch.Tensor) -> torch.Tensor:
+            found = inputs[tokens.to(inputs.device)].to(self._solver.device)
+            return intermediate(module, expert, found) if self._leaf == DOWN else found
+
+        seen = of(self._experts, self._routed.inputs)
+        if not self._method.corrects:
+            return seen, None
+        assert self._originals is not None and self._routed.originals is not None
+        return seen, of(self._originals, self._routed.originals)
+
+
+def _output(solver: Solver, task: Task, quantized: Quantized, own: Moments) -> list[float]:
+    """The squared error of the outputs, summed over the tokens that chose an expert, and their square."""
+    weight = solver.weight(task.source.name).to(torch.float32)
+    errors = weight - quantized.packed.dequantize(torch.float32)
+    return [own.tokens * own.output_energy(errors), own.tokens * own.output_energy(weight)]
+
+
+def intermediate(experts: FusedExperts, expert: int, inputs: torch.Tensor) -> torch.Tensor:
+    """What the down projection of an expert sees: [n, I] from [n, K]."""
+    return gated(experts, F.linear(inputs, experts.gate_up_proj[expert]))
+
+
+def gated(experts: FusedExperts, halves: torch.Tensor) -> torch.Tensor:
+    """act(gate) * up, [n, I], of gate and up side by side, [n, 2I]."""
+    gate, up = halves.chunk(2, -1)
+    found: torch.Tensor = experts.act_fn(gate) * up
+    return found
+
+
+def coverage(routed: Routed, numbers: Sequence[int], columns: int) -> tuple[list[int], str | None]:
+    """How many tokens chose each expert, and a note if some were fewer than the features of its inputs."""
+    counts = [len(routed.tokens(expert)) for expert in numbers]
+    few = [expert for expert, count in zip(numbers, counts, strict=True) if count < columns]
+    if not few:
+        return counts, None
+    shown = ", ".join(map(str, few[:4])) + (f" and {len(few) - 4} more" if len(few) > 4 else "")
+    none = counts.count(0)
+    return counts, (
+        f"fewer calibration tokens chose experts {shown} of {len(numbers)} than the {columns} features of "
+        f"their inputs{f' ({none} of them no token)' if none else ''}, so the tokens of other experts count "
+        "for most of their moments; more calibration samples give them more of their own"
+    )

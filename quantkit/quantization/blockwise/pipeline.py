@@ -1,0 +1,450 @@
+"""Quantizing with calibration data: block by block, each with the inputs that the quantized blocks before it
+make.
+
+The linears of a block are quantized in the order they run, those with one input together. In memory are the
+weights of one block, twice where a method corrects for drift, and the hidden states of all samples. A
+finished block goes to a work file in the output directory, from which the shards take its bytes once all
+blocks are done.
+
+A run that was interrupted continues after its last finished block. Hidden states are stored from time to
+time; blocks that were finished since are run again with their stored weights, which gives the same bits.
+
+Arithmetic on a CPU is in float32, in workers of one thread each whose results are put together in one order:
+what is stored depends neither on their number nor on where a run was interrupted.
+
+Several ranks (`model/distributed.py`) each run the passes of their share of the samples and quantize their share of
+the linears. Moments are summed as in one process, and all ranks see the same quantized weights, so that the
+number of ranks changes nothing either.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.moments import run_of
+from quantkit.calibrate.samples import Samples, micro_batch
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.work_files import WorkFile, WorkFiles
+from quantkit.memory import free_share, trim_cache
+from quantkit.model.blocks import Block, Decoder, set_weight
+from quantkit.model.distributed import Ranks, Record
+from quantkit.model.hidden_states import States, choose_home
+from quantkit.progress import Advance
+from quantkit.quantization.blockwise.awq import scale_features
+from quantkit.quantization.blockwise.block_tasks import BlockTasks
+from quantkit.quantization.blockwise.input_groups import Forwards, stages_of
+from quantkit.quantization.blockwise.layer_quantizer import Quantized, ReadInputs, Solver, merged, packed_of
+from quantkit.quantization.blockwise.moe_calibration import Routed, coverage, quantize_experts
+from quantkit.quantization.blockwise.signround import learn_rounding
+from quantkit.quantization.task import Task
+
+#: Samples that go through a block at a time at most, by device, their tokens, and the features of those where
+#: a linear has the most: an MLP has several tensors of so many.
+BATCH = {"cpu": 4, "cuda": 8}
+BATCH_TOKENS = 8192
+BATCH_FEATURES = 1 << 27
+#: So many where rounding is learned: a CPU's cores each see a micro-batch in every step.
+LEARNING_BATCH = {"cpu": 1, "cuda": 8}
+#: Seconds after which hidden states are stored again: gigabytes that a run waits for. After an interruption
+#: blocks that were finished since are only run again, which takes a fraction of that.
+HIDDEN_SECONDS = 120.0
+#: Passes are suspended between stages where what they hold then takes at most this part of the free memory.
+#: A GPU runs them anew sooner than it has memory for them.
+SUSPENDED_MEMORY = {"cpu": 0.5, "cuda": 0.0}
+#: Experts are worked on together as far as that takes this part of the free memory.
+EXPERTS_MEMORY = 0.25
+#: Linears of methods without data that are quantized together.
+FREE = 16
+#: Whether the weights of the next block are read while one is in work: a GPU leaves the host time for that.
+READS_AHEAD = {"cpu": False, "cuda": True}
+
+#: Said of a linear whose method scales input features, where it does not.
+NOT_SCALED = (
+    "its input features are not scaled: quantkit knows no operation of this model that only feeds linears "
+    "of this method and could take the scales"
+)
+#: Said of what is quantized by a method that learns the rounding of blocks, where that does not reach it.
+NOT_LEARNED = "its rounding is not learned: that is for the linears of a block, not for experts or a head"
+
+#: How many tokens chose each expert, and a note where those were too few.
+Coverage = tuple[list[int], str | None]
+
+
+def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """What activations are computed in: float32, or on a GPU bfloat16 for a model that is stored so."""
+    stored = {tensor.dtype for tensor in checkpoint.tensors.values()}
+    return torch.bfloat16 if device.type == "cuda" and stored <= {"BF16"} else torch.float32
+
+
+def quantize_blocks(
+    checkpoint: Checkpoint,
+    blocks: Sequence[BlockTasks],
+    decoder: Decoder,
+    output: WorkFiles,
+    samples: Samples,
+    workers: ThreadPoolExecutor,
+    lanes: int,
+    ranks: Ranks,
+    report: Advance,
+) -> None:
+    """Fill the work files of all `blocks` that are not done; `lanes` is the number of `workers`."""
+    unfinished = (i for i, block in enumerate(blocks) if block.tasks and not output.is_done(block.filename))
+    done = next(unfinished, len(blocks))
+    for block in blocks[:done]:
+        report(sum(task.source.nbytes for task in block.tasks.values()), block.name)
+    if done == len(blocks):
+        return
+    shapes = [task.source.shape for block in blocks if not block.is_head for task in block.tasks.values()]
+    batches = _micro_batches(samples, blocks, max(map(max, shapes), default=1), decoder.device)
+    runs_of_all = [run_of(at, len(batches)) for at in range(len(batches))]
+    share = [at for at, run in enumerate(runs_of_all) if run in ranks.share(runs_of_all[-1] + 1)]
+    runs = tuple(runs_of_all[at] for at in share)
+    mine = [batches[at] for at in share]
+    corrects = any(_corrects(block.tasks) for block in blocks)
+    stored = next((i for i in reversed(range(done)) if output.is_done(blocks[i].hidden_filename)), None)
+    # With experts all ranks have what those of all samples are called with.
+    experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
+    tokens = (len(mine) * batches[0].numel() + experts) * (2 if corrects else 1)
+    needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
+    columns = max((columns for _, columns in shapes), default=1)
+    home = choose_home(needed, columns, decoder.device, ranks, output.path)
+    # Also of a rank without samples, for the blocks.
+    hidden, modules = decoder.embed(mine if mine and stored is None else batches[:1], home)
+    if stored is None:
+        hidden = hidden[: len(mine)]
+        states = States.of(runs, home, hidden, corrects)
+    else:
+        states = States.read(output, blocks[stored].hidden_filename, share, runs, len(batches[0]), home)
+    worker = _Worker(decoder, Solver(decoder.read, decoder.device, workers, lanes, ranks), samples.digest)
+    for i in range(0 if stored is None else stored + 1, done):
+        states = worker.replay(modules[i], blocks[i], states, output)
+    kept = None if stored is None else blocks[stored].hidden_filename
+    stored_at = time.monotonic()
+    for i, block in enumerate(blocks[done:], done):
+        if block.is_head:
+            worker.quantize_head(block, mine, states, output, report)
+        elif not block.tasks:
+            states = worker.replay(modules[i], block, states, output)
+        else:
+            following = modules[i + 1 : len(blocks)]
+            if following and READS_AHEAD[decoder.device.type]:
+                decoder.read_ahead(following[0])
+            states = worker.quantize(modules[i], block, states, output, report)
+            trim_cache(decoder.device)
+            late = time.monotonic() - stored_at >= HIDDEN_SECONDS
+            if any(ranks.meet(late)) and block is not blocks[-1]:
+                states.write(output, block.hidden_filename, len(batches), ranks)
+                if kept is not None:
+                    output.discard(kept)
+                kept, stored_at = block.hidden_filename, time.monotonic()
+
+
+def _micro_batches(
+    samples: Samples, blocks: Sequence[BlockTasks], widest: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """The tokens [B, T] that go through a block at a time; `widest` is the most features of a linear."""
+    learns = any(block.learns for block in blocks)
+    return torch.split(samples.tokens, batch_size(samples.tokens.shape, learns, widest, device.type))
+
+
+def batch_size(shape: Sequence[int], learns: bool, widest: int, kind: str) -> int:
+    """How many samples of `shape` [count, length] go through a block at a time on this kind of device."""
+    count, length = shape
+    tokens = min(BATCH_TOKENS, BATCH_FEATURES // widest)
+    return micro_batch(count, max(1, min((LEARNING_BATCH if learns else BATCH)[kind], tokens // length)))
+
+
+class _Output:
+    """The work file of a block while it is filled, and what the manifest says of its linears."""
+
+    def __init__(self, file: WorkFile, todo: BlockTasks, report: Advance) -> None:
+        self._file, self._todo, self._report = file, todo, report
+        self._details: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def write(self, finished: Mapping[str, Quantized]) -> None:
+        """Write finished linears."""
+        for name, one in finished.items():
+            task = self._todo.tasks[name]
+            assert task.module is not None
+            for part, spec in task.parts:
+                found = one.part(part, task)
+                self._file.write(spec.name, found.cpu().view(spec.torch_dtype))
+            self._details.setdefault(task.module, {})[name] = one.detail
+            matrix = task.source.name.removesuffix(".weight")
+            self._report(task.source.nbytes, one.line(matrix if name in self._todo.parts else task.module))
+
+    def close(self, covered: Mapping[str, Coverage]) -> None:
+        """Complete what the manifest says, with the tokens of experts by module."""
+        notes = {module: [] if note is None else [note] for module, (_, note) in covered.items()}
+        for module, text in _not_done(self._todo):
+            if text not in notes.setdefault(module, []):
+                notes[module].append(text)
+        self._file.detail["layers"] = {
+            module: merged(matrices, notes.get(module, ()), covered[module][0] if module in covered else None)
+            for module, matrices in self._details.items()
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class _Worker:
+    """What working on a block takes."""
+
+    decoder: Decoder
+    solver: Solver
+    #: Of what is drawn in a block.
+    seed: str
+
+    def replay(self, block: Block, todo: BlockTasks, states: States, output: WorkFiles) -> States:
+        """The states after a block that is done or has nothing to do, by its stored weights."""
+        given: dict[str, torch.Tensor] = {}
+        if todo.tasks:
+            files = Checkpoint.of_files([output.path / todo.filename])
+            for parameter in {part.parameter for part in todo.parts.values()}:
+                given[parameter] = self.decoder.empty(f"{block.name}.{parameter}")
+            for name, task in todo.tasks.items():
+                weight = packed_of(files, task).to(self.decoder.device).dequantize(self.decoder.dtype)
+                part = todo.parts.get(name)
+                if part is None:
+                    given[f"{name}.weight"] = weight
+                else:
+                    part.of(given[part.parameter], len(weight)).copy_(weight)
+            for parameter, task in todo.changed.items():
+                tensor = files.read(task.outputs[0].name)
+                given[parameter] = tensor.to(self.decoder.device, self.decoder.dtype)
+        exact = None
+        if states.exact is not None:
+            twin = self.decoder.twin(block)
+            with self.decoder.loaded(twin):
+                exact = self._finished(twin, states.exact)
+        with self.decoder.loaded(block, given):
+            return states.after(self._finished(block, states.hidden), exact)
+
+    def _finished(self, block: Block, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
+        with Forwards(block, hidden, (), self.decoder.device, suspend=False) as forwards:
+            return list(self.solver.workers.map(forwards.finish, range(len(hidden))))
+
+    def quantize(
+        self, block: Block, todo: BlockTasks, states: States, output: WorkFiles, report: Advance
+    ) -> States:
+        """Quantize one block into its work file; the states after it."""
+        device = self.decoder.device
+        with ExitStack() as stack:
+            file = stack.enter_context(output.shard(todo.filename, todo.specs, {"format": "pt"}))
+            finished = _Output(file, todo, report)
+            # Made before it has weights, which would be copied.
+            twin = None if states.exact is None else self.decoder.twin(block)
+            stack.enter_context(self.decoder.kept(block))
+            stack.enter_context(self.decoder.loaded(block))
+
+            # What is learned is written when all of the block is there.
+            learning: dict[str, Quantized] = {}
+
+            def store(quantized: Mapping[str, Quantized]) -> None:
+                for name, one in quantized.items():
+                    self._set(block, todo, name, one.packed.dequantize(self.decoder.dtype))
+                learning.update({name: quantized[name] for name in todo.learns if name in quantized})
+                finished.write({name: one for name, one in quantized.items() if name not in learning})
+
+            # The original's passes first: their block takes the weights before any is replaced.
+            suspend = self._suspends(block, states)
+            calibrated = todo.calibrated
+            stages = self._stages(block, todo, states)
+            stops = [stage[0] for stage in stages]
+            exact: Forwards | None = None
+            if states.exact is not None and twin is not None:
+                stack.enter_context(self.decoder.loaded(twin))
+                exact = stack.enter_context(Forwards(twin, states.exact, stops, device, suspend))
+            self.solver.factors.clear()
+            for parameter, tensor in scale_features(
+                block, todo, states, self.solver, self.decoder.config
+            ).items():
+                set_weight(block.module, parameter, tensor.to(device, self.decoder.dtype))
+                file.write(todo.changed[parameter].outputs[0].name, tensor.cpu())
+            self._without_data(todo, store)
+            covered: dict[str, Coverage] = {}
+            lanes, run = range(len(states.hidden)), self.solver.workers.map
+            hidden: list[torch.Tensor] | None = None
+            with Forwards(block, states.hidden, stops, device, suspend) as forwards:
+                for stage in stages:
+                    if stage[0] in todo.experts:
+                        covered |= self._experts(block, twin, stage[0], todo, forwards, exact, states, store)
+                    else:
+                        tasks = {name: calibrated[name] for name in stage}
+                        share = _reading(forwards, exact, states.runs, tasks)
+                        store(self.solver.solve_alike(f"{block.name}.{stage[0]}", tasks, share))
+                if not learning:
+                    hidden = list(run(forwards.finish, lanes))
+            original = None if exact is None else list(run(exact.finish, lanes))
+            if hidden is None:
+                assert original is not None, "methods that learn take the original's states"
+                finished.write(self._learned(block, todo, learning, states.hidden, original, report))
+                hidden = self._finished(block, states.hidden)
+            finished.close(covered)
+            return states.after(hidden, original)
+
+    def _stages(self, block: Block, todo: BlockTasks, states: States) -> list[Sequence[str]]:
+        """Its linears and experts that take data, as the first rank sees them run."""
+        experts = [module for module in todo.experts if todo.of_experts(module)]
+        linears = [name for name in todo.calibrated if name not in todo.parts]
+        found: list[Sequence[str]] = self.solver.ranks.from_first(
+            lambda: stages_of(
+                block, states.hidden[0].to(self.decoder.device), (*linears, *experts), alone=experts
+            )
+        )
+        return found
+
+    def _without_data(self, todo: BlockTasks, store: Callable[[Mapping[str, Quantized]], None]) -> None:
+        """Quantize the linears whose methods take no data, some at a time."""
+        calibrated = todo.calibrated
+        names = [name for name in todo.tasks if name not in calibrated]
+        for at in range(0, len(names), FREE):
+            tasks = {name: todo.tasks[name] for name in names[at : at + FREE]}
+            store(self.solver.divide(tasks, lambda mine: self.solver.solve(mine, {})))
+
+    def _learned(
+        self,
+        block: Block,
+        todo: BlockTasks,
+        found: Mapping[str, Quantized],
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        report: Advance,
+    ) -> dict[str, Quantized]:
+        """The linears `found` with their rounding learned, which the block then has."""
+        weights = {name: self.solver.weight(todo.tasks[name].source.name) for name in found}
+        learned = learn_rounding(
+            block,
+            {name: (weights[name], one.packed) for name, one in found.items()},
+            inputs,
+            targets,
+            self.solver,
+            f"{self.seed} {block.name}",
+            lambda step: report(0, f"{block.name}, {step}"),
+        )
+        errors = (learned.error_before, learned.error)
+        seen = {name: self.solver.seen.pop(todo.tasks[name].source.name) for name in found}
+        return {
+            name: one.learned(learned.packed[name], weights[name], seen[name], errors)
+            for name, one in found.items()
+        }
+
+    def quantize_head(
+        self,
+        todo: BlockTasks,
+        batches: Sequence[torch.Tensor],
+        states: States,
+        output: WorkFiles,
+        report: Advance,
+    ) -> None:
+        """Quantize the lm_head into its work file, by the states that `batches` have after the last block."""
+        inputs = self.decoder.head_inputs(batches, states.hidden)
+        exact = None if states.exact is None else self.decoder.head_inputs(batches, states.exact)
+        (task,) = todo.tasks.values()
+        assert task.method is not None
+        corrects, device = task.method.corrects, self.decoder.device
+
+        def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            original = None if exact is None or not corrects else exact[lane].to(device)
+            return inputs[lane].to(device), original
+
+        self.solver.factors.clear()
+        with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:
+            finished = _Output(file, todo, report)
+            share = [(run, partial(read, lane)) for lane, run in enumerate(states.runs)]
+            finished.write(self.solver.solve_alike(todo.name, todo.tasks, share))
+            finished.close({})
+
+    def _experts(
+        self,
+        block: Block,
+        twin: Block | None,
+        name: str,
+        todo: BlockTasks,
+        forwards: Forwards,
+        exact: Forwards | None,
+        states: States,
+        store: Callable[[Mapping[str, Quantized]], None],
+    ) -> dict[str, Coverage]:
+        """Quantize experts; by module, how many tokens chose each, and a note where those were too few."""
+        home, ranks = states.home.device, self.solver.ranks
+        tasks = todo.of_experts(name)
+        corrects = _corrects(tasks)
+
+        def call(lane: int) -> Record:
+            found = {str(at): one.to(home) for at, one in enumerate(forwards.step(lane))}
+            original = None if exact is None else exact.step(lane)[0]
+            if original is not None and corrects:
+                found["original"] = original.to(home)
+            return Record(found)
+
+        # An expert has few tokens on each rank, so all of them go to the one that quantizes it.
+        calls = list(self.solver.in_order(call, range(len(states.hidden))))
+        calls = [record.tensors for record in ranks.each(calls, home)]
+        full = f"{block.name}.{name}"
+        routed = Routed.of(
+            [tuple(one for key, one in found.items() if key != "original") for found in calls],
+            [found["original"] for found in calls if "original" in found],
+            full,
+        )
+        del calls
+        experts: Any = block.module.get_submodule(name)
+        originals: Any = None if twin is None else twin.module.get_submodule(name)
+        room = int(EXPERTS_MEMORY * free_share(self.decoder.device, ranks.on_host))
+        quantize_experts(self.solver, experts, originals, name, todo, routed, room, store)
+        widths = {task.module: task.source.shape[1] for task in tasks.values() if task.module is not None}
+        return {module: coverage(routed, todo.experts[name], width) for module, width in widths.items()}
+
+    def _set(self, block: Block, todo: BlockTasks, name: str, weight: torch.Tensor) -> None:
+        """Make `weight` that of a linear, or of a matrix of experts."""
+        part = todo.parts.get(name)
+        if part is None:
+            set_weight(block.module, f"{name}.weight", weight)
+            self.decoder.release(todo.tasks[name].source.name)
+        else:
+            part.of(block.module.get_parameter(part.parameter), len(weight)).copy_(weight)
+
+    def _suspends(self, block: Block, states: States) -> bool:
+        """Whether what suspended passes hold fits: hidden states twice, and twice the widest input."""
+        shapes = [tuple(p.shape) for _, p in block.module.named_parameters() if p.dim() == 2]
+        tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in states.hidden)
+        widest = max((max(shape) for shape in shapes), default=0)
+        passes = 1 if states.exact is None else 2
+        needed = passes * tokens * 2 * (self.decoder.hidden_size + widest) * self.decoder.dtype.itemsize
+        device = self.decoder.device
+        return needed <= SUSPENDED_MEMORY[device.type] * free_share(device, self.solver.ranks.on_host)
+
+
+def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
+    """Modules, and what their methods do that was not done to one of their matrices."""
+    scaled = {name for fold in todo.folds for name in fold.consumers}
+    for name, task in todo.calibrated.items():
+        assert task.module is not None and task.method is not None
+        if task.method.scaling and name not in scaled:
+            yield task.module, NOT_SCALED
+        if task.method.learns and name not in todo.learns:
+            yield task.module, NOT_LEARNED
+
+
+def _corrects(tasks: Mapping[str, Task]) -> bool:
+    """Whether a method of theirs corrects for drift."""
+    return any(task.method is not None and task.method.corrects for task in tasks.values())
+
+
+def _reading(
+    forwards: Forwards, exact: Forwards | None, runs: Sequence[int], tasks: Mapping[str, Task]
+) -> list[tuple[int, ReadInputs]]:
+    """The run of each micro-batch, and what takes it to its next stage: inputs there, and the original's."""
+    corrects = _corrects(tasks)
+
+    def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        inputs = forwards.step(lane)[0]
+        original = None if exact is None else exact.step(lane)[0]
+        return inputs, original if corrects else None
+
+    return [(run, partial(read, lane)) for lane, run in enumerate(runs)]

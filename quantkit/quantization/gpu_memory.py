@@ -1,0 +1,231 @@
+"""GPU memory of a run, from shapes alone: what `plan` names, as the driver counts it.
+
+Each phase has an upper bound on what is live in it, from the sizes of what it makes. The constants per weight
+and per token were counted on a CPU, where a test compares the bound with the bytes that the same code holds.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.calibrate.calibrated import GPU_GRID_WEIGHTS, chunk_rows
+from quantkit.calibrate.grids import BINS_PER_CODE, BINS_RANGE, CANDIDATES, HISTOGRAM_CELLS
+from quantkit.calibrate.methods import GPU_CHUNK_WEIGHTS, Method
+from quantkit.calibrate.moments import DRIFT_ROWS, TILE, strip_entries
+from quantkit.calibrate.scaling import GPU_WEIGHTS
+from quantkit.checkpoint.model_record import float32_bytes
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.memory import CONTEXT_BYTES, IDLE_BYTES, STREAM_IDLE_BYTES
+from quantkit.model.hidden_states import HIDDEN_BYTES, HIDDEN_MEMORY
+from quantkit.packing.formats import IntFormat
+from quantkit.quantization.allocate.sensitivity import BATCH, LOGITS, TOKENS
+from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, sample_shape
+from quantkit.quantization.blockwise.moe_calibration import WORK_BYTES
+from quantkit.quantization.blockwise.pipeline import batch_size, compute_dtype
+from quantkit.quantization.plan import Plan
+from quantkit.quantization.stream import CHUNK_BYTES, worker_count
+from quantkit.quantization.task import Task
+
+#: Bytes of a weight that is rounded: to evenly spaced values, and to others, which are looked up.
+ROUND_BYTES = {True: 35, False: 52}
+#: Of a weight whose scale is searched for, beside histograms, by the name of the grid.
+SEARCH_BYTES = {"rtn": 0, "mse": 48, "hqq": 88}
+#: Matrices of K x K in float32 while H is factored, and while the drift is corrected (docs/methods.md).
+FACTOR, CORRECTION = 2.7, 3.2
+#: Values for each token in a pass through a block: of the hidden size, and of the widest linear. Then those
+#: of a pass whose gradients are taken.
+PASS, BACK = (10, 3), (20, 5)
+#: Bytes of a weight whose rounding is learned.
+LEARNED_BYTES = 30
+#: cuBLAS's workspaces and CUDA graphs: an H200 had 6.38 GB where the tensors of GPTQ have 6.28.
+WORKSPACE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes that a run takes of a GPU at most, as nvidia-smi shows them: while it quantizes, and while the
+    result runs on a prompt, which is left out where that is not free.
+    """
+
+    quantizing: int
+    checking: int
+
+
+def gpu_memory(
+    checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, free: int | None = None
+) -> GpuMemory:
+    """What a run of the plan takes of one GPU of which `free` bytes are free; None for one with enough."""
+    shape, device = sample_shape(checkpoint, options), torch.device("cuda")
+    peaks = [
+        streamed_bytes(planned, device) + STREAM_IDLE_BYTES,
+        calibrated_bytes(checkpoint, planned, shape, device, free) + IDLE_BYTES,
+    ]
+    if planned.allocation is not None:
+        peaks.append(_sensitivity_bytes(checkpoint, planned, shape[1]) + IDLE_BYTES)
+    beside = CONTEXT_BYTES + WORKSPACE_BYTES
+    checking = float32_bytes(planned.output_bytes, planned.layer_records({}))
+    return GpuMemory(beside + max(peaks), beside + IDLE_BYTES + checking)
+
+
+def streamed_bytes(planned: Plan, device: torch.device) -> int:
+    """What the workers hold that quantize without data: a piece of a tensor, and its packed rows so far."""
+    tasks = [task for task in _packing(planned) if not _any([task], lambda method: method.needs_data)]
+    most = max((_rows_bytes(t, min(GPU_CHUNK_WEIGHTS, t.source.elements), device) for t in tasks), default=0)
+    return worker_count(device.type) * (most + CHUNK_BYTES[device.type])
+
+
+def calibrated_bytes(
+    checkpoint: Checkpoint, planned: Plan, shape: tuple[int, int], device: torch.device, free: int | None
+) -> int:
+    """What blocks take that are quantized with samples of this `shape`, [count, length]; 0 without data."""
+    tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
+    if not _any(tasks, lambda method: method.needs_data):
+        return 0
+    hidden, widest = _hidden_size(checkpoint), max(max(task.source.shape) for task in tasks)
+    learns = _any(tasks, lambda method: method.learns)
+    twice = 1 + _any(tasks, lambda method: method.corrects)
+    experts = {layer.linear.module for layer in planned.layers if layer.linear.kind == "experts"}
+    tokens = batch_size(shape, learns, widest, device.type) * shape[1]
+    through, back = (tokens * itemsize * (a * hidden + b * widest) for a, b in (PASS, BACK))
+    states = twice * shape[0] * shape[1] * hidden * itemsize
+    room = HIDDEN_BYTES - 4 * max(task.source.shape[1] for task in tasks) ** 2
+    at_home = states <= (room if free is None else min(room, HIDDEN_MEMORY * free))
+    held = states if at_home else 2 * tokens * hidden * itemsize
+    # What experts are called with is where hidden states are, twice while it is put together.
+    called = states if at_home else 0
+    stored = _stored_bytes(checkpoint, itemsize)
+    peaks = [stored.get("", 0) + through]
+    for prefix, of_block in _blocks(tasks).items():
+        work = [through, _scaled_bytes(of_block, tokens * itemsize, through, device)]
+        for stage in _stages(of_block):
+            if stage[0].module in experts:
+                # Of two experts; without drift each has half as many matrices.
+                matrices = max(twice * WORK_BYTES * t.source.shape[1] ** 2 for t in stage)
+                rows = max(_rows_bytes(t, t.source.elements, device) for t in stage)
+                work.append(called + max(called, matrices + rows))
+            else:
+                work.append(_stage_bytes(stage, tokens, tokens * itemsize, through, device))
+        learned = sum(t.source.elements for t in of_block if _any([t], lambda method: method.learns))
+        work.append(learned and LEARNED_BYTES * learned + back)
+        peaks.append(twice * stored.get(prefix, 0) + max(work))
+    return held + max(peaks)
+
+
+def _stage_bytes(stage: Sequence[Task], tokens: int, feature: int, through: int, device: torch.device) -> int:
+    """The most of summing moments, factoring them and rounding rows, for linears of one input, of which each
+    `feature` has so many bytes.
+    """
+    columns = stage[0].source.shape[1]
+    matrix, strips = 4 * columns**2, 4 * strip_entries(columns, device)
+    tile = 4 * columns * min(columns, TILE[device.type])
+    corrects = _any(stage, lambda method: method.corrects)
+    compensates = _any(stage, lambda method: method.compensates)
+    inputs = (1 + corrects) * columns * feature + tile + corrects * 4 * tokens * min(columns, DRIFT_ROWS)
+    wide = sum(4 * t.source.elements for t in stage if _any([t], lambda m: m.corrects or bool(m.scaling)))
+    rows = max(
+        _rows_bytes(t, min(t.source.shape[0], chunk_rows(columns, device)) * columns, device) for t in stage
+    )
+    return max(
+        2 * strips + corrects * 2 * matrix + max(through, inputs),
+        strips + (1 + corrects) * matrix + tile,
+        int(corrects * CORRECTION * matrix),
+        int(compensates * FACTOR * matrix) + wide,
+        # Scales are refitted with some columns of H at a time.
+        (1 + compensates) * matrix + wide + rows + _any(stage, lambda m: m.refits or m.sweeps > 0) * 2 * tile,
+    )
+
+
+def _scaled_bytes(tasks: Sequence[Task], feature: int, through: int, device: torch.device) -> int:
+    """What choosing the scales of input features takes: the moments of all of them, and candidates."""
+    stages = _stages(task for task in tasks if _any([task], lambda method: bool(method.scaling)))
+    widths = [stage[0].source.shape[1] for stage in stages]
+    strips, whole = (
+        4 * sum(size) for size in ([strip_entries(w, device) for w in widths], [w**2 for w in widths])
+    )
+    # How large weights are is measured of a whole weight, 12 bytes each, and candidates on some rows.
+    wide = [
+        4 * sum(t.source.elements for t in stage)
+        + max(_rows_bytes(stage[0], GPU_WEIGHTS, device), 12 * max(t.source.elements for t in stage))
+        for stage in stages
+    ]
+    return max(2 * strips + through + feature * sum(widths), strips + whole, whole + max(wide, default=0))
+
+
+def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
+    """What quantizing so many weights together takes; with data, scales are searched for some at a time."""
+    assert task.scheme is not None and task.method is not None
+    scheme, data = task.scheme, task.method.needs_data
+    group, bits, offset = (
+        scheme.group_columns(task.source.shape[1]),
+        scheme.format.bits,
+        scheme.zero_point != "none",
+    )
+    bins = min(max(BINS_PER_CODE << bits, BINS_RANGE[0]), BINS_RANGE[1])
+    zeros = 5 if scheme.zero_point == "float" else min(5, bits)
+    candidates = CANDIDATES * (1 << zeros if offset else 4)
+    histograms = (8 if data else 4) * (bins + candidates) // group if task.method.grid == "mse" else 0
+    some = min(weights, GPU_GRID_WEIGHTS if data else weights, HISTOGRAM_CELLS[device.type] // bins * group)
+    search = (SEARCH_BYTES[task.method.grid] + histograms) * some + 8 * data * weights
+    return max(search, (ROUND_BYTES[isinstance(scheme.format, IntFormat)] + 4 * offset) * weights)
+
+
+def _sensitivity_bytes(checkpoint: Checkpoint, planned: Plan, length: int) -> int:
+    """What measuring takes: a block or the head in float32, the sums of two passes, and a pass back."""
+    tasks, stored = _packing(planned), _stored_bytes(checkpoint, 4)
+    widest = max(max(task.source.shape) for task in tasks)
+    back = 4 * min(BATCH * length, TOKENS) * (BACK[0] * _hidden_size(checkpoint) + BACK[1] * widest)
+    peaks = [2 * stored.get("", 0) + 24 * LOGITS]
+    for prefix, of_block in _blocks(tasks).items():
+        each = 4 if _any(of_block, lambda method: method.needs_data) else 2
+        inputs = {(t.module or "").rpartition(".")[0]: t.source.shape[1] for t in of_block}
+        peaks.append(stored.get(prefix, 0) + each * 4 * sum(width**2 for width in inputs.values()) + back)
+    return max(peaks)
+
+
+def _packing(planned: Plan) -> list[Task]:
+    return [task for shard in planned.shards for task in shard.tasks if task.scheme is not None]
+
+
+def _any(tasks: Iterable[Task], has: Callable[[Method], bool]) -> bool:
+    return any(task.method is not None and has(task.method) for task in tasks)
+
+
+def _block_of(name: str) -> str:
+    """The block of a tensor: its name up to the first number; "" for those outside of blocks."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return "" if found is None else found[0]
+
+
+def _blocks(tasks: Iterable[Task]) -> dict[str, list[Task]]:
+    """The tasks of each block, of those that are alike one; those of a head are a block called ""."""
+    found: dict[str, list[Task]] = {}
+    for task in tasks:
+        found.setdefault(_block_of(task.source.name), []).append(task)
+    alike = {tuple((t.source.shape, t.scheme, t.method) for t in some): name for name, some in found.items()}
+    return {name: found[name] for name in alike.values()}
+
+
+def _stages(tasks: Iterable[Task]) -> list[list[Task]]:
+    """Linears that may have one input: those in one module with as many columns, if they take data."""
+    found: dict[tuple[str, int], list[Task]] = {}
+    for task in tasks:
+        if _any([task], lambda method: method.needs_data):
+            found.setdefault(((task.module or "").rpartition(".")[0], task.source.shape[1]), []).append(task)
+    return list(found.values())
+
+
+def _stored_bytes(checkpoint: Checkpoint, itemsize: int) -> dict[str, int]:
+    """The weights of each block as they are computed with, and as they are stored where that is another."""
+    found: dict[str, int] = {}
+    for name, tensor in checkpoint.tensors.items():
+        kept = tensor.torch_dtype.itemsize
+        block = _block_of(name)
+        found[block] = found.get(block, 0) + tensor.elements * (itemsize + (kept != itemsize) * kept)
+    return found
+
+
+def _hidden_size(checkpoint: Checkpoint) -> int:
+    config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
+    return next((config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config), 0)

@@ -1,0 +1,353 @@
+"""Plans: from headers alone, every tensor of the packed checkpoint, in which file and how big.
+
+A plan decides everything before a weight is read, so that sizes, refusals and the fate of every layer
+are known first, and the writer can put each chunk where it belongs in any order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from quantkit.calibrate.recipe import Fate, Recipe
+from quantkit.checkpoint.compressed_tensors import (
+    compressed_tensors_format,
+    stored_format,
+    why_not_compressed_tensors,
+)
+from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
+from quantkit.checkpoint.model_record import LayerRecord, Measured
+from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.structure import QUANTIZABLE_DTYPES, Linear, Structure
+from quantkit.packing.names import Container
+from quantkit.packing.schemes import Scheme
+from quantkit.quantization.plan_warnings import fused_sets, plan_notes
+from quantkit.quantization.task import Task
+
+if TYPE_CHECKING:
+    from quantkit.quantization.allocate.allocation import Allocation
+
+DEFAULT_SHARD_BYTES = 2 << 30
+
+HEAD_KEPT = "no --lm-head or rule for it"
+TIED = "its weights are the embedding's, and it cannot be packed apart from that"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file."""
+
+    filename: str
+    tasks: tuple[Task, ...]
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec for task in self.tasks for spec in task.outputs)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One line of the plan: a linear, its fate and its bytes before and after."""
+
+    linear: Linear
+    fate: Fate
+    scheme: Scheme | None
+    weights: int
+    source_bytes: int
+    output_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.output_bytes / self.weights
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a packed checkpoint that headers tell, and the allocation that the recipe is from."""
+
+    shards: tuple[Shard, ...]
+    layers: tuple[LayerPlan, ...]
+    dense: Mapping[str, str]
+    config: QuantizationConfig
+    assignments: tuple[Assignment, ...]
+    not_portable: tuple[str, ...]
+    model_config: dict[str, Any]
+    source_bytes: int
+    notes: tuple[str, ...]
+    allocation: "Allocation | None" = None
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all output tensors."""
+        return sum(task.nbytes for shard in self.shards for task in shard.tasks)
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """The index: output tensor -> file."""
+        return {spec.name: shard.filename for shard in self.shards for spec in shard.specs}
+
+    @property
+    def quantized_bytes(self) -> int:
+        """Bytes of the packed linears, all their parts."""
+        return sum(layer.output_bytes for layer in self.layers if layer.scheme is not None)
+
+    @property
+    def quantized_weights(self) -> int:
+        """Logical weights of the packed linears."""
+        return sum(layer.weights for layer in self.layers if layer.scheme is not None)
+
+    @property
+    def model_weights(self) -> int:
+        """Logical weights of the whole model; those of an lm_head that is or was tied are the embedding's."""
+        sources = {task.source.location: task.source for shard in self.shards for task in shard.tasks}
+        return sum(source.elements for source in sources.values())
+
+    def layer_records(self, measured: Mapping[str, Measured]) -> dict[str, LayerRecord]:
+        """Each linear's fate by module, and what was `measured` of it as far as it is known."""
+        found = {layer.linear.module: measured.get(layer.linear.module) for layer in self.layers}
+        return {
+            layer.linear.module: LayerRecord(
+                layer.linear.kind,
+                layer.linear.shape,
+                len(layer.linear.stored),
+                None if layer.scheme is None else str(layer.scheme),
+                None if layer.fate.method is None else layer.fate.method.name,
+                None if layer.scheme is None else layer.bits_per_weight,
+                None if one is None else one.relative_error,
+                layer.fate.reason,
+                None if one is None else one.output_error,
+                None if one is None else one.damping,
+                None if one is None else one.note,
+                None if one is None else one.expert_tokens,
+                None if one is None else one.block_error,
+            )
+            for layer, one in zip(self.layers, found.values(), strict=True)
+        }
+
+    @property
+    def bits_per_weight(self) -> dict[str, float | None]:
+        """All stored bits per logical weight: of the packed `linears` (None without any), of the `model`."""
+        linears = 8 * self.quantized_bytes / self.quantized_weights if self.quantized_weights else None
+        return {"linears": linears, "model": 8 * self.output_bytes / self.model_weights}
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    structure: Structure,
+    recipe: Recipe,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Plan:
+    """The plan of quantizing `checkpoint` by `recipe`. Reads no weights.
+
+    Raises `UsageError` for a recipe that fits no layer or splits fused experts, and `CheckpointError` for
+    a linear whose dtype cannot be quantized.
+    """
+    sources = _sources(checkpoint, structure)
+    fates = recipe.fates(
+        {name: sources[linear.stored[0]].torch_dtype for name, linear in structure.linears.items()},
+        {linear.module: HEAD_KEPT for linear in structure.linears.values() if linear.kind == "lm_head"},
+        {
+            # A tied head has no tensor that could have a reason.
+            **dict.fromkeys(structure.unpackable, TIED),
+            **{name.removesuffix(".weight"): reason for name, reason in structure.dense.items()},
+        },
+    )
+    schemes = {
+        name: None if fate.scheme is None else fate.scheme.for_columns(structure.linears[name].shape[1])
+        for name, fate in fates.items()
+    }
+    _check_experts(structure, schemes)
+    assignments = tuple(
+        Assignment(name, linear.stored, linear.shape, fates[name].scheme, linear.kind == "lm_head")
+        for name, linear in structure.linears.items()
+    ) + tuple(Assignment(name, stored, (1, 1), None) for name, stored in structure.unpackable.items())
+    config = QuantizationConfig.from_assignments(assignments)
+    untied = _untied_head(structure, schemes)
+
+    tasks = []
+    layer_bytes: dict[str, int] = {}
+    beside = _beside(structure, fates, schemes, sources, config.container)
+    owners = {one: linear for linear in structure.linears.values() for one in linear.stored}
+    for name, source in _in_file_order(checkpoint, sources):
+        linear = owners.get(name)
+        scheme = None if linear is None else schemes[linear.module]
+        if linear is not None and scheme is not None:
+            task = _packing_task(name, source, linear, scheme, fates[linear.module], config.container)
+            task = replace(task, beside=beside.get(name, ()))
+        elif name + ".weight" in checkpoint.tensors or linear is None:
+            task = Task(source, (TensorSpec(source.name, source.dtype, source.shape),))
+        else:
+            continue  # A tied lm_head that stays tied has no tensor of its own.
+        tasks.append(task)
+        if linear is not None:
+            layer_bytes[linear.module] = layer_bytes.get(linear.module, 0) + task.nbytes
+
+    layers = tuple(
+        _layer(linear, fates[name], schemes[name], sources, layer_bytes.get(name, 0))
+        for name, linear in structure.linears.items()
+    )
+    return Plan(
+        _split(tasks, max_shard_bytes),
+        layers,
+        structure.dense,
+        config,
+        assignments,
+        _not_portable(layers),
+        _model_config(checkpoint, config, assignments, untied),
+        checkpoint.nbytes,
+        (*checkpoint.notes, *plan_notes(structure, schemes, assignments, config.container, untied)),
+    )
+
+
+def _beside(
+    structure: Structure,
+    fates: Mapping[str, Fate],
+    schemes: Mapping[str, Scheme | None],
+    sources: Mapping[str, StoredTensor],
+    container: Container,
+) -> dict[str, tuple[StoredTensor, ...]]:
+    """For matrices that engines fuse, by stored name, the sources of the others of their set.
+
+    Of the global scales of a set, or of the scales where each has one, engines take the largest for all.
+    """
+    if container != "compressed-tensors":
+        return {}
+    linears = {one: linear for linear in structure.linears.values() for one in linear.stored}
+    chosen = {
+        one: (linear.shape[1], schemes[linear.module], fates[linear.module].method)
+        for one, linear in linears.items()
+    }
+    found: dict[str, tuple[StoredTensor, ...]] = {}
+    for members in fused_sets(chosen):
+        ((columns, scheme, _), *others) = set(members.values())
+        if others or scheme is None or not (scheme.global_scale or scheme.per_tensor):
+            continue
+        if compressed_tensors_format(scheme, columns).fused:
+            for name in members:
+                found[name] = tuple(sources[other] for other in members if other != name)
+    return found
+
+
+def _sources(checkpoint: Checkpoint, structure: Structure) -> dict[str, StoredTensor]:
+    """The source tensor of each stored linear, by its name without `.weight`."""
+    sources = {}
+    for linear in structure.linears.values():
+        for one in linear.stored:
+            found = checkpoint.tensors.get(f"{one}.weight")
+            if found is None:
+                assert linear.kind == "lm_head" and structure.embedding is not None
+                found = checkpoint.tensors[structure.embedding]
+            sources[one] = found
+    return sources
+
+
+def _in_file_order(
+    checkpoint: Checkpoint, sources: Mapping[str, StoredTensor]
+) -> list[tuple[str, StoredTensor]]:
+    """Every tensor to write, by stored name (linears without `.weight`), as the files have them."""
+    ordered = []
+    for name, tensor in checkpoint.tensors.items():
+        short = name.removesuffix(".weight")
+        ordered.append((short if short in sources else name, tensor))
+    written = {name for name, _ in ordered}
+    return ordered + [(name, tensor) for name, tensor in sources.items() if name not in written]
+
+
+def _packing_task(
+    name: str, source: StoredTensor, linear: Linear, scheme: Scheme, fate: Fate, container: Container
+) -> Task:
+    if source.dtype not in QUANTIZABLE_DTYPES:
+        raise CheckpointError(
+            f"{source.name!r} is {source.dtype}; quantkit quantizes {', '.join(sorted(QUANTIZABLE_DTYPES))}. "
+            f"Convert it first, or keep it dense with --rule '{linear.module}=keep'."
+        )
+    stored = stored_format(scheme, linear.shape[1], container)
+    parts = tuple(
+        (part, TensorSpec(stored.part_name(f"{name}.weight", part), SAFETENSORS_DTYPES[dtype], shape))
+        for part, (dtype, shape) in stored.shapes(scheme.storage_shapes(linear.shape)).items()
+    )
+    outputs = tuple(spec for _, spec in parts)
+    return Task(source, outputs, linear.module, scheme, fate.method, parts)
+
+
+def _check_experts(structure: Structure, schemes: Mapping[str, Scheme | None]) -> None:
+    """All fused parameters of one set of experts are packed, or none is."""
+    fates: dict[str, set[bool]] = {}
+    for name, linear in structure.linears.items():
+        if linear.kind == "experts":
+            fates.setdefault(name.rpartition(".")[0], set()).add(schemes[name] is None)
+    for name, kinds in fates.items():
+        if len(kinds) > 1:
+            raise UsageError(
+                f"the recipe packs some and keeps some of the matrices of {name!r}; experts are one module. "
+                f"Match all of '{name}.*' with one rule."
+            )
+
+
+def _layer(
+    linear: Linear,
+    fate: Fate,
+    scheme: Scheme | None,
+    sources: Mapping[str, StoredTensor],
+    output_bytes: int,
+) -> LayerPlan:
+    rows, columns = linear.shape
+    return LayerPlan(
+        linear,
+        fate,
+        scheme,
+        rows * columns * len(linear.stored),
+        sum(sources[one].nbytes for one in linear.stored),
+        output_bytes,
+    )
+
+
+def _not_portable(layers: Sequence[LayerPlan]) -> tuple[str, ...]:
+    """Why the output needs quantkit to load, by layer; empty when compressed-tensors can express it."""
+    reasons = []
+    for layer in layers:
+        if layer.scheme is not None:
+            experts = layer.linear.kind == "experts"
+            reason = why_not_compressed_tensors(layer.scheme, layer.linear.shape[1], experts=experts)
+            if reason is not None:
+                reasons.append(f"{layer.linear.module}: {reason}")
+    return tuple(reasons)
+
+
+def _split(tasks: Sequence[Task], max_shard_bytes: int) -> tuple[Shard, ...]:
+    groups: list[list[Task]] = [[]]
+    size = 0
+    for task in tasks:
+        if groups[-1] and size + task.nbytes > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(task)
+        size += task.nbytes
+    if len(groups) == 1:
+        return (Shard("model.safetensors", tuple(groups[0])),)
+    return tuple(
+        Shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+        for i, group in enumerate(groups, 1)
+    )
+
+
+def _untied_head(structure: Structure, schemes: Mapping[str, Scheme | None]) -> str | None:
+    """The name of a packed lm_head whose weights were those of the embedding."""
+    heads = (name for name, linear in structure.linears.items() if linear.kind == "lm_head")
+    return next((name for name in heads if structure.tied and schemes[name] is not None), None)
+
+
+def _model_config(
+    checkpoint: Checkpoint,
+    config: QuantizationConfig,
+    assignments: Sequence[Assignment],
+    untied: str | None,
+) -> dict[str, Any]:
+    """The source's config.json plus `quantization_config`; untied if lm_head is packed on its own."""
+    merged = {**checkpoint.config, "quantization_config": config.to_dict(assignments)}
+    if untied is not None:
+        merged["tie_word_embeddings"] = False
+    return merged

@@ -1,0 +1,77 @@
+"""What a run records of itself: all that determines its bytes, and what its manifest says of the model."""
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.hub import Located
+from quantkit.checkpoint.model_record import Measured, ModelRecord
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.quantization.blockwise.calibration import Calibration
+from quantkit.quantization.plan import Plan
+
+
+def run_record(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    device: torch.device,
+    max_shard_bytes: int,
+    calibrated: Calibration | None,
+) -> dict[str, Any]:
+    """All that determines the bytes written."""
+    return {
+        **({} if calibrated is None else {"calibration": calibrated.to_dict()}),
+        "source": checkpoint.fingerprint(),
+        "recipe": recipe.to_dict(),
+        "device": device.type,
+        "max_shard_bytes": max_shard_bytes,
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    from quantkit import __version__
+
+    return {
+        "quantkit": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
+
+
+def model_record(
+    source: Located,
+    planned: Plan,
+    recipe: Recipe,
+    measured: Mapping[str, Measured],
+    calibrated: Calibration | None,
+) -> ModelRecord:
+    """The model part of the manifest of a run on `source`."""
+    return ModelRecord(
+        source=source.name,
+        source_kind=source.kind,
+        source_commit=source.commit,
+        source_bytes=planned.source_bytes,
+        container=planned.config.container,
+        needs_quantkit=planned.not_portable,
+        bits_per_weight=planned.bits_per_weight,
+        versions=_versions(),
+        recipe=recipe.to_dict(),
+        layers=planned.layer_records(measured),
+        dense=_dense(planned, calibrated),
+        seed=None if calibrated is None else calibrated.seed,
+        calibration=None if calibrated is None else calibrated.description,
+    )
+
+
+def _dense(planned: Plan, calibrated: Calibration | None) -> dict[str, str]:
+    """Why each dense tensor is, and which are not those of the source."""
+    changed = frozenset[str]() if calibrated is None else calibrated.changed
+    folded = ", changed: it has the scales of input features"
+    return {name: reason + (folded if name in changed else "") for name, reason in planned.dense.items()}

@@ -1,0 +1,286 @@
+"""Streaming: the tensors of each output file, through memory in chunks of rows.
+
+Some workers each read a chunk, quantize it and put the result where the plan says, so reading, arithmetic and
+writing overlap and the memory in use does not grow with the model. Chunk boundaries follow from shapes alone,
+so the bytes do not depend on the workers.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.methods import CHUNK_WEIGHTS, GPU_CHUNK_WEIGHTS, QuantizedRows, quantize_rows
+from quantkit.calibrate.parameters import SAMPLE_WEIGHTS, TensorParameters, fit_parameters
+from quantkit.checkpoint.model_record import Measured
+from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.checkpoint.writer import OutputDirectory
+from quantkit.errors import FormatError
+from quantkit.memory import STREAM_IDLE_BYTES, in_pieces, trim_cache
+from quantkit.packing.tensor import store_zero_points
+from quantkit.packing.words import BLOCK
+from quantkit.progress import Advance
+from quantkit.quantization.plan import Plan, Shard
+from quantkit.quantization.task import Task
+from quantkit.workers import cpu_workers, working
+
+#: Bytes of a source tensor that a worker holds at a time, by device.
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+#: The fewest workers, as one reads while another computes, and the most, which memory is for. Each has one
+#: thread: the work is cut into pieces too small for more, and sums then have one order.
+FEWEST_WORKERS, MOST_WORKERS = 2, 8
+
+
+def worker_count(device: str) -> int:
+    """How many workers quantize on a device of this type."""
+    wanted = cpu_workers() if device == "cpu" else FEWEST_WORKERS
+    return min(MOST_WORKERS, max(FEWEST_WORKERS, wanted))
+
+
+def peak_bytes(planned: Plan) -> int:
+    """About how much memory quantizing on a CPU takes beyond the libraries: what the workers hold."""
+    tasks = [task for shard in planned.shards for task in shard.tasks if task.source.shape]
+    rows = [_row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
+    chunk = max([CHUNK_BYTES["cpu"], *rows])
+    fitted = any(task.scheme is not None and task.scheme.is_fitted for task in tasks)
+    # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work; with code
+    # books the sample, its scales, codes and errors, and what the search makes of them.
+    return worker_count("cpu") * (8 * chunk + 128 * CHUNK_WEIGHTS + fitted * 64 * SAMPLE_WEIGHTS)
+
+
+def write_shards(
+    checkpoint: Checkpoint,
+    planned: Plan,
+    output: OutputDirectory,
+    device: torch.device,
+    report: Advance,
+    quantized: Sequence[str],
+) -> dict[str, Measured]:
+    """Write every shard that is not done; what was measured of each packed linear.
+
+    What the files `quantized` of `output` have is copied from there.
+    """
+    details: dict[str, dict[str, Any]] = {}
+    with working(worker_count(device.type), "quantize") as workers:
+        prepared = None
+        if quantized and not all(output.is_done(shard.filename) for shard in planned.shards):
+            prepared = Checkpoint.of_files([output.path / filename for filename in quantized])
+        for shard in planned.shards:
+            if output.is_done(shard.filename):
+                report(sum(task.source.nbytes for task in shard.tasks), shard.filename)
+            else:
+                with output.shard(shard.filename, shard.specs, {"format": "pt"}) as file:
+                    sums = write_shard(checkpoint, shard, file, device, workers, report, prepared)
+                    modules = {task.module for task in shard.tasks}
+                    file.detail["layers"] = {
+                        **{module: {"squared": pair} for module, pair in sums.items()},
+                        **{
+                            module: detail
+                            for filename in quantized
+                            for module, detail in output.details(filename)["layers"].items()
+                            if module in modules
+                        },
+                    }
+            for module, detail in output.details(shard.filename)["layers"].items():
+                known = details.setdefault(module, {**detail, "squared": [0.0, 0.0]})
+                for i, value in enumerate(detail["squared"]):
+                    known["squared"][i] += value
+    return {module: Measured.of(detail) for module, detail in details.items()}
+
+
+def write_shard(
+    checkpoint: Checkpoint,
+    shard: Shard,
+    file: ShardFile,
+    device: torch.device,
+    workers: ThreadPoolExecutor,
+    report: Advance,
+    prepared: Checkpoint | None = None,
+) -> dict[str, list[float]]:
+    """Fill one shard; per module, the sums of squared error and squared weights of what is quantized here.
+
+    What `prepared` has is copied from there.
+    """
+    futures: dict[Future[tuple[float, float] | None], tuple[Task, int, int]] = {}
+    # Before the chunks, so that a chunk that waits for its tensor's parameters never keeps them waiting.
+    fits = [
+        None
+        if task.scheme is None or _is_in(prepared, task)
+        else workers.submit(_fit_parameters, checkpoint, task, device)
+        for task in shard.tasks
+    ]
+    for task, parameters in zip(shard.tasks, fits, strict=True):
+        if prepared is not None and _is_in(prepared, task):
+            rows = task.source.shape[0]
+            futures[workers.submit(_copy_prepared, prepared, task, file)] = (task, 0, rows)
+            continue
+        for start, stop in _chunks(task, device):
+            future = workers.submit(_write_rows, checkpoint, task, file, start, stop, parameters, device)
+            futures[future] = (task, start, stop)
+    results: dict[tuple[str, int], tuple[float, float]] = {}
+    try:
+        for future in as_completed(futures):
+            task, start, stop = futures[future]
+            squares = future.result()
+            if squares is not None:
+                results[task.source.name, start] = squares
+            rows = task.source.shape[0] if task.source.shape else 1
+            report(task.source.nbytes * (stop - start) // max(rows, 1), task.source.name)
+    except BaseException:
+        for fit in fits:
+            if fit is not None:
+                fit.cancel()
+        for future in futures:
+            future.cancel()
+        # The file is closed next, and its descriptor may then be another file's.
+        wait(futures)
+        raise
+    sums: dict[str, list[float]] = {}
+    # In the order of the plan, so that float addition gives the same sums every time.
+    for task, start, _ in futures.values():
+        if (task.source.name, start) in results and task.module is not None:
+            entry = sums.setdefault(task.module, [0.0, 0.0])
+            for i, value in enumerate(results[task.source.name, start]):
+                entry[i] += value
+    return sums
+
+
+def _fit_parameters(checkpoint: Checkpoint, task: Task, device: torch.device) -> TensorParameters:
+    """What the rows of a tensor share; reads it only if there is something. One worker sees all its rows."""
+    assert task.scheme is not None and task.method is not None
+    source = task.source
+
+    def chunks(source: StoredTensor) -> Iterator[torch.Tensor]:
+        for start, stop in _chunks(replace(task, source=source), device):
+            weights = checkpoint.read(source.name, start, stop).to(device)
+            yield from torch.split(weights, _piece_rows(weights.shape[1], device))
+
+    rows, columns = source.shape
+    try:
+        return fit_parameters(
+            lambda: chunks(source),
+            (rows, columns),
+            task.scheme,
+            task.method.fit,
+            task.method.fit_tensor,
+            lambda: chain.from_iterable(map(chunks, task.beside)),
+        )
+    except FormatError as error:
+        raise FormatError(f"{source.name!r}: {error}") from error
+
+
+def _is_in(prepared: Checkpoint | None, task: Task) -> bool:
+    return prepared is not None and task.outputs[0].name in prepared.tensors
+
+
+def _copy_prepared(prepared: Checkpoint, task: Task, file: ShardFile) -> None:
+    for spec in task.outputs:
+        rows = spec.shape[0] if spec.shape else 1
+        step = max(1, CHUNK_BYTES["cpu"] * max(rows, 1) // max(spec.nbytes, 1))
+        for start in range(0, rows, step):
+            data = prepared.read(spec.name, start, min(start + step, rows))
+            file.write(spec.name, data, offset=start * (spec.elements // max(rows, 1)))
+
+
+def _piece_rows(columns: int, device: torch.device) -> int:
+    """Rows that are worked on at a time."""
+    return max(1, (CHUNK_WEIGHTS if device.type == "cpu" else GPU_CHUNK_WEIGHTS) // columns)
+
+
+def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
+    """Row ranges of a tensor that are worked on at a time, of bounded bytes."""
+    rows = task.source.shape[0] if task.source.shape else 1
+    row_bytes = max(1, task.source.nbytes // max(rows, 1))
+    unit = _row_unit(task)
+    step = max(1, CHUNK_BYTES[device.type] // row_bytes // unit) * unit
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _row_unit(task: Task) -> int:
+    """What the rows of a chunk are a multiple of: whole words of zero-points belong to whole blocks of rows.
+
+    A tensor that is copied may have large rows: all the weights of an expert.
+    """
+    if task.source.whole:
+        return task.source.shape[0]
+    return 1 if task.scheme is None else BLOCK
+
+
+def _write_rows(
+    checkpoint: Checkpoint,
+    task: Task,
+    file: ShardFile,
+    start: int,
+    stop: int,
+    fit: Future[TensorParameters] | None,
+    device: torch.device,
+) -> tuple[float, float] | None:
+    """Copy or quantize some rows of a tensor; the sums of squared error and squared weights of the latter."""
+    if fit is None:
+        _copy_rows(checkpoint, task, file, start, stop)
+        return None
+    return _quantize_rows(checkpoint, task, file, start, stop, fit.result(), device)
+
+
+def _copy_rows(checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int) -> None:
+    (spec,) = task.outputs
+    whole = not task.source.shape
+    data = checkpoint.read(task.source.name) if whole else checkpoint.read(task.source.name, start, stop)
+    # A rotated source gives more digits than are stored.
+    data = data.to(spec.torch_dtype)
+    file.write(spec.name, data, offset=start * (spec.elements // max(spec.shape[0], 1) if spec.shape else 1))
+
+
+def _quantize_rows(
+    checkpoint: Checkpoint,
+    task: Task,
+    file: ShardFile,
+    start: int,
+    stop: int,
+    parameters: TensorParameters,
+    device: torch.device,
+) -> tuple[float, float]:
+    assert task.scheme is not None and task.method is not None
+    scheme, method = task.scheme, task.method
+    weights = checkpoint.read(task.source.name, start, stop)
+    trim_cache(device, STREAM_IDLE_BYTES)
+
+    def quantized(rows: torch.Tensor) -> QuantizedRows:
+        return quantize_rows(rows.to(device), scheme, method, parameters)
+
+    try:
+        pieces = [
+            piece
+            for rows in torch.split(weights, _piece_rows(weights.shape[1], device))
+            for piece in in_pieces(quantized, [rows], repr(task.source.name))
+        ]
+    except FormatError as error:
+        raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
+    for part, tensor in _parts(pieces, task).items():
+        spec = dict(task.parts)[part]
+        packed_rows = part == "zero_point" and task.scheme.zero_point == "integer"
+        first = start // BLOCK * task.scheme.format.bits if packed_rows else start
+        file.write(spec.name, tensor.cpu().view(spec.torch_dtype), offset=first * spec.shape[1])
+    if start == 0:
+        whole = {"shape": torch.tensor(task.source.shape), **parameters.parts(task.scheme)}
+        for part, spec in task.parts:
+            if part in whole:
+                file.write(spec.name, whole[part])
+    return sum(p.squared_error for p in pieces), sum(p.squared_norm for p in pieces)
+
+
+def _parts(pieces: list[QuantizedRows], task: Task) -> dict[str, torch.Tensor]:
+    assert task.scheme is not None
+    parts = {"packed": torch.cat([piece.words for piece in pieces])}
+    scales = [piece.scale for piece in pieces if piece.scale is not None]
+    if scales:
+        parts["scale"] = torch.cat(scales)
+    zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
+    if zeros:
+        parts["zero_point"] = store_zero_points(torch.cat(zeros), task.scheme)
+    return parts

@@ -1,0 +1,1 @@
+"""Run a packed checkpoint: load it through transformers, generate, and serve its modules."""

@@ -1,0 +1,1 @@
+"""Decoding steps on a CPU: traced once, replayed as a flat list of operations."""

@@ -1,0 +1,1 @@
+"""Decoding steps and prompts as CUDA graphs."""

@@ -1,0 +1,43 @@
+"""A decoding step that is tried while kernels of its prompt are compiled, so that its own are as well."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, StaticLayer
+
+from quantkit.runtime.cache_name import CACHE
+from quantkit.runtime.cuda_graphs.capture import Inputs, used_layers
+from quantkit.runtime.passes.fused_forward import try_fused
+
+#: Tokens that its cache gets, and has room for at most: few steps have other kernels with longer ones.
+TOKENS, MOST_TOKENS = 3, 4096
+
+
+def try_step(model: Any, forward: Callable[..., Any], prompt: Inputs) -> None:
+    """Launch once what a step of `model` does after `prompt`, by `forward`; nothing where it is not recorded.
+
+    Its numbers are of no use, and its cache, as long as that of the prompt up to `MOST_TOKENS`, is its own.
+    """
+    layers = prompt[CACHE].layers
+    if not layers or not all(type(layer) is StaticLayer for layer in layers):
+        return
+    ids = prompt["input_ids"][:, :2]
+    lengths = [min(layer.max_cache_len, MOST_TOKENS) for layer in layers]
+    if min(lengths) < TOKENS:
+        return
+    cache = Cache(layers=[StaticLayer(max_cache_len=length) for length in lengths])
+    inputs = {CACHE: cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
+    if torch.is_tensor(prompt.get("position_ids")):
+        inputs["position_ids"] = prompt["position_ids"][..., :2]
+    prepare = model.prepare_inputs_for_generation
+    try:
+        # A layer has keys and values once it was given some.
+        forward(**prepare(ids[:, :1], is_first_iteration=True, **inputs), return_dict=True)
+        step = prepare(ids, next_sequence_length=1, **inputs)
+        try_fused(lambda: forward(**step, return_dict=True), step)
+    finally:
+        # What was traced holds them until Python collects cycles.
+        for layer in used_layers(cache):
+            for states in (layer.keys, layer.values):
+                states.untyped_storage().resize_(0)

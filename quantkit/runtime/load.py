@@ -1,0 +1,129 @@
+"""Load a packed or dense checkpoint as a transformers model that is ready for inference."""
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
+from quantkit.devices import pick_device
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.kernels.problem import ACTIVATION_DTYPES
+from quantkit.memory import enough_memory
+from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config, whole_directory
+from quantkit.model.prefixes import wrapper
+from quantkit.model.structure import check_layer_counts, model_config
+from quantkit.model.transformers_version import require_transformers
+from quantkit.runtime.transformers.registration import register_plugin
+
+_LESS = "Free memory on it, or use another device."
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: torch.dtype | str | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | Path | None = None,
+) -> Any:
+    """The causal language model in `path`, a directory or a hub id, packed weights staying packed.
+
+    It is what `from_pretrained` of transformers makes of a packed checkpoint, with arguments checked and
+    errors explained. The model is in evaluation mode, with kernel layouts built where the weights are. On one
+    GPU, `generate` decodes with a static cache and CUDA graphs unless it is told otherwise (`decoding.py`),
+    also for a dense checkpoint. `device` "auto" is the first GPU if there is one, else the CPU. `device_map`,
+    `max_memory` and `offload_folder` are those of `from_pretrained` and place a model that does not fit one
+    device. `dtype` is that of activations and dense weights: float32, bfloat16 or float16, by default, or for
+    "auto", the one in config.json; scales keep their own. Code in the checkpoint is never run.
+
+    Raises `CheckpointError` for a checkpoint that breaks the rules of its format or lacks tensors,
+    `UsageError` for contradicting arguments, `EnvironmentProblem` for an unsupported transformers.
+    """
+    if device_map is not None and str(device) != "auto":
+        raise UsageError(
+            f"device={str(device)!r} and device_map={device_map!r} contradict each other; give one."
+        )
+    activations = _activation_dtype(dtype)
+    require_transformers()
+    directory = whole_directory(path)
+    check_layer_counts(Checkpoint.open(directory))
+    placed = pick_device(device)
+    if placed.type == "cuda":
+        # Graphs are attributes of their model, which therefore waits for a collection when it is let go of.
+        gc.collect()
+    placement: dict[str, Any] = {"device_map": device_map or {"": placed}}
+    if max_memory is not None:
+        placement["max_memory"] = dict(max_memory)
+    if offload_folder is not None:
+        placement["offload_folder"] = str(offload_folder)
+    with enough_memory(str(path), _LESS), explained(path):
+        return _loaded(directory, dtype="auto" if activations is None else activations, **placement)
+
+
+def load_unfinished(directory: Path, config: Mapping[str, Any], device: torch.device) -> Any:
+    """The model in `directory`, whose config.json is not there yet but will be `config`, in float32.
+
+    What a run is about to finish is tried out with it. Raises as `load` does.
+    """
+    with enough_memory(str(directory), _LESS), explained(directory):
+        parsed = model_config(config, directory)
+        parsed.quantization_config = config["quantization_config"]
+        return _loaded(directory, config=parsed, dtype=torch.float32, device_map={"": device})
+
+
+def _loaded(directory: Path, **options: Any) -> Any:
+    """What transformers makes of `directory`, complete and in evaluation mode."""
+    register_plugin()
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory,
+        generation_config=read_generation_config(directory / GENERATION_CONFIG_NAME),
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+    _refuse_incomplete(directory, info)
+    model.eval()
+    from quantkit.runtime.transformers.patches import generation
+
+    # Dense models as well, which the plug-in does not see.
+    generation.apply(model)
+    return model
+
+
+def _activation_dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that is asked for, also by its name; None for that of config.json."""
+    names: dict[object, torch.dtype | None] = {"auto": None, None: None}
+    names |= {str(one).removeprefix("torch."): one for one in ACTIVATION_DTYPES}
+    names |= {one: one for one in ACTIVATION_DTYPES}
+    if asked not in names:
+        known = ", ".join(map(str, ACTIVATION_DTYPES))
+        raise UsageError(f"dtype is {asked!r}; expected {known}, or None for that of config.json.")
+    return names[asked]
+
+
+def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:
+    """transformers fills what is missing with random numbers and goes on with a warning."""
+    missing = sorted(info["missing_keys"])
+    if not missing:
+        return
+    checkpoint = Checkpoint.open(directory) if (directory / CONFIG_NAME).is_file() else None
+    hidden = {} if checkpoint is None or checkpoint.is_quantized else wrapper(checkpoint)
+    if hidden:
+        parts = " and ".join(map(repr, hidden.values()))
+        raise CheckpointError(
+            f"{directory}: the names of its tensors have {parts}, which the model does not. `quantkit "
+            "quantize` takes it off. Write a dense copy without: AutoModelForCausalLM.from_pretrained("
+            f"{str(directory)!r}, key_mapping={dict.fromkeys(hidden, '')}).save_pretrained(NEW_DIR)."
+        )
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    raise CheckpointError(
+        f"{directory}: the checkpoint has no tensor for {missing[0]!r}{more}. Download it again, or "
+        "quantize the model again."
+    )

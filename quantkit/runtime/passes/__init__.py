@@ -1,0 +1,1 @@
+"""Graph passes over a traced step: find patterns, fuse operations into fewer kernels, fold constants."""

@@ -1,0 +1,148 @@
+"""Packed modules in the place of dense ones, and back."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.errors import CheckpointError, FormatError, UsageError
+from quantkit.model.architectures import (
+    DOWN,
+    GATE_UP,
+    is_fused_experts,
+    why_not_packable,
+)
+from quantkit.packing.names import Container
+from quantkit.packing.schemes import Scheme
+from quantkit.runtime.packed_experts import PackedExperts
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.packed_module import PackedModule
+
+
+def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
+    """The packed modules of `model` by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedModule):
+            yield name, module
+
+
+def packed_replacement(
+    name: str, module: nn.Module, scheme_of: Callable[[str], Scheme | None], container: Container
+) -> PackedModule | None:
+    """The uninitialised stand-in for `module`, called `name` in the model; None if it stays dense.
+
+    Raises `FormatError` if a scheme is assigned to experts that cannot be packed, or to rows of no columns.
+    """
+    if type(module) is nn.Linear:
+        scheme = scheme_of(name)
+        if scheme is None:
+            return None
+        _refuse_empty(name, module.in_features)
+        return PackedLinear(
+            module.in_features,
+            module.out_features,
+            scheme.for_columns(module.in_features),
+            container,
+            bias_dtype=None if module.bias is None else module.bias.dtype,
+        )
+    if not is_fused_experts(module):
+        return None
+    gate_up, down = scheme_of(f"{name}.{GATE_UP}"), scheme_of(f"{name}.{DOWN}")
+    if gate_up is None and down is None:
+        return None
+    reason = why_not_packable(module)
+    if gate_up is None or down is None:
+        reason = "gate_up_proj and down_proj are packed together or not at all"
+    if reason is not None or gate_up is None or down is None:
+        raise FormatError(f"experts {name!r} cannot be packed: {reason}. Quantize the model again.")
+    experts: Any = module
+    _refuse_empty(name, *experts.down_proj.shape[1:])
+    return PackedExperts.replacing(experts, gate_up, down, container)
+
+
+def _refuse_empty(name: str, *columns: int) -> None:
+    if min(columns) < 1:
+        raise FormatError(
+            f"{name!r} has {min(columns)} input features by config.json; packed weights have at least one. "
+            "Restore config.json, or quantize the model again."
+        )
+
+
+def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
+    """Replace, on the meta device, the modules of `model` that `config` packs.
+
+    Raises `CheckpointError` if `config` names modules that the model does not have or cannot pack, or
+    packs a matrix that is tied to the embedding.
+    """
+    matched = set()
+
+    def scheme_of(name: str) -> Any:
+        matched.add(name)
+        return config.scheme_of(name)
+
+    for name, module in list(model.named_modules()):
+        try:
+            with torch.device("meta"):
+                packed = packed_replacement(name, module, scheme_of, config.container)
+        except FormatError as error:
+            raise CheckpointError(str(error)) from error
+        if packed is not None:
+            _refuse_tied(model, name)
+            packed.train(module.training)
+            model.set_submodule(name, packed)
+    unknown = sorted(name for name, scheme in config.modules.items() if scheme and name not in matched)
+    if unknown:
+        raise CheckpointError(
+            f"quantization_config packs {unknown[0]!r}{_others(unknown)}, which {type(model).__name__} "
+            "does not have. Quantize the model again, or use the transformers version it was made with."
+        )
+
+
+def unpack_modules(model: Any, dtype: torch.dtype) -> None:
+    """The reverse of `swap_modules`: dense modules with dequantized weights, and all of `model` in `dtype`.
+
+    `UsageError`, and nothing done, for a model that is divided among devices or offloaded, or has adapters.
+    """
+    packed = dict(packed_modules(model))
+    for name, module in packed.items():
+        if module.tensor_parallel is not None or hasattr(module, "_hf_hook"):
+            raise UsageError(
+                f"{name!r} cannot be dequantized: the model is divided among devices or offloaded. Load it "
+                "on one device, such as with quantkit.load(path, device='cpu')."
+            )
+    before = model.dtype
+    with torch.device("meta"):
+        skeleton = dict(type(model)(model.config).named_modules())
+    wrapped = [name for name in packed if name not in skeleton]
+    if wrapped:
+        raise UsageError(
+            f"{wrapped[0]!r} cannot be dequantized: it is no module of {type(model).__name__}, but of an "
+            "adapter perhaps. Take adapters out first, or dequantize before they are added."
+        )
+    with torch.no_grad():
+        for name, module in packed.items():
+            dense = skeleton[name]
+            for parameter, weight in {**module._parameters, **module.dense_weights(dtype)}.items():
+                if parameter in dense._parameters:
+                    dense._parameters[parameter] = None if weight is None else nn.Parameter(weight)
+            model.set_submodule(name, dense.train(module.training))
+        # Buffers, such as frequencies of positions, and what is kept in float32 keep their dtype.
+        for parameter in model.parameters():
+            if parameter.dtype == before:
+                parameter.data = parameter.data.to(dtype)
+
+
+def _refuse_tied(model: nn.Module, name: str) -> None:
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    weight = f"{name}.weight"
+    if weight in tied or weight in tied.values():
+        raise CheckpointError(
+            f"{name!r} is packed, but config.json ties its weight to the embedding. Set "
+            '"tie_word_embeddings": false in config.json, or quantize the model again.'
+        )
+
+
+def _others(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,141 @@
+"""Packed directories that transformers wrote: `save_pretrained` keeps config and weights, but no manifest.
+
+What they hold is read from config.json and headers. What they were made from, by which method, with which
+errors, and whether a byte has changed since, only a manifest says.
+"""
+
+import math
+from pathlib import Path
+
+from torch import nn
+
+from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
+from quantkit.checkpoint.header import read_json
+from quantkit.checkpoint.journal import JOURNAL_NAME
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_manifest
+from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
+from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
+from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.files import os_error_text
+from quantkit.model.structure import check_layer_counts, meta_model
+from quantkit.runtime.packed_module import PackedModule
+from quantkit.runtime.replace import packed_modules
+from quantkit.runtime.transformers.headers import check_headers, stored_by_entry
+from quantkit.runtime.transformers.registration import register_plugin
+
+NO_MANIFEST = (
+    f"there is no {MANIFEST_NAME}, as save_pretrained writes none: source, method and errors are not known, "
+    "nor whether a byte has changed"
+)
+
+
+def is_saved(directory: Path) -> bool:
+    """Whether `directory` is packed but has no manifest, and no run was interrupted in it."""
+    config = directory / CONFIG_NAME
+    try:
+        own = any((directory / name).exists() for name in (MANIFEST_NAME, JOURNAL_NAME))
+        if own or not config.is_file():
+            return False
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot examine {directory}: {os_error_text(error)}. Check the disk and the permissions."
+        ) from error
+    section = read_json(config).get("quantization_config")
+    return isinstance(section, dict) and SECTION in section
+
+
+def read_record(directory: Path) -> ModelRecord:
+    """The record of a packed directory: from its manifest, or from config.json and headers if it is saved.
+
+    `CheckpointError` for what is neither, and for a manifest that has changed since it was written.
+    """
+    if is_saved(directory):
+        return record_of(Checkpoint.open(directory))
+    record = ModelRecord.from_manifest(read_manifest(directory))
+    # After what is wrong in itself, which says more.
+    for problem in verify_manifest(directory):
+        raise CheckpointError(
+            f"{directory}: {problem}, so its figures may be wrong. Write the checkpoint again or download it "
+            "again."
+        )
+    return record
+
+
+def file_names(directory: Path) -> list[str]:
+    """The files of a packed directory that belong to the checkpoint, sorted."""
+    if not is_saved(directory):
+        return sorted([*read_manifest(directory)["files"], MANIFEST_NAME])
+    checkpoint = Checkpoint.open(directory)
+    found = {path.name for path in (*checkpoint.stamps, *checkpoint.side_files)}
+    return sorted(found)
+
+
+def record_of(checkpoint: Checkpoint) -> ModelRecord:
+    """What config.json and headers say of a packed checkpoint; reads the logical shapes and no other data.
+
+    `CheckpointError` if they do not fit each other: a part is missing or has another dtype or shape.
+    """
+    register_plugin()
+    from quantkit.runtime.replace import swap_modules
+    from quantkit.runtime.transformers.quantizer import QuantkitConfig, QuantkitQuantizer
+
+    section = checkpoint.config["quantization_config"]
+    config = QuantizationConfig.from_dict(section)
+    check_layer_counts(checkpoint)
+    model = meta_model(checkpoint.config, checkpoint.directory)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    heads = {name for name, module in model.named_modules() if module is head}
+    swap_modules(model, config)
+    quantizer = QuantkitQuantizer(QuantkitConfig(**section))
+    check_headers(model, quantizer, checkpoint.shards)
+    by_entry = stored_by_entry(model, quantizer, checkpoint.tensors)
+    layers: dict[str, LayerRecord] = {}
+    packed_bytes, packed_elements, packed_weights, reasons = 0, 0, 0, []
+    for name, module in packed_modules(model):
+        for parameter, (scheme, shape, _) in module.logical().items():
+            layer = name if parameter == "weight" else f"{name}.{parameter}"
+            specs = {
+                entry: spec
+                for entry, spec in module.part_specs().items()
+                if entry.removesuffix(spec.suffix) == parameter
+            }
+            tensors = [tensor for entry in specs for tensor in by_entry[f"{name}.{entry}"]]
+            matrices = max(count for spec in specs.values() for count in spec.stored)
+            nbytes, weights = sum(tensor.nbytes for tensor in tensors), matrices * math.prod(shape)
+            kind = "lm_head" if name in heads else "linear" if parameter == "weight" else "experts"
+            layers[layer] = LayerRecord(
+                kind, shape, matrices, str(scheme), None, 8 * nbytes / weights, None, "default"
+            )
+            reason = why_not_compressed_tensors(scheme, shape[1], experts=kind == "experts")
+            reasons += [] if reason is None else [f"{layer}: {reason}"]
+            packed_bytes, packed_weights = packed_bytes + nbytes, packed_weights + weights
+            packed_elements += sum(tensor.elements for tensor in tensors)
+    elements = sum(tensor.elements for tensor in checkpoint.tensors.values())
+    bits = {
+        "linears": 8 * packed_bytes / packed_weights if packed_weights else None,
+        "model": 8 * checkpoint.nbytes / (elements - packed_elements + packed_weights),
+    }
+    return ModelRecord(
+        source=None,
+        source_bytes=None,
+        container=config.container,
+        needs_quantkit=tuple(reasons) if config.container == "quantkit" else (),
+        bits_per_weight=bits,
+        versions={},
+        recipe={},
+        layers={**layers, **_dense(model, heads)},
+        dense={},
+    )
+
+
+def _dense(model: nn.Module, heads: set[str]) -> dict[str, LayerRecord]:
+    return {
+        name: LayerRecord(
+            "lm_head" if name in heads else "linear",
+            (module.out_features, module.in_features),
+            *(1, None, None, None, None, "dense in config.json"),
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not isinstance(module, PackedModule)
+    }

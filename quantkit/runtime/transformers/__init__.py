@@ -1,0 +1,1 @@
+"""Everything quantkit registers with transformers or changes in it. `patches/table.py` lists the changes."""

@@ -1,0 +1,110 @@
+"""Check the files of a packed checkpoint against a model before any weight is loaded.
+
+transformers compares shapes only: it casts words of another dtype, and fills what is missing with
+random numbers.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.header import read_header
+from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.errors import CheckpointError
+from quantkit.files import open_regular
+from quantkit.runtime.packed_module import PartSpec
+from quantkit.runtime.replace import packed_modules
+
+_AGAIN = "Download the checkpoint again, or quantize the model again."
+
+
+def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
+    """Check that `files` hold all parts of the packed modules of `model`, each once and as expected.
+
+    `quantizer` is the `HfQuantizer` at work, which has a say in how transformers renames tensors.
+    Raises `CheckpointError` naming the tensor, what was found, and what was expected.
+    """
+    by_target = stored_by_entry(model, quantizer, _read_headers(files))
+    for name, module in packed_modules(model):
+        specs = {f"{name}.{entry}": spec for entry, spec in module.part_specs().items()}
+        _check_complete(specs, by_target)
+        for target, spec in specs.items():
+            _check_part(spec, by_target[target])
+
+
+def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in read_header(file).items():
+            if name in stored:
+                raise CheckpointError(
+                    f"tensor {name!r} is in {stored[name].file} and in {file}; expected in one file. {_AGAIN}"
+                )
+            stored[name] = tensor
+    return stored
+
+
+def stored_by_entry(
+    model: Any, quantizer: Any, stored: Mapping[str, StoredTensor]
+) -> dict[str, list[StoredTensor]]:
+    """Stored tensors by the state-dict entry that transformers loads them into."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model, None, quantizer)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    entries = model.state_dict()
+    targets: dict[str, list[StoredTensor]] = {}
+    for name, tensor in stored.items():
+        target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, entries)
+        if target not in entries and name in entries:
+            target = name
+        targets.setdefault(target, []).append(tensor)
+    return targets
+
+
+def _check_complete(specs: Mapping[str, PartSpec], by_target: Mapping[str, Sequence[StoredTensor]]) -> None:
+    """Check that every part of every matrix is there."""
+    by_parameter: dict[str, list[tuple[str, PartSpec]]] = {}
+    for target, spec in specs.items():
+        by_parameter.setdefault(target.removesuffix(spec.suffix), []).append((target, spec))
+    for parameter, entries in by_parameter.items():
+        found: dict[str, set[str]] = {}
+        for target, spec in entries:
+            for tensor in by_target.get(target, ()):
+                found.setdefault(tensor.name.removesuffix(spec.suffix), set()).add(spec.part)
+        for matrix in found or {parameter: set()}:
+            for _, spec in entries:
+                if spec.part not in found.get(matrix, set()):
+                    raise CheckpointError(f"tensor {matrix + spec.suffix!r} is missing. {_AGAIN}")
+        counts = entries[0][1].stored
+        if len(found) not in counts:
+            raise CheckpointError(
+                f"{parameter!r} is stored as {len(found)} matrices, {min(found)!r} and others; expected "
+                f"{' or '.join(map(str, counts))}. {_AGAIN}"
+            )
+
+
+def _check_part(spec: PartSpec, tensors: Sequence[StoredTensor]) -> None:
+    expected = spec.stored[len(tensors)]
+    for tensor in tensors:
+        if tensor.torch_dtype != spec.dtype or tensor.shape != expected:
+            raise CheckpointError(
+                f"tensor {tensor.name!r} in {tensor.file} is {tensor.torch_dtype} {tensor.shape}; "
+                f"expected {spec.dtype} {expected}. {_AGAIN}"
+            )
+        if spec.part == "shape" and len(tensors) in spec.logical:
+            logical = _read_shape(tensor)
+            if logical != spec.logical[len(tensors)]:
+                raise CheckpointError(
+                    f"tensor {tensor.name!r} in {tensor.file} says {logical}; the model expects "
+                    f"{spec.logical[len(tensors)]}. {_AGAIN}"
+                )
+
+
+def _read_shape(tensor: StoredTensor) -> tuple[int, ...]:
+    with open_regular(tensor.file) as file:
+        file.seek(tensor.offset)
+        data = file.read(tensor.nbytes)
+    return tuple(int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8))

@@ -1,0 +1,125 @@
+"""All changes that quantkit makes to transformers, accelerate and torch: why, and how they are undone.
+
+Those of the process add names that nobody else has, or stand in front of a class that takes over for every
+config that is not quantkit's. All others are attributes of one packed model, or of what it holds alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quantkit.runtime.transformers.patches import (
+    attention,
+    generation,
+    loading,
+    parallel,
+    process_groups,
+    quantizers,
+)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A change `of` the process or of one model: what changes, why, and for which versions of transformers.
+
+    `undo` takes it back and `is_applied` tells whether it is there. Both take the model; that of a patch of
+    the process is None.
+    """
+
+    name: str
+    of: Literal["process", "model"]
+    changes: str
+    reason: str
+    versions: str
+    undo: Callable[[Any], None]
+    is_applied: Callable[[Any], bool]
+
+
+def _process(undo: Callable[[], None], is_applied: Callable[[], bool]) -> dict[str, Any]:
+    return {"of": "process", "undo": lambda _: undo(), "is_applied": lambda _: is_applied()}
+
+
+PATCHES = (
+    Patch(
+        name="quantizers",
+        changes='"quantkit" and "compressed-tensors" in the two tables of transformers.quantizers.auto',
+        reason="from_pretrained finds the class for a quantization_config by its quant_method",
+        versions=">=5.12,<6",
+        **_process(quantizers.undo, quantizers.is_applied),
+    ),
+    Patch(
+        name="attention",
+        changes=f'"{attention.NAME}" in AttentionInterface and AttentionMaskInterface',
+        reason="one launch attends to all keys of a static cache; recorded steps of packed models ask for it",
+        versions=">=5.12,<6",
+        **_process(attention.undo, attention.is_applied),
+    ),
+    Patch(
+        name="parallel styles",
+        changes=f'names that begin with "{parallel.PREFIX}" in ALL_PARALLEL_STYLES',
+        reason="parts of a packed matrix are divided as its scheme allows, not all along one axis",
+        versions=">=5.17,<6",
+        **_process(parallel.undo_styles, parallel.has_styles),
+    ),
+    Patch(
+        name="process groups",
+        changes="torch.distributed.destroy_process_group, to one that drops graphs of quantkit first",
+        reason="NCCL waits for graphs that sum over ranks, for ever; only once such a graph is recorded",
+        versions=">=5.17,<6",
+        **_process(process_groups.undo, process_groups.is_applied),
+    ),
+    Patch(
+        name="generation",
+        of="model",
+        changes="the class of the model, to one with its own forward, generate and get_compiled_call",
+        reason="on one GPU a step of decoding is a recorded graph with a static cache, without another call",
+        versions=">=5.12,<6",
+        undo=generation.undo,
+        is_applied=generation.is_applied,
+    ),
+    Patch(
+        name="parallel plan",
+        of="model",
+        changes="entries of the model's _tp_plan for parameters of its packed modules",
+        reason="transformers' plan names no part of packed experts, and the styles of quantkit nowhere",
+        versions=">=5.17,<6",
+        undo=parallel.undo_plan,
+        is_applied=parallel.has_plan,
+    ),
+    Patch(
+        name="parallel forward",
+        of="model",
+        changes="forward of packed linears that tensor parallelism divides",
+        reason="without gradients a share needs no DTensor around it, nor one around its sum",
+        versions=">=5.17,<6",
+        undo=parallel.undo_forwards,
+        is_applied=parallel.has_forwards,
+    ),
+    Patch(
+        name="initialization",
+        of="model",
+        changes="_is_hf_initialized of modules with packed children",
+        reason="Mambas initialize a projection by its weight, loaded or not, and a packed one has none",
+        versions=">=5.12,<6",
+        undo=loading.initialize_again,
+        is_applied=loading.skips_initializing,
+    ),
+    Patch(
+        name="expert shapes",
+        of="model",
+        changes="MergeModulelist in the model's _weight_conversions",
+        reason="save_pretrained drops the last dimension of scales with one group per row",
+        versions=">=5.12,<5.22",
+        undo=loading.split_as_before,
+        is_applied=loading.keeps_expert_shapes,
+    ),
+    Patch(
+        name="offloaded dtypes",
+        of="model",
+        changes="the dtype of packed parameters in accelerate's index of the model's files",
+        reason="words that are read from a file would be cast to the model's dtype, which rounds them",
+        versions=">=5.12,<5.17",
+        undo=loading.cast_offloaded,
+        is_applied=loading.keeps_offloaded_dtypes,
+    ),
+)

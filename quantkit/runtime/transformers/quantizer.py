@@ -1,0 +1,141 @@
+"""The transformers plug-in: packed checkpoints load packed, ready to run, and are written back as they were.
+
+`register` makes it known to transformers and `unregister` takes it out again; `patches` has all that either
+changes of transformers, and what loading changes of the one model.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.accelerate import load_offloaded_parameter
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from quantkit.checkpoint.compressed_tensors import stored_formats
+from quantkit.checkpoint.manifest import check_beside
+from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.packing.schemes import PARTS
+from quantkit.runtime.packed_experts import PackedExperts
+from quantkit.runtime.ready import make_ready
+from quantkit.runtime.replace import packed_modules, swap_modules, unpack_modules
+from quantkit.runtime.transformers.headers import check_headers
+from quantkit.runtime.transformers.patches import generation, loading, parallel, quantizers, table
+
+
+class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` of a packed checkpoint, kept verbatim so that saving writes it back.
+
+    Raises `CheckpointError` for anything `QuantizationConfig.from_dict` refuses.
+    """
+
+    def __init__(self, **data: Any) -> None:
+        self.parsed = QuantizationConfig.from_dict(data)
+        self.quant_method = data["quant_method"]
+        self._data = copy.deepcopy(data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Exactly the dict that config.json held."""
+        return copy.deepcopy(self._data)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The same: nothing has a default."""
+        return self.to_dict()
+
+
+class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Swaps linear layers and fused experts for packed ones before transformers loads the weights."""
+
+    requires_calibration = True
+    quantization_config: QuantkitConfig
+
+    def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        container = quantization_config.parsed.container
+        # transformers finds per-expert tensors of packed experts by the first name that is not "weight".
+        parts = sorted(PARTS, key=lambda part: part != "scale")
+        names = [stored.part_name("weight", part) for part in parts for stored in stored_formats(container)]
+        self.serialized_names = {"weight": list(dict.fromkeys(names))}
+        self._routes_on_host = False
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        swap_modules(model, self.quantization_config.parsed)
+        loading.skip_initializing(model)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            parallel.divide_packed(model)
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        files = kwargs.get("checkpoint_files")
+        if files:
+            paths = [Path(file) for file in files]
+            check_headers(model, self, paths)
+            check_beside(paths)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for _, module in packed_modules(model):
+            # The loader makes every floating-point parameter trainable.
+            module.requires_grad_(False)
+            module.align()
+        parallel.divide_forwards(model)
+        make_ready(model)
+        for _, module in packed_modules(model):
+            if isinstance(module, PackedExperts) and not module.is_grouped(model.dtype):
+                self._routes_on_host = True
+        loading.keep_expert_shapes(model)
+        loading.keep_offloaded_dtypes(model)
+        loading.cast_renamed(model, self._dtypes)
+        generation.apply(model)
+        return model
+
+    def _convert_model_for_quantization(self, model: nn.Module) -> None:
+        # For compressed-tensors transformers unfuses some experts here, which would rename their layers.
+        return None
+
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """What `save_pretrained` writes: weights on disk as maps of their files, None where there are none.
+
+        transformers would read them one shard after the other, when it has removed or replaced files of the
+        directory, which may be those that they are in.
+        """
+        if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
+            return None, {}
+        state = model.state_dict()
+        on_disk = [name for name, tensor in state.items() if tensor.is_meta]
+        return {**state, **{name: load_offloaded_parameter(model, name) for name in on_disk}}, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        unpack_modules(model, dtype or model.dtype)
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        # Experts that are not grouped route on the host.
+        return not self._routes_on_host
+
+
+def register() -> None:
+    """Register with transformers. Does nothing when that was done already."""
+    quantizers.apply(QuantkitConfig, QuantkitQuantizer)
+
+
+def unregister() -> None:
+    """Take everything that quantkit added to transformers out of it again; packed models stay as they are."""
+    for patch in table.PATCHES:
+        if patch.of == "process":
+            patch.undo(None)
+
+
+# On import, and not only in the hook: whoever imports this module first is who makes transformers run it.
+register()

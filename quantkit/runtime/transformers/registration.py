@@ -1,0 +1,19 @@
+"""When the plug-in is registered: as transformers imports its quantizers."""
+
+import warnings
+from importlib import import_module
+from types import ModuleType
+
+from quantkit.model.transformers_version import why_unsupported
+
+
+def register_plugin(module: ModuleType | None = None) -> None:
+    """Register the plug-in with transformers; runs when `transformers.quantizers.auto` is imported.
+
+    A version that is not supported is a warning here, as transformers may be imported for other things.
+    """
+    problem = why_unsupported()
+    if problem is not None:
+        warnings.warn(f"quantkit's formats are not registered with transformers: {problem}", stacklevel=2)
+        return
+    import_module("quantkit.runtime.transformers.quantizer")

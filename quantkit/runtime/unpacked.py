@@ -1,0 +1,29 @@
+"""Packed weights that no kernel multiplies with as they are packed."""
+
+from collections import Counter
+from typing import Any
+
+from quantkit.kernels.problem import Problem
+from quantkit.kernels.report import choice_of
+from quantkit.kernels.unpack import UNPACK_ROW
+from quantkit.runtime.packed_module import PackedModule
+
+
+def unpacked(model: Any, rows_of_x: int) -> tuple[str, ...]:
+    """What is unpacked for every product of `model` with so many rows of x, and why: a line per scheme.
+
+    A scheme has several lines where its weights have several reasons.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    for module in model.modules():
+        if not isinstance(module, PackedModule):
+            continue
+        for scheme, (n, k), _ in module.logical().values():
+            choice = choice_of(Problem.on(model.device, rows_of_x, n, k, scheme, model.dtype))
+            if choice.row == UNPACK_ROW.name:
+                reasons = "; ".join(f"not {row}: {reason}" for row, reason in choice.refusals)
+                found[str(scheme), reasons] += 1
+    return tuple(
+        f"{count} packed parameters of {scheme} are unpacked for every product at M={rows_of_x} ({reasons})"
+        for (scheme, reasons), count in found.items()
+    )

@@ -1,0 +1,186 @@
+"""Logits of a fixed prompt: stored in the manifest when a model was quantized, compared by `verify`.
+
+Hashes say that files are what was written. These logits say that what was written still runs to the same
+result: on another machine, with other kernels, other versions of torch and transformers. They are computed in
+float32, where kernels and devices differ by rounding only; a wrong scale or code differs by far more.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.lock import DirectoryLock, locked
+from quantkit.checkpoint.manifest import extend_manifest, read_manifest
+from quantkit.checkpoint.model_record import ModelRecord, float32_bytes
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.kernels.table import quietly
+from quantkit.memory import enough_memory
+from quantkit.model.hf_files import explained
+from quantkit.runtime.load import load
+from quantkit.runtime.saved_model import is_saved
+
+KEY = "prompt_logits"
+#: Tokens of the prompt, and how many of the largest logits are stored of each position.
+PROMPT_TOKENS, TOP = 16, 8
+#: How far a logit may be off, in parts of the largest that is stored; docs/cli.md has what kernels differ by.
+TOLERANCE = 1e-3
+_LARGEST = torch.finfo(torch.float32).max
+_AGAIN = "Download the checkpoint again, or quantize the model again."
+
+
+@dataclass(frozen=True)
+class PromptLogits:
+    """A prompt (P tokens) and, of each position, the TOP tokens with the largest logits, largest first."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    logits: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> "PromptLogits | None":
+        """What a manifest has stored, None if nothing; `CheckpointError` for what could not be compared."""
+        data = manifest.get(KEY)
+        if data is None:
+            return None
+        try:
+            prompt = tuple(data["prompt"])
+            tokens = tuple(tuple(row) for row in data["tokens"])
+            logits = tuple(tuple(row) for row in data["logits"])
+            numbers = [*prompt, *(token for row in tokens for token in row)]
+            sound = (
+                prompt
+                and all(type(number) is int and 0 <= number < 1 << 31 for number in numbers)
+                and all(type(x) is float and abs(x) <= _LARGEST for row in logits for x in row)
+                and [len(row) for row in tokens] == [len(row) for row in logits]
+                and len(tokens) == len(prompt)
+                and len({len(row) for row in tokens}) == 1
+                and tokens[0]
+            )
+        except (KeyError, TypeError):
+            sound = False
+        if not sound:
+            raise CheckpointError(
+                f"quantkit_manifest.json: {KEY!r} is not a prompt with tokens and finite logits of each "
+                f"position. {_AGAIN}"
+            )
+        return cls(prompt, tokens, logits)
+
+
+def bytes_to_run(directory: Path) -> int:
+    """About the memory that `record` takes; see `float32_bytes`."""
+    layers = ModelRecord.from_manifest(read_manifest(directory)).layers
+    return float32_bytes(Checkpoint.open(directory).nbytes, layers)
+
+
+def record(
+    directory: Path, device: str | torch.device = "cpu", lock: DirectoryLock | None = None
+) -> PromptLogits:
+    """Run the finished checkpoint in `directory` and store what it answers in its manifest.
+
+    Nothing is done where that is stored already. The lock of `directory` is held from before the model is
+    loaded until its answer is stored; `lock` is that of a caller who holds it. `CheckpointError` if the model
+    does not load or gives logits that are not finite, `OutputError` if another process writes there.
+    """
+    stored = PromptLogits.from_manifest(read_manifest(directory))
+    if stored is not None:
+        return stored
+    if lock is None:
+        with locked(directory) as own:
+            return record(directory, device, own)
+    found = answer(lambda: load(directory, device=device, dtype=torch.float32), directory)
+    extend_manifest(directory, {KEY: asdict(found)}, lock)
+    return found
+
+
+def answer(open_model: Callable[[], Any], directory: Path) -> PromptLogits:
+    """What the model of `directory`, in float32, answers to a prompt; `CheckpointError` if it is not finite.
+
+    One short prompt: kernels for it are not reported as slow, and transformers' own messages are left out.
+    """
+    with quietly(), _silent(), enough_memory(str(directory)), explained(directory):
+        model = open_model()
+        prompt = _prompt(model)
+        logits = _logits(model, prompt, directory)
+    values, tokens = logits.topk(min(TOP, logits.shape[1]))
+    return PromptLogits(prompt, tuple(map(tuple, tokens.tolist())), tuple(map(tuple, values.tolist())))
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep transformers' progress bars and advice off the screen in the block."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def compare(directory: Path, device: str | torch.device = "cpu") -> list[str]:
+    """What is wrong with the logits of `directory`, which loads and runs, else `CheckpointError`.
+
+    Without stored logits, those of a prompt have to be finite and nothing else.
+    """
+    stored = None if is_saved(directory) else PromptLogits.from_manifest(read_manifest(directory))
+    with quietly():
+        model = load(directory, device=device, dtype=torch.float32)
+        logits = _logits(model, _prompt(model) if stored is None else stored.prompt, directory)
+    return [] if stored is None else differences(stored, logits)
+
+
+def differences(stored: PromptLogits, logits: torch.Tensor) -> list[str]:
+    """Where `logits` ([P, V], float32) are not those stored.
+
+    The stored tokens have to have their logits, and no other token a larger one: so the largest are compared
+    by token and by rank.
+    """
+    tokens, expected = torch.tensor(stored.tokens), torch.tensor(stored.logits)
+    if max(int(tokens.max()), tokens.shape[1] - 1) >= logits.shape[1]:
+        what = f"token {int(tokens.max())}, one of {tokens.shape[1]} at each position,"
+        return [f"{what} has a stored logit, and the model {logits.shape[1]} tokens"]
+    allowed = TOLERANCE * float(expected.abs().max())
+    by_token = (logits.gather(1, tokens) - expected).abs()
+    by_rank = (logits.topk(expected.shape[1]).values - expected).abs()
+    worst = torch.maximum(by_token, by_rank)
+    if float(worst.max()) <= allowed:
+        return []
+    at, rank = divmod(int(worst.argmax()), worst.shape[1])
+    token, found = int(tokens[at, rank]), float(logits[at, tokens[at, rank]])
+    agree = int((logits.argmax(1) == tokens[:, 0]).sum())
+    return [
+        f"position {at}, token {token}: logit {found:.6g}, stored {expected[at, rank]:.6g}; differences up "
+        f"to {float(worst.max()):.3g}, allowed {allowed:.3g}; the likeliest token is the stored one at "
+        f"{agree} of {len(tokens)} positions"
+    ]
+
+
+def _prompt(model: Any) -> tuple[int, ...]:
+    """Tokens from all over the vocabulary: the stride is a prime."""
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROMPT_TOKENS
+    return tuple((1 + 7919 * i) % rows for i in range(min(PROMPT_TOKENS, positions)))
+
+
+@torch.inference_mode()
+def _logits(model: Any, prompt: tuple[int, ...], directory: Path) -> torch.Tensor:
+    """Logits [P, V] on the CPU, float32."""
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if max(prompt) >= rows:
+        raise CheckpointError(
+            f"{directory}: the stored prompt has token {max(prompt)}, the embedding {rows} rows. {_AGAIN}"
+        )
+    ids = torch.tensor(prompt, device=model.device)[None]
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0].float().cpu()
+    if not bool(torch.isfinite(logits).all()):
+        raise CheckpointError(f"{directory}: the logits are not finite. {_AGAIN}")
+    return logits

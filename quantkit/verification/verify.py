@@ -1,0 +1,141 @@
+"""Verify a packed checkpoint: what was written is there, unchanged, complete, and runs."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.checkpoint.compressed_tensors import stored_formats
+from quantkit.checkpoint.manifest import read_manifest, unlisted_files, verify_files, verify_manifest
+from quantkit.checkpoint.model_record import ModelRecord
+from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.packing.names import packed_parameters
+from quantkit.progress import Progress, counting
+from quantkit.runtime.saved_model import NO_MANIFEST, is_saved, record_of
+from quantkit.verification.prompt_logits import PromptLogits
+
+#: Runs the model of argv[1] on the CPU and prints what its logits do not agree in; a fresh interpreter shares
+#: no state with ours. The last line on stderr is what went wrong.
+_RELOAD = """
+import json, sys
+from pathlib import Path
+from transformers import logging
+from quantkit.verification.prompt_logits import compare
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+try:
+    problems = compare(Path(sys.argv[1]))
+except Exception as error:
+    sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))
+print(json.dumps(problems))
+"""
+
+
+#: Things beside the checkpoint that are named.
+_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: what it looked at, in how many cases, and what it found wrong; `skipped` if it could not."""
+
+    name: str
+    detail: str
+    problems: tuple[str, ...]
+    skipped: bool = False
+
+
+def verify(directory: Path, *, reload: bool = True, progress: Progress | None = None) -> tuple[Check, ...]:
+    """Run every check on `directory`; a check whose `problems` are empty passed.
+
+    Files against the hashes of the manifest, headers and index against each other, the layers of the
+    manifest against config.json and the packed tensors, and, with `reload`, loading and running the model
+    in a fresh process, whose logits of a fixed prompt have to be those stored at quantization. Without files,
+    headers or a manifest that can be read, the checks end there.
+    A directory that `save_pretrained` wrote has no manifest: its files are not compared, and its logits have
+    to be finite. Raises `CheckpointError` for what is no packed checkpoint.
+    """
+    if is_saved(directory):
+        return _verify_saved(directory, reload)
+    manifest = read_manifest(directory)
+    total = sum(entry["size"] for entry in manifest["files"].values())
+    advance = counting(total, progress)
+    problems = verify_files(directory, manifest, lambda nbytes: advance(nbytes, "hashing"))
+    problems += verify_manifest(directory)
+    detail = f"{len(manifest['files'])} in the manifest"
+    if unlisted := unlisted_files(directory, manifest):
+        more = f" and {len(unlisted) - _NAMED} more" if len(unlisted) > _NAMED else ""
+        detail += f"; not in it, and not compared: {', '.join(unlisted[:_NAMED])}{more}"
+    checks = [Check("files", detail, tuple(map(str, problems)))]
+    try:
+        checkpoint = Checkpoint.open(directory, strict=True)
+    except QuantkitError as error:
+        return (*checks, Check("headers", "unreadable", (str(error),)))
+    checks.append(Check("headers", f"{len(checkpoint.tensors)} tensors", ()))
+    try:
+        checks.append(_check_layers(checkpoint, ModelRecord.from_manifest(manifest)))
+        stored = PromptLogits.from_manifest(manifest)
+    except QuantkitError as error:
+        return (*checks, Check("layers", "unreadable", (str(error),)))
+    if reload:
+        checks += _check_reload(directory, stored)
+    return tuple(checks)
+
+
+def _verify_saved(directory: Path, reload: bool) -> tuple[Check, ...]:
+    checks = [Check("files", NO_MANIFEST, (), skipped=True)]
+    try:
+        checkpoint = Checkpoint.open(directory, strict=True)
+        checks.append(Check("headers", f"{len(checkpoint.tensors)} tensors", ()))
+        layers = record_of(checkpoint).layers
+    except QuantkitError as error:
+        return (*checks, Check("layers" if checks[1:] else "headers", "unreadable", (str(error),)))
+    checks.append(Check("layers", f"{len(layers)} linears", ()))
+    return (*checks, *(_check_reload(directory, None) if reload else ()))
+
+
+def _check_layers(checkpoint: Checkpoint, record: ModelRecord) -> Check:
+    """The layers of the manifest against config.json and the number of packed tensors."""
+    config = QuantizationConfig.from_dict(checkpoint.config.get("quantization_config", {}))
+    problems = []
+    for module, layer in record.layers.items():
+        scheme = config.scheme_of(module)
+        # Rows of one group are stored per channel whatever the group size: compare the format only.
+        expected = None if layer.scheme is None else layer.scheme.partition(" ")[0]
+        found = None if scheme is None else scheme.format.name
+        if expected != found:
+            problems.append(
+                f"{module}: {found or 'dense'} in config.json, {expected or 'dense'} in the manifest"
+            )
+    recorded = sum(layer.matrices for layer in record.layers.values() if layer.scheme is not None)
+    dtypes = {name: tensor.torch_dtype for name, tensor in checkpoint.tensors.items()}
+    stored = sum(1 for _ in packed_parameters(dtypes, stored_formats(config.container)))
+    if recorded != stored:
+        problems.append(f"{stored} packed tensors in the files, {recorded} in the manifest")
+    return Check("layers", f"{len(record.layers)} linears", tuple(problems))
+
+
+def _check_reload(directory: Path, stored: PromptLogits | None) -> list[Check]:
+    # -P: with -c, Python would import modules from the working directory, which may be the checkpoint.
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _RELOAD, str(directory)],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    if done.returncode == 0:
+        problems = tuple(json.loads(done.stdout.splitlines()[-1]))
+        tokens = "none stored at quantization" if stored is None else f"{len(stored.prompt)} tokens"
+        return [
+            Check("reload", "loads and runs in a fresh process", ()),
+            Check("logits", tokens, problems),
+        ]
+    if done.returncode < 0:
+        problem = f"the process was killed by signal {-done.returncode}; 9 often means too little memory"
+    else:
+        problem = (done.stderr.strip().splitlines() or ["the process ended without a message"])[-1]
+    return [Check("reload", "does not load and run in a fresh process", (problem,))]

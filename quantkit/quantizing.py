@@ -1,9 +1,10 @@
 """Quantizing a checkpoint: plan, calibrate, stream, write.
 
-`quantization/plan.py` decides everything first, `quantization/stream.py` moves the tensors, `checkpoint/writer.py` writes.
-With calibration data `quantization/blockwise/calibration.py` comes before: it fills files with quantized blocks, which are
-then streamed. `verification/check_output.py` runs the result before it is finished, and `quantization/run_record.py` says what
-a run records of itself. Here are the recipe of the options and the order of these steps.
+`quantization/plan.py` decides everything first, `quantization/stream.py` moves the tensors,
+`checkpoint/writer.py` writes. With calibration data `quantization/blockwise/calibration.py` comes before: it
+fills files with quantized blocks, which are then streamed. `verification/check_output.py` runs the result
+before it is finished, and `quantization/run_record.py` says what a run records of itself. Here are the recipe
+of the options and the order of these steps.
 """
 
 import json
@@ -256,19 +257,18 @@ def quantize(
 
     `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float"),
     `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits" or "radix") apply to every
-    linear of the decoder; `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a
-    format) and a recipe file refine that. With `rotate` the weights are rotated first, and the
-    model computes the same (`quantization/rotated_checkpoint.py`). `device` is where the arithmetic runs; "auto" takes a GPU
-    if there is one.
-    `allow_auto_map` accepts a config that names remote code, which is dropped and never run. `calibration`
-    says what texts methods with data are calibrated on, the text that comes with quantkit if nothing else.
-    With a `budget`, of bits per weight or milliseconds per token, linears without a rule get the formats that
-    cost the least accuracy within it, by sensitivities measured on the same texts;
-    `measuring(done, all, at work)` is called meanwhile, and a resumed run keeps the formats.
-    With `check` the result is run on a fixed prompt before it is finished, and its logits are stored in the
-    manifest, with which `verify` compares; where memory is too small, the result's `unchecked` says so.
-    `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once
-    before any tensor is written.
+    linear of the decoder; `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a format)
+    and a recipe file refine that. With `rotate` the weights are rotated first, and the model computes the
+    same (`quantization/rotated_checkpoint.py`). `device` is where the arithmetic runs; "auto" takes a GPU if
+    there is one. `allow_auto_map` accepts a config that names remote code, which is dropped and never run.
+    `calibration` says what texts methods with data are calibrated on, the text that comes with quantkit if
+    nothing else. With a `budget`, of bits per weight or milliseconds per token, linears without a rule get
+    the formats that cost the least accuracy within it, by sensitivities measured on the same texts;
+    `measuring(done, all, at work)` is called meanwhile, and a resumed run keeps the formats. With `check` the
+    result is run on a fixed prompt before it is finished, and its logits are stored in the manifest, with
+    which `verify` compares; where memory is too small, the result's `unchecked` says so.
+    `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once before
+    any tensor is written.
 
     `ranks` are the processes that share the calibration, by default those that torchrun started with this
     one. All of them call this alike and get the result; the first one writes `out` and makes the calls.
@@ -311,8 +311,7 @@ def quantize(
             # The first rank allocates, for all.
             allocate = partial(_allocated, checkpoint, structure, recipe, budget, options, target, measuring)
             kept = partial(_kept, Path(out), checkpoint, mode)
-            known = ranks.from_first(lambda: Allocated.to_dict(kept() or allocate()))
-            found = Allocated.from_dict(known)
+            found = Allocated.from_dict(ranks.from_first(lambda: Allocated.to_dict(kept() or allocate())))
             request = {"budget": budget.to_dict(), "asked": recipe.to_dict(), "calibration": vars(options)}
             allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
             recipe = found.recipe

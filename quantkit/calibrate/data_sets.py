@@ -12,15 +12,8 @@ from typing import Any
 
 from quantkit.calibrate.documents import SUFFIXES, kind_of
 from quantkit.checkpoint.hub import Wanted, answered, cached_file, download_large, explained, online_or_cached
-from quantkit.checkpoint.hub_answers import (
-    FILE_SECONDS,
-    SLOWEST_BYTES_PER_SECOND,
-    Deadline,
-    Listing,
-    Repository,
-    read_listing,
-    within,
-)
+from quantkit.checkpoint.hub_answers import FILE_SECONDS, Listing, Repository, read_listing
+from quantkit.checkpoint.hub_deadline import SLOWEST_BYTES_PER_SECOND, Deadline, within
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.files import shown
 

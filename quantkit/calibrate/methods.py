@@ -45,8 +45,8 @@ class Method:
     each column with the errors of those before it in mind (`calibrate/rounding.py`), and `sweeps` rounds of
     coordinate descent follow. `refits` keeps codes and refits scales to the outputs. With drift in the
     statistics, weights are first corrected for what quantization made of the inputs. `learns` goes on with
-    the codes of all linears of a block together (`quantization/blockwise/signround.py`); it takes drift in the
-    statistics.
+    the codes of all linears of a block together (`quantization/blockwise/signround.py`); it takes drift in
+    the statistics.
     """
 
     name: str

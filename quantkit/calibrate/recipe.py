@@ -12,7 +12,8 @@ shell-style glob over the whole name (`*` also crosses dots), so an exact name i
     keep = true
 
 A YAML file has the same keys. What no rule matches gets the recipe's default. A pattern that matches no
-linear is an error. `rotate = true` at the top has the model rotated first (`quantization/rotated_checkpoint.py`).
+linear is an error. `rotate = true` at the top has the model rotated first
+(`quantization/rotated_checkpoint.py`).
 """
 
 import io

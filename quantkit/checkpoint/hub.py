@@ -18,18 +18,14 @@ from quantkit.checkpoint.hub_answers import (
     CONNECTION_PROBLEMS,
     FILE_SECONDS,
     MAX_FILE_BYTES,
-    SLOWEST_BYTES_PER_SECOND,
-    BadAnswer,
-    Deadline,
     Listing,
     Repository,
     check_local_name,
-    fail,
     read_file,
     read_listing,
     read_start,
-    within,
 )
+from quantkit.checkpoint.hub_deadline import SLOWEST_BYTES_PER_SECOND, BadAnswer, Deadline, fail, within
 from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.source import HEADERS_ONLY_NAME
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError

@@ -6,25 +6,20 @@ asked, what came, and what to do.
 """
 
 import json
-import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 from quantkit.checkpoint.header import MAX_HEADER_BYTES
-from quantkit.errors import EnvironmentProblem, QuantkitError
+from quantkit.checkpoint.hub_deadline import SLOWEST_BYTES_PER_SECOND, Deadline, fail, within
+from quantkit.errors import QuantkitError
 from quantkit.files import parse_json, shown
 
-_T = TypeVar("_T")
-
 MAX_LISTING_BYTES = 32 << 20
-#: For all other answers that are read whole.
-MAX_ANSWER_BYTES = 32 << 20
 MAX_SMALL_FILE_BYTES = 256 << 20
 #: Larger files than any file system holds are no answer.
 MAX_FILE_BYTES = 1 << 43
@@ -34,7 +29,6 @@ _MAX_NAME_CHARS = 1024
 #: For the first answer, tried once; and for each file after it, beside the time that its bytes may take.
 FIRST_SECONDS = 4.0
 FILE_SECONDS = 20.0
-SLOWEST_BYTES_PER_SECOND = 16_384
 #: For one step of a connection.
 _STEP_SECONDS = 10.0
 
@@ -45,10 +39,6 @@ _RANGE = re.compile(r"bytes\s+0-[0-9]{1,19}/([0-9]{1,19})", re.IGNORECASE)
 _BAD_NAME = re.compile(r"/|[A-Za-z]:|.*[\\\x00-\x1f\x7f\ud800-\udfff]", re.DOTALL)
 #: What Windows takes for a device, whatever the ending.
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
-_REMEDY = (
-    "If the network asks for a login, log in there first; check HF_ENDPOINT and the proxy settings, and run "
-    "the command again."
-)
 #: What says by its class that there is no connection, or is refined by the status: explained by who asks.
 _EXPLAINED = ("HfHubHTTPError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout", "ProxyError")
 #: What happened, by the name of an exception of the HTTP library or of one of its bases, closest first.
@@ -61,31 +51,6 @@ CONNECTION_PROBLEMS = {
     "NetworkError": "the connection to the hub broke",
     "RemoteProtocolError": "the hub's answer is no HTTP or was cut",
 }
-
-
-class BadAnswer(EnvironmentProblem):
-    """A server answered what is no answer."""
-
-
-class Deadline:
-    """When an answer has to be there: so many seconds from now, and more for each byte that comes."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.began = time.monotonic()
-        self.end = self.began + seconds
-        self.received = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count bytes that came; `TimeoutError` if it is too late."""
-        self.received += nbytes
-        self.end += nbytes / SLOWEST_BYTES_PER_SECOND
-        if self.left <= 0:
-            raise TimeoutError
-
-    @property
-    def left(self) -> float:
-        return self.end - time.monotonic()
 
 
 def _quoted(text: str) -> str:
@@ -235,11 +200,6 @@ def _file_size(url: str, response: Any) -> int:
     return int(number)
 
 
-def fail(url: str, found: str, expected: str, remedy: str = _REMEDY) -> NoReturn:
-    """Raise `BadAnswer`."""
-    raise BadAnswer(f"{url}: the server answered {found}; expected {expected}. {remedy}")
-
-
 def _excerpt(data: bytes) -> str:
     return shown(data[:60].decode("utf-8", "replace")) if data else "nothing"
 
@@ -323,31 +283,3 @@ def _answering(url: str) -> Iterator[None]:
             fail(url, f"nothing for {_STEP_SECONDS:.0f} s", "an answer of the hub")
         text = " ".join(str(error).split())
         fail(url, f"what is no HTTP ({type(error).__name__}: {text[:200]})", "an answer of the hub")
-
-
-def within(deadline: Deadline, call: Callable[[], _T]) -> _T:
-    """`call()`, or `TimeoutError` at a deadline, which the call may put off.
-
-    The timeouts of an HTTP client cover one step each and looking up the host's name not at all.
-    """
-    outcomes: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            value = call()
-            outcomes.put(lambda: value)
-        except Exception as error:
-            outcomes.put(partial(_raise, error))
-
-    # A daemon, so that one that still waits does not keep the process from ending.
-    threading.Thread(target=run, daemon=True).start()
-    while (left := deadline.left) > 0:
-        try:
-            return outcomes.get(timeout=left)()
-        except queue.Empty:
-            continue
-    raise TimeoutError(f"no answer within {deadline.end - deadline.began:g} seconds")
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

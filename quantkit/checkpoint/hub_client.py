@@ -17,7 +17,7 @@ from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import _http
 
-from quantkit.checkpoint.hub_answers import (
+from quantkit.checkpoint.hub_deadline import (
     MAX_ANSWER_BYTES,
     SLOWEST_BYTES_PER_SECOND,
     Deadline,

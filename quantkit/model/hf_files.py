@@ -1,4 +1,4 @@
-"""Files that transformers reads: what it raises for them as `CheckpointError`, and links out of their directory."""
+"""Files that transformers reads: its errors as `CheckpointError`, and no links out of their directory."""
 
 import os
 from collections.abc import Iterator

@@ -8,13 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quantkit.checkpoint.hub_answers import (
-    CONNECTION_PROBLEMS,
-    SLOWEST_BYTES_PER_SECOND,
-    BadAnswer,
-    Deadline,
-    within,
-)
+from quantkit.checkpoint.hub_answers import CONNECTION_PROBLEMS
+from quantkit.checkpoint.hub_deadline import SLOWEST_BYTES_PER_SECOND, BadAnswer, Deadline, within
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 from quantkit.files import os_error_text, shown, size_text

@@ -1,7 +1,8 @@
 """Run what a run wrote before anything passes for finished, and store its logits of a fixed prompt.
 
-`verification/prompt_logits.py` has the prompt and compares logits. Here is when a model is run: once all of its
-files but manifest and config are there, and not where that may not fit in memory, as the model was streamed.
+`verification/prompt_logits.py` has the prompt and compares logits. Here is when a model is run: once all of
+its files but manifest and config are there, and not where that may not fit in memory, as the model was
+streamed.
 """
 
 from collections.abc import Mapping

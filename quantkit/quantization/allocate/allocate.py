@@ -1,9 +1,9 @@
 """Automatic allocation: from a budget of bytes or of time to a recipe with a rule for every linear.
 
 Groups of linears that share a format are chosen for together. What each format costs a group in bytes follows
-from headers, and in time from tile tables (`quantization/allocate/budget.py`); what it costs the model's predictions is
-measured once (`quantization/allocate/sensitivity.py`) and kept in the user's cache, from which any budget is solved
-(`calibrate/allocation.py`).
+from headers, and in time from tile tables (`quantization/allocate/budget.py`); what it costs the model's
+predictions is measured once (`quantization/allocate/sensitivity.py`) and kept in the user's cache, from which
+any budget is solved (`calibrate/allocation.py`).
 """
 
 import math

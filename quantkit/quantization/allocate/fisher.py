@@ -146,7 +146,7 @@ class RoutedGradients:
         return _moments(self._inputs(self.routed.everyone(self.routed.inputs.shape[1])))
 
     def moments(self, expert: int, leaf: str, everyone: Moments) -> Moments:
-        """The moments that calibration has for the inputs of a matrix of an expert (`quantization/blockwise/moe_calibration.py`)."""
+        """The moments of the inputs of an expert's matrix (`quantization/blockwise/moe_calibration.py`)."""
         tokens = self.routed.tokens(expert)
 
         def read(some: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The calibration of a run: what its methods with data work with, and the work files that they fill.
 
-`quantization/blockwise/block_tasks.py` says what is to do in each block, and `quantization/blockwise/pipeline.py` does it.
+`quantization/blockwise/block_tasks.py` says what is to do in each block, and
+`quantization/blockwise/pipeline.py` does it.
 """
 
 from dataclasses import dataclass

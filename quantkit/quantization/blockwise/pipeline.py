@@ -12,9 +12,9 @@ time; blocks that were finished since are run again with their stored weights, w
 Arithmetic on a CPU is in float32, in workers of one thread each whose results are put together in one order:
 what is stored depends neither on their number nor on where a run was interrupted.
 
-Several ranks (`model/distributed.py`) each run the passes of their share of the samples and quantize their share of
-the linears. Moments are summed as in one process, and all ranks see the same quantized weights, so that the
-number of ranks changes nothing either.
+Several ranks (`model/distributed.py`) each run the passes of their share of the samples and quantize their
+share of the linears. Moments are summed as in one process, and all ranks see the same quantized weights, so
+that the number of ranks changes nothing either.
 """
 
 import time

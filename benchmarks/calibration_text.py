@@ -1,6 +1,6 @@
 """Check and pack the calibration text that comes with quantkit.
 
-    gzip -dc quantkit/calibrate/text/default.jsonl.gz > documents.jsonl    # to edit it
+    gzip -dc quantkit/calibrate/data/text/default.jsonl.gz > documents.jsonl    # to edit it
     python benchmarks/calibration_text.py pack documents.jsonl
     python benchmarks/calibration_text.py check TEXT...    # what it shares with texts for evaluation
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibrate.sources import BUNDLED
+from quantkit.calibrate.data.texts import BUNDLED
 
 RUN = 12
 

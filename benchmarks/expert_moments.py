@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from quantkit.calibrate.calibrated import Inputs, quantize_calibrated_rows
-from quantkit.calibrate.documents import read_documents
+from quantkit.calibrate.data.documents import read_documents
+from quantkit.calibrate.data.samples import draw
+from quantkit.calibrate.hessian import Moments, gram
 from quantkit.calibrate.methods import METHODS
-from quantkit.calibrate.moments import Moments, gram
 from quantkit.calibrate.parameters import TensorParameters
-from quantkit.calibrate.samples import draw
+from quantkit.calibrate.quantize_with_hessian import Inputs, quantize_calibrated_rows
 from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor

@@ -29,9 +29,9 @@ import quantkit
 from quantkit.bench.speed import weight_bytes
 from quantkit.errors import UsageError
 from quantkit.kernels.measure import read_time
-from quantkit.runtime.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
+from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
-from quantkit.runtime.static_cache import static_cache
 
 #: Of Llama-3 8B, but for the vocabulary, which is outside of layers.
 SIZES: dict[str, Any] = {

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.output.shard_file import ShardFile
 from quantkit.checkpoint.tensors import TensorSpec
 
 TIME_LIMITS = {"rtn": 3.0, "mse": 30.0}

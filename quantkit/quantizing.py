@@ -1,10 +1,10 @@
 """Quantizing a checkpoint: plan, calibrate, stream, write.
 
 `quantization/plan.py` decides everything first, `quantization/stream.py` moves the tensors,
-`checkpoint/writer.py` writes. With calibration data `quantization/blockwise/calibration.py` comes before: it
-fills files with quantized blocks, which are then streamed. `verification/check_output.py` runs the result
-before it is finished, and `quantization/run_record.py` says what a run records of itself. Here are the recipe
-of the options and the order of these steps.
+`checkpoint/output/directory.py` writes. With calibration data `quantization/blockwise/calibration.py` comes
+before: it fills files with quantized blocks, which are then streamed. `verification/check_output.py` runs the
+result before it is finished, and `quantization/run_record.py` says what a run records of itself. Here are the
+recipe of the options and the order of these steps.
 """
 
 import json
@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.recipe import Choice, Recipe, parse_rule, read_recipe
-from quantkit.calibrate.samples import Samples
-from quantkit.checkpoint.hub import locate, resolve
-from quantkit.checkpoint.journal import read_journal
+from quantkit.calibrate.data.samples import Samples
+from quantkit.checkpoint.hub.repository import locate, resolve
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory
+from quantkit.checkpoint.output.journal import read_journal
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint, check_not_quantized
-from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.devices import pick_device
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.memory import enough_memory, free_memory, say_if_short
@@ -47,6 +46,7 @@ from quantkit.quantization.rotated_checkpoint import rotated
 from quantkit.quantization.run_record import model_record, run_record
 from quantkit.quantization.side_files import check_side_files
 from quantkit.quantization.stream import write_shards
+from quantkit.recipes.recipe import Choice, Recipe, parse_rule, read_recipe
 from quantkit.verification.check_output import check_finished, check_unfinished
 
 #: About what header, index, journal and manifest together say of a tensor of the output.

@@ -26,4 +26,4 @@ def test_quantize_tensor_needs_no_transformers() -> None:
 
 
 def test_yaml_is_loaded_for_recipes_in_yaml_only() -> None:
-    assert "yaml" not in imported_by("import quantkit.calibrate.recipe")
+    assert "yaml" not in imported_by("import quantkit.recipes.recipe")

@@ -197,7 +197,7 @@ sys.addaudithook(audit)
 import json, torch, quantkit
 from quantkit.kernels.tiles.store import stored_tables, user_path
 from quantkit.verification.verify import verify
-from quantkit.calibrate.recipe import Recipe
+from quantkit.recipes.recipe import Recipe
 assert quantkit.__file__.startswith(package)
 result = quantkit.quantize(source, out, format="int4", method="mse", device="cpu")
 model = quantkit.load(out, device="cpu")

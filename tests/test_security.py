@@ -44,7 +44,7 @@ ALLOWED: dict[tuple[str, str], str] = {
         "import_module of a name that is computed",
     ): "the modules of _LAZY, a table of quantkit's",
     ("__init__.py", "call globals"): "what was imported is kept in this module",
-    ("checkpoint/lock.py", "import socket"): "the name of this host, for whoever waits for the lock",
+    ("checkpoint/output/lock.py", "import socket"): "the name of this host, for whoever waits for the lock",
     (
         "verification/verify.py",
         "import subprocess",

@@ -156,7 +156,7 @@ def test_a_signal_after_the_work_changes_nothing(tmp_path: Path) -> None:
     [
         # Within the imports of all commands, and of one that is at work.
         (signal.SIGINT, "typer"),
-        (signal.SIGHUP, "quantkit.cli.bench"),
+        (signal.SIGHUP, "quantkit.cli.commands.bench"),
         (signal.SIGINT, "wave"),
         (signal.SIGTERM, "threads"),
         (signal.SIGINT, "del"),

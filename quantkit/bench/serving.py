@@ -17,16 +17,16 @@ import torch
 
 from quantkit.bench.figures import Load, Percentiles, Serving, label_of
 from quantkit.bench.machine import machine
-from quantkit.calibrate.samples import check_seed
-from quantkit.checkpoint.hub import resolve
+from quantkit.calibrate.data.samples import check_seed
+from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.eval.models import dtype_named, language_limits
 from quantkit.eval.sizes import measure
 from quantkit.progress import Progress
+from quantkit.runtime.cache.static_cache import layers_without_keys
 from quantkit.runtime.load import load
-from quantkit.runtime.static_cache import layers_without_keys
 
 #: By device: requests per second, and the shortest and longest prompt and answer in tokens.
 DEFAULTS: dict[str, tuple[tuple[float, ...], tuple[int, int], tuple[int, int]]] = {

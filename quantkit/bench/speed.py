@@ -16,9 +16,9 @@ import torch
 
 from quantkit.bench.figures import Cell, Memory, Speed, Spread, label_of, percentile
 from quantkit.bench.machine import EnergyMeter, machine, peak_bytes, used_bytes
-from quantkit.calibrate.documents import read_text
-from quantkit.calibrate.samples import check_seed
-from quantkit.checkpoint.hub import resolve
+from quantkit.calibrate.data.documents import read_text
+from quantkit.calibrate.data.samples import check_seed
+from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import UsageError
@@ -27,12 +27,12 @@ from quantkit.eval.sizes import measure
 from quantkit.kernels.choice import likeliest
 from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.progress import Progress
+from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cpu_steps.flat_forward import FlatForward
 from quantkit.runtime.cuda_graphs.decode import GraphedForward, plain_forward
 from quantkit.runtime.generate import cache_name, last_logits
 from quantkit.runtime.host_copy import HostCopy
 from quantkit.runtime.load import load
-from quantkit.runtime.static_cache import static_cache
 from quantkit.runtime.unpacked import unpacked
 
 #: A decoding step: the tokens int64 [B, 1] that follow those given.

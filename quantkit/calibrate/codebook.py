@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from quantkit.calibrate.grids import Grid, global_scale
+from quantkit.calibrate.scale_search import Grid, global_scale
 from quantkit.packing.formats import FittedFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import quantize_units

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from quantkit.calibrate.grids import Grid, rtn, storable
+from quantkit.calibrate.scale_search import Grid, rtn, storable
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, IntFormat
 from quantkit.packing.schemes import Scheme

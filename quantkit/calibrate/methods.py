@@ -1,7 +1,8 @@
 """Methods: from a weight to codes, scales and zero-points.
 
 A method is a composition of steps, one row of `METHODS`. Those that need no data quantize any weight at any
-time, here. Those that do see the second moments of a linear's inputs, in `calibrate/calibrated.py`.
+time, here. Those that do see the second moments of a linear's inputs, in
+`calibrate/quantize_with_hessian.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +11,11 @@ from typing import Literal
 
 import torch
 
-from quantkit.calibrate import planes, rank_one, tensor_scale
+from quantkit.calibrate import rank_one, residual_terms, tensor_scale
 from quantkit.calibrate.codebook import Fit
-from quantkit.calibrate.grids import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.hqq import hqq
 from quantkit.calibrate.parameters import FitTensor, TensorParameters, fit_parameters
+from quantkit.calibrate.scale_search import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.scaling import AWQ, SMOOTHQUANT, Scaling
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.formats import IntFormat
@@ -124,7 +125,7 @@ METHODS: dict[str, Method] = {
             "plain rounding to nearest, one pass",
             "rtn",
             rtn,
-            planes.plain,
+            residual_terms.plain,
             tensor_scale.plain,
         ),
         Method(
@@ -132,7 +133,7 @@ METHODS: dict[str, Method] = {
             "scales searched for the smallest squared error, data-free",
             "mse",
             mse,
-            planes.search,
+            residual_terms.search,
             tensor_scale.search,
         ),
         Method(
@@ -276,7 +277,7 @@ def _quantize_groups(
         method.check(scheme)
         assert method.fit_planes is not None
         scales = method.fit_planes(groups, scheme, importance)
-        codes, values = planes.encode(groups, scales, scheme)
+        codes, values = residual_terms.encode(groups, scales, scheme)
         residual = groups - values
         error = _sum_of_squares(residual if importance is None else residual * importance.sqrt())
         return _QuantizedGroups(codes, scales, None, error)

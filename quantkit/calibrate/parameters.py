@@ -11,8 +11,8 @@ from itertools import chain
 import torch
 
 from quantkit.calibrate.codebook import Fit, bind, fit_codebook
-from quantkit.calibrate.grids import Grid, global_scale
 from quantkit.calibrate.rank_one import Chunks, fit_column_scale
+from quantkit.calibrate.scale_search import Grid, global_scale
 from quantkit.calibrate.tensor_scale import ValueCounts, count_values
 from quantkit.packing.schemes import Scheme
 

@@ -1,6 +1,6 @@
 """Rounding with compensation: codes that make the error of a linear's outputs small, not that of its weights.
 
-For weights W [N, K], stored values Q and the second moments H of the inputs (`calibrate/moments.py`), the
+For weights W [N, K], stored values Q and the second moments H of the inputs (`calibrate/hessian.py`), the
 squared error of the outputs is a quadratic of the error E = W - Q, row by row:
 
     tr(E H E^T) = sum over rows of e H e^T.
@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import torch
 
-from quantkit.calibrate.grids import nearest, rounded_scale
-from quantkit.calibrate.moments import Damped, Factor
+from quantkit.calibrate.hessian import Damped, Factor
+from quantkit.calibrate.scale_search import nearest, rounded_scale
 from quantkit.packing.schemes import Scheme
 
 #: Columns whose targets are computed together from the errors before them, by one matrix product.

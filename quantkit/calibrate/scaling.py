@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.calibrate.moments import Moments
+from quantkit.calibrate.hessian import Moments
 from quantkit.packing.schemes import Scheme
 
 #: Exponents that are tried.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.calibrate.grids import nearest, rounded_scale, storable
+from quantkit.calibrate.scale_search import nearest, rounded_scale, storable
 from quantkit.packing.schemes import Scheme
 
 #: Low bits of a float32 that are rounded off: it has 24 digits.

@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.checkpoint.durable import hash_file, is_inside, is_plain_name, read_inside, write_file
-from quantkit.checkpoint.lock import DirectoryLock, locked
+from quantkit.checkpoint.output.atomic_write import (
+    hash_file,
+    is_inside,
+    is_plain_name,
+    read_inside,
+    write_file,
+)
+from quantkit.checkpoint.output.lock import DirectoryLock, locked
 from quantkit.errors import CheckpointError
 from quantkit.files import os_error_text, parse_json, shown
 

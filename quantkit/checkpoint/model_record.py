@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from quantkit.checkpoint.hub import is_hub_id
+from quantkit.checkpoint.hub.repository import is_hub_id
 from quantkit.errors import CheckpointError
 from quantkit.files import shown
 

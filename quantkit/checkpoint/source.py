@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from quantkit.checkpoint.durable import is_inside
-from quantkit.checkpoint.header import read_header, read_json
+from quantkit.checkpoint.output.atomic_write import is_inside
+from quantkit.checkpoint.safetensors_header import read_header, read_json
 from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.stamp import FileStamp
 from quantkit.checkpoint.tensors import StoredTensor

@@ -5,20 +5,20 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.bench import bench
-from quantkit.cli.demo import demo
-from quantkit.cli.doctor import doctor
-from quantkit.cli.evaluate import evaluate
-from quantkit.cli.formats import formats
-from quantkit.cli.generate import generate
-from quantkit.cli.inspection import inspect
-from quantkit.cli.methods import methods
-from quantkit.cli.plan import plan
-from quantkit.cli.publish import push, report
-from quantkit.cli.quantize import quantize
+from quantkit.cli.commands.bench import bench
+from quantkit.cli.commands.demo import demo
+from quantkit.cli.commands.doctor import doctor
+from quantkit.cli.commands.evaluate import evaluate
+from quantkit.cli.commands.formats import formats
+from quantkit.cli.commands.generate import generate
+from quantkit.cli.commands.inspection import inspect
+from quantkit.cli.commands.methods import methods
+from quantkit.cli.commands.plan import plan
+from quantkit.cli.commands.publish import push, report
+from quantkit.cli.commands.quantize import quantize
+from quantkit.cli.commands.tune import tune
+from quantkit.cli.commands.verify import verify
 from quantkit.cli.threads import with_threads
-from quantkit.cli.tune import tune
-from quantkit.cli.verify import verify
 
 app = typer.Typer(
     help="Quantize language models to packed low-bit checkpoints, run them, and measure what it cost.",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def print_reports(reports: Sequence["EvalReport"]) -> None:
     """A table per text with a row per model, one of the tasks, what each model lost in words, and notes."""
-    from quantkit.eval.verdict import verdict_line
+    from quantkit.eval.rating import verdict_line
 
     for text, metrics in reports[0].texts.items():
         say(f"{text}: {metrics.tokens} tokens", style="bold")

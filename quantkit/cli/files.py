@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
-from quantkit.checkpoint.beside import beside
+from quantkit.checkpoint.output.beside import beside
 from quantkit.errors import OutputError
 from quantkit.files import TEMP_PREFIX, NoFileError, TempFile, check_places, replace_file
 

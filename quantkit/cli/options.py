@@ -11,9 +11,9 @@ import typer
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from quantkit.calibrate.recipe import Recipe
     from quantkit.quantization.allocate.budget import Budget
     from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
+    from quantkit.recipes.recipe import Recipe
 
 #: Names for the help texts, which must not import torch; a test compares them with the tables they are from.
 FORMATS = (
@@ -254,8 +254,8 @@ class Asked:
 
     def to_recipe(self, budget: "Budget | None") -> "Recipe":
         """What linears get; those without a rule what is allocated to them, with a budget."""
-        from quantkit.calibrate.recipe import parse_group_size, parse_packing, parse_zero_point
         from quantkit.quantizing import make_recipe
+        from quantkit.recipes.recipe import parse_group_size, parse_packing, parse_zero_point
 
         return make_recipe(
             format=self.format,

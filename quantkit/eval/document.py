@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit import escaping
-from quantkit.checkpoint.beside import beside
+from quantkit.checkpoint.output.beside import beside
 from quantkit.errors import OutputError
 from quantkit.escaping import Prose
 from quantkit.files import replace_file

@@ -9,18 +9,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.hub.repository import resolve
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.eval.eval_model import Batch, Settings, Subject, check_comparable
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
 from quantkit.eval.models import dtype_for, dtype_named, release, versions
-from quantkit.eval.partial import Partial
-from quantkit.eval.passes import open_passes
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
 from quantkit.eval.reference import DEFAULT_BUDGET_BYTES, Reference, plan_blocks
+from quantkit.eval.result_cache import Partial
 from quantkit.eval.results import EvalReport, NoiseFloor
+from quantkit.eval.runner import open_passes
 from quantkit.eval.sizes import Sizes, measure
-from quantkit.eval.subject import Batch, Settings, Subject, check_comparable
 from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_manager, task_metrics
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
 from quantkit.kernels.table import forced_row

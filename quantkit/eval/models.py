@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.hub.repository import resolve
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.tokenizer import tokenizer

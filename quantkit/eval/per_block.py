@@ -15,7 +15,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError
 from quantkit.eval.metrics import score
-from quantkit.eval.passes import predictions
+from quantkit.eval.runner import predictions
 from quantkit.model.blocks import Block, Decoder
 from quantkit.model.hidden_states import Home
 from quantkit.model.structure import read_structure

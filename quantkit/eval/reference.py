@@ -20,9 +20,9 @@ import torch
 
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, OutputError, UsageError
+from quantkit.eval.eval_model import Batch, Settings, Subject
 from quantkit.eval.models import dtype_for, dtype_named, versions
-from quantkit.eval.passes import open_passes
-from quantkit.eval.subject import Batch, Settings, Subject
+from quantkit.eval.runner import open_passes
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
 from quantkit.files import open_regular, os_error_text, replace_file
 from quantkit.progress import Advance

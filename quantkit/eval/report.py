@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.durable import hash_file
+from quantkit.checkpoint.output.atomic_write import hash_file
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.escaping import Code, Prose
 from quantkit.eval import plots
 from quantkit.eval.document import Bullets, Command, Document, Figure, Section, Table, Text, write
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
+from quantkit.eval.rating import VERDICTS, verdict, verdict_line
 from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.tasks import TaskMetrics
-from quantkit.eval.verdict import VERDICTS, verdict, verdict_line
 from quantkit.files import size_text
 
 VERSION = 1

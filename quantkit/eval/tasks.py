@@ -18,7 +18,7 @@ import numpy as np
 from quantkit.about import pip_install
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.eval.paired import Paired, accuracy_error, compare
-from quantkit.eval.partial import Partial
+from quantkit.eval.result_cache import Partial
 from quantkit.progress import Progress
 
 #: What makes a directory a model's, from which no task is read.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.calibrate.samples import token_digest
+from quantkit.calibrate.data.samples import token_digest
 from quantkit.errors import CheckpointError, UsageError
 
 DEFAULT_WINDOW = 2048

@@ -8,9 +8,9 @@ from traceback import walk_tb
 from typing import Any
 
 import quantkit
-from quantkit.checkpoint.durable import is_inside
-from quantkit.checkpoint.header import read_json
-from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.hub.repository import resolve
+from quantkit.checkpoint.output.atomic_write import is_inside
+from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.memory import is_lack_of_memory
 

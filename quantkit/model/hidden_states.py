@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from quantkit.checkpoint.durable import disk_memory
+from quantkit.checkpoint.output.atomic_write import disk_memory
+from quantkit.checkpoint.output.work_files import WorkFiles
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
-from quantkit.checkpoint.work_files import WorkFiles
 from quantkit.files import size_text
 from quantkit.memory import free_share
 from quantkit.model.distributed import Ranks, Record

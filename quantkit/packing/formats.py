@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.packing.cells import codes_between
+from quantkit.packing.bucketize import codes_between
 
 MAX_BITS = 8
 #: Rounding multiplies values of a float format by up to 2**23, in float32.

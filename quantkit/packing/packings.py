@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from quantkit.packing import radix, words
+from quantkit.packing import bitpack, radix
 from quantkit.packing.formats import FittedFormat, NumberFormat
 
 PackingName = Literal["bits", "radix"]
@@ -59,10 +59,10 @@ PACKINGS: dict[str, Packing] = {
             "bits",
             "every code takes its bits, in planes of 8, 4, 2 and 1: what kernels want",
             why_not=lambda form, planes: None,
-            words_per_row=lambda columns, form, planes: words.words_per_row(columns, planes * form.bits),
-            codes_per_cut=lambda form, planes: words.codes_per_cut(planes * form.bits),
-            pack=lambda codes, form, planes: words.pack(codes, planes * form.bits),
-            unpack=lambda packed, form, planes, columns: words.unpack(packed, planes * form.bits, columns),
+            words_per_row=lambda columns, form, planes: bitpack.words_per_row(columns, planes * form.bits),
+            codes_per_cut=lambda form, planes: bitpack.codes_per_cut(planes * form.bits),
+            pack=lambda codes, form, planes: bitpack.pack(codes, planes * form.bits),
+            unpack=lambda packed, form, planes, columns: bitpack.unpack(packed, planes * form.bits, columns),
         ),
         Packing(
             "radix",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.packing import words
+from quantkit.packing import bitpack
 from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import (
     MAX_BITS,
@@ -228,7 +228,7 @@ class Scheme:
         """What rows of a weight are stored in, and how many each takes: between those it can be cut."""
         if self.zero_point != "integer":
             return {}
-        count = words.codes_per_cut(self.format.bits)
+        count = bitpack.codes_per_cut(self.format.bits)
         return {f"words of {count} zero-points": count}
 
     def column_units(self, columns: int) -> dict[str, int]:
@@ -252,7 +252,7 @@ class Scheme:
             # Zero-points are codes, packed along N as compressed-tensors does.
             parts["zero_point"] = (
                 torch.int32,
-                (words.words_per_row(rows, self.format.bits), self.groups(columns)),
+                (bitpack.words_per_row(rows, self.format.bits), self.groups(columns)),
             )
         if self.zero_point == "float":
             parts["zero_point"] = (self.zero_point_dtype, (rows, self.groups(columns)))

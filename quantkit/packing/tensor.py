@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from quantkit.errors import FormatError
+from quantkit.packing.bitpack import pack, unpack
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
-from quantkit.packing.words import pack, unpack
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.durable import read_inside
+from quantkit.checkpoint.output.atomic_write import read_inside
 
 CARD_NAME = "README.md"
 #: What holds for every copy of the weights.

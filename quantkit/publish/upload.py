@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quantkit.checkpoint.hub_answers import CONNECTION_PROBLEMS
-from quantkit.checkpoint.hub_deadline import SLOWEST_BYTES_PER_SECOND, BadAnswer, Deadline, within
+from quantkit.checkpoint.hub.answers import CONNECTION_PROBLEMS
+from quantkit.checkpoint.hub.deadline import SLOWEST_BYTES_PER_SECOND, BadAnswer, Deadline, within
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 from quantkit.files import os_error_text, shown, size_text
@@ -95,7 +95,7 @@ def push(
     """
     from huggingface_hub import HfApi
 
-    from quantkit.checkpoint.hub_client import guarded
+    from quantkit.checkpoint.hub.client import guarded
 
     operations = [
         _operation(name, content, upload.verified.get(name)) for name, content in upload.files.items()

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.calibrate.calibrated import GPU_GRID_WEIGHTS, chunk_rows
-from quantkit.calibrate.grids import BINS_PER_CODE, BINS_RANGE, CANDIDATES, HISTOGRAM_CELLS
+from quantkit.calibrate.hessian import DRIFT_ROWS, TILE, strip_entries
 from quantkit.calibrate.methods import GPU_CHUNK_WEIGHTS, Method
-from quantkit.calibrate.moments import DRIFT_ROWS, TILE, strip_entries
+from quantkit.calibrate.quantize_with_hessian import GPU_GRID_WEIGHTS, chunk_rows
+from quantkit.calibrate.scale_search import BINS_PER_CODE, BINS_RANGE, CANDIDATES, HISTOGRAM_CELLS
 from quantkit.calibrate.scaling import GPU_WEIGHTS
 from quantkit.checkpoint.model_record import float32_bytes
 from quantkit.checkpoint.source import Checkpoint

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from quantkit.calibrate.recipe import Fate, Recipe
 from quantkit.checkpoint.compressed_tensors import (
     compressed_tensors_format,
     stored_format,
@@ -25,6 +24,7 @@ from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.plan_warnings import fused_sets, plan_notes
 from quantkit.quantization.task import Task
+from quantkit.recipes.recipe import Fate, Recipe
 
 if TYPE_CHECKING:
     from quantkit.quantization.allocate.allocation import Allocation

@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
+from quantkit.calibrate.hadamard import Rotation
 from quantkit.calibrate.methods import CHUNK_WEIGHTS
-from quantkit.calibrate.rotation import Rotation
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.recipe import Recipe
-from quantkit.checkpoint.hub import Located
+from quantkit.checkpoint.hub.repository import Located
 from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.plan import Plan
+from quantkit.recipes.recipe import Recipe
 
 
 def run_record(

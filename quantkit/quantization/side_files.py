@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantkit.checkpoint.durable import is_inside, is_plain_name
-from quantkit.checkpoint.header import MAX_JSON_BYTES
 from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.checkpoint.output.atomic_write import is_inside, is_plain_name
+from quantkit.checkpoint.safetensors_header import MAX_JSON_BYTES
 from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAME, Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError

@@ -16,14 +16,14 @@ import torch
 from quantkit.calibrate.methods import CHUNK_WEIGHTS, GPU_CHUNK_WEIGHTS, QuantizedRows, quantize_rows
 from quantkit.calibrate.parameters import SAMPLE_WEIGHTS, TensorParameters, fit_parameters
 from quantkit.checkpoint.model_record import Measured
-from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.output.directory import OutputDirectory
+from quantkit.checkpoint.output.shard_file import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
-from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.errors import FormatError
 from quantkit.memory import STREAM_IDLE_BYTES, in_pieces, trim_cache
+from quantkit.packing.bitpack import BLOCK
 from quantkit.packing.tensor import store_zero_points
-from quantkit.packing.words import BLOCK
 from quantkit.progress import Advance
 from quantkit.quantization.plan import Plan, Shard
 from quantkit.quantization.task import Task

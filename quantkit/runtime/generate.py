@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.samples import check_seed
+from quantkit.calibrate.data.samples import check_seed
 from quantkit.errors import UsageError
 from quantkit.kernels.choice import likeliest
 from quantkit.runtime.host_copy import HostCopy
@@ -117,7 +117,7 @@ def stream(
         raise UsageError(f"the prompt is no Unicode text: {error.reason}. Write it in UTF-8.") from None
     packed_cache = None
     if kv_cache is not None:
-        from quantkit.runtime.kv_cache import PackedCache
+        from quantkit.runtime.cache.kv_cache import PackedCache
 
         packed_cache = PackedCache(model.config, kv_cache)
     ids: torch.Tensor = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)

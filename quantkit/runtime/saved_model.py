@@ -10,11 +10,11 @@ from pathlib import Path
 from torch import nn
 
 from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
-from quantkit.checkpoint.header import read_json
-from quantkit.checkpoint.journal import JOURNAL_NAME
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_manifest
 from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
+from quantkit.checkpoint.output.journal import JOURNAL_NAME
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
+from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.files import os_error_text

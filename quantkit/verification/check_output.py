@@ -14,7 +14,7 @@ import torch
 from quantkit import memory
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import LayerRecord, float32_bytes
-from quantkit.checkpoint.writer import OutputDirectory
+from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.files import size_text
 from quantkit.quantization.plan import Plan

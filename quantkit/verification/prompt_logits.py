@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.lock import DirectoryLock, locked
 from quantkit.checkpoint.manifest import extend_manifest, read_manifest
 from quantkit.checkpoint.model_record import ModelRecord, float32_bytes
+from quantkit.checkpoint.output.lock import DirectoryLock, locked
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.kernels.table import quietly

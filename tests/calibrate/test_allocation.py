@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.calibrate.allocation import Option, allocate
 from quantkit.errors import UsageError
+from quantkit.recipes.knapsack import Option, allocate
 
 #: Few different numbers, so that options tie and dominate each other.
 OPTIONS = st.builds(

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from quantkit.calibrate import data_sets
-from quantkit.calibrate.data_sets import DataSetName, files_to_read
-from quantkit.checkpoint.hub_answers import Listing
+from quantkit.calibrate.data import datasets
+from quantkit.calibrate.data.datasets import DataSetName, files_to_read
+from quantkit.checkpoint.hub.answers import Listing
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 
 SHARDS = [f"data/train-{i:05}-of-00002.parquet" for i in range(2)]
@@ -91,7 +91,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from quantkit.calibrate import data_sets
-from quantkit.calibrate.sources import parse_sources, read_source
+from quantkit.calibrate.data.texts import parse_sources, read_source
 result = {}
 for text, tokens in json.loads(sys.argv[1]):
     try:
@@ -203,10 +203,10 @@ def test_parquet_is_not_downloaded_where_it_cannot_be_read_nor_files_without_bou
 def test_a_file_of_which_hardly_a_byte_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = threading.Event()
     listing = Listing("1" * 40, {"a.txt": 1000})
-    monkeypatch.setattr(data_sets, "read_listing", lambda *_, **__: listing)
-    monkeypatch.setattr(data_sets, "download_large", lambda *_: wait.wait(20))
-    monkeypatch.setattr(data_sets, "FILE_SECONDS", 0.1)
-    data_set = data_sets.open_data_set(data_sets.parse_data_set("hf:org/texts"))
+    monkeypatch.setattr(datasets, "read_listing", lambda *_, **__: listing)
+    monkeypatch.setattr(datasets, "download_large", lambda *_: wait.wait(20))
+    monkeypatch.setattr(datasets, "FILE_SECONDS", 0.1)
+    data_set = datasets.open_data_set(datasets.parse_data_set("hf:org/texts"))
     with pytest.raises(EnvironmentProblem, match=r"hf:org/texts: .*no answer within 0\.2\d* seconds"):
         data_set.download("a.txt")
     wait.set()

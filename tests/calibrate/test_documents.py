@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.calibrate import documents
-from quantkit.calibrate.documents import first_documents, kind_of, read_documents, read_text
-from quantkit.calibrate.sources import Source, read_source
+from quantkit.calibrate.data import documents
+from quantkit.calibrate.data.documents import first_documents, kind_of, read_documents, read_text
+from quantkit.calibrate.data.texts import Source, read_source
 from quantkit.errors import EnvironmentProblem, UsageError
 
 
@@ -280,7 +280,7 @@ def test_a_part_that_is_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "abc"}\n' * 5000)
     assert read_source(Source(path), 1).notes == ()
-    monkeypatch.setattr("quantkit.calibrate.sources.MAX_WORK", 12800)
+    monkeypatch.setattr("quantkit.calibrate.data.texts.MAX_WORK", 12800)
     texts = read_source(Source(path), 1)
     assert texts.documents == ["abc"] * 100
     assert texts.notes == (

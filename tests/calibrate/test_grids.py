@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.calibrate.grids import Grid, global_scale, mse, rtn
 from quantkit.calibrate.methods import quantize_tensor
+from quantkit.calibrate.scale_search import Grid, global_scale, mse, rtn
 from quantkit.errors import FormatError
 from quantkit.packing.schemes import ZERO_POINTS, Scheme, scheme
 from quantkit.packing.tensor import encode_groups

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from quantkit.calibrate import hqq as hqq_module
-from quantkit.calibrate.grids import Grid, rtn
 from quantkit.calibrate.hqq import hqq, lp_error
 from quantkit.calibrate.methods import METHODS, quantize_tensor
+from quantkit.calibrate.scale_search import Grid, rtn
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, IntFormat
 from quantkit.packing.schemes import SCALE_TYPES, ZERO_POINTS, Scheme, scheme

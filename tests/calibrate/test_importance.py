@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.calibrate.grids import (
+from quantkit.calibrate.scale_search import (
     MOST_IMPORTANT,
     Grid,
     mse,

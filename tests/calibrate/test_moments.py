@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from quantkit.calibrate import moments
-from quantkit.calibrate.methods import METHODS
-from quantkit.calibrate.moments import (
+from quantkit.calibrate import hessian
+from quantkit.calibrate.hessian import (
     DAMPINGS,
     RUNS,
     TILE,
@@ -26,6 +25,7 @@ from quantkit.calibrate.moments import (
     largest,
     run_of,
 )
+from quantkit.calibrate.methods import METHODS
 from quantkit.errors import FormatError
 
 from ..live_bytes import LiveBytes
@@ -78,9 +78,9 @@ def test_cholesky_in_panels_is_that_of_the_library(columns: int) -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Panels that are a small part of matrices of 512 columns, as on a GPU."""
-    monkeypatch.setattr(moments, "TILE", {"cpu": 16})
+    monkeypatch.setattr(hessian, "TILE", {"cpu": 16})
     for name in ("CHOLESKY_COLUMNS", "CORRECTION_ROWS", "DRIFT_ROWS"):
-        monkeypatch.setattr(moments, name, 16)
+        monkeypatch.setattr(hessian, name, 16)
 
 
 @pytest.mark.usefixtures("narrow")
@@ -153,7 +153,7 @@ def test_sums_of_parts_are_the_sum_of_all(pieces: int, drifts: bool) -> None:
 
 @pytest.mark.parametrize("columns", [1, 7, 64, 130])
 def test_the_factor_rebuilds_the_damped_moments(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moments, "CHOLESKY_COLUMNS", 32)
+    monkeypatch.setattr(hessian, "CHOLESKY_COLUMNS", 32)
     second = gram(inputs(400, columns)) / 400
     factor = factorize(second)
     assert factor is not None and factor.damping == DAMPINGS[0]
@@ -207,9 +207,9 @@ def test_dead_features_couple_with_none() -> None:
 def test_the_correction_is_least_squares_towards_the_original_outputs(
     panel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moments, "CHOLESKY_COLUMNS", panel)
-    monkeypatch.setattr(moments, "CORRECTION_ROWS", panel)
-    monkeypatch.setattr(moments, "DAMPINGS", (1e-9,))
+    monkeypatch.setattr(hessian, "CHOLESKY_COLUMNS", panel)
+    monkeypatch.setattr(hessian, "CORRECTION_ROWS", panel)
+    monkeypatch.setattr(hessian, "DAMPINGS", (1e-9,))
     x, weights = inputs(500, 24), torch.randn(6, 24)
     exact = x + 0.2 * inputs(500, 24, 1)
     given = Moments(gram(x) / 500, 500, drift(exact, x) / 500)
@@ -231,13 +231,13 @@ def test_no_drift_corrects_nothing() -> None:
 
 def test_moments_of_scaled_inputs() -> None:
     x, factors = inputs(100, 8), torch.rand(8) + 0.5
-    moments = Moments(gram(x) / 100, 100, drift(2 * x, x) / 100, largest(x)).scaled(factors)
-    assert moments.drift is not None and moments.largest is not None
-    assert torch.allclose(moments.largest, (x / factors).abs().amax(0))
+    hessian = Moments(gram(x) / 100, 100, drift(2 * x, x) / 100, largest(x)).scaled(factors)
+    assert hessian.drift is not None and hessian.largest is not None
+    assert torch.allclose(hessian.largest, (x / factors).abs().amax(0))
     exact = (x.double() / factors).T @ (x.double() / factors) / 100
     # An entry is a sum whose terms may cancel.
     size = (x.double() / factors).abs().T @ (x.double() / factors).abs() / 100
-    for found in (moments.second, moments.drift):
+    for found in (hessian.second, hessian.drift):
         assert bool(((found - exact).abs() <= 1e-5 * size).all())
 
 

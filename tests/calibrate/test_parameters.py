@@ -7,10 +7,10 @@ import torch
 
 from quantkit.calibrate import codebook, methods, parameters
 from quantkit.calibrate.codebook import fit_codebook, normal_book
-from quantkit.calibrate.grids import mse, rtn
 from quantkit.calibrate.methods import METHODS, quantize_rows, quantize_tensor
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.calibrate.rank_one import fit_column_scale
+from quantkit.calibrate.scale_search import mse, rtn
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat
 from quantkit.packing.schemes import Scheme, scheme
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from quantkit.calibrate import planes
+from quantkit.calibrate import residual_terms
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS
@@ -49,8 +49,8 @@ def errors(groups: torch.Tensor, scales: torch.Tensor, chosen: Scheme) -> torch.
 @pytest.mark.parametrize("chosen", SCHEMES, ids=str)
 def test_the_nearest_level_is_stored(chosen):
     groups = gaussian(6, 11)
-    for scales in (planes.plain(groups, chosen), planes.search(groups, chosen)):
-        codes, values = planes.encode(groups, scales, chosen)
+    for scales in (residual_terms.plain(groups, chosen), residual_terms.search(groups, chosen)):
+        codes, values = residual_terms.encode(groups, scales, chosen)
         bits = chosen.format.bits
         parts = [(codes >> (bits * p)) & (2**bits - 1) for p in range(chosen.planes)]
         decoded = sum(chosen.format.decode(part) * scales[:, p, None] for p, part in enumerate(parts))
@@ -62,7 +62,7 @@ def test_the_nearest_level_is_stored(chosen):
 def test_greedy_scales_are_what_plain_loops_compute():
     chosen = Scheme(BINARY, None, scale_dtype=F32, planes=3)
     groups = gaussian(5, 9)
-    found = planes.plain(groups, chosen)
+    found = residual_terms.plain(groups, chosen)
     for group, scales in zip(groups.tolist(), found.tolist(), strict=True):
         rest = list(group)
         for scale in scales:
@@ -82,7 +82,7 @@ def test_the_search_is_never_worse_than_greedy_and_stores_what_it_measured(chose
     if kind == "constant":
         groups[:] = groups[:, :1]
     groups *= {"zeros": 0.0, "tiny": 1e-30, "huge": 1e3}.get(kind, 1.0)
-    plain, searched = planes.plain(groups, chosen), planes.search(groups, chosen)
+    plain, searched = residual_terms.plain(groups, chosen), residual_terms.search(groups, chosen)
     assert torch.equal(searched.to(chosen.scale_dtype).float(), searched)
     squares = groups.double().square().sum(1)
     limit = errors(groups, plain, chosen) * (1 + 1e-5) + 1e-12 * squares
@@ -106,7 +106,7 @@ def exhaustive(group: list[float], chosen: Scheme) -> float:
 )
 def test_the_search_finds_what_an_exhaustive_one_finds(chosen, size):
     groups = gaussian(12, size)
-    found = errors(groups, planes.search(groups, chosen), chosen)
+    found = errors(groups, residual_terms.search(groups, chosen), chosen)
     best = torch.tensor([exhaustive(group, chosen) for group in groups.tolist()])
     squares = groups.double().square().sum()
     # The scales are float32.
@@ -128,7 +128,7 @@ def best_split(group: list[float]) -> float:
 def test_two_planes_of_binary_end_close_to_the_best_split():
     chosen = SCHEMES[0]
     groups = torch.cat([gaussian(100, 128), gaussian(100, 128, seed=1) ** 3])
-    found = errors(groups, planes.search(groups, chosen), chosen)
+    found = errors(groups, residual_terms.search(groups, chosen), chosen)
     best = torch.tensor([best_split(group) for group in groups.tolist()], dtype=torch.float64)
     assert (found >= best * (1 - 1e-6)).all()
     assert float((found / best).mean()) < 1.002

@@ -9,7 +9,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.calibrate.recipe import (
+from quantkit.errors import FormatError, QuantkitError, UsageError
+from quantkit.packing.schemes import scheme
+from quantkit.quantizing import make_recipe
+from quantkit.recipes.recipe import (
     MAX_CHARACTERS,
     Choice,
     Recipe,
@@ -18,10 +21,7 @@ from quantkit.calibrate.recipe import (
     parse_rule,
     read_recipe,
 )
-from quantkit.calibrate.strict_yaml import parse_yaml
-from quantkit.errors import FormatError, QuantkitError, UsageError
-from quantkit.packing.schemes import scheme
-from quantkit.quantizing import make_recipe
+from quantkit.recipes.strict_yaml import parse_yaml
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(3) for m in ("self_attn.q_proj", "mlp.down_proj")]
 LINEARS = dict.fromkeys([*NAMES, "lm_head"], torch.bfloat16)

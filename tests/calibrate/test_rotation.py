@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.calibrate.rotation import Rotation
+from quantkit.calibrate.hadamard import Rotation
 
 #: Sylvester's, and products with Paley's of either kind: 12, 20, 28, 36, 44, 60, 180, 200.
 SIZES = (1, 2, 64, 128, 12, 96, 80, 28, 112, 36, 576, 88, 960, 360, 400)

@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 
-from quantkit.calibrate import calibrated
-from quantkit.calibrate.calibrated import CalibratedRows, Inputs, quantize_calibrated_rows
-from quantkit.calibrate.grids import mse, nearest
+from quantkit.calibrate import quantize_with_hessian
+from quantkit.calibrate.hessian import Damped, Moments, factorize, gram
 from quantkit.calibrate.methods import METHODS
-from quantkit.calibrate.moments import Damped, Moments, factorize, gram
 from quantkit.calibrate.parameters import TensorParameters
+from quantkit.calibrate.quantize_with_hessian import CalibratedRows, Inputs, quantize_calibrated_rows
 from quantkit.calibrate.rounding import (
     BLOCK,
     REFIT_COLUMNS,
@@ -23,6 +22,7 @@ from quantkit.calibrate.rounding import (
     round_nearest,
     round_refitted,
 )
+from quantkit.calibrate.scale_search import mse, nearest
 from quantkit.packing.schemes import Scheme, scheme
 
 
@@ -236,7 +236,7 @@ def test_no_method_stores_negative_scales_of_nvfp4(monkeypatch: pytest.MonkeyPat
         return quantize_calibrated_rows(weights, scheme("nvfp4"), chosen, shared, inputs)
 
     found = quantized()
-    monkeypatch.setattr(calibrated, "positive_scales", lambda _, rounded: rounded)
+    monkeypatch.setattr(quantize_with_hessian, "positive_scales", lambda _, rounded: rounded)
     turned = quantized()
     assert (turned.rows.scale.float() < 0).any() and (found.rows.scale.float() >= 0).all()
     assert torch.equal(turned.rows.scale.float().abs(), found.rows.scale.float())

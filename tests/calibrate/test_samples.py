@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from quantkit.calibrate.samples import Samples, draw, merge, micro_batch
+from quantkit.calibrate.data.samples import Samples, draw, merge, micro_batch
 from quantkit.errors import UsageError
 
 

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from quantkit.calibrate.calibrated import stored_nearest
+from quantkit.calibrate.hessian import Moments, gram, largest
 from quantkit.calibrate.methods import method_named
-from quantkit.calibrate.moments import Moments, gram, largest
+from quantkit.calibrate.quantize_with_hessian import stored_nearest
 from quantkit.calibrate.scaling import EXPONENTS, WEIGHT_PARTS, Consumer, output_errors, searched, smoothed
 from quantkit.packing.schemes import scheme
 

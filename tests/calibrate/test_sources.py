@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.calibrate.data_sets import DataSetName
-from quantkit.calibrate.sources import BUNDLED, BUNDLED_NAME, Source, parse_sources, read_source, shares
+from quantkit.calibrate.data.datasets import DataSetName
+from quantkit.calibrate.data.texts import BUNDLED, BUNDLED_NAME, Source, parse_sources, read_source, shares
 from quantkit.errors import UsageError
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quantkit.calibrate import methods
-from quantkit.calibrate.grids import Grid, rtn, squared_error
 from quantkit.calibrate.methods import METHODS, quantize_rows, quantize_tensor
 from quantkit.calibrate.parameters import fit_parameters
+from quantkit.calibrate.scale_search import Grid, rtn, squared_error
 from quantkit.calibrate.tensor_scale import count_values, plain, search
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, FittedFormat

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.dtypes import TORCH_DTYPES
-from quantkit.checkpoint.header import MAX_HEADER_BYTES, encode_header, parse_json, read_header
+from quantkit.checkpoint.safetensors_header import MAX_HEADER_BYTES, encode_header, parse_json, read_header
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError
 

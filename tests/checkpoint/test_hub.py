@@ -24,8 +24,9 @@ from huggingface_hub.errors import (
 )
 from safetensors.torch import save
 
-from quantkit.checkpoint import hub, hub_answers
-from quantkit.checkpoint.hub import locate, resolve
+from quantkit.checkpoint.hub import answers as hub_answers
+from quantkit.checkpoint.hub import repository as hub
+from quantkit.checkpoint.hub.repository import locate, resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 
@@ -185,7 +186,7 @@ def test_a_bug_is_not_disguised(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     def bug(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("quantkit.checkpoint.hub_answers.parse_json", bug)
+    monkeypatch.setattr("quantkit.checkpoint.hub.answers.parse_json", bug)
     with answering(answers_of(FILES)), pytest.raises(ZeroDivisionError):
         resolve("org/name")
 
@@ -363,7 +364,7 @@ def test_what_huggingface_hub_makes_of_wrong_answers(cache: Path, headers: dict[
 def test_a_server_that_never_says_how_large_a_file_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one that sends one header after the other."""
     wait = threading.Event()
-    monkeypatch.setattr("quantkit.checkpoint.hub.FILE_SECONDS", 0.2)
+    monkeypatch.setattr("quantkit.checkpoint.hub.repository.FILE_SECONDS", 0.2)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda _: wait.wait(20))
     with pytest.raises(TimeoutError, match=r"no answer within 0\.2 seconds"):
         hub.download_large(hub_answers.Repository("org/name"), "model.safetensors", COMMIT)
@@ -372,7 +373,7 @@ def test_a_server_that_never_says_how_large_a_file_is(cache: Path, monkeypatch: 
 
 def test_weights_of_which_hardly_a_byte_comes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = threading.Event()
-    monkeypatch.setattr("quantkit.checkpoint.hub._WEIGHTS_SECONDS", 0.1)
+    monkeypatch.setattr("quantkit.checkpoint.hub.repository._WEIGHTS_SECONDS", 0.1)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: wait.wait(20))
     with answering(answers_of(FILES)), pytest.raises(EnvironmentProblem) as caught:
         resolve("org/name")
@@ -392,7 +393,7 @@ def endpoint(hub_of: Callable[..., str]) -> str:
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
-from quantkit.checkpoint.hub import resolve
+from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 result = {}
 for key, arguments in json.loads(sys.argv[1]).items():

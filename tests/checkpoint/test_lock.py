@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
+from quantkit.checkpoint.output.lock import LOCK_NAME, DirectoryLock
 from quantkit.errors import OutputError
 
 

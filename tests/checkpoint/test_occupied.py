@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.checkpoint.journal import JOURNAL_NAME, canonical_json, read_journal, run_differences
-from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.manifest import MANIFEST_NAME, extend_manifest, read_manifest, verify_manifest
-from quantkit.checkpoint.occupied import CONFIG_NAME, INDEX_NAME
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory
+from quantkit.checkpoint.output.existing import CONFIG_NAME, INDEX_NAME
+from quantkit.checkpoint.output.journal import JOURNAL_NAME, canonical_json, read_journal, run_differences
+from quantkit.checkpoint.output.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.tensors import TensorSpec
-from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.files import TEMP_PREFIX
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkit.checkpoint.journal import JOURNAL_NAME
-from quantkit.checkpoint.lock import LOCK_NAME
 from quantkit.checkpoint.manifest import read_manifest, verify_files
-from quantkit.checkpoint.shard import Coverage, PrefixHasher, ShardFile
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory
+from quantkit.checkpoint.output.journal import JOURNAL_NAME
+from quantkit.checkpoint.output.lock import LOCK_NAME
+from quantkit.checkpoint.output.shard_file import Coverage, PrefixHasher, ShardFile
 from quantkit.checkpoint.tensors import TensorSpec
-from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import OutputError
 
 METADATA = {"format": "pt"}

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.checkpoint.journal import JOURNAL_NAME
-from quantkit.checkpoint.lock import LOCK_NAME
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files
-from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory
+from quantkit.checkpoint.output.journal import JOURNAL_NAME
+from quantkit.checkpoint.output.lock import LOCK_NAME
+from quantkit.checkpoint.output.shard_file import ShardFile
 from quantkit.checkpoint.tensors import TensorSpec
-from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import OutputError
 from quantkit.files import TEMP_PREFIX
 

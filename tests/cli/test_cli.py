@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.calibrate.methods import METHODS
-from quantkit.cli import console, demo, options
+from quantkit.cli import console, options
+from quantkit.cli.commands import demo
 from quantkit.files import size_text
 from quantkit.packing.schemes import PRESETS
 

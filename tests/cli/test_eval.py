@@ -40,7 +40,7 @@ def test_wrong_options_of_eval(
 
 
 def test_eval_without_lm_eval(run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.cli.evaluate.find_spec", lambda name: None)
+    monkeypatch.setattr("quantkit.cli.commands.evaluate.find_spec", lambda name: None)
     done = run("eval", packed, "--text", STORIES, "--tasks", "arc_easy")
     assert (done.code, done.out) == (7, "")
     assert "pip install 'lm-eval[hf]>=" in done.err
@@ -49,7 +49,7 @@ def test_eval_without_lm_eval(run: Run, packed: Path, monkeypatch: pytest.Monkey
 def test_eval_compares_models_and_goes_on_after_an_interruption(
     run: Run, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantkit.eval import passes
+    from quantkit.eval import runner
 
     calls = 0
 
@@ -64,7 +64,7 @@ def test_eval_compares_models_and_goes_on_after_an_interruption(
         *("eval", packed, SOURCE, "--text", STORIES, "--window", 32, "--max-windows", 2),
         *("--against", SOURCE, "--report", report, "--json", file, "--no-noise-floor", "--no-per-block"),
     )
-    monkeypatch.setattr(passes, "check_finite", interrupted)
+    monkeypatch.setattr(runner, "check_finite", interrupted)
     done = run(*command)
     assert (done.code, done.out) == (130, "")
     assert f"what is done so far is in {report / '.quantkit-eval'}; the same command goes on" in done.err

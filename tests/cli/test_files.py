@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.checkpoint.lock import LOCK_NAME
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory
+from quantkit.checkpoint.output.lock import LOCK_NAME
 from quantkit.checkpoint.tensors import TensorSpec
-from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file, write_files
 from quantkit.errors import OutputError
 from quantkit.eval.document import Document, write

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.checkpoint.journal import Journal
 from quantkit.checkpoint.model_record import Measured
-from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.output.directory import OutputDirectory
+from quantkit.checkpoint.output.journal import Journal
+from quantkit.checkpoint.output.shard_file import ShardFile
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.cli import threads
-from quantkit.cli.quantize import coverage_line, learned_line
+from quantkit.cli.commands.quantize import coverage_line, learned_line
 from quantkit.kernels.problem import Gpu
 from quantkit.kernels.table import ROWS
 from quantkit.kernels.tiles.store import save

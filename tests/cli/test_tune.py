@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.cli import doctor, tune
+from quantkit.cli.commands import doctor, tune
 from quantkit.kernels import problem
 from quantkit.kernels.fused.launch.skinny import SkinnyTile
 from quantkit.kernels.fused.launch.tiled import TiledTile

@@ -14,12 +14,12 @@ from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, OutputError, UsageError
-from quantkit.eval import models, passes
+from quantkit.eval import models, runner
+from quantkit.eval.eval_model import Batch
 from quantkit.eval.evaluate import evaluate, evaluate_many
-from quantkit.eval.partial import Partial
 from quantkit.eval.reference import Reference, plan_blocks
+from quantkit.eval.result_cache import Partial
 from quantkit.eval.sizes import measure
-from quantkit.eval.subject import Batch
 from quantkit.eval.tasks import Tasks
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -121,22 +121,22 @@ def test_figures_are_those_of_the_whole_logits_in_float64(stories, perturbed, te
 def counted(monkeypatch) -> list[Path]:
     """The models opened from here on, in order."""
     opened: list[Path] = []
-    original = passes.load
+    original = runner.load
 
     def load(path, **options):
         opened.append(Path(path))
         return original(path, **options)
 
-    monkeypatch.setattr(passes, "load", load)
+    monkeypatch.setattr(runner, "load", load)
     return opened
 
 
 def test_models_that_do_not_fit_run_block_by_block_to_the_same_bits(stories, perturbed, texts, monkeypatch):
     options = {"against": stories, "texts": texts, "window": 32, "device": "cpu", "batch": 2, "stride": 20}
     whole = evaluate(perturbed, **options, noise_floor=True)
-    monkeypatch.setattr(passes, "free_memory", lambda device: 100_000)
-    monkeypatch.setattr(passes, "load", lambda *_, **__: pytest.fail("a whole model was loaded"))
-    monkeypatch.setattr(passes, "WAITING_TOKENS", 200)
+    monkeypatch.setattr(runner, "free_memory", lambda device: 100_000)
+    monkeypatch.setattr(runner, "load", lambda *_, **__: pytest.fail("a whole model was loaded"))
+    monkeypatch.setattr(runner, "WAITING_TOKENS", 200)
     by_block = evaluate(perturbed, **options, noise_floor=True)
     assert by_block.texts == whole.texts and by_block.noise_floor.texts == whole.noise_floor.texts
     assert whole.notes == by_block.notes[:-2]
@@ -202,7 +202,7 @@ def test_the_cost_of_a_quantized_kv_cache(stories, texts, monkeypatch):
         evaluate(stories, texts=texts, kv_cache="int2", device="cpu")
     with pytest.raises(UsageError, match="tasks run without"):
         evaluate(stories, texts=texts, kv_cache="int8", tasks=Tasks(("arc_easy",)))
-    monkeypatch.setattr(passes, "free_memory", lambda device: 100_000)
+    monkeypatch.setattr(runner, "free_memory", lambda device: 100_000)
     with pytest.raises(EnvironmentProblem, match=r"1.04 MB, 100.00 kB are free on cpu: it can only run"):
         evaluate(stories, texts=texts, kv_cache="int8", device="cpu")
 
@@ -226,7 +226,7 @@ def test_an_interrupted_evaluation_goes_on_with_the_same_figures(
             raise Interrupted
         calls += 1
 
-    monkeypatch.setattr(passes, "check_finite", counting)
+    monkeypatch.setattr(runner, "check_finite", counting)
     partial = Partial(tmp_path)
     with pytest.raises(Interrupted):
         evaluate_many([perturbed], partial=partial, **options)

@@ -10,9 +10,9 @@ from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval import evaluate as evaluate_module
 from quantkit.eval import per_block
 from quantkit.eval.evaluate import evaluate, evaluate_many
-from quantkit.eval.partial import Partial
 from quantkit.eval.per_block import BlockLosses, block_losses
 from quantkit.eval.report import write_report
+from quantkit.eval.result_cache import Partial
 from quantkit.quantizing import quantize
 from quantkit.runtime.load import load
 

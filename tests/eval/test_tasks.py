@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.eval.evaluate import evaluate_many
-from quantkit.eval.partial import Partial
+from quantkit.eval.result_cache import Partial
 from quantkit.eval.tasks import TaskRun, Tasks, jsonable, task_manager, task_metrics
 from quantkit.quantizing import quantize
 

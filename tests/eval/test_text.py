@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.calibrate.documents import read_text
+from quantkit.calibrate.data.documents import read_text
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.text import check_tokens, cut, text_names, usable_window
 from quantkit.model.tokenizer import tokenize

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from quantkit.packing import radix, words
+from quantkit.packing import bitpack, radix
 from quantkit.packing.packings import base
 from quantkit.packing.schemes import Scheme
 
@@ -31,7 +31,7 @@ def decode(
         if scheme.packing == "radix":
             codes = radix.unpack_reference(row, base(scheme.format), columns)
         else:
-            codes = words.unpack_reference(row, bits * planes, columns)
+            codes = bitpack.unpack_reference(row, bits * planes, columns)
         for k, code in enumerate(codes):
             g, total, size = k // group, 0.0, 0.0
             for plane in range(planes):
@@ -51,7 +51,7 @@ def _zero_points(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int) -
     if scheme.zero_point == "float":
         return [list(map(float, row)) for row in stored.tolist()]
     columns = [
-        words.unpack_reference([word & 0xFFFFFFFF for word in column], scheme.format.bits, rows)
+        bitpack.unpack_reference([word & 0xFFFFFFFF for word in column], scheme.format.bits, rows)
         for column in stored.T.tolist()
     ]
     return [[float(column[n]) for column in columns] for n in range(rows)]

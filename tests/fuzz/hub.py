@@ -18,8 +18,8 @@ from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars
 from safetensors.torch import save
 
-from quantkit.checkpoint import hub
-from quantkit.checkpoint.header import read_header
+from quantkit.checkpoint.hub import repository
+from quantkit.checkpoint.safetensors_header import read_header
 from quantkit.errors import CheckpointError, QuantkitError
 
 from ..hub_answers import LISTING, Answer, Answers, answering, answers_of, file_path
@@ -199,7 +199,7 @@ def check_hub(case: bytes, directory: Path) -> None:
 def _check(answers: Answers, whole: bool, directory: Path) -> None:
     try:
         with answering(answers) as asked:
-            found = hub.locate("org/name", headers_only=not whole)
+            found = repository.locate("org/name", headers_only=not whole)
             strangers = [request for request in asked if request.url.host != "huggingface.co"]
             assert all("authorization" not in request.headers for request in strangers), "a token was sent"
     except QuantkitError as error:

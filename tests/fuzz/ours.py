@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.journal import JOURNAL_NAME, Entry, read_journal
-from quantkit.checkpoint.occupied import start_again, start_over
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory
+from quantkit.checkpoint.output.existing import start_again, start_over
+from quantkit.checkpoint.output.journal import JOURNAL_NAME, Entry, read_journal
 from quantkit.checkpoint.tensors import TensorSpec
-from quantkit.checkpoint.writer import Mode, OutputDirectory
 from quantkit.errors import OutputError, QuantkitError
 from quantkit.eval.metrics import TokenScores
-from quantkit.eval.partial import Partial
+from quantkit.eval.result_cache import Partial
 from quantkit.packing.schemes import scheme
 from quantkit.quantization.allocate.sensitivity import Sensitivities
 from quantkit.quantization.allocate.sensitivity_cache import SensitivityCache

@@ -20,12 +20,11 @@ import safetensors
 import torch
 from safetensors.torch import save
 
-from quantkit.calibrate.documents import read_documents
-from quantkit.calibrate.recipe import Choice, Recipe, read_recipe
-from quantkit.checkpoint.header import parse_json, read_header, read_json
+from quantkit.calibrate.data.documents import read_documents
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files
 from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.checkpoint.safetensors_header import parse_json, read_header, read_json
 from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.errors import QuantkitError
 from quantkit.kernels.linear import linear
@@ -35,6 +34,7 @@ from quantkit.kernels.tiles.table import Entry, Key, OtherTable, TileTable, from
 from quantkit.packing.formats import CodebookFormat, FloatFormat, IntFormat
 from quantkit.packing.schemes import PRESETS, Scheme, parse_token, scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.recipes.recipe import Choice, Recipe, read_recipe
 from quantkit.verification.prompt_logits import TOLERANCE, PromptLogits, differences
 
 from .decode import decode, largest_term

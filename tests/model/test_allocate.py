@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.calibrate.menu import MENU, candidates
 from quantkit.calibrate.methods import METHODS
-from quantkit.calibrate.recipe import Choice, Recipe, parse_rule
 from quantkit.checkpoint.manifest import read_manifest
-from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.output.shard_file import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import OutputError, UsageError
 from quantkit.model.structure import read_structure
@@ -24,6 +22,8 @@ from quantkit.quantization.allocate.sensitivity import Sensitivities
 from quantkit.quantization.allocate.sensitivity_cache import MAX_BYTES, SensitivityCache
 from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
 from quantkit.quantizing import make_recipe, plan, quantize
+from quantkit.recipes.candidates import MENU, candidates
+from quantkit.recipes.recipe import Choice, Recipe, parse_rule
 
 from .test_blockwise import write
 

@@ -15,10 +15,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quantkit import memory
-from quantkit.calibrate.calibrated import Inputs, quantize_calibrated_rows
+from quantkit.calibrate.hessian import Moments, drift, gram
 from quantkit.calibrate.methods import METHODS
-from quantkit.calibrate.moments import Moments, drift, gram
 from quantkit.calibrate.parameters import TensorParameters
+from quantkit.calibrate.quantize_with_hessian import Inputs, quantize_calibrated_rows
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
 from quantkit.files import TEMP_PREFIX

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.kernels.problem import Gpu
@@ -23,6 +22,7 @@ from quantkit.quantization.allocate.allocation import Allocation
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget, MillisecondsPerToken, launches
 from quantkit.quantization.allocate.sensitivity import Sensitivities
 from quantkit.quantizing import plan, quantize
+from quantkit.recipes.recipe import Recipe
 
 from .calibrated_models import data, write
 

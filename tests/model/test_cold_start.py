@@ -14,13 +14,13 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from quantkit.kernels.compiling import COMPILERS, Compilers
 from quantkit.kernels.launcher import Launch
-from quantkit.runtime.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
+from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cuda_graphs import decode as decode_graphs
 from quantkit.runtime.cuda_graphs import prefill, warmup
 from quantkit.runtime.cuda_graphs.decode import plain_forward
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fused_forward
-from quantkit.runtime.static_cache import static_cache
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import DEVICE, close, count_recordings, decode, decode_whole, ids, made

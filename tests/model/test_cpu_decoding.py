@@ -9,13 +9,13 @@ import torch
 from quantkit import quantize_tensor
 from quantkit.packing.schemes import scheme
 from quantkit.runtime import ready
-from quantkit.runtime.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
+from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cpu_steps.flat_forward import FlatForward
 from quantkit.runtime.cpu_steps.flat_step import FASTER, flat
 from quantkit.runtime.cuda_graphs.capture import NotRecorded
 from quantkit.runtime.decoding import graphs_of
 from quantkit.runtime.packed_linear import PackedLinear
-from quantkit.runtime.static_cache import static_cache
 from quantkit.runtime.transformers.patches import generation
 
 from .graphed import SEVEN, ids, made

@@ -37,15 +37,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import quantkit
 from quantkit.kernels.eager import KernelLayout
-from quantkit.runtime import static_cache as static_caches
-from quantkit.runtime.cache_name import CACHE, OLD_NAME, renamed
+from quantkit.runtime.cache import static_cache as static_caches
+from quantkit.runtime.cache.cache_name import CACHE, OLD_NAME, renamed
+from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cuda_graphs import capture
 from quantkit.runtime.cuda_graphs import decode as decode_graphs
 from quantkit.runtime.cuda_graphs.decode import GraphedForward
 from quantkit.runtime.decoding import forward_of, graphs_of
 from quantkit.runtime.fitness import modules_of
 from quantkit.runtime.ready import make_ready
-from quantkit.runtime.static_cache import static_cache
 from quantkit.runtime.transformers.patches import attention, generation
 from quantkit.runtime.transformers.patches.attention import decode_attention_in
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding

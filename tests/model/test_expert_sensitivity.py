@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from quantkit.calibrate.calibrated import Inputs
+from quantkit.calibrate.hessian import Moments
 from quantkit.calibrate.methods import METHODS, quantize_tensor
-from quantkit.calibrate.moments import Moments
+from quantkit.calibrate.quantize_with_hessian import Inputs
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.blocks import Decoder

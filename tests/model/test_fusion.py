@@ -33,13 +33,13 @@ from quantkit.kernels.prepared import (
     linear_of_norm,
     linear_then_norm,
 )
+from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cuda_graphs import prefill
 from quantkit.runtime.cuda_graphs.capture import NotRecorded
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fuse_linear, fused_forward
 from quantkit.runtime.passes.patterns import fused
 from quantkit.runtime.passes.trace import trace
-from quantkit.runtime.static_cache import static_cache
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import (

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quantkit import memory, quantizing
-from quantkit.calibrate import calibrated, grids, moments, rounding, scaling
+from quantkit.calibrate import hessian, quantize_with_hessian, rounding, scale_search, scaling
 from quantkit.calibrate.methods import METHODS, quantize_rows
 from quantkit.calibrate.parameters import fit_parameters
-from quantkit.checkpoint.writer import Mode, OutputDirectory
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.model import blocks
 from quantkit.model.distributed import Ranks
 from quantkit.packing.schemes import scheme
@@ -55,8 +55,8 @@ class AtOnce:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU works on as much at a time as a GPU does, in proportion to the width of the models."""
     tables = (
-        (grids.HISTOGRAM_CELLS, grids.HISTOGRAM_CELLS["cuda"] // SHRUNK**2),
-        (moments.TILE, moments.TILE["cuda"] // SHRUNK),
+        (scale_search.HISTOGRAM_CELLS, scale_search.HISTOGRAM_CELLS["cuda"] // SHRUNK**2),
+        (hessian.TILE, hessian.TILE["cuda"] // SHRUNK),
         (rounding.REFIT_COLUMNS, rounding.REFIT_COLUMNS["cuda"] // SHRUNK),
         (pipeline.SUSPENDED_MEMORY, 0.0),
         (pipeline.BATCH, 8),
@@ -65,10 +65,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for table, value in tables:
         monkeypatch.setitem(table, "cpu", value)
     for module, name, by in (
-        (moments, "DRIFT_ROWS", SHRUNK),
+        (hessian, "DRIFT_ROWS", SHRUNK),
         (gpu_memory, "DRIFT_ROWS", SHRUNK),
-        (moments, "CHOLESKY_COLUMNS", SHRUNK),
-        (moments, "CORRECTION_ROWS", SHRUNK),
+        (hessian, "CHOLESKY_COLUMNS", SHRUNK),
+        (hessian, "CORRECTION_ROWS", SHRUNK),
         (rounding, "PRODUCT_COLUMNS", SHRUNK),
         (moe_calibration, "TOKENS", SHRUNK),
         (scaling, "SAMPLE_ROWS", SHRUNK),
@@ -78,8 +78,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (gpu_memory, "GPU_GRID_WEIGHTS", SHRUNK**2),
     ):
         monkeypatch.setattr(module, name, getattr(module, name) // by)
-    chunk, grid = calibrated.GPU_CHUNK_WEIGHTS // SHRUNK**2, calibrated._grid
-    for module in (calibrated, layer_quantizer, gpu_memory):
+    chunk, grid = quantize_with_hessian.GPU_CHUNK_WEIGHTS // SHRUNK**2, quantize_with_hessian._grid
+    for module in (quantize_with_hessian, layer_quantizer, gpu_memory):
         monkeypatch.setattr(module, "chunk_rows", lambda columns, _: max(1, chunk // columns))
 
     def in_parts(weights: torch.Tensor, *given: Any) -> Any:
@@ -88,7 +88,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         zeros = [zero for _, zero in found if zero is not None]
         return torch.cat([scale for scale, _ in found]), torch.cat(zeros) if zeros else None
 
-    monkeypatch.setattr(calibrated, "_grid", in_parts)
+    monkeypatch.setattr(quantize_with_hessian, "_grid", in_parts)
     monkeypatch.setattr(
         awq,
         "measured_at_once",
@@ -157,7 +157,7 @@ def test_blocks_hold_what_the_plan_says(
 def test_rows_without_data_hold_what_the_plan_says(
     method: str, format: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(grids.HISTOGRAM_CELLS, "cpu", grids.HISTOGRAM_CELLS["cuda"])
+    monkeypatch.setitem(scale_search.HISTOGRAM_CELLS, "cpu", scale_search.HISTOGRAM_CELLS["cuda"])
     weights = torch.randn(1024, 256, generator=torch.Generator().manual_seed(0))
     chosen = scheme(format, **options).for_columns(256)
     if method == "hqq" and not chosen.format.name.startswith("int"):

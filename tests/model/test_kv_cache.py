@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, MistralConfig
 
+from quantkit.calibrate.hadamard import Rotation
 from quantkit.calibrate.methods import quantize_tensor
-from quantkit.calibrate.rotation import Rotation
 from quantkit.cli import options
 from quantkit.errors import FormatError, UsageError
 from quantkit.model.tokenizer import tokenizer
+from quantkit.runtime.cache.kv_cache import KV_SCHEMES, PackedCache, PackedLayer
 from quantkit.runtime.generate import generate
-from quantkit.runtime.kv_cache import KV_SCHEMES, PackedCache, PackedLayer
 from quantkit.runtime.load import load
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"

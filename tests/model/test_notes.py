@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.calibrate.recipe import Choice, Recipe, Rule
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.structure import read_structure
 from quantkit.quantization.plan import make_plan
+from quantkit.recipes.recipe import Choice, Recipe, Rule
 from quantkit.runtime.load import load
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"

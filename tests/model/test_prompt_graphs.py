@@ -26,11 +26,11 @@ from transformers import (
 )
 
 import quantkit
+from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cuda_graphs import capture, prefill
 from quantkit.runtime.cuda_graphs.prefill import bucket
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.generate import last_logits
-from quantkit.runtime.static_cache import static_cache
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import (

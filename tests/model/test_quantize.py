@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from quantkit.calibrate.methods import quantize_tensor
-from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.manifest import read_manifest, verify_files
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
 from quantkit.quantization import stream
 from quantkit.quantizing import quantize
+from quantkit.recipes.recipe import Recipe
 
 from .tiny import SIZES, made_once
 

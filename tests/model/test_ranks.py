@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.calibrate.moments import RunSum
+from quantkit.calibrate.hessian import RunSum
 from quantkit.cli.main import main
 from quantkit.errors import EnvironmentProblem, FormatError
 from quantkit.model import distributed as sharing

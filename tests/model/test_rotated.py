@@ -9,8 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibrate.recipe import Choice, Recipe, read_recipe
-from quantkit.calibrate.rotation import Rotation
+from quantkit.calibrate.hadamard import Rotation
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, OutputError, UsageError
@@ -20,6 +19,7 @@ from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.allocate.sensitivity_cache import cache_key
 from quantkit.quantization.rotated_checkpoint import ROTATABLE, rotated
 from quantkit.quantizing import make_recipe, plan, quantize
+from quantkit.recipes.recipe import Choice, Recipe, read_recipe
 from quantkit.runtime.load import load
 from quantkit.verification.verify import verify
 

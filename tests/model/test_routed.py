@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibrate.calibrated import Inputs
-from quantkit.calibrate.moments import Moments
+from quantkit.calibrate.hessian import Moments
+from quantkit.calibrate.quantize_with_hessian import Inputs
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.errors import CheckpointError, UsageError

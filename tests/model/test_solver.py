@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.calibrate import grids, moments
-from quantkit.calibrate.calibrated import Inputs
+from quantkit.calibrate import hessian, scale_search
 from quantkit.calibrate.methods import METHODS
+from quantkit.calibrate.quantize_with_hessian import Inputs
 from quantkit.model.distributed import Ranks
 from quantkit.packing.schemes import scheme
 from quantkit.quantization.blockwise.layer_quantizer import Solver
@@ -36,10 +36,10 @@ def test_a_linear_holds_few_matrices_of_its_inputs(monkeypatch, method, least, m
     """GPTQ H and, while it is factored, the lower triangle in float64 as float32 and the factor. With drift
     two sums of it and two halves of H, or H, the drift and the triangle in float64.
     """
-    monkeypatch.setitem(moments.TILE, "cpu", 16)
-    monkeypatch.setitem(grids.HISTOGRAM_CELLS, "cpu", 1 << 12)
+    monkeypatch.setitem(hessian.TILE, "cpu", 16)
+    monkeypatch.setitem(scale_search.HISTOGRAM_CELLS, "cpu", 1 << 12)
     for name in ("CHOLESKY_COLUMNS", "CORRECTION_ROWS", "DRIFT_ROWS"):
-        monkeypatch.setattr(moments, name, 16)
+        monkeypatch.setattr(hessian, name, 16)
     generator = torch.Generator().manual_seed(0)
     weight, *pieces = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(1 + PIECES))
     solver = Solver(lambda _: weight, torch.device("cpu"), AtOnce(), 1, Ranks())
@@ -53,7 +53,7 @@ def test_a_linear_holds_few_matrices_of_its_inputs(monkeypatch, method, least, m
     def read(at: int) -> Any:
         return pieces[at], 1.1 * pieces[at] if METHODS[method].corrects else None
 
-    share = [(moments.run_of(at, PIECES), lambda at=at: read(at)) for at in range(PIECES)]
+    share = [(hessian.run_of(at, PIECES), lambda at=at: read(at)) for at in range(PIECES)]
     with LiveBytes() as live:
         found = solver.solve_alike("down", {"down": task}, share)
     assert found["down"].detail["output"][0] < 0.1 * found["down"].detail["output"][1]

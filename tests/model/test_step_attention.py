@@ -10,10 +10,10 @@ import torch
 from quantkit.kernels import attention as kernels
 from quantkit.kernels import glue
 from quantkit.kernels.attention import decode_attention, rotated_attention
+from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fuse_attention, fused_forward
 from quantkit.runtime.passes.patterns import fused
-from quantkit.runtime.static_cache import static_cache
 from quantkit.runtime.transformers.patches import attention
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 

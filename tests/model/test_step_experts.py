@@ -11,10 +11,10 @@ import torch
 import quantkit
 from quantkit.kernels import glue, router
 from quantkit.kernels.experts import ORDER_OPERATOR
+from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fused_forward
 from quantkit.runtime.passes.patterns import fused
-from quantkit.runtime.static_cache import static_cache
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import (

@@ -10,11 +10,11 @@ import torch
 from torch import is_tensor
 
 from quantkit.kernels import glue
+from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fold_constants, fused_forward
 from quantkit.runtime.passes.fold_constants import held_by
 from quantkit.runtime.passes.patterns import fused
-from quantkit.runtime.static_cache import static_cache
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .graphed import (

@@ -11,11 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibrate.recipe import Choice, Recipe, Rule
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.structure import Structure, read_structure, reads_weight
 from quantkit.quantization.plan import make_plan
+from quantkit.recipes.recipe import Choice, Recipe, Rule
 
 from .tiny import SIZES
 

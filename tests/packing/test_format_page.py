@@ -11,12 +11,12 @@ import torch
 
 from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS
 from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.packing.bitpack import parts
 from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import FORMATS, FittedFormat
 from quantkit.packing.packings import PACKINGS
 from quantkit.packing.schemes import MAX_GROUP_SIZE, PRESETS, SCALE_DTYPES, SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
-from quantkit.packing.words import parts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import FormatError
 from quantkit.kernels.linear import linear
-from quantkit.packing import words
+from quantkit.packing import bitpack
 from quantkit.packing.formats import FORMATS, CodebookFormat, NumberFormat
 from quantkit.packing.packings import PACKINGS, PackingName, base
 from quantkit.packing.radix import (
@@ -230,4 +230,4 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
 
 def test_powers_of_two_are_the_same_bytes_as_bits() -> None:
     codes = random_codes(4, 64, below=16)
-    assert torch.equal(pack(codes, 16), words.pack(codes, 4))
+    assert torch.equal(pack(codes, 16), bitpack.pack(codes, 4))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import FormatError
-from quantkit.packing import words as words_module
-from quantkit.packing.words import pack, pack_reference, parts, unpack, unpack_reference, words_per_row
+from quantkit.packing import bitpack as words_module
+from quantkit.packing.bitpack import pack, pack_reference, parts, unpack, unpack_reference, words_per_row
 
 WIDTHS = range(1, 9)
 each_width = pytest.mark.parametrize("bits", WIDTHS)

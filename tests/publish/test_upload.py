@@ -243,7 +243,7 @@ def test_answers_that_do_not_come(
     """Nothing, or one byte of a header now and then, after the other: both within the deadline."""
     for name in ("ANSWER_SECONDS", "COMMIT_SECONDS"):
         monkeypatch.setattr(f"quantkit.publish.upload.{name}", 0.3)
-    monkeypatch.setattr("quantkit.checkpoint.hub_client.SLOWEST_BYTES_PER_SECOND", 1 << 40)
+    monkeypatch.setattr("quantkit.checkpoint.hub.client.SLOWEST_BYTES_PER_SECOND", 1 << 40)
     upload_hub.slow.add(part)
     said: list[str] = []
     with pytest.raises(

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.checkpoint.journal import JOURNAL_NAME
 from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.checkpoint.output.journal import JOURNAL_NAME
 from quantkit.cli.console import printable
 from quantkit.errors import QuantkitError
 from quantkit.files import TEMP_PREFIX

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from quantkit.checkpoint.lock import LOCK_NAME
+from quantkit.checkpoint.output.lock import LOCK_NAME
 from quantkit.cli.main import main
 from quantkit.errors import QuantkitError
 from quantkit.model.tokenizer import tokenizer

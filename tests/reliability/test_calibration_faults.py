@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from quantkit.calibrate import documents
+from quantkit.calibrate.data import documents
 from quantkit.errors import CheckpointError, EnvironmentProblem, FormatError, UsageError
 
 from ..conftest import Run
@@ -263,7 +263,7 @@ def test_a_hub_that_cannot_be_reached(
     def nothing(*arguments: object, **options: object) -> None:
         raise FileNotFoundError("not in the cache")
 
-    monkeypatch.setattr("quantkit.checkpoint.hub_answers._ask", ask)
+    monkeypatch.setattr("quantkit.checkpoint.hub.answers._ask", ask)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", nothing)
     asked = (
         ("nobody/nothing", out)

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import quantkit
-from quantkit.calibrate.recipe import Choice, Recipe, Rule
 from quantkit.errors import CheckpointError, FormatError, UsageError
+from quantkit.recipes.recipe import Choice, Recipe, Rule
 
 from ..conftest import Run
 from .faults import CONFIG, QUICK, SOURCE, WEIGHTS, Message, edit_json, edit_tensors, refused

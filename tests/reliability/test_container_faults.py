@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.checkpoint.header import MAX_HEADER_BYTES, MAX_TENSORS
+from quantkit.checkpoint.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS
 from quantkit.errors import CheckpointError, EnvironmentProblem
 
 from ..conftest import Run

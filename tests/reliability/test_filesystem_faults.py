@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import quantkit
-from quantkit.checkpoint.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.manifest import MANIFEST_NAME, extend_manifest, read_manifest
+from quantkit.checkpoint.output.directory import OutputDirectory
+from quantkit.checkpoint.output.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.files import TEMP_PREFIX
 from quantkit.verification import check_output

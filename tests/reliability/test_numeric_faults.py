@@ -13,8 +13,8 @@ import quantkit
 from quantkit.calibrate.methods import METHODS, quantize_tensor
 from quantkit.calibrate.parameters import TensorParameters
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
-from quantkit.checkpoint.header import encode_header, read_header
-from quantkit.checkpoint.shard import ShardFile
+from quantkit.checkpoint.output.shard_file import ShardFile
+from quantkit.checkpoint.safetensors_header import encode_header, read_header
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError, FormatError

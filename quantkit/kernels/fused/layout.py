@@ -44,10 +44,10 @@ from quantkit.kernels.fused.expressions import (
 )
 from quantkit.kernels.fused.scales import carrying, lowered, padding, scale_kind, signs_of
 from quantkit.kernels.launcher import Launch
+from quantkit.packing.bitpack import parts
 from quantkit.packing.formats import FittedFormat, FloatFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
-from quantkit.packing.words import parts
 
 #: Rows of a tile, columns of a run, and 16-bit lanes of a tile.
 ROWS = 16

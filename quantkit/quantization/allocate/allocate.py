@@ -3,7 +3,7 @@
 Groups of linears that share a format are chosen for together. What each format costs a group in bytes follows
 from headers, and in time from tile tables (`quantization/allocate/budget.py`); what it costs the model's
 predictions is measured once (`quantization/allocate/sensitivity.py`) and kept in the user's cache, from which
-any budget is solved (`calibrate/allocation.py`).
+any budget is solved (`recipes/knapsack.py`).
 """
 
 import math
@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.allocation import Option, allocate
-from quantkit.calibrate.menu import candidates
+from quantkit.calibrate.data.samples import Samples, token_digest
 from quantkit.calibrate.methods import method_named
-from quantkit.calibrate.recipe import Choice, Recipe, Rule
-from quantkit.calibrate.samples import Samples, token_digest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.model.blocks import Decoder
@@ -30,6 +27,9 @@ from quantkit.quantization.allocate.budget import Budget, Limit, Price, stored_b
 from quantkit.quantization.allocate.sensitivity import TOKENS, Losses, Sensitivities, measure
 from quantkit.quantization.allocate.sensitivity_cache import SensitivityCache, cache_key
 from quantkit.quantization.plan_warnings import fused_sets
+from quantkit.recipes.candidates import candidates
+from quantkit.recipes.knapsack import Option, allocate
+from quantkit.recipes.recipe import Choice, Recipe, Rule
 from quantkit.workers import cpu_workers
 
 

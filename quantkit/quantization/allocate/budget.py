@@ -139,7 +139,7 @@ class MillisecondsPerToken(Limit):
 
 @dataclass(frozen=True)
 class Budget:
-    """What a user asks for: a limit, and formats to choose from (None for the menu; `calibrate/menu.py`)."""
+    """A limit, and formats to choose from (None for those of `recipes/candidates.py`)."""
 
     limit: Limit
     formats: tuple[str, ...] | None = None

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 
-from quantkit.calibrate.moments import Moments, check_finite, gram
+from quantkit.calibrate.hessian import Moments, check_finite, gram
 from quantkit.errors import CheckpointError
 from quantkit.model.architectures import DOWN, GATE_UP, FusedExperts
 from quantkit.quantization.blockwise.moe_calibration import PRIOR, Routed, gated, intermediate

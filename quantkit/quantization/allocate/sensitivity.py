@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.calibrate.calibrated import Inputs, quantize_calibrated_rows
+from quantkit.calibrate.data.samples import micro_batch
+from quantkit.calibrate.hessian import Moments
 from quantkit.calibrate.methods import Method, packed_rows, quantize_tensor
-from quantkit.calibrate.moments import Moments
 from quantkit.calibrate.parameters import fit_parameters
-from quantkit.calibrate.samples import micro_batch
+from quantkit.calibrate.quantize_with_hessian import Inputs, quantize_calibrated_rows
 from quantkit.errors import FormatError
 from quantkit.memory import trim_cache
 from quantkit.model.architectures import is_fused_experts

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.checkpoint.journal import canonical_json
+from quantkit.checkpoint.output.journal import canonical_json
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, user_cache
 from quantkit.packing.schemes import Scheme

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.calibrated import stored_nearest
-from quantkit.calibrate.moments import Moments
+from quantkit.calibrate.hessian import Moments
+from quantkit.calibrate.quantize_with_hessian import stored_nearest
 from quantkit.calibrate.scaling import Consumer, measured_at_once, output_errors
 from quantkit.model.blocks import Block
 from quantkit.model.hidden_states import States

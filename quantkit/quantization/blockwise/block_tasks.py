@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from quantkit.calibrate.samples import Samples
+from quantkit.calibrate.data.samples import Samples
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError
 from quantkit.model.architectures import DOWN, GATE_UP

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.samples import Samples
+from quantkit.calibrate.data.samples import Samples
+from quantkit.checkpoint.output.directory import OutputDirectory
+from quantkit.checkpoint.output.work_files import Followed, WorkFiles
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.checkpoint.work_files import Followed, WorkFiles
-from quantkit.checkpoint.writer import OutputDirectory
 from quantkit.errors import UsageError
 from quantkit.model.blocks import Decoder
 from quantkit.model.distributed import Ranks

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.documents import Document
-from quantkit.calibrate.samples import DEFAULT_LENGTH, DEFAULT_SAMPLES, Samples, check_seed, draw, merge
-from quantkit.calibrate.sources import parse_sources, read_source, shares
+from quantkit.calibrate.data.documents import Document
+from quantkit.calibrate.data.samples import DEFAULT_LENGTH, DEFAULT_SAMPLES, Samples, check_seed, draw, merge
+from quantkit.calibrate.data.texts import parse_sources, read_source, shares
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.files import shown

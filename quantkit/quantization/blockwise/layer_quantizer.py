@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.calibrated import CalibratedRows, Inputs, chunk_rows, quantize_calibrated_rows
+from quantkit.calibrate.hessian import Moments, PartialSum, Piece, RunSum, check_finite, run_of
 from quantkit.calibrate.methods import Method, packed_rows, quantize_rows
-from quantkit.calibrate.moments import Moments, PartialSum, Piece, RunSum, check_finite, run_of
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
+from quantkit.calibrate.quantize_with_hessian import (
+    CalibratedRows,
+    Inputs,
+    chunk_rows,
+    quantize_calibrated_rows,
+)
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.memory import in_pieces, trim_cache

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from quantkit.calibrate.hessian import Moments
 from quantkit.calibrate.methods import Method
-from quantkit.calibrate.moments import Moments
 from quantkit.errors import CheckpointError
 from quantkit.model.architectures import DOWN, FusedExperts
 from quantkit.quantization.blockwise.block_tasks import MATRICES, BlockTasks

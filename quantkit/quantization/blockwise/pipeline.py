@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.moments import run_of
-from quantkit.calibrate.samples import Samples, micro_batch
+from quantkit.calibrate.data.samples import Samples, micro_batch
+from quantkit.calibrate.hessian import run_of
+from quantkit.checkpoint.output.work_files import WorkFile, WorkFiles
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.checkpoint.work_files import WorkFile, WorkFiles
 from quantkit.memory import free_share, trim_cache
 from quantkit.model.blocks import Block, Decoder, set_weight
 from quantkit.model.distributed import Ranks, Record

@@ -24,7 +24,7 @@ from itertools import chain
 
 import torch
 
-from quantkit.calibrate.grids import nearest
+from quantkit.calibrate.scale_search import nearest
 from quantkit.model.blocks import Block
 from quantkit.model.distributed import Record
 from quantkit.packing.tensor import PackedTensor, quantize_units, spread

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quantkit.model.architectures import is_fused_experts
-from quantkit.runtime.cache_name import renamed
+from quantkit.runtime.cache.cache_name import renamed
 from quantkit.runtime.cpu_steps.flat_step import flat
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded
 from quantkit.runtime.cuda_graphs.decode import Captured, GraphedForward, why_not

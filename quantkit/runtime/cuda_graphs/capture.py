@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.kernels.transforms import is_transformed
-from quantkit.runtime.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
 
 Inputs = dict[str, Any]
 

@@ -21,7 +21,8 @@ import torch
 from transformers.cache_utils import StaticLayer
 
 from quantkit.runtime import async_sampling
-from quantkit.runtime.cache_name import CACHE, renamed
+from quantkit.runtime.cache.cache_name import CACHE, renamed
+from quantkit.runtime.cache.static_cache import growing, said, static_cache, tokens_of, why_no_static_cache
 from quantkit.runtime.cuda_graphs import capture, prefill
 from quantkit.runtime.cuda_graphs.capture import (
     Inputs,
@@ -41,7 +42,6 @@ from quantkit.runtime.fitness import fingerprint, modules_of, why_unfit
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.passes.fused_forward import fused_forward, held_tensors
 from quantkit.runtime.ready import make_ready
-from quantkit.runtime.static_cache import growing, said, static_cache, tokens_of, why_no_static_cache
 from quantkit.runtime.tensor_parallel import all_agree, ranks_of
 from quantkit.runtime.transformers.patches import process_groups
 from quantkit.runtime.transformers.patches.attention import decode_attention_in

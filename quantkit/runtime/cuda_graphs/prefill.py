@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from quantkit.kernels.cache import fill, slow_fill
 from quantkit.kernels.compiling import compiled_first
-from quantkit.runtime.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs import capture
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded
 from quantkit.runtime.passes.fused_forward import fused_forward, held_tensors, warn_unchanged

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from transformers.cache_utils import StaticLayer
 
 from quantkit.kernels.compiling import compiled_first
-from quantkit.runtime.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded, check_output, tensors_of, used_layers
 from quantkit.runtime.passes.fold_constants import held_by
 from quantkit.runtime.passes.patterns import fused, is_possible

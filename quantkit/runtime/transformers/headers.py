@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.header import read_header
+from quantkit.checkpoint.safetensors_header import read_header
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.files import open_regular

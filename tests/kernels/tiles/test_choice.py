@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.cli.doctor import _of_experts
+from quantkit.cli.commands.doctor import _of_experts
 from quantkit.errors import KernelError
 from quantkit.kernels import table as kernel_table
 from quantkit.kernels.fused.launch import hopper, skinny, stream, tiled

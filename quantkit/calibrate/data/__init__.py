@@ -1,0 +1,1 @@
+"""Calibration texts: where they come from, documents, samples of tokens."""

@@ -1,0 +1,1 @@
+"""Ask the hub, and believe no answer that was not checked."""

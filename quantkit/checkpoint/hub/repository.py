@@ -1,0 +1,437 @@
+"""From what a user calls a model, a directory or a Hugging Face hub id, to a local directory."""
+
+import atexit
+import os
+import queue
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from quantkit.checkpoint.hub.answers import (
+    CONNECTION_PROBLEMS,
+    FILE_SECONDS,
+    MAX_FILE_BYTES,
+    Listing,
+    Repository,
+    check_local_name,
+    read_file,
+    read_listing,
+    read_start,
+)
+from quantkit.checkpoint.hub.deadline import SLOWEST_BYTES_PER_SECOND, BadAnswer, Deadline, fail, within
+from quantkit.checkpoint.output.atomic_write import is_inside
+from quantkit.checkpoint.side_names import is_side_name
+from quantkit.checkpoint.source import HEADERS_ONLY_NAME
+from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
+from quantkit.files import open_regular, os_error_text, replace_file, shown
+
+_T = TypeVar("_T")
+_C = TypeVar("_C")
+
+#: What the cache has to have of a model.
+_CACHED_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+# Folders hold other frameworks' copies; "consolidated" is a second copy of the weights.
+_IGNORE_PATTERNS = ("*/*", "consolidated*")
+_SHARD = re.compile(r"(?!consolidated)[A-Za-z0-9._-]{1,180}\.safetensors")
+#: How many shards are downloaded at a time, and how long none of their bytes may come: huggingface_hub writes
+#: ten million at once.
+_DOWNLOADS = 4
+_WEIGHTS_SECONDS = 180.0
+_MAX_SMALL_FILES = 1000
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r"(?!.*\.\.)[\w.\-]{1,200}", re.ASCII)
+_REVISION = re.compile(r"(?!.*\.\.)\w[\w.\-]*(/\w[\w.\-]*)*", re.ASCII)
+_HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.\-]*(/\w[\w.\-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is looked for on the hub, in the words of its errors: the thing, its repository, the local way."""
+
+    what: str = "checkpoint"
+    repository: str = "repository"
+    place: str = "directory"
+
+
+_NETWORK = "Check the network, HF_ENDPOINT and the proxy settings, or give a local {place}."
+# By the name of the exception class or of one of its bases, closest first: the error to raise, what
+# happened, the remedy, both with the words of `Wanted`. Names, because huggingface_hub is imported only when
+# a hub id is used.
+_EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
+    "HFValidationError": (UsageError, "this is neither a {place} nor a hub id", "Check the path."),
+    "GatedRepoError": (
+        CheckpointError,
+        "access to the repository is gated",
+        "Ask for access on its page, then `hf auth login`.",
+    ),
+    "RepositoryNotFoundError": (
+        CheckpointError,
+        "the hub has no such {repository}, or it is private; no such local {place} either",
+        "Check the name or path; for a private repository `hf auth login`.",
+    ),
+    "RevisionNotFoundError": (
+        CheckpointError,
+        "the repository has no such revision",
+        "Check the branch, tag or commit.",
+    ),
+    "OfflineModeIsEnabled": (
+        EnvironmentProblem,
+        "HF_HUB_OFFLINE is set and the {what} is not complete in the local cache",
+        "Unset HF_HUB_OFFLINE, or give a local {place}.",
+    ),
+    "HfHubHTTPError": (
+        EnvironmentProblem,
+        "the hub answered with an error",
+        "Try again later, or give a local {place}.",
+    ),
+    **{
+        name: (EnvironmentProblem, f"{problem} and the {{what}} is not complete in the local cache", _NETWORK)
+        for name, problem in CONNECTION_PROBLEMS.items()
+    },
+    "OSError": (
+        EnvironmentProblem,
+        "the {what} cannot be downloaded",
+        "Check the network and the free space of the cache directory.",
+    ),
+}
+_FINAL = ("GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError")
+
+
+@dataclass(frozen=True)
+class Located:
+    """A model: what the user called it, its local directory, and what that is.
+
+    `kind` is "directory", or "hub" where `name` is a hub id; `commit` is that of the repository, None where
+    it is not known.
+    """
+
+    name: str
+    directory: Path
+    kind: str
+    commit: str | None = None
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether `text` has the form of a hub id, `org/name` or `name`."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
+def resolve(source: str | Path, *, revision: str | None = None, headers_only: bool = False) -> Path:
+    """The directory of `locate(source)`."""
+    return locate(source, revision=revision, headers_only=headers_only).directory
+
+
+def locate(source: str | Path, *, revision: str | None = None, headers_only: bool = False) -> Located:
+    """The local directory of `source`; a hub id (`org/name` or `name`) is downloaded to the cache.
+
+    With `headers_only` no tensor data is downloaded: the result is a temporary directory, removed
+    at exit, of which `Checkpoint` can do everything but read tensors.
+
+    `UsageError` for a path that does not exist, `CheckpointError` for a repository that is missing,
+    gated or without safetensors, `EnvironmentProblem` if the hub cannot be reached. Without a
+    network or with HF_HUB_OFFLINE the hub's local cache is used.
+    """
+    try:
+        path = Path(source).expanduser()
+        found = bool(str(source)) and path.is_dir()
+    except RuntimeError:
+        raise UsageError(
+            f"{str(source)!r} is in a home directory, and there is none. Set HOME, or give another path."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{source}: cannot be examined: {os_error_text(error)}. Check the disk and the permissions."
+        ) from error
+    if found:
+        if revision is not None:
+            raise UsageError(
+                f"revision {revision!r} was given for the local directory {path}; expected a hub id. "
+                "Leave the revision out."
+            )
+        return Located(str(source), path, "directory")
+    if isinstance(source, Path) or path.exists() or not is_hub_id(source):
+        raise UsageError(
+            f"{str(source)!r} is no directory; expected a checkpoint directory or a hub id such as "
+            "org/name. Check the path."
+        )
+    from quantkit.checkpoint.hub.client import guarded
+
+    # One client for all requests, so that connections are kept.
+    with explained(source, revision, Wanted()), guarded(FILE_SECONDS):
+        directory, commit = _from_hub(source, revision, headers_only)
+    return Located(source, directory, "hub", commit)
+
+
+@contextmanager
+def explained(source: str, revision: str | None, wanted: Wanted) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a `QuantkitError` about `source`; bugs pass."""
+    try:
+        yield
+    except QuantkitError:
+        raise
+    except Exception as error:
+        explanation = _explanation(error)
+        if explanation is None:
+            raise
+        kind, *texts = explanation
+        problem, remedy = (text.format(**vars(wanted)) for text in texts)
+        at = f" at revision {revision!r}" if revision else ""
+        detail = str(error).strip().partition("\n")[0]
+        url = str(getattr(getattr(error, "response", None), "url", ""))
+        detail += f" for {url}" if url not in detail else ""
+        raise kind(
+            f"{source}{at}: {problem} ({detail}); expected a downloadable {wanted.what}. {remedy}"
+        ) from error
+
+
+def _explanation(error: Exception) -> tuple[type[QuantkitError], str, str] | None:
+    names = [base.__name__ for base in type(error).__mro__]
+    return next((_EXPLANATIONS[name] for name in names if name in _EXPLANATIONS), None)
+
+
+def _from_hub(name: str, revision: str | None, headers_only: bool) -> tuple[Path, str | None]:
+    """The directory of a repository, and its commit."""
+    import huggingface_hub
+
+    repository = Repository(name)
+    found = online_or_cached(
+        lambda: read_listing(repository, revision),
+        lambda: Path(
+            huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=list(_CACHED_PATTERNS),
+                ignore_patterns=list(_IGNORE_PATTERNS),
+                local_files_only=True,
+            )
+        ),
+    )
+    if isinstance(found, Path):
+        return found, found.name if _COMMIT.fullmatch(found.name) else None
+    shards = [one for one in found.files if _SHARD.fullmatch(one)]
+    if not shards:
+        raise CheckpointError(
+            f"{name}: the repository has no safetensors among its {len(found.files)} files; expected "
+            "model.safetensors or shards. Convert it at "
+            "https://huggingface.co/spaces/safetensors/convert or choose another repository."
+        )
+    folder = _small_files(repository, found, revision)
+    if headers_only:
+        return _skeleton(repository, found.commit, shards, folder), found.commit
+    with answered(repository, found.commit):
+        _download_weights(repository, found.commit, shards)
+    if missing := [one for one in shards if not (folder / one).is_file()]:
+        fail(
+            repository.file_url(missing[0], found.commit),
+            "something else",
+            f"{missing[0]} and {len(missing) - 1} more" if missing[1:] else missing[0],
+        )
+    return folder, found.commit
+
+
+def _download_weights(repository: Repository, commit: str, names: list[str]) -> None:
+    """Download shards to the hub's cache, some at a time; `BadAnswer` where hardly any bytes come.
+
+    In daemons, as one that still waits for a server would keep the process from ending.
+    """
+    left = list(reversed(names))
+    outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                shard = left.pop()
+            except IndexError:
+                return
+            try:
+                download_large(repository, shard, commit)
+                outcomes.put(None)
+            except Exception as error:
+                left.clear()
+                outcomes.put(error)
+
+    for _ in range(min(_DOWNLOADS, len(names))):
+        threading.Thread(target=work, daemon=True).start()
+    deadline, had = Deadline(_WEIGHTS_SECONDS), _bytes_of(repository)
+    done = 0
+    while done < len(names):
+        with suppress(queue.Empty):
+            error = outcomes.get(timeout=1.0)
+            done += 1
+            if error is not None:
+                raise error
+        has = _bytes_of(repository)
+        # What a shard is verified or moved to may be counted twice, or not at all for a moment.
+        deadline.end += max(0, has - had) / SLOWEST_BYTES_PER_SECOND
+        had = has
+        if deadline.left <= 0 and done < len(names):
+            left.clear()
+            url = repository.file_url(names[done], commit)
+            fail(url, "too slowly", f"{SLOWEST_BYTES_PER_SECOND} bytes a second")
+
+
+def download_large(repository: Repository, name: str, revision: str | None) -> Path:
+    """A file of a repository in the hub's cache, which huggingface_hub adds to it."""
+    import huggingface_hub
+
+    from quantkit.checkpoint.hub.client import guarded, streams_of
+
+    url = repository.file_url(name, revision)
+    with guarded(FILE_SECONDS):
+        metadata = within(Deadline(FILE_SECONDS), lambda: huggingface_hub.get_hf_file_metadata(url))
+    # They become names in the cache, and huggingface_hub takes any.
+    if metadata.commit_hash is None or not _COMMIT.fullmatch(metadata.commit_hash):
+        fail(url, f"the commit {shown(metadata.commit_hash)}", "40 hex digits as X-Repo-Commit")
+    if metadata.etag is None or not _ETAG.fullmatch(metadata.etag):
+        fail(url, f"the ETag {shown(metadata.etag)}", "letters and digits")
+    # An empty file would stay in the cache.
+    if metadata.size is not None and not 0 < metadata.size <= MAX_FILE_BYTES:
+        fail(url, f"the size {metadata.size}", f"1 to {MAX_FILE_BYTES} bytes")
+    kind = None if repository.kind == "model" else repository.kind
+    with guarded(FILE_SECONDS), streams_of(metadata.size):
+        return Path(huggingface_hub.hf_hub_download(repository.name, name, repo_type=kind, revision=revision))
+
+
+def _bytes_of(repository: Repository) -> int:
+    """Bytes of all files of a repository that the cache has or is getting."""
+    total = 0
+    for path in _storage(repository).glob("blobs/*"):
+        # It may be renamed meanwhile.
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def _small_files(repository: Repository, listing: Listing, revision: str | None) -> Path:
+    """The folder of the hub's cache with all but the weights of a model, downloaded where it lacks them.
+
+    Each is checked before it is there: whatever the cache has is used for ever.
+    """
+    names = [name for name in listing.files if is_side_name(name) and not name.startswith("consolidated")]
+    if len(names) > _MAX_SMALL_FILES:
+        fail(
+            repository.api_url(revision),
+            f"{len(names)} files beside the weights",
+            f"at most {_MAX_SMALL_FILES}",
+        )
+    # Each has a deadline of its own; this is for all.
+    deadline = Deadline(FILE_SECONDS * 3 + len(names))
+    for name in names:
+        path = cached_file(repository, name, listing.commit)
+        deadline.end += path.stat().st_size / SLOWEST_BYTES_PER_SECOND
+        if deadline.left < 0:
+            url = repository.file_url(name, listing.commit)
+            fail(
+                url, f"too slowly: {names.index(name) + 1} of {len(names)} small files", "all within minutes"
+            )
+    _remember(repository, revision, listing.commit)
+    folder = _folder(repository, listing.commit)
+    # Where there is nothing but weights, whoever opens it says what is missing.
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def cached_file(repository: Repository, name: str, commit: str) -> Path:
+    """A small file of a repository in the hub's cache, which it is added to; errors as of `read_file`."""
+    path = _folder(repository, commit).joinpath(*name.split("/"))
+    check_local_name(repository.file_url(name, commit), path.name)
+    if path.is_file() and is_inside(path) and _looks_whole(path):
+        return path
+    data = read_file(repository, name, commit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may be at the same file.
+    part = path.with_name(f"{path.name[:200]}.{os.getpid()}")
+    replace_file(part, data, durable=False)
+    part.replace(path)
+    return path
+
+
+def _looks_whole(path: Path) -> bool:
+    """Whether a file of the cache may be what its name says: earlier versions kept any answer."""
+    if path.suffix != ".json":
+        return True
+    with open_regular(path) as file:
+        start = file.read(64).lstrip()[:1]
+        file.seek(max(0, path.stat().st_size - 64))
+        end = file.read().rstrip()[-1:]
+    return (start, end) in ((b"{", b"}"), (b"[", b"]"))
+
+
+def _folder(repository: Repository, commit: str) -> Path:
+    """Where the hub's cache has the files of a commit."""
+    return _storage(repository) / "snapshots" / commit
+
+
+def _storage(repository: Repository) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"{repository.kind}s--{repository.name.replace('/', '--')}"
+
+
+def _remember(repository: Repository, revision: str | None, commit: str) -> None:
+    """Note in the cache which commit a branch or tag is at, for when there is no network."""
+    name = revision or "main"
+    if _COMMIT.fullmatch(name) or not _REVISION.fullmatch(name):
+        return
+    path = _storage(repository) / "refs" / name
+    # A cache that cannot be written is of use all the same.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, commit.encode(), durable=False)
+
+
+def online_or_cached(ask: Callable[[], _T], cached: Callable[[], _C]) -> _T | _C:
+    """What `ask` gets from the hub, or else what is in the local cache.
+
+    Raises what `ask` raised where the cache has nothing, or the hub's answer is final.
+    """
+    try:
+        return ask()
+    except Exception as error:
+        known = isinstance(error, BadAnswer) or _explanation(error) is not None
+        if not known or type(error).__name__ in _FINAL:
+            raise
+        try:
+            return cached()
+        except (OSError, ValueError):
+            raise error from None
+
+
+@contextmanager
+def answered(repository: Repository, revision: str | None) -> Iterator[None]:
+    """What huggingface_hub raises for an answer that it cannot use, of any kind, as `BadAnswer`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, QuantkitError | MemoryError) or _explanation(error) is not None:
+            raise
+        text = " ".join(str(error).split())
+        url = repository.api_url(revision)
+        fail(url, f"what huggingface_hub cannot use ({type(error).__name__}: {text[:200]})", "files")
+
+
+def _skeleton(repository: Repository, commit: str, shards: list[str], side_files: Path) -> Path:
+    """A copy of `side_files` with the shards as sparse files, of which only the headers are real."""
+    directory = Path(tempfile.mkdtemp(prefix="quantkit-headers-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    (directory / HEADERS_ONLY_NAME).touch()
+    for path in side_files.iterdir():
+        if path.is_file() and path.suffix != ".safetensors":
+            shutil.copyfile(path, directory / path.name)
+    deadline = Deadline(FILE_SECONDS * 3 + len(shards))
+    for number, name in enumerate(shards):
+        start, file_bytes = read_start(repository, name, commit)
+        deadline.end += len(start) / SLOWEST_BYTES_PER_SECOND
+        if deadline.left < 0:
+            url = repository.file_url(name, commit)
+            fail(url, f"too slowly: {number + 1} of {len(shards)} headers", "all within minutes")
+        with (directory / name).open("wb") as file:
+            file.write(start)
+            os.truncate(file.fileno(), file_bytes)
+    return directory

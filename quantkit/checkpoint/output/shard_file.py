@@ -1,0 +1,222 @@
+"""One safetensors file that is written in pieces, from any thread, and hashed as it grows."""
+
+import bisect
+import hashlib
+import os
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.output.atomic_write import BLOCK_BYTES, FileRecord, writing
+from quantkit.checkpoint.safetensors_header import encode_header
+from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.errors import OutputError
+from quantkit.files import TempFile, write_all
+
+
+class Coverage:
+    """Which bytes of a file are taken, as sorted disjoint ranges; neighbours are merged."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, start: int, end: int) -> bool:
+        """Take `[start, end)`; False, and nothing taken, if a byte of it is taken already."""
+        at = bisect.bisect_right(self._starts, start)
+        if at > 0 and self._ends[at - 1] > start:
+            return False
+        if at < len(self._starts) and self._starts[at] < end:
+            return False
+        joins_left = at > 0 and self._ends[at - 1] == start
+        joins_right = at < len(self._starts) and self._starts[at] == end
+        first, last = at - joins_left, at + joins_right
+        merged_start = self._starts[first] if joins_left else start
+        merged_end = self._ends[last - 1] if joins_right else end
+        self._starts[first:last] = [merged_start]
+        self._ends[first:last] = [merged_end]
+        return True
+
+    @property
+    def prefix(self) -> int:
+        """The number of bytes from the beginning on that are taken without a hole."""
+        return self._ends[0] if self._starts and self._starts[0] == 0 else 0
+
+
+class PrefixHasher:
+    """Hashes a growing file in a thread of its own, as far as it is known to be written.
+
+    It reads the bytes back, mostly from the page cache, so that the order in which they were
+    written does not matter and no tensor is kept for it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._digest = hashlib.sha256()
+        self._hashed = 0
+        self._cancelled = False
+        self._error: OSError | None = None
+        # Not a condition, which is of no use any more once the handler of a signal has raised inside of it.
+        self._prefixes: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="quantkit-hash", daemon=True)
+
+    def start(self) -> None:
+        """Begin to hash. Apart from the constructor, as a signal may end the wait for the thread."""
+        self._thread.start()
+
+    def advance(self, available: int) -> None:
+        """Bytes up to `available` are written and will not change."""
+        self._prefixes.put(available)
+
+    def finish(self) -> str:
+        """The hash in hex of all bytes made available; `OSError` if they could not be read."""
+        self._stop()
+        if self._error is not None:
+            raise self._error
+        return self._digest.hexdigest()
+
+    def cancel(self) -> None:
+        """End the thread; the file may be closed afterwards."""
+        self._cancelled = True
+        self._stop()
+
+    def _stop(self) -> None:
+        self._prefixes.put(None)
+        # One that is not there yet will find that there is nothing to do.
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (available := self._prefixes.get()) is not None:
+                while (count := min(available - self._hashed, BLOCK_BYTES)) > 0 and not self._cancelled:
+                    block = os.pread(self._fd, count, self._hashed)
+                    if not block:
+                        raise OSError("the file is shorter than what was written to it")
+                    self._digest.update(block)
+                    self._hashed += len(block)
+        except OSError as error:
+            self._error = error
+
+
+class ShardFile:
+    """A safetensors file under its temporary name, open for writing.
+
+    `detail` is JSON-able and goes into the journal with the file; `OutputDirectory.details` gives
+    it back after a resume.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
+    ) -> None:
+        """Write the header of a file with the tensors `specs`, in this order, and no data yet."""
+        self.path = directory / name
+        self.detail: dict[str, Any] = {}
+        header = encode_header(specs, metadata)
+        self._specs = {spec.name: spec for spec in specs}
+        self._offsets: dict[str, int] = {}
+        self.size = len(header)
+        for spec in specs:
+            self._offsets[spec.name] = self.size
+            self.size += spec.nbytes
+        self._mutex = threading.Lock()
+        self._reserved = Coverage()
+        self._written = Coverage()
+        self._failed = False
+        with writing(self.path):
+            self._file = TempFile(directory, name)
+            self._hasher = PrefixHasher(self._file.fd)
+            try:
+                self._hasher.start()
+                self._put(header, 0)
+            except BaseException:
+                self.discard()
+                raise
+
+    def write(self, name: str, tensor: torch.Tensor, offset: int = 0) -> None:
+        """Write the elements of `tensor`, in row-major order, from element `offset` of `name` on.
+
+        `tensor` has the dtype of the spec and any shape, strides and device. Threads may call this
+        at once, with chunks in any order. `OutputError` for a name or dtype that the header does
+        not have, elements outside the tensor or written before, and failures of the disk.
+        """
+        spec = self._spec(name, tensor, offset)
+        if tensor.numel() == 0:
+            return
+        data = _bytes_of(tensor)
+        start = self._offsets[name] + offset * spec.torch_dtype.itemsize
+        with self._mutex:
+            fresh = self._reserved.add(start, start + len(data))
+        if not fresh:
+            raise OutputError(
+                f"{self.path}: elements {offset} to {offset + tensor.numel() - 1} of tensor "
+                f"{name!r} overlap elements written before. Write every element exactly once."
+            )
+        with writing(self.path):
+            self._put(data, start)
+
+    def commit(self) -> FileRecord:
+        """Check that every byte was written, then sync and rename; `OutputError` on failure."""
+        with self._mutex:
+            complete = self._written.prefix == self.size and not self._failed
+        if not complete:
+            raise OutputError(
+                f"{self.path} is incomplete: {self._first_gap()}. Write every element exactly once."
+            )
+        with writing(self.path):
+            self._file.sync()
+            digest = self._hasher.finish()
+            self._file.publish()
+        return FileRecord(self.path.name, digest, self.size)
+
+    def discard(self) -> None:
+        """Remove the temporary file."""
+        self._hasher.cancel()
+        self._file.discard()
+
+    def _spec(self, name: str, tensor: torch.Tensor, offset: int) -> TensorSpec:
+        spec = self._specs.get(name)
+        if spec is None:
+            raise OutputError(
+                f"{self.path}: tensor {name!r} is not in the header of this file. "
+                "List it among the shard's tensors."
+            )
+        if tensor.dtype != spec.torch_dtype:
+            raise OutputError(
+                f"{self.path}: tensor {name!r} is {spec.torch_dtype} in the header, but the chunk "
+                f"is {tensor.dtype}. Convert the chunk."
+            )
+        if offset < 0 or offset + tensor.numel() > spec.elements:
+            raise OutputError(
+                f"{self.path}: {tensor.numel()} elements from element {offset} on do not fit into "
+                f"tensor {name!r} with {spec.elements} elements. Correct the offset or the chunk."
+            )
+        return spec
+
+    def _put(self, data: bytes | memoryview, start: int) -> None:
+        try:
+            write_all(self._file.fd, data, start)
+        except BaseException:
+            self._failed = True
+            raise
+        with self._mutex:
+            self._written.add(start, start + len(data))
+            self._hasher.advance(self._written.prefix)
+
+    def _first_gap(self) -> str:
+        at = self._written.prefix
+        for spec in self._specs.values():
+            missing = self._offsets[spec.name] + spec.nbytes - at
+            if missing > 0:
+                element = (spec.nbytes - missing) // spec.torch_dtype.itemsize
+                return f"tensor {spec.name!r} was not written from element {element} on"
+        return "a write to it failed"
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().reshape(-1).cpu()
+    return flat.view(torch.uint8).numpy().data

@@ -1,0 +1,160 @@
+"""`quantkit quantize`: a checkpoint in, a packed checkpoint out."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median_low
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli import options
+from quantkit.cli.console import note, print_json, progress, say
+from quantkit.files import size_text
+from quantkit.signals import advising
+
+if TYPE_CHECKING:
+    from quantkit.checkpoint.model_record import Measured
+    from quantkit.checkpoint.source import Checkpoint
+    from quantkit.quantization.gpu_memory import GpuMemory
+    from quantkit.quantization.plan import Plan
+
+
+#: Relative squared error above which a layer is hardly the one it was.
+LOST = 0.5
+
+
+@options.with_fields
+def quantize(
+    source: options.Source,
+    out_directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT",
+            readable=False,  # typer would refuse what cannot be listed in its own words
+            help="The directory to write; new, empty or, with --resume or --overwrite, an earlier output.",
+        ),
+    ],
+    asked: options.Asked,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Run the result on a fixed prompt and store its logits, with which 'verify' compares.",
+        ),
+    ] = True,
+) -> None:
+    """Quantize a checkpoint to a packed one.
+
+    Every linear of the decoder gets --format, or what --bits-per-weight or --milliseconds-per-token allocates
+    to it, unless a --rule, --lm-head or the --recipe says otherwise, in that order. Prints what
+    becomes of every layer and why, then writes OUT. A run that is interrupted continues with --resume.
+    """
+    from quantkit import quantizing
+    from quantkit.checkpoint.output.existing import is_resumable
+    from quantkit.cli.commands.plan import gpu_memory_of, memory_dict, plan_dict, print_memory, print_plan
+    from quantkit.model.distributed import joined
+
+    # Until then, what is to be overwritten may look like an unfinished run.
+    begun = not overwrite
+    memory: list[GpuMemory | None] = [None]
+
+    def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
+        nonlocal begun
+        begun = True
+        for warning in checkpoint.warnings:
+            note(warning)
+        memory[0] = gpu_memory_of(checkpoint, plan, asked)
+        if not asked.json:
+            print_plan(plan, every_layer=asked.every_layer)
+            print_memory(memory[0])
+
+    def advice() -> str | None:
+        if not begun or not is_resumable(out_directory):
+            return None
+        instead = " in place of --overwrite" if overwrite else ""
+        return f"finished files are kept. Continue with the same command and --resume{instead}."
+
+    with advising(advice), joined() as ranks:
+        budget = asked.to_budget()
+        chosen = asked.to_recipe(budget)
+        with progress("quantizing", shown=ranks.first) as report:
+            result = quantizing.quantize(
+                source,
+                out_directory,
+                recipe=chosen,
+                device=asked.device,
+                resume=resume,
+                overwrite=overwrite,
+                max_shard_bytes=asked.shard_bytes,
+                allow_auto_map=asked.allow_auto_map,
+                calibration=asked.to_calibration(),
+                budget=budget,
+                check=check,
+                progress=report,
+                measuring=lambda done, total, label: report(done, total, f"sensitivity, {label}"),
+                on_plan=show,
+                ranks=ranks,
+            )
+    if not ranks.first:
+        return
+    if result.unchecked is not None:
+        note(f"the result was not run: {result.unchecked}. 'verify' will have no logits to compare with.")
+    if asked.json:
+        planned = plan_dict(result.plan, result.measured)
+        print_json({"directory": str(result.directory), **planned, **memory_dict(memory[0])})
+        return
+    noted: dict[str, list[str]] = {}
+    for name, measured in result.measured.items():
+        if measured.note is not None:
+            noted.setdefault(measured.note, []).append(name)
+    for text, names in noted.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        note(f"{names[0]}{more}: {text}.")
+    lost = [name for name, error in result.relative_errors.items() if error > LOST]
+    if lost:
+        note(
+            f"{len(lost)} linears lost more than half of their squared weights, such as {lost[0]}: its "
+            "weights are too small for the scale dtype, or the format is too coarse."
+        )
+    if result.relative_errors:
+        worst = max(result.relative_errors, key=lambda name: result.relative_errors[name])
+        mean = sum(result.relative_errors.values()) / len(result.relative_errors)
+        say(f"relative error: mean {mean:.2e}, worst {result.relative_errors[worst]:.2e} in {worst}")
+    outputs = {
+        name: one.output_error for name, one in result.measured.items() if one.output_error is not None
+    }
+    if outputs:
+        worst = max(outputs, key=lambda name: outputs[name])
+        mean = sum(outputs.values()) / len(outputs)
+        say(f"relative error of outputs: mean {mean:.2e}, worst {outputs[worst]:.2e} in {worst}")
+    for line in (learned_line(result.measured), coverage_line(result.measured)):
+        if line is not None:
+            say(line)
+    say(f"wrote {result.directory} ({size_text(result.plan.output_bytes)})")
+
+
+def learned_line(measured: "Mapping[str, Measured]") -> str | None:
+    """What learning the rounding of blocks made of the errors of their outputs; None without any learned."""
+    # Of each linear of a block the same.
+    errors = {one.block_error for one in measured.values() if one.block_error is not None}
+    if not errors:
+        return None
+    before, after = (sum(column) / len(errors) for column in zip(*errors, strict=True))
+    return f"relative error of the outputs of blocks: mean {after:.2e}, {before:.2e} before learned rounding"
+
+
+def coverage_line(measured: "Mapping[str, Measured]") -> str | None:
+    """How many calibration tokens the experts of a model have; None without calibrated experts."""
+    # Of gate and up, and of down: the same tokens.
+    tokens = {
+        name.rpartition(".")[0]: one.expert_tokens for name, one in measured.items() if one.expert_tokens
+    }
+    counts = sorted(count for of_layer in tokens.values() for count in of_layer or ())
+    if not counts:
+        return None
+    return (
+        f"calibration tokens per expert: {counts[0]} to {counts[-1]}, median {median_low(counts)}; "
+        f"{counts.count(0)} of {len(counts)} experts without any"
+    )

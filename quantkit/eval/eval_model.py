@@ -1,0 +1,128 @@
+"""What is evaluated and how: a checkpoint directory, its tokens, and the settings that must agree."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.calibrate.data.documents import read_text
+from quantkit.checkpoint.hub.repository import resolve
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.eval.models import dtype_named, language_limits, open_tokenizer
+from quantkit.eval.runner import Windows
+from quantkit.eval.text import (
+    DEFAULT_WINDOW,
+    TextWindows,
+    check_tokens,
+    cut,
+    text_names,
+    usable_window,
+)
+from quantkit.model.tokenizer import tokenize
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What has to be equal for two evaluations to compare: texts, windows, precision, device, batch.
+
+    `kv_cache` is the format of the KV cache that a model's tokens attend to; a reference has none.
+    """
+
+    texts: tuple[Path, ...]
+    window: int = DEFAULT_WINDOW
+    max_windows: int | None = None
+    dtype: str = "float32"
+    device: str = "auto"
+    batch: int = 1
+    stride: int | None = None
+    kv_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        dtype_named(self.dtype)
+        if self.kv_cache is not None:
+            from quantkit.runtime.cache.kv_cache import kv_scheme
+
+            kv_scheme(self.kv_cache)
+        if self.batch < 1:
+            raise UsageError(f"batch is {self.batch}; use at least 1 window.")
+
+
+@dataclass(frozen=True, order=True)
+class Batch:
+    """Windows `start:stop` of text number `text`: what goes through a model at once."""
+
+    text: int
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """The stem of files about it."""
+        return f"text{self.text}-windows{self.start}-{self.stop}"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint to evaluate with its windows: tokens come from its own tokenizer."""
+
+    checkpoint: Checkpoint
+    vocabulary: int
+    tokenizer_size: int
+    texts: tuple[TextWindows, ...]
+    window: int
+    stride: int
+    notes: tuple[str, ...]
+
+    @classmethod
+    def open(cls, source: Path | str, settings: Settings) -> "Subject":
+        """Read headers, tokenizer and texts of a directory or hub id. Loads no weights.
+
+        `UsageError` for a text or option, `CheckpointError` for a checkpoint that cannot be used.
+        """
+        checkpoint = Checkpoint.open(resolve(source))
+        directory = checkpoint.directory
+        tokenizer = open_tokenizer(directory)
+        vocabulary, limit = language_limits(directory)
+        window, note = usable_window(settings.window, limit)
+        # A stride that was no more than the window asked for is none than the window there is.
+        stride = window if settings.stride is None else settings.stride
+        if window < stride <= settings.window:
+            stride, note = window, f"{note}; so was the stride of {stride}"
+        texts = tuple(
+            cut(name, tokenize(tokenizer, read_text(path)), window, settings.max_windows, stride)
+            for name, path in zip(text_names(settings.texts), settings.texts, strict=True)
+        )
+        for text in texts:
+            check_tokens(text, vocabulary, directory)
+        notes = [note for text in texts for note in text.notes]
+        return cls(
+            checkpoint,
+            vocabulary,
+            len(tokenizer),
+            texts,
+            window,
+            stride,
+            tuple(([note] if note else []) + notes),
+        )
+
+    def windows(self, batch: Batch) -> Windows:
+        """The tokens of a batch, and how many of the last of each window are predicted."""
+        text = self.texts[batch.text]
+        return text.tokens[batch.start : batch.stop], text.scored
+
+
+def check_comparable(model: Subject, reference: Subject) -> None:
+    """`CheckpointError` if the two do not share vocabulary, tokenizer and windows."""
+    where = f"{model.checkpoint.directory} and its reference {reference.checkpoint.directory}"
+    remedy = "Compare a model with the checkpoint that it was made from."
+    for what, mine, theirs in (
+        ("the vocabulary", model.vocabulary, reference.vocabulary),
+        ("the tokenizer", model.tokenizer_size, reference.tokenizer_size),
+    ):
+        if mine != theirs:
+            raise CheckpointError(f"{where}: {what} has {mine} and {theirs} entries. {remedy}")
+    for mine_text, their_text in zip(model.texts, reference.texts, strict=True):
+        if mine_text.digest != their_text.digest:
+            raise CheckpointError(
+                f"{where}: their tokenizers, both of {model.tokenizer_size} entries, give different "
+                f"tokens or windows for {mine_text.name}. {remedy}"
+            )

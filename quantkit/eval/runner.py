@@ -1,0 +1,170 @@
+"""Forward passes of a checkpoint: with all of it in memory, or block by block where it does not fit.
+
+Block by block, every weight is read once for many windows, whose hidden states wait on the host. On a CPU the
+numbers are the same bits.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.devices import pick_device
+from quantkit.errors import CheckpointError, EnvironmentProblem
+from quantkit.eval.models import dtype_name, release
+from quantkit.files import size_text
+from quantkit.memory import free_memory
+from quantkit.model.blocks import Decoder
+from quantkit.model.hidden_states import Home
+from quantkit.runtime.generate import cache_name
+from quantkit.runtime.load import load
+
+#: Tokens whose hidden states wait between two blocks.
+WAITING_TOKENS = 1 << 17
+
+#: Windows that go through a model at once, int64 [B, W], and how many last tokens of each are predicted.
+Windows = tuple[torch.Tensor, int]
+
+
+class Passes(ABC):
+    """A model ready to run; call `close` before the next one is opened. `note` says what is unusual."""
+
+    note: str | None = None
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        self.directory, self.device = directory, device
+
+    @property
+    @abstractmethod
+    def embedding_rows(self) -> int:
+        """Rows of the input embedding: one more than the largest token the model takes."""
+
+    @abstractmethod
+    def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
+        """Logits [B, W, V] of each batch, in order."""
+
+    def logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
+        """Logits [B, scored, V] that predict the last `scored` tokens of each batch in turn, on the device.
+
+        `CheckpointError` if one is not finite.
+        """
+        for logits, (_, scored) in zip(self._logits(batches), batches, strict=True):
+            yield predictions(logits, scored, self.directory)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        vars(self).pop("_model", None)
+        release(str(self.device))
+
+
+class _Whole(Passes):
+    """All weights in memory."""
+
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device, kv_cache: str | None
+    ) -> None:
+        super().__init__(directory, device)
+        self._kv_cache = kv_cache
+        self._model: Any = load(directory, device=device, dtype=dtype)
+        self._model.eval()
+
+    @property
+    def embedding_rows(self) -> int:
+        return int(self._model.get_input_embeddings().weight.shape[0])
+
+    def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
+        for tokens, _ in batches:
+            # Who takes the logits is not in this mode.
+            with torch.inference_mode():
+                cache = None if self._kv_cache is None else self._empty_cache(self._kv_cache)
+                inputs = tokens.to(self.device)
+                given = {} if cache is None else {cache_name(self._model): cache}
+                output = self._model(input_ids=inputs, use_cache=cache is not None, **given)
+            yield output.logits
+
+    def _empty_cache(self, format: str) -> Any:
+        from quantkit.runtime.cache.kv_cache import PackedCache
+
+        cache = PackedCache(self._model.config, format)
+        if cache.note is not None:
+            self.note = f"{self.directory.name}: {cache.note}"
+        return cache
+
+
+class _BlockByBlock(Passes):
+    """The weights of one block in memory, and the hidden states of as many windows as may wait."""
+
+    def __init__(self, decoder: Decoder, directory: Path, note: str) -> None:
+        super().__init__(directory, decoder.device)
+        self.note = note
+        self._model = decoder
+
+    @property
+    def embedding_rows(self) -> int:
+        return self._model.embedding_rows
+
+    def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
+        # What blocks are called with belongs to windows of one shape.
+        for _, group in groupby(batches, lambda batch: batch[0].shape):
+            alike = list(group)
+            step = max(1, WAITING_TOKENS // alike[0][0].numel())
+            for start in range(0, len(alike), step):
+                yield from self._pass(alike[start : start + step])
+
+    def _pass(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
+        home = Home(torch.device("cpu"), self.device.type == "cuda")
+        hidden, blocks = self._model.embed([tokens for tokens, _ in batches], home)
+        for block in blocks:
+            with self._model.loaded(block), torch.no_grad():
+                for at, before in enumerate(hidden):
+                    hidden[at] = home.hold(block.run(before.to(self.device)))
+        with self._model.head() as logits:
+            for states in hidden:
+                with torch.no_grad():
+                    found = logits(states.to(self.device))
+                yield found
+
+
+def predictions(logits: torch.Tensor, scored: int, directory: Path) -> torch.Tensor:
+    """Those of logits [B, W, V] that predict the last `scored` tokens, checked by `check_finite`."""
+    found = logits[:, -scored - 1 : -1]
+    check_finite(found, directory)
+    return found
+
+
+def check_finite(logits: torch.Tensor, directory: Path) -> None:
+    """`CheckpointError` for logits of which one is not finite: NaN would spread into every figure."""
+    if not bool(torch.isfinite(logits).all()):
+        raise CheckpointError(
+            f"{directory}: the model gives logits that are not finite in {logits.dtype}. Evaluate with dtype "
+            "float32; if that does not help, the weights are damaged: run `quantkit verify`."
+        )
+
+
+def open_passes(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str, kv_cache: str | None = None
+) -> Passes:
+    """`checkpoint` with activations in `dtype`, whole unless it is dense and larger than the free memory.
+
+    With `kv_cache`, a format of `KV_SCHEMES`, it has to be whole: else `EnvironmentProblem`.
+    """
+    where = pick_device(device)
+    needed = sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
+    free = free_memory(where)
+    if checkpoint.is_quantized or needed <= free:
+        return _Whole(checkpoint.directory, dtype, where, kv_cache)
+    if kv_cache is not None:
+        raise EnvironmentProblem(
+            f"{checkpoint.directory} takes {size_text(needed)}, {size_text(free)} are free on {device}: it "
+            "can only run block by block, which has no KV cache. Evaluate it without --kv-cache."
+        )
+    note = (
+        f"{checkpoint.directory.name} takes {size_text(needed)} in {dtype_name(dtype)} and "
+        f"{size_text(free)} are free on {device}: it ran block by block, which reads its weights once for "
+        f"every {WAITING_TOKENS} tokens"
+    )
+    return _BlockByBlock(Decoder(checkpoint, where, dtype), checkpoint.directory, note)

@@ -1,0 +1,1 @@
+"""Which linear gets which scheme and method: recipes, candidates, and the knapsack for a budget."""

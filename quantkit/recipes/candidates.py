@@ -1,0 +1,69 @@
+"""The menu of automatic bit allocation: the formats that a group of linears may get, and the names for them.
+
+A row is a format in the granularity in which it is worth its bits (docs/accuracy.md). Rows that cost more and
+lose more than another on a model are never chosen there, so that a row too many costs the time to measure it.
+"""
+
+from dataclasses import replace
+
+from quantkit.errors import FormatError, UsageError
+from quantkit.recipes.recipe import Choice, parse_group_size
+
+MENU: tuple[Choice, ...] = (
+    *(Choice("int2", size, scale_dtype="e4m3") for size in (64, 32, 16)),
+    *(Choice("int3", size, scale_dtype="e4m3") for size in (64, 32, 16)),
+    Choice("int4"),
+    Choice("int4", 32, scale_dtype="e4m3"),
+    Choice("int4", 16, scale_dtype="e4m3"),
+    Choice("mxfp4"),
+    Choice("nvfp4"),
+    Choice("book4", 64),
+    Choice("book4"),
+    Choice("book4", 16),
+    Choice("int5"),
+    Choice("int5", 32, scale_dtype="e4m3"),
+    Choice("int6"),
+    Choice("fp6"),
+    Choice("mxfp6"),
+    Choice("int7"),
+    Choice("int8"),
+    Choice("fp8"),
+    Choice("mxfp8"),
+)
+
+
+def candidates(method: str, formats: tuple[str, ...] | None = None) -> tuple[Choice, ...]:
+    """The rows of the menu that `method` can quantize to, each with that method.
+
+    `formats` are names (`int4`: the rows of that format, or the format as it comes where the menu has none)
+    or `FORMAT:GROUP` for one granularity. `UsageError` for those that are unknown or that the method cannot
+    do.
+    """
+    if formats is None:
+        rows = tuple(replace(row, method=method) for row in MENU)
+        return tuple(row for row in rows if _refusal(row) is None)
+    found: dict[Choice, None] = {}
+    for text in formats:
+        for row in _named(text):
+            chosen = replace(row, method=method)
+            if (refusal := _refusal(chosen)) is not None:
+                raise UsageError(f"--formats {text}: {refusal}") from refusal
+            found[chosen] = None
+    if not found:
+        raise UsageError("--formats is empty; name at least one.")
+    return tuple(found)
+
+
+def _named(text: str) -> tuple[Choice, ...]:
+    name, separator, group = text.partition(":")
+    if separator:
+        return (Choice(name, parse_group_size(group)),)
+    return tuple(row for row in MENU if row.format == name) or (Choice(name),)
+
+
+def _refusal(choice: Choice) -> FormatError | UsageError | None:
+    try:
+        choice.check()
+    except (FormatError, UsageError) as error:
+        return error
+    return None

@@ -1,0 +1,371 @@
+"""Recipes: which linear gets which scheme and method, or stays dense.
+
+A recipe is an ordered list of rules over module names; the first that matches decides. A pattern is a
+shell-style glob over the whole name (`*` also crosses dots), so an exact name is a pattern too. As TOML:
+
+    [[rule]]
+    match = "*.down_proj"
+    format = "int8"
+
+    [[rule]]
+    match = "model.layers.0.*"
+    keep = true
+
+A YAML file has the same keys. What no rule matches gets the recipe's default. A pattern that matches no
+linear is an error. `rotate = true` at the top has the model rotated first
+(`quantization/rotated_checkpoint.py`).
+"""
+
+import io
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.methods import Method, method_named
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.files import open_regular
+from quantkit.packing.formats import IntFormat
+from quantkit.packing.packings import PACKINGS, PackingName
+from quantkit.packing.schemes import (
+    MAX_GROUP_SIZE,
+    PRESETS,
+    SCALE_DTYPES,
+    ZERO_POINTS,
+    GroupSize,
+    Scheme,
+    ZeroPoint,
+    scheme,
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to make of a linear: a format with its options, or `keep` to leave it dense."""
+
+    format: str = "int4"
+    group_size: GroupSize = None
+    zero_point: ZeroPoint = "none"
+    scale_dtype: str | None = None
+    method: str = "mse"
+    keep: bool = False
+    packing: PackingName = "bits"
+
+    def scheme(self, weight_dtype: torch.dtype) -> Scheme | None:
+        """The scheme for a weight of `weight_dtype`; None to keep it dense."""
+        if self.keep:
+            return None
+        return scheme(
+            self.format,
+            group_size=self.group_size,
+            zero_point=self.zero_point,
+            scale_dtype=scale_dtype_named(self.scale_dtype),
+            packing=self.packing,
+            weight_dtype=weight_dtype,
+        )
+
+    def check(self) -> None:
+        """Raise the error that using this choice would raise."""
+        method, chosen = method_named(self.method), self.scheme(torch.bfloat16)
+        if chosen is not None:
+            method.check(chosen)
+
+    def of_format(self, name: str) -> "Choice":
+        """This choice in format `name`: another format brings its own group size and scale dtype, and has
+        the zero-point and the packing if it can."""
+        if name == self.format:
+            return replace(self, keep=False)
+        other = scheme(name) if name in PRESETS else None
+        shiftable = other is not None and isinstance(other.format, IntFormat)
+        packable = other is not None and PACKINGS[self.packing].why_not(other.format, other.planes) is None
+        return Choice(
+            name,
+            zero_point=self.zero_point if shiftable else "none",
+            method=self.method,
+            packing=self.packing if packable else "bits",
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A glob over module names and what becomes of the linears it matches; `why` where nobody wrote it."""
+
+    match: str
+    choice: Choice
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of one linear, and why."""
+
+    scheme: Scheme | None
+    method: Method | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Ordered rules and the default for what they leave; `rotate` if the model is rotated first."""
+
+    default: Choice = Choice()
+    rules: tuple[Rule, ...] = ()
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        for choice in (self.default, *(rule.choice for rule in self.rules)):
+            choice.check()
+
+    def fates(
+        self, linears: Mapping[str, torch.dtype], kept: Mapping[str, str], dense: Mapping[str, str]
+    ) -> dict[str, Fate]:
+        """The fate of every linear.
+
+        `linears` maps module names to weight dtypes, `kept` those of them that only a rule quantizes to
+        the reason, and `dense` the modules that no rule can quantize to the reason. Raises `UsageError`
+        for a pattern that matches no linear.
+        """
+        used: set[int] = set()
+        fates = {}
+        for name, dtype in linears.items():
+            at = next((i for i, rule in enumerate(self.rules) if fnmatchcase(name, rule.match)), None)
+            if at is not None:
+                used.add(at)
+            rule = None if at is None else self.rules[at]
+            fates[name] = _fate(rule, self.default, kept.get(name), dtype)
+        for i, rule in enumerate(self.rules):
+            if i not in used:
+                shadowed = any(fnmatchcase(name, rule.match) for name in linears)
+                raise UsageError(_unmatched(rule.match, shadowed, linears, dense))
+        return fates
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form, for the manifest."""
+        return {
+            "rotate": self.rotate,
+            "default": vars(self.default),
+            "rules": [
+                {"match": rule.match, **vars(rule.choice), **({} if rule.why is None else {"why": rule.why})}
+                for rule in self.rules
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Recipe":
+        """The recipe that `to_dict` wrote; `UsageError` for anything else."""
+        if not isinstance(data, dict) or data.keys() != {"rotate", "default", "rules"}:
+            raise UsageError("a recipe is an object of 'rotate', 'default' and 'rules'.")
+        rules = data["rules"]
+        if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+            raise UsageError("the 'rules' of a recipe are a list of objects.")
+        found = []
+        for rule in rules:
+            why = rule.get("why")
+            if why is not None and not isinstance(why, str):
+                raise UsageError(f"the 'why' of a rule is {why!r}; it is a text.")
+            given = {k: v for k, v in rule.items() if v is not None and k != "why"}
+            found.append(replace(_rule(given, Choice()), why=why))
+        default = data["default"]
+        if isinstance(default, dict):
+            default = {k: v for k, v in default.items() if v is not None}
+        return cls(_choice(default, Choice()), tuple(found), _flag(data["rotate"]))
+
+
+def _fate(rule: Rule | None, default: Choice, kept: str | None, dtype: torch.dtype) -> Fate:
+    if rule is None and kept is not None:
+        return Fate(None, None, kept)
+    choice = default if rule is None else rule.choice
+    reason = "default" if rule is None else rule.why or f"rule {rule.match!r}"
+    if choice.keep:
+        return Fate(None, None, f"kept by {reason}")
+    return Fate(choice.scheme(dtype), method_named(choice.method), reason)
+
+
+def _unmatched(
+    pattern: str, shadowed: bool, linears: Mapping[str, torch.dtype], dense: Mapping[str, str]
+) -> str:
+    if shadowed:
+        return f"rule {pattern!r} never applies: earlier rules match all it matches. Move it up or drop it."
+    other = next((name for name in dense if fnmatchcase(name, pattern)), None)
+    if other is not None:
+        return f"rule {pattern!r} matches no linear; {other!r} stays dense: {dense[other]}. Drop the rule."
+    examples = ", ".join(repr(name) for name in list(linears)[:3])
+    return (
+        f"rule {pattern!r} matches no linear of the model. Names look like {examples}; correct the pattern."
+    )
+
+
+def parse_rule(text: str, default: Choice) -> Rule:
+    """A rule from `PATTERN=FORMAT[:GROUP][:METHOD]` or `PATTERN=keep`.
+
+    What is left out is as in `default`, as far as the format has it; see `Choice.of_format`.
+    """
+    pattern, separator, value = text.partition("=")
+    if not separator or not pattern or not value:
+        raise UsageError(f"rule {text!r} is not PATTERN=FORMAT[:GROUP][:METHOD] or PATTERN=keep.")
+    if value == "keep":
+        return Rule(pattern, Choice(keep=True))
+    name, *options = value.split(":")
+    if len(options) > 2:
+        raise UsageError(f"rule {text!r} has more than FORMAT:GROUP:METHOD after the '='.")
+    choice = default.of_format(name)
+    if options and options[0]:
+        choice = replace(choice, group_size=parse_group_size(options[0]))
+    if len(options) > 1:
+        choice = replace(choice, method=options[1])
+    return Rule(pattern, choice)
+
+
+def parse_group_size(text: str | None) -> GroupSize:
+    """A group size from the command line: a positive integer, `channel` or `tensor`; None as it is."""
+    match text:
+        case None | "channel" | "tensor":
+            return text
+    # The length first: Python refuses to convert thousands of digits.
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MAX_GROUP_SIZE:
+        raise UsageError(f"group size {text!r} is not a positive integer, 'channel' or 'tensor'.")
+    return int(text)
+
+
+def parse_zero_point(text: str) -> ZeroPoint:
+    """A kind of zero-point from the command line or a file."""
+    for kind in ZERO_POINTS:
+        if text == kind:
+            return kind
+    raise UsageError(f"zero-point {text!r} is unknown; use one of {', '.join(ZERO_POINTS)}.")
+
+
+def parse_packing(text: str) -> PackingName:
+    """A packing from the command line or a file."""
+    if text not in PACKINGS:
+        raise UsageError(f"packing {text!r} is unknown; use one of {', '.join(PACKINGS)}.")
+    return PACKINGS[text].name
+
+
+def scale_dtype_named(name: str | None) -> torch.dtype | None:
+    """The scale dtype called `name`; None for None, which is the format's own."""
+    if name is not None and name not in SCALE_DTYPES:
+        raise UsageError(f"scale dtype {name!r} is unknown; use one of {', '.join(SCALE_DTYPES)}.")
+    return None if name is None else SCALE_DTYPES[name]
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MAX_DOTS:
+            raise ValueError(
+                f"line {number} has more than {_MAX_DOTS} dots; expected keys of one or two names"
+            )
+    return tomllib.loads(text)
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    from quantkit.recipes.strict_yaml import parse_yaml
+
+    return parse_yaml(text)
+
+
+#: The parser of each syntax by the suffix of a file; a `ValueError` says what is wrong.
+SYNTAXES: dict[str, Callable[[str], dict[str, Any]]] = {
+    ".toml": _parse_toml,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}
+MAX_CHARACTERS = 1 << 20  # rules for ten thousand linears
+#: tomllib takes time in the square and more of the names in a dotted key, which are on one line.
+_MAX_DOTS = 200
+
+
+def read_recipe(path: Path, default: Choice) -> Recipe:
+    """A recipe from a TOML or YAML file, as its suffix says.
+
+    Rules inherit what they leave out from its `default`, and that from the argument. Raises `UsageError`
+    naming the file and the key, or the line, for anything that is not a recipe.
+    """
+    parse = SYNTAXES.get(path.suffix.lower())
+    if parse is None:
+        found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+        raise UsageError(f"recipe {path} {found}; rename it to end in one of {', '.join(SYNTAXES)}.")
+    try:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(
+                f"it has more than the {MAX_CHARACTERS} characters it may have. Let patterns stand for names"
+            )
+        data = parse(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"recipe {path} cannot be read: {error}.") from error
+    if unknown := set(data) - {"rotate", "default", "rule"}:
+        raise UsageError(
+            f"recipe {path} has unknown keys {sorted(unknown)}; it has 'rotate', 'default' and 'rule'."
+        )
+    try:
+        base = _choice(data.get("default", {}), default)
+        rules = data.get("rule", [])
+        if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+            raise UsageError(
+                "'rule' must be an array of tables: [[rule]] in TOML, items '- match: ...' in YAML."
+            )
+        rotate = _flag(data.get("rotate", False))
+        return Recipe(base, tuple(_written_rule(rule, base) for rule in rules), rotate)
+    except QuantkitError as error:
+        raise UsageError(f"recipe {path}: {error}") from error
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"'rotate' is {value!r}; expected true or false.")
+    return value
+
+
+def _rule(data: dict[str, Any], default: Choice) -> Rule:
+    match = data.get("match")
+    if not isinstance(match, str) or not match:
+        raise UsageError(f"a rule needs a 'match' pattern; found {match!r}.")
+    return Rule(match, _choice({k: v for k, v in data.items() if k != "match"}, default))
+
+
+def _written_rule(data: dict[str, Any], default: Choice) -> Rule:
+    """A rule of a file, all of whose keys are to have an effect."""
+    rule = _rule(data, default)
+    idle = sorted(data.keys() - {"match", "keep"})
+    if rule.choice.keep and idle:
+        raise UsageError(
+            f"rule {rule.match!r} keeps its linears dense, so {idle} would do nothing; set 'keep' to false, "
+            "or leave that out."
+        )
+    return rule
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "format": (str,),
+    "group_size": (int, str),
+    "zero_point": (str,),
+    "scale_dtype": (str,),
+    "method": (str,),
+    "keep": (bool,),
+    "packing": (str,),
+}
+
+
+def _choice(data: Any, default: Choice) -> Choice:
+    if not isinstance(data, dict):
+        raise UsageError(f"'default' must be a table; found {type(data).__name__}.")
+    known = {field.name for field in fields(Choice)}
+    if unknown := set(data) - known:
+        raise UsageError(f"unknown keys {sorted(unknown)}; known are {sorted(known)}.")
+    for key, value in data.items():
+        if not isinstance(value, _TYPES[key]) or (isinstance(value, bool) and bool not in _TYPES[key]):
+            expected = " or ".join(kind.__name__ for kind in _TYPES[key])
+            raise UsageError(f"{key!r} is {value!r}; expected {expected}.")
+    inherited = default.of_format(data["format"]) if "format" in data else default
+    merged = {**vars(inherited), **data}
+    if isinstance(merged["group_size"], str):
+        merged["group_size"] = parse_group_size(merged["group_size"])
+    merged["zero_point"] = parse_zero_point(merged["zero_point"])
+    merged["packing"] = parse_packing(merged["packing"])
+    return Choice(**merged)

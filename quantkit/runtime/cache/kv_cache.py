@@ -1,0 +1,192 @@
+"""A quantized KV cache, through transformers' cache interface.
+
+Every token is quantized as it comes and never again, so what the cache holds does not depend on how many came
+at a time. A few features of the keys of a head are large in all tokens; a Hadamard matrix spreads them over
+the head first and is undone behind (QuaRot, arXiv 2404.00456). Attention sees all keys and values as they are
+stored, unpacked for one layer at a time in the dtype of the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+
+from quantkit.calibrate.hadamard import Rotation
+from quantkit.calibrate.methods import quantize_tensor
+from quantkit.errors import FormatError, UsageError
+from quantkit.packing.schemes import Scheme, scheme
+from quantkit.packing.tensor import PackedTensor
+
+Parts = dict[str, torch.Tensor]
+
+#: How keys and values are stored, each token of a head as a row. docs/accuracy.md has what each costs.
+KV_SCHEMES: dict[str, Scheme] = {
+    "int8": scheme("int8", group_size=64),
+    "int4": scheme("int4", group_size=32, zero_point="float"),
+}
+
+
+def kv_scheme(format: str) -> Scheme:
+    """How a KV cache of this format stores a row; `UsageError` for an unknown one."""
+    if format not in KV_SCHEMES:
+        raise UsageError(f"unknown format of a KV cache {format!r}; use one of {', '.join(KV_SCHEMES)}.")
+    return KV_SCHEMES[format]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """How rows of D features become packed parts and back; `turn` [D, D] float32 is orthogonal, or None."""
+
+    scheme: Scheme
+    turn: torch.Tensor | None
+
+    @classmethod
+    def of(cls, scheme: Scheme, size: int, device: torch.device, *, rotate: bool) -> "_Rows":
+        rotation = Rotation.of(size) if rotate else None
+        turn = None if rotation is None else rotation.apply(torch.eye(size, dtype=torch.float64))
+        return cls(scheme.for_columns(size), None if turn is None else turn.float().to(device))
+
+    def pack(self, states: torch.Tensor) -> Parts:
+        """`states` [B, H, T, D] by part, [B, H, T, any] each."""
+        rows = states.reshape(-1, states.shape[-1]).float()
+        try:
+            packed = quantize_tensor(
+                rows if self.turn is None else rows @ self.turn, self.scheme, method="rtn"
+            )
+        except FormatError as error:
+            raise FormatError(
+                "a layer computed keys or values that are not finite, which a quantized KV cache cannot "
+                "hold. Use the dtype float32, or no quantized KV cache."
+            ) from error
+        return {name: part.view(*states.shape[:-1], -1) for name, part in packed.parts()}
+
+    def unpack(self, parts: Parts, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """The states [B, H, T, D] that `pack` stored."""
+        before = next(iter(parts.values())).shape[:-1]
+        flat = {name: part.reshape(-1, part.shape[-1]) for name, part in parts.items()}
+        rows = PackedTensor.from_parts(flat, self.scheme, (before.numel(), size)).dequantize(torch.float32)
+        turned = rows if self.turn is None else rows @ self.turn.T
+        return turned.to(dtype).view(*before, size)
+
+
+class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer as packed parts, [batch, heads, tokens, any] each."""
+
+    is_sliding = False
+    is_croppable = True
+    #: The base class gives these to tensors; here they are parts by name.
+    keys: Parts
+    values: Parts
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self._scheme = scheme
+        self.keys, self.values = {}, {}
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._sizes = key_states.shape[-1], value_states.shape[-1]
+        self._key_rows = _Rows.of(self._scheme, self._sizes[0], self.device, rotate=True)
+        self._value_rows = _Rows.of(self._scheme, self._sizes[1], self.device, rotate=False)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values [B, H, t, D]; all there are, [B, H, T, D], as they are stored."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = _joined(self.keys, self._key_rows.pack(key_states))
+        self.values = _joined(self.values, self._value_rows.pack(value_states))
+        return (
+            self._key_rows.unpack(self.keys, self._sizes[0], self.dtype),
+            self._value_rows.unpack(self.values, self._sizes[1], self.dtype),
+        )
+
+    def get_seq_length(self) -> int:
+        return next((int(part.shape[-2]) for part in self.keys.values()), 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    #: What transformers 5.12 calls it.
+    get_max_cache_shape = get_max_length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the parts take."""
+        return sum(part.nbytes for parts in (self.keys, self.values) for part in parts.values())
+
+    def reset(self) -> None:
+        self.keys, self.values = {}, {}
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; transformers counts them as a negative number."""
+        if tokens_to_remove > 0:
+            raise UsageError(f"crop takes the tokens to forget as a negative number, got {tokens_to_remove}.")
+        if tokens_to_remove:
+            self._each(lambda part: part[..., :tokens_to_remove, :])
+
+    def offload(self) -> None:
+        self._each(lambda part: part.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._each(lambda part: part.to(self.device, non_blocking=True))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._each(lambda part: part.index_select(0, beam_idx.to(part.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda part: part.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._each(lambda part: part[indices])
+
+    def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.keys, self.values = (
+            {name: function(part) for name, part in parts.items()} for parts in (self.keys, self.values)
+        )
+
+
+class PackedCache(DynamicCache):  # type: ignore[misc]
+    """The KV cache of a model of this `config`, as `format` of `KV_SCHEMES`: give it as `cache`, or
+    before transformers 5.24 as `past_key_values`.
+
+    `dense_layers` is how many stay as they are: layers with a sliding window, which hold few tokens, and
+    those that keep something else than keys and values. `UsageError` for an unknown format.
+    """
+
+    def __init__(self, config: Any, format: str) -> None:
+        stored = kv_scheme(format)
+        super().__init__(config=config)
+        layers: list[Any] = self.layers
+        self.layers: list[Any] = [
+            PackedLayer(stored) if type(layer) is DynamicLayer else layer for layer in layers
+        ]
+        self.dense_layers = sum(not isinstance(layer, PackedLayer) for layer in self.layers)
+
+    @property
+    def note(self) -> str | None:
+        """Which layers stay as they are, None where none does."""
+        if not self.dense_layers:
+            return None
+        return (
+            f"{self.dense_layers} of {len(self.layers)} layers have a sliding window or no keys and values, "
+            "and a cache in the dtype of the model"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed layers."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, PackedLayer))
+
+
+def _joined(before: Parts, after: Parts) -> Parts:
+    return {name: torch.cat([before[name], part], -2) for name, part in after.items()} if before else after

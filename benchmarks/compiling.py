@@ -53,12 +53,12 @@ def compile_all(arguments: argparse.Namespace) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    from quantkit.kernels.compiling import compiled_first, cores
-    from quantkit.kernels.fused.rows import FRAGMENTS, compile_kernels
-    from quantkit.kernels.measure import random_packed
+    from quantkit.kernels.gemm.fused_kernels import FRAGMENTS, compile_kernels
+    from quantkit.kernels.jit.compile_pool import compiled_first, cores
     from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-    from quantkit.kernels.table import choose
-    from quantkit.kernels.tiles.gpu import CompileOnly
+    from quantkit.kernels.registry import choose
+    from quantkit.kernels.tuning.gpu_bench import CompileOnly
+    from quantkit.kernels.tuning.timing import random_packed
     from quantkit.packing.schemes import scheme
 
     torch.set_num_threads(1)

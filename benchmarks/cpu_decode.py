@@ -25,7 +25,7 @@ from machine import cpu_machine
 
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import Problem
-from quantkit.kernels.table import FORCE_VARIABLE, ROWS, choose, explain
+from quantkit.kernels.registry import FORCE_VARIABLE, ROWS, choose, explain
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 

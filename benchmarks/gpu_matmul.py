@@ -33,8 +33,8 @@ from matmul_report import Row, Run, draw, markdown, plotted, text
 import quantkit
 from quantkit.about import pip_install
 from quantkit.errors import UsageError
-from quantkit.kernels.measure import POWER_ROWS, REST, copies, graph_time, read_time, rest_for
-from quantkit.kernels.shapes import shapes_named
+from quantkit.kernels.tuning.shapes import shapes_named
+from quantkit.kernels.tuning.timing import POWER_ROWS, REST, copies, graph_time, read_time, rest_for
 from quantkit.packing.tensor import PackedTensor
 
 #: What is measured unless options say otherwise.

@@ -34,7 +34,7 @@ from torch import nn
 import quantkit
 from quantkit.kernels.linear import run_linear
 from quantkit.kernels.problem import Outline, Problem
-from quantkit.kernels.table import choose
+from quantkit.kernels.registry import choose
 from quantkit.packing.schemes import scheme
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.shared_input import shared_inputs

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from quantkit.kernels.fused.launch.gpu import HOPPER_SHARED
+from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.table import choose_by_rules
+from quantkit.kernels.registry import choose_by_rules
 from quantkit.packing.schemes import scheme
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, HOPPER_SHARED)

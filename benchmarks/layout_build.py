@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import quantkit
-from quantkit.kernels.shapes import shapes_named
+from quantkit.kernels.tuning.shapes import shapes_named
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.packed_linear import PackedLinear

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import quantiles
 
-from quantkit.kernels.fused.launch.gpu import HOPPER_SHARED
-from quantkit.kernels.fused.launch.hopper import STEP_US, TILING, HopperTile, tile_time
-from quantkit.kernels.fused.launch.operands import shape_of
+from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
+from quantkit.kernels.gemm.operands import shape_of
+from quantkit.kernels.gemm.wgmma.wgmma_launch import STEP_US, TILING, HopperTile, tile_time
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.table import ROWS, choose
-from quantkit.kernels.tiles.store import shipped_tables
-from quantkit.kernels.tiles.table import Entry, Key
+from quantkit.kernels.registry import ROWS, choose
+from quantkit.kernels.tuning.store import shipped_tables
+from quantkit.kernels.tuning.tile_table import Entry, Key
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, HOPPER_SHARED)
 #: For the entries of the larger number, rows of x between it and the power of two before.

@@ -73,7 +73,7 @@ def _register_plugin() -> None:
     """Have the plug-in registered once transformers' quantizers are imported; at once if they are."""
     import wrapt
 
-    wrapt.register_post_import_hook("quantkit.model.transformers_version:register_plugin", _QUANTIZERS)
+    wrapt.register_post_import_hook("quantkit.runtime.transformers.registration:register_plugin", _QUANTIZERS)
 
 
 class _Quantizers:

@@ -8,21 +8,9 @@ from .test_layers import PACKAGE
 #: Files of a folder, `__init__.py` aside.
 MOST_FILES = 20
 #: Folders that have more. An entry goes when its folder is split.
-LARGE_FOLDERS = {"calibrate", "cli", "kernels", "kernels/fused", "model"}
+LARGE_FOLDERS: set[str] = set()
 #: Modules that import each other in a circle. An entry goes when its circle is opened.
-CIRCLES: tuple[set[str], ...] = (
-    {
-        *("model/allocate", "model/block_tasks", "model/fisher", "model/plan", "model/routed"),
-        *("model/sensitivity", "model/sensitivity_cache", "model/solver"),
-    },
-    {
-        *("model/cpu_decoding", "model/decoding", "model/experts", "model/fitness", "model/headers"),
-        *("model/modules", "model/notes", "model/packed_module", "model/patches/generation"),
-        *("model/patches/loading", "model/patches/parallel", "model/patches/quantizers"),
-        *("model/patches/table", "model/plugin", "model/ready", "model/shared_input", "model/structure"),
-        "model/tensor_parallel",
-    },
-)
+CIRCLES: tuple[set[str], ...] = ()
 
 
 def modules(package: Path) -> dict[str, Path]:

@@ -10,17 +10,24 @@ PACKAGE = Path(__file__).parents[1] / "quantkit"
 #: Modules that every part may import.
 COMMON = {"about", "errors", "escaping", "files", "leaving", "progress", "signals"}
 #: What else each part may import, besides itself.
+BASE = {"packing", "checkpoint"}
+QUANTIZING = BASE | {"calibrate", "recipes", "kernels", "model", "memory", "workers", "devices"}
+RUNNING = BASE | {"calibrate", "kernels", "model", "memory", "workers", "devices"}
+PROVING = QUANTIZING | {"quantization", "runtime"}
 ALLOWED = {
-    "errors": set(),
     "packing": set(),
     "kernels": {"packing"},
-    "calibrate": {"packing", "checkpoint"},
     "checkpoint": {"packing"},
-    "model": {"packing", "kernels", "calibrate", "checkpoint"},
-    "eval": {"packing", "kernels", "calibrate", "checkpoint", "model"},
-    "bench": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval"},
-    "publish": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval", "bench"},
-    "cli": {"packing", "kernels", "calibrate", "checkpoint", "model", "eval", "bench", "publish"},
+    "calibrate": BASE,
+    "recipes": BASE | {"calibrate"},
+    "model": {"packing", "checkpoint", "memory"},
+    "quantization": QUANTIZING,
+    "runtime": RUNNING,
+    "verification": PROVING,
+    "eval": RUNNING | {"runtime"},
+    "bench": RUNNING | {"runtime", "eval"},
+    "publish": PROVING | {"verification", "eval", "bench"},
+    "cli": PROVING | {"verification", "eval", "bench", "publish", "quantizing"},
 }
 #: Lines of a file.
 LONGEST = 450

@@ -195,7 +195,7 @@ def audit(event, arguments):
 sys.addaudithook(audit)
 
 import json, torch, quantkit
-from quantkit.kernels.tiles.store import stored_tables, user_path
+from quantkit.kernels.tuning.store import stored_tables, user_path
 from quantkit.verification.verify import verify
 from quantkit.recipes.recipe import Recipe
 assert quantkit.__file__.startswith(package)

@@ -50,17 +50,26 @@ ALLOWED: dict[tuple[str, str], str] = {
         "import subprocess",
     ): "loads the model in a fresh Python, with a program of its own",
     ("bench/worker.py", "import subprocess"): "measures in a fresh Python, with a program of its own",
-    ("kernels/compile_worker.py", "import subprocess"): "a fresh Python, with a program of its own",
-    ("kernels/compile_worker.py", "import multiprocessing"): "talks to the processes that it starts",
-    ("kernels/compile_worker.py", "import multiprocessing.connection"): "that is, through pipes of its own",
+    ("kernels/jit/compile_worker.py", "import subprocess"): "a fresh Python, with a program of its own",
+    ("kernels/jit/compile_worker.py", "import multiprocessing"): "talks to the processes that it starts",
     (
-        "kernels/compile_worker.py",
+        "kernels/jit/compile_worker.py",
+        "import multiprocessing.connection",
+    ): "that is, through pipes of its own",
+    (
+        "kernels/jit/compile_worker.py",
         "import_module of a name that is computed",
     ): "modules of kernels, named by the process that started this one",
-    ("kernels/tiles/gpu.py", "import multiprocessing"): "processes that compile, which it starts itself",
-    ("kernels/tiles/gpu.py", "import multiprocessing.connection"): "talks to those processes and no others",
     (
-        "kernels/fused/launch/operands.py",
+        "kernels/tuning/gpu_bench.py",
+        "import multiprocessing",
+    ): "processes that compile, which it starts itself",
+    (
+        "kernels/tuning/gpu_bench.py",
+        "import multiprocessing.connection",
+    ): "talks to those processes and no others",
+    (
+        "kernels/gemm/operands.py",
         "getattr of tl and a name that is computed",
     ): "the name of a dtype of torch",
 }

@@ -43,7 +43,7 @@ def cpu_name() -> str:
 
 
 def _gpu_bandwidth() -> float:
-    from quantkit.kernels.measure import read_time
+    from quantkit.kernels.tuning.timing import read_time
 
     return _READ_BYTES / read_time(_READ_BYTES) * 1e6
 

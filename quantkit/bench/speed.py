@@ -24,7 +24,7 @@ from quantkit.devices import pick_device
 from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
-from quantkit.kernels.choice import likeliest
+from quantkit.kernels.ops.argmax import likeliest
 from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.progress import Progress
 from quantkit.runtime.cache.static_cache import static_cache

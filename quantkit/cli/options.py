@@ -327,7 +327,7 @@ def parse_list(text: str, option: str) -> list[str]:
 
 def parse_rows_of_x(text: str) -> list[int]:
     """The numbers of `--m`."""
-    from quantkit.kernels.tiles.table import MAX_M
+    from quantkit.kernels.tuning.tile_table import MAX_M
 
     numbers = [int(name[:9]) if name.isascii() and name.isdigit() else 0 for name in parse_list(text, "--m")]
     if not all(1 <= number <= MAX_M for number in numbers):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from quantkit.kernels.fused.launch.bound import Bound
-from quantkit.kernels.launcher import FixedLaunch, is_watched, stream_getter
+from quantkit.kernels.gemm.bound import Bound
+from quantkit.kernels.jit.launcher import FixedLaunch, is_watched, stream_getter
 from quantkit.kernels.problem import Outline, Problem
-from quantkit.kernels.table import choose, choosing
+from quantkit.kernels.registry import choose, choosing
 from quantkit.packing.schemes import Scheme
 
 #: Numbers of rows of x, and circumstances, that a layout has plans for.

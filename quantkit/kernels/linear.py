@@ -12,11 +12,7 @@ import torch
 from torch import nn
 
 from quantkit.errors import KernelError
-from quantkit.kernels.building import building, wait_for
-from quantkit.kernels.eager import KernelLayout, is_plain, plan_next, planned
-from quantkit.kernels.problem import ACTIVATION_DTYPES, Normed, Outline, Problem
-from quantkit.kernels.table import FORCE_VARIABLE, choose, forced_row, layout_named, log_choice, warn_unfused
-from quantkit.kernels.transforms import (
+from quantkit.kernels.autograd import (
     WeightOperand,
     backward,
     backward_of_grad_x,
@@ -27,7 +23,18 @@ from quantkit.kernels.transforms import (
     setup_context_of_grad_x,
     with_tangent,
 )
-from quantkit.kernels.unpack import block_rows
+from quantkit.kernels.eager import KernelLayout, is_plain, plan_next, planned
+from quantkit.kernels.gemm.unpack import block_rows
+from quantkit.kernels.jit.building import building, wait_for
+from quantkit.kernels.problem import ACTIVATION_DTYPES, Normed, Outline, Problem
+from quantkit.kernels.registry import (
+    FORCE_VARIABLE,
+    choose,
+    forced_row,
+    layout_named,
+    log_choice,
+    warn_unfused,
+)
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
 

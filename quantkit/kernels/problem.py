@@ -177,7 +177,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Normed:
-    """What a product does of a norm (`quantkit.kernels.glue.norm`), which is one of three parts:
+    """What a product does of a norm (`quantkit.kernels.ops.glue.norm`), which is one of three parts:
 
         whole   it multiplies with the norm of x, or of x + `other`, which becomes `total` [m, k]
         begin   y + `other` becomes `total` [m, n], and that times `weight` y; `squares` become the sums of
@@ -219,11 +219,12 @@ class KernelRow:
     is in x already. Where the layout is `whole`, `weight` is only the `Outline`.
 
     `bind`, where a row has it, takes what `launch` takes and returns what computes y for other x of that
-    shape: `quantkit.kernels.fused.launch.bound.Bound`.
+    shape: `quantkit.kernels.gemm.bound.Bound`.
 
     `no_norm(problem, tile, part)` says why the kernel cannot do a part of a norm. Where it can, `launch`
     takes such a `normed`. `no_gate(problem, tile)` says so of a gate: the first half of columns of y is what
-    gates the others, and `launch` with the kind of a `gate` returns [m, n / 2]: `quantkit.kernels.glue.gate`.
+    gates the others, and `launch` with the kind of a `gate` returns [m, n / 2]:
+    `quantkit.kernels.ops.glue.gate`.
     """
 
     name: str

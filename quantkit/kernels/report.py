@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kernels.fused.rows import ungroupable
-from quantkit.kernels.fused.verdicts import why_not_narrow_experts
+from quantkit.kernels.gemm.fused_kernels import ungroupable
+from quantkit.kernels.gemm.support import why_not_narrow_experts
 from quantkit.kernels.problem import KernelRow, Problem, tile_text
-from quantkit.kernels.table import ROWS, choose_unforced, explain, sums_text
+from quantkit.kernels.registry import ROWS, choose_unforced, explain, sums_text
 from quantkit.packing.schemes import Scheme
 
 

@@ -43,7 +43,7 @@ def gluon_failure(device: torch.device) -> str | None:
     Takes some two seconds the first time on a machine (an H100), then Triton's cache has both kernels.
     """
     try:
-        probe: Any = importlib.import_module("quantkit.kernels.fused.probe")
+        probe: Any = importlib.import_module("quantkit.kernels.gluon.probe")
         kernels = [probe.copy_and_multiply]
         if torch.cuda.get_device_capability(device)[0] == WGMMA_MAJOR:
             kernels.append(probe.specialize)

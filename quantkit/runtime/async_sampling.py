@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.choice import likeliest
+from quantkit.kernels.ops.argmax import likeliest
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.runtime.cuda_graphs.capture import Inputs
 from quantkit.runtime.host_copy import HostCopy

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.table import forced_row
+from quantkit.kernels.registry import forced_row
 from quantkit.runtime.packed_module import PackedModule, local
 from quantkit.runtime.tensor_parallel import why_ranks_unfit
 

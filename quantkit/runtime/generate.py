@@ -10,7 +10,7 @@ import torch
 
 from quantkit.calibrate.data.samples import check_seed
 from quantkit.errors import UsageError
-from quantkit.kernels.choice import likeliest
+from quantkit.kernels.ops.argmax import likeliest
 from quantkit.runtime.host_copy import HostCopy
 
 #: The model ended the text; as many tokens as were asked for; the model has no more positions.

@@ -5,18 +5,18 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from quantkit.kernels.autograd import is_transformed
 from quantkit.kernels.eager import KernelLayout
-from quantkit.kernels.experts import (
+from quantkit.kernels.linear import autocast
+from quantkit.kernels.moe.grouped_gemm import (
     ExpertsLayout,
     build_experts_layout,
     experts_linear,
     order_pairs,
     weigh_pairs,
 )
-from quantkit.kernels.linear import autocast
 from quantkit.kernels.problem import Problem
-from quantkit.kernels.table import warn_looped
-from quantkit.kernels.transforms import is_transformed
+from quantkit.kernels.registry import warn_looped
 from quantkit.model.architectures import DOWN, GATE_UP, FusedExperts
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme

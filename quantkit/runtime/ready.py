@@ -4,8 +4,8 @@ import logging
 from functools import lru_cache
 from typing import Any
 
-from quantkit.kernels.attention import DTYPES
-from quantkit.kernels.building import building
+from quantkit.kernels.jit.building import building
+from quantkit.kernels.ops.attention import DTYPES
 from quantkit.kernels.problem import device_features
 from quantkit.kernels.triton_support import why_slow
 from quantkit.runtime.cuda_graphs import capture

@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
+from quantkit.kernels.gemm.unpack import UNPACK_ROW
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.report import choice_of
-from quantkit.kernels.unpack import UNPACK_ROW
 from quantkit.runtime.packed_module import PackedModule
 
 

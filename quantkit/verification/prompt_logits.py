@@ -18,7 +18,7 @@ from quantkit.checkpoint.model_record import ModelRecord, float32_bytes
 from quantkit.checkpoint.output.lock import DirectoryLock, locked
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.kernels.table import quietly
+from quantkit.kernels.registry import quietly
 from quantkit.memory import enough_memory
 from quantkit.model.hf_files import explained
 from quantkit.runtime.load import load

@@ -20,9 +20,9 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.cli import threads
 from quantkit.cli.commands.quantize import coverage_line, learned_line
 from quantkit.kernels.problem import Gpu
-from quantkit.kernels.table import ROWS
-from quantkit.kernels.tiles.store import save
-from quantkit.kernels.tiles.table import Entry, Key, TileTable, as_computed
+from quantkit.kernels.registry import ROWS
+from quantkit.kernels.tuning.store import save
+from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable, as_computed
 from quantkit.leaving import advised
 from quantkit.model.structure import read_structure
 from quantkit.packing.schemes import scheme

@@ -13,13 +13,13 @@ import torch
 
 from quantkit.cli.commands import doctor, tune
 from quantkit.kernels import problem
-from quantkit.kernels.fused.launch.skinny import SkinnyTile
-from quantkit.kernels.fused.launch.tiled import TiledTile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
 from quantkit.kernels.problem import GPU_FEATURES, Gpu
-from quantkit.kernels.table import ROWS, forget_tile_tables
-from quantkit.kernels.tiles import gpu as gpu_module
-from quantkit.kernels.tiles.search import Candidate, Weight
-from quantkit.kernels.tiles.store import user_path, user_table
+from quantkit.kernels.registry import ROWS, forget_tile_tables
+from quantkit.kernels.tuning import gpu_bench as gpu_module
+from quantkit.kernels.tuning.search import Candidate, Weight
+from quantkit.kernels.tuning.store import user_path, user_table
 
 GPU = Gpu("Test GPU 3000", (9, 0), 130, 227 << 10)
 BEST = {"fused-skinny": SkinnyTile(8, 512, 1, True), "fused-tiled": TiledTile(4, 64, 4, 4, 2)}

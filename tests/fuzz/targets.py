@@ -29,8 +29,8 @@ from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.errors import QuantkitError
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.table import ROWS, row_named
-from quantkit.kernels.tiles.table import Entry, Key, OtherTable, TileTable, from_json, gpu_in, to_json
+from quantkit.kernels.registry import ROWS, row_named
+from quantkit.kernels.tuning.tile_table import Entry, Key, OtherTable, TileTable, from_json, gpu_in, to_json
 from quantkit.packing.formats import CodebookFormat, FloatFormat, IntFormat
 from quantkit.packing.schemes import PRESETS, Scheme, parse_token, scheme
 from quantkit.packing.tensor import PackedTensor

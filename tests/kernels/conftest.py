@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.kernels.fused.launch import operands
-from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE
-from quantkit.kernels.tiles.store import TILES_VARIABLE
+from quantkit.kernels.gemm import operands
+from quantkit.kernels.registry import FORCE_VARIABLE, VERBOSE_VARIABLE
+from quantkit.kernels.tuning.store import TILES_VARIABLE
 from quantkit.packing.schemes import GroupSize, ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -27,18 +27,18 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: Modules in Gluon, those first that others import.
 GLUON = {
-    f"quantkit.kernels.fused.{name}": Path(operands.__file__).parents[1] / f"{name}.py"
+    f"quantkit.kernels.{name}": Path(operands.__file__).parents[1] / f"{name.replace('.', '/')}.py"
     for name in (
-        "units",
-        "shares",
-        "held",
-        "row_values",
-        "tile_values",
-        "outputs",
-        "shared_x",
-        "hopper",
-        "narrow",
-        "stream",
+        "gluon.dequant_fragment",
+        "gluon.stream_k",
+        "gluon.stage_x_per_warp",
+        "gluon.scales_registers",
+        "gluon.scales_smem",
+        "gluon.epilogue",
+        "gluon.stage_x_shared",
+        "gemm.wgmma.wgmma_kernel",
+        "gemm.small_m.small_m_kernel",
+        "gemm.decode.decode_kernel",
     )
 }
 _interpreted = cache(lambda: gluon.interpreted(GLUON))

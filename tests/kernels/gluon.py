@@ -327,7 +327,7 @@ class Gluon:
         )
         name = "triton.experimental.gluon"
         return {
-            "quantkit.kernels.fused.gluon_compat": compat,
+            "quantkit.kernels.gluon.compat": compat,
             "triton.experimental": experimental,
             name: gluon,
             f"{name}.language": language,

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 TESTS = Path(__file__).parent / "fused"
-KERNEL = Path(__file__).parents[2] / "quantkit/kernels/fused/hopper.py"
+KERNEL = Path(__file__).parents[2] / "quantkit/kernels/gemm/wgmma/wgmma_kernel.py"
 #: Which tests each tool runs: all kernels in all formats, but for what captures graphs, which allocations of
 #: the driver forbid. Racecheck takes several times as long, and codes of one kind are as safe as others.
 TOOLS = {

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.kernels import compile_worker, compiling
-from quantkit.kernels.compile_worker import Request
-from quantkit.kernels.compiling import Compilers, compiled_first
+from quantkit.kernels.jit import compile_pool, compile_worker
+from quantkit.kernels.jit.compile_pool import Compilers, compiled_first
+from quantkit.kernels.jit.compile_worker import Request
 
-PACKAGE = Path(compiling.__file__).parents[1]
+PACKAGE = Path(compile_pool.__file__).parents[1]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def test_nothing_is_compiled_on_a_cpu() -> None:
     calls: list[Compilers | None] = []
-    compiled_first(torch.device("cpu"), lambda: calls.append(compiling.COMPILERS.get()))
+    compiled_first(torch.device("cpu"), lambda: calls.append(compile_pool.COMPILERS.get()))
     assert calls == [None]
 
 
@@ -32,7 +32,7 @@ def test_interpreted_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     calls: list[Compilers | None] = []
-    compiled_first(torch.device("cuda"), lambda: calls.append(compiling.COMPILERS.get()))
+    compiled_first(torch.device("cuda"), lambda: calls.append(compile_pool.COMPILERS.get()))
     assert calls == [None]
 
 
@@ -48,15 +48,15 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton import knobs
 from quantkit.kernels import compile_worker, compiling
-from quantkit.kernels.building import building
-from quantkit.kernels.compiling import Compilers, compiled_first
-from quantkit.kernels.fused.glue import gate
-from quantkit.kernels.fused.launch.streamed import StreamTile
-from quantkit.kernels.fused.rows import FRAGMENTS, compile_kernels
-from quantkit.kernels.launcher import IndexLaunch, Launch
-from quantkit.kernels.measure import random_packed
+from quantkit.kernels.jit.building import building
+from quantkit.kernels.jit.compile_pool import Compilers, compiled_first
+from quantkit.kernels.ops.glue_kernels import gate
+from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.fused_kernels import FRAGMENTS, compile_kernels
+from quantkit.kernels.jit.launcher import IndexLaunch, Launch
+from quantkit.kernels.tuning.timing import random_packed
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.tiles.gpu import CompileOnly
+from quantkit.kernels.tuning.gpu_bench import CompileOnly
 from quantkit.packing.schemes import scheme
 
 driver.set_active(CompileOnly(GPUTarget("cuda", 90, 32)))
@@ -245,53 +245,23 @@ def killed(worker, request):
     return compiles(worker, request)
 
 
-compiles, compile_worker._Worker.compile = compile_worker._Worker.compile, killed
-every = [launch(Launch, 2, 16)]
-found.clear()
-first()
-compile_worker._Worker.compile = compiles
-assert (launched, found, idle) == ([2], [False], [])
-assert said == ["the process that compiled ended"]
-# What cannot be sent is compiled here.
-request = compile_worker.Request("quantkit.kernels.fused.glue", "gate", lambda: 0, {}, {}, {}, None, {}, "")
-assert not compile_worker.compile_elsewhere(request) and not idle
-assert "pickle" in said[-1] and len(said) == 2
-# They end some time after the last kernel.
-compile_worker.IDLE_SECONDS = 0.01
-every = [launch(Launch, 4, 16)]
-first()
-for _ in range(6000):
-    if not idle:
-        break
-    time.sleep(0.01)
-assert not idle
-compile_worker.IDLE_SECONDS = 3600.0
-# A cache whose files were moved has none of them.
-elsewhere = tempfile.mkdtemp()
-shutil.copytree(knobs.cache.dir, elsewhere, dirs_exist_ok=True)
-shutil.rmtree(knobs.cache.dir)
-knobs.cache.dir = elsewhere
-gate.device_caches.clear()
-every = [launch(Launch, warps, 32) for warps in (1, 2, 4)]
-first()
-assert (calls, launched) == ([[], []], [1, 2, 4])
-shutil.rmtree(elsewhere)
-os.makedirs(knobs.cache.dir)
-# None can be started.
-compile_worker._end_idle()
-python, sys.executable = sys.executable, ""
-every = [launch(Launch, 8, 16)]
-first()
-sys.executable = python
-assert (launched, idle) == ([8], [])
-assert said[2:] == ["sys.executable is no Python"]
-started, compile_worker._Worker = compile_worker._Worker, no_process
-every = [launch(Launch, 8, 32)]
-first()
-compile_worker._Worker = started
-assert (launched, idle) == ([8], [])
-assert said[3:] == ["OSError: there are too many"]
-knobs.compilation.listener = None
+compiles, compile_worker._Worker.compile = compile_worker._Worker.compile, killed every = [launch(Launch, 2,
+16)] found.clear() first() compile_worker._Worker.compile = compiles assert (launched, found, idle) == ([2],
+[False], []) assert said == ["the process that compiled ended"] # What cannot be sent is compiled here.
+request = compile_worker.Request("quantkit.kernels.ops.glue_kernels", "gate", lambda: 0, {}, {}, {}, None, {},
+"") assert not compile_worker.compile_elsewhere(request) and not idle assert "pickle" in said[-1] and
+len(said) == 2 # They end some time after the last kernel. compile_worker.IDLE_SECONDS = 0.01 every =
+[launch(Launch, 4, 16)] first() for _ in range(6000): if not idle: break time.sleep(0.01) assert not idle
+compile_worker.IDLE_SECONDS = 3600.0 # A cache whose files were moved has none of them. elsewhere =
+tempfile.mkdtemp() shutil.copytree(knobs.cache.dir, elsewhere, dirs_exist_ok=True)
+shutil.rmtree(knobs.cache.dir) knobs.cache.dir = elsewhere gate.device_caches.clear() every = [launch(Launch,
+warps, 32) for warps in (1, 2, 4)] first() assert (calls, launched) == ([[], []], [1, 2, 4])
+shutil.rmtree(elsewhere) os.makedirs(knobs.cache.dir) # None can be started. compile_worker._end_idle()
+python, sys.executable = sys.executable, "" every = [launch(Launch, 8, 16)] first() sys.executable = python
+assert (launched, idle) == ([8], []) assert said[2:] == ["sys.executable is no Python"] started,
+compile_worker._Worker = compile_worker._Worker, no_process every = [launch(Launch, 8, 32)] first()
+compile_worker._Worker = started assert (launched, idle) == ([8], []) assert said[3:] == ["OSError: there are
+too many"] knobs.compilation.listener = None
 """,
     "other processes compile what has records in it": """
 found = []
@@ -406,7 +376,9 @@ def test_what_does_not_compile_is_answered(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     ours, theirs = Pipe()
-    ours.send(Request("quantkit.kernels.fused.glue", "no_kernel", None, {}, {}, {}, None, {}, str(tmp_path)))
+    ours.send(
+        Request("quantkit.kernels.ops.glue_kernels", "no_kernel", None, {}, {}, {}, None, {}, str(tmp_path))
+    )
     thread = threading.Thread(target=compile_worker._work, args=(theirs,))
     thread.start()
     assert ours.recv() is False

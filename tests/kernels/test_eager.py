@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantkit
 from quantkit.errors import KernelError
-from quantkit.kernels import eager, linear, table
-from quantkit.kernels.compiling import COMPILERS, Compilers
-from quantkit.kernels.fused.launch.bound import BIAS, SUMS, Bound, X, Y
-from quantkit.kernels.fused.launch.operands import aligned
-from quantkit.kernels.launcher import Launch
+from quantkit.kernels import eager, linear, registry
+from quantkit.kernels.gemm.bound import BIAS, SUMS, Bound, X, Y
+from quantkit.kernels.gemm.operands import aligned
+from quantkit.kernels.jit.compile_pool import COMPILERS, Compilers
+from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.problem import KernelRow, Layout, Problem, always
 from quantkit.packing.schemes import scheme
 from quantkit.runtime import packed_linear
@@ -118,12 +118,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         ),
         bind=bind,
     )
-    monkeypatch.setattr(table, "ROWS", (row, *table.ROWS))
+    monkeypatch.setattr(registry, "ROWS", (row, *registry.ROWS))
     monkeypatch.setattr(eager, "_current_device", lambda: -1)
     monkeypatch.setattr(eager, "stream_getter", lambda: lambda index: 11)
-    table.forget_tile_tables()
+    registry.forget_tile_tables()
     yield found
-    table.forget_tile_tables()
+    registry.forget_tile_tables()
 
 
 @contextmanager
@@ -328,12 +328,12 @@ def test_a_forced_row_is_seen_between_calls(ran, monkeypatch):
     layer = layer_of()
     layer(x_of(2))
     check(layer, x_of(2), ran, FAST)
-    monkeypatch.setenv(table.FORCE_VARIABLE, "unpack")
+    monkeypatch.setenv(registry.FORCE_VARIABLE, "unpack")
     check(layer, x_of(2), ran)
-    monkeypatch.setenv(table.FORCE_VARIABLE, "nothing")
+    monkeypatch.setenv(registry.FORCE_VARIABLE, "nothing")
     with pytest.raises(KernelError, match="there is no kernel 'nothing'"):
         layer(x_of(2))
-    monkeypatch.delenv(table.FORCE_VARIABLE)
+    monkeypatch.delenv(registry.FORCE_VARIABLE)
     check(layer, x_of(2), ran, FAST)
 
 
@@ -342,8 +342,8 @@ def test_who_asks_to_see_choices_sees_them(ran, monkeypatch, caplog):
     layer = layer_of()
     layer(x_of(2))
     layer(x_of(2))
-    monkeypatch.setattr(table, "_logged", set())
-    monkeypatch.setenv(table.VERBOSE_VARIABLE, "1")
+    monkeypatch.setattr(registry, "_logged", set())
+    monkeypatch.setenv(registry.VERBOSE_VARIABLE, "1")
     layer(x_of(2))
     assert f"M=2 N={N} K={K}" in caplog.text and ": dense" in caplog.text
     check(layer, x_of(2), ran, FAST)
@@ -355,9 +355,9 @@ def test_tile_tables_that_are_read_anew_are_asked(ran, monkeypatch):
     layer(x_of(2))
     check(layer, x_of(2), ran, FAST)
     asked = []
-    first = replace(table.ROWS[0], pays=asked.append)
-    monkeypatch.setattr(table, "ROWS", (first, *table.ROWS[1:]))
-    table.forget_tile_tables()
+    first = replace(registry.ROWS[0], pays=asked.append)
+    monkeypatch.setattr(registry, "ROWS", (first, *registry.ROWS[1:]))
+    registry.forget_tile_tables()
     check(layer, x_of(2), ran, ANY)
     assert len(asked) == 1
     check(layer, x_of(2), ran, FAST)
@@ -365,14 +365,14 @@ def test_tile_tables_that_are_read_anew_are_asked(ran, monkeypatch):
 
 def test_leave_to_sum_in_float16_is_part_of_a_choice():
     matmul, dtypes = torch.backends.cuda.matmul, (torch.float16, torch.bfloat16)
-    allowed, before = matmul.allow_fp16_accumulation, [table.choosing(dtype) for dtype in dtypes]
+    allowed, before = matmul.allow_fp16_accumulation, [registry.choosing(dtype) for dtype in dtypes]
     try:
         matmul.allow_fp16_accumulation = not allowed
-        after = [table.choosing(dtype) for dtype in dtypes]
+        after = [registry.choosing(dtype) for dtype in dtypes]
     finally:
         matmul.allow_fp16_accumulation = allowed
     assert after[0] != before[0] and after[1] == before[1]
-    assert [table.choosing(dtype) for dtype in dtypes] == before
+    assert [registry.choosing(dtype) for dtype in dtypes] == before
 
 
 class Seen(TorchDispatchMode):
@@ -554,4 +554,4 @@ def test_rows_without_fixed_launches_run_as_ever(monkeypatch):
     for _ in range(2):
         assert torch.equal(layer(x_of(2)), expected)
     problem = Problem.on(torch.device("cpu"), 2, N, K, layer.scheme, torch.float32)
-    assert table.choose(problem).row.bind is None
+    assert registry.choose(problem).row.bind is None

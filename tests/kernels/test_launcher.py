@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels.launcher import Launch, is_run_as_known
+from quantkit.kernels.jit.launcher import Launch, is_run_as_known
 
 pytest.importorskip("triton")
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 import quantkit
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import KernelError
-from quantkit.kernels import unpack
+from quantkit.kernels.gemm import unpack
+from quantkit.kernels.gemm.unpack import BLOCK_WEIGHTS
 from quantkit.kernels.linear import build_layout, join_layouts, linear, linear_parts
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
-from quantkit.kernels.table import FORCE_VARIABLE, ROWS, explain
-from quantkit.kernels.unpack import BLOCK_WEIGHTS
+from quantkit.kernels.registry import FORCE_VARIABLE, ROWS, explain
 from quantkit.packing.formats import CodebookFormat, IntFormat, number_format
 from quantkit.packing.schemes import PRESETS, ZERO_POINTS, Scheme, parse_token, scheme
 

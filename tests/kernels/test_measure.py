@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quantkit.kernels import measure
+from quantkit.kernels.tuning import timing
 
 #: A rest of so many seconds, or the number of a replay.
 Events = list[float | int]
@@ -40,8 +40,8 @@ def replays(monkeypatch: pytest.MonkeyPatch, events: Events) -> Replays:
 
         return replay
 
-    monkeypatch.setattr(measure.time, "sleep", rest)
-    monkeypatch.setattr(measure.time, "monotonic", lambda: now)
+    monkeypatch.setattr(timing.time, "sleep", rest)
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
     return of
 
 
@@ -51,7 +51,7 @@ def numbers(times: list[float], us: float) -> list[int]:
 
 @pytest.mark.parametrize("us", [100.0, 50_000.0])
 def test_without_a_rest_all_count_but_the_first(replays: Replays, events: Events, us: float) -> None:
-    found = measure._counted(replays(us), 15, 0.0, 0.0)
+    found = timing._counted(replays(us), 15, 0.0, 0.0)
     assert events == list(range(1, 19))
     assert numbers(found, us) == list(range(4, 19))
 
@@ -63,17 +63,17 @@ def test_without_a_rest_all_count_but_the_first(replays: Replays, events: Events
 def test_after_a_rest_those_count_that_fit_into_a_spell_but_some_at_least(
     replays: Replays, events: Events, us: float, asked: int, counted: int
 ) -> None:
-    found = measure._counted(replays(us), asked, 0.5, 0.0)
+    found = timing._counted(replays(us), asked, 0.5, 0.0)
     assert events == [0.5, *range(1, 4 + counted)]
     assert numbers(found, us) == list(range(4, 4 + counted))
 
 
 def test_under_load_all_count_after_as_long_of_the_same(replays: Replays, events: Events) -> None:
-    found = measure._counted(replays(4_000.0), 30, 0.5, 0.3)
+    found = timing._counted(replays(4_000.0), 30, 0.5, 0.3)
     # 75 replays take 0.3 s.
     assert events == [0.5, *range(1, 109)]
     assert numbers(found, 4_000.0) == list(range(79, 109))
 
 
 def test_products_that_draw_much_power_have_a_rest() -> None:
-    assert [measure.rest_for(m) for m in (1, 127, 128, 4096)] == [0.0, 0.0, measure.REST, measure.REST]
+    assert [timing.rest_for(m) for m in (1, 127, 128, 4096)] == [0.0, 0.0, timing.REST, timing.REST]

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import FormatError, KernelError
 from quantkit.kernels.linear import build_layout, linear, linear_parts
-from quantkit.kernels.table import FORCE_VARIABLE
+from quantkit.kernels.registry import FORCE_VARIABLE
 
 
 def arguments(packed, x, *, bias=None, layout=None):

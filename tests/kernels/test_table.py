@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels import table
+from quantkit.kernels import registry
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import Problem, device_features
+from quantkit.kernels.registry import FORCE_VARIABLE, ROWS, VERBOSE_VARIABLE, choose, explain, row_named
 from quantkit.kernels.report import choices
-from quantkit.kernels.table import FORCE_VARIABLE, ROWS, VERBOSE_VARIABLE, choose, explain, row_named
 from quantkit.packing.schemes import PRESETS, scheme
 
 FAST = frozenset({"avx2", "avx512", "vnni"})
@@ -162,7 +162,7 @@ def test_forcing_an_unknown_row_lists_the_known(monkeypatch):
 
 
 def test_verbose_says_each_choice_once(monkeypatch, caplog, make_packed):
-    monkeypatch.setattr(table, "_logged", set())
+    monkeypatch.setattr(registry, "_logged", set())
     monkeypatch.setenv(VERBOSE_VARIABLE, "1")
     packed = make_packed("fp6", (16, 64), group_size=32)
     with caplog.at_level(logging.INFO, logger="quantkit.kernels"):

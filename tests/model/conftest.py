@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.calibrate import scaling
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
-from quantkit.kernels import router
+from quantkit.kernels.moe import router
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, encode_groups
 

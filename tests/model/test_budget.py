@@ -12,9 +12,9 @@ import torch
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.kernels.problem import Gpu
-from quantkit.kernels.table import ROWS
-from quantkit.kernels.tiles.store import save
-from quantkit.kernels.tiles.table import Entry, Key, TileTable, as_computed
+from quantkit.kernels.registry import ROWS
+from quantkit.kernels.tuning.store import save
+from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable, as_computed
 from quantkit.model.structure import Linear, read_structure
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.quantization.allocate import allocate as allocating

@@ -12,8 +12,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, StaticLayer
 
-from quantkit.kernels.compiling import COMPILERS, Compilers
-from quantkit.kernels.launcher import Launch
+from quantkit.kernels.jit.compile_pool import COMPILERS, Compilers
+from quantkit.kernels.jit.launcher import Launch
 from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cuda_graphs import decode as decode_graphs

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.checkpoint.compressed_tensors import stored_format, why_not_compressed_tensors
 from quantkit.errors import FormatError
-from quantkit.kernels.fused import rows, stacks
+from quantkit.kernels.gemm import fused_kernels
+from quantkit.kernels.moe import stacked_weights
 from quantkit.model.architectures import DOWN, GATE_UP, why_not_packable
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -144,7 +145,7 @@ def grouped(interpreter, monkeypatch):
     """Without a GPU the kernels run in Triton's interpreter."""
     pytest.importorskip("triton")
     if DEVICE == "cpu":
-        monkeypatch.setattr(rows, "ungroupable", lambda problem: None)
+        monkeypatch.setattr(fused_kernels, "ungroupable", lambda problem: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
 
 
@@ -230,8 +231,8 @@ def test_grouped_layouts_are_built_once_and_do_not_survive_other_words(grouped, 
         if not name.endswith("scale"):
             parameter.data.bitwise_not_()
     built = []
-    stacked = stacks.stacked
-    monkeypatch.setattr(stacks, "stacked", lambda *given: built.append(1) or stacked(*given))
+    stacked = stacked_weights.stacked
+    monkeypatch.setattr(stacked_weights, "stacked", lambda *given: built.append(1) or stacked(*given))
     operands = inputs([[1, 2]])
     packed.build_kernel_layouts(DTYPE)
     for _ in range(2):

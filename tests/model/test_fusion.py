@@ -17,22 +17,22 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import quantkit
 from quantkit import linear, quantize_tensor
 from quantkit.errors import KernelError
-from quantkit.kernels import glue
-from quantkit.kernels.experts import (
+from quantkit.kernels.linear import OPERATOR
+from quantkit.kernels.linear_fused import (
+    gated_linear,
+    linear_of_begun,
+    linear_of_norm,
+    linear_then_norm,
+)
+from quantkit.kernels.moe import stacked_weights
+from quantkit.kernels.moe.grouped_gemm import (
     EXPERTS_OPERATOR,
     ExpertsLayout,
     experts_linear,
     order_pairs,
     weigh_pairs,
 )
-from quantkit.kernels.fused import stacks
-from quantkit.kernels.linear import OPERATOR
-from quantkit.kernels.prepared import (
-    gated_linear,
-    linear_of_begun,
-    linear_of_norm,
-    linear_then_norm,
-)
+from quantkit.kernels.ops import glue
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cuda_graphs import prefill
 from quantkit.runtime.cuda_graphs.capture import NotRecorded
@@ -634,7 +634,7 @@ def test_products_with_experts_gate(monkeypatch: pytest.MonkeyPatch) -> None:
             3,
             len(weights) // 3,
             weights[0].shape[0],
-            stacks.stacked(weights, torch.bfloat16),
+            stacked_weights.stacked(weights, torch.bfloat16),
         )
         for weights in (packed, narrower)
     ]

@@ -21,7 +21,7 @@ from quantkit.runtime.fitness import _devices_of
 from quantkit.runtime.generate import Generation, _choose, generate, stream
 from quantkit.runtime.load import load
 from quantkit.runtime.replace import packed_modules
-from quantkit.runtime.transformers import quantizer
+from quantkit.runtime.transformers import quantizer, registration
 
 from .conftest import HALF_ON_DISK, VOCAB, logits_of, run_python
 
@@ -141,7 +141,7 @@ def test_other_versions_of_transformers(monkeypatch, tiny, version):
     with pytest.raises(EnvironmentProblem, match=rf">=5.12,<6.0; found {version}.*pip install"):
         load(tiny().packed)
     with pytest.warns(UserWarning, match="not registered"):
-        transformers_version.register_plugin()
+        registration.register_plugin()
 
 
 def test_no_transformers(monkeypatch):

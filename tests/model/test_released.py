@@ -16,11 +16,11 @@ import quantkit
 from quantkit.bench.speed import weight_bytes
 from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
 from quantkit.errors import KernelError
-from quantkit.kernels import table
-from quantkit.kernels.fused.layout import build, geometry, join, read_codes, restore
+from quantkit.kernels import registry
+from quantkit.kernels.layouts.fragment_layout import build, geometry, join, read_codes, restore
 from quantkit.kernels.linear import build_layout, linear_parts
 from quantkit.kernels.problem import KernelRow, Layout, Problem, always
-from quantkit.kernels.table import FORCE_VARIABLE
+from quantkit.kernels.registry import FORCE_VARIABLE
 from quantkit.model.architectures import DOWN, GATE_UP
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -77,10 +77,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     fragments = Layout("fragments", build, join, restore)
     row = KernelRow("held", "", ("cpu",), supports, always, fragments, launch)
     monkeypatch.delenv(FORCE_VARIABLE, raising=False)
-    monkeypatch.setattr(table, "ROWS", (row, *(one for one in table.ROWS if "cuda" not in one.devices[:1])))
-    table.forget_tile_tables()
+    monkeypatch.setattr(
+        registry, "ROWS", (row, *(one for one in registry.ROWS if "cuda" not in one.devices[:1]))
+    )
+    registry.forget_tile_tables()
     yield calls
-    table.forget_tile_tables()
+    registry.forget_tile_tables()
 
 
 def make(name: str = "int4", container: str = "quantkit", size: tuple[int, int] = (64, 96)) -> PackedLinear:
@@ -354,8 +356,8 @@ def test_offloading_takes_the_words_along():
 
 
 def test_rows_whose_layout_is_no_way_back_keep_the_words(monkeypatch):
-    monkeypatch.setattr(table, "ROWS", table.ROWS[1:])
-    table.forget_tile_tables()
+    monkeypatch.setattr(registry, "ROWS", registry.ROWS[1:])
+    registry.forget_tile_tables()
     layer = make()
     layer.build_kernel_layouts(torch.float32)
     layer(torch.randn(1, 96))
@@ -494,8 +496,8 @@ def test_counts_of_a_model_stay_right(monkeypatch, tiny):
     checkpoint = tiny("llama", "int4")
     model = quantkit.load(checkpoint.packed, device="cpu", dtype=torch.float32)
     counts = (weight_bytes(model), model.get_memory_footprint(), model.num_parameters(), model.device)
-    monkeypatch.setattr(table, "ROWS", table.ROWS[1:])
-    table.forget_tile_tables()
+    monkeypatch.setattr(registry, "ROWS", registry.ROWS[1:])
+    registry.forget_tile_tables()
     plain = quantkit.load(checkpoint.packed, device="cpu", dtype=torch.float32)
     assert any(p.is_meta for p in model.parameters()) and not any(p.is_meta for p in plain.parameters())
     assert counts == (

@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import quantkit
 from quantkit.errors import KernelError
-from quantkit.kernels import table
+from quantkit.kernels import registry
 from quantkit.kernels.problem import KernelRow, Layout, always
 from quantkit.packing.schemes import scheme
 from quantkit.runtime import shared_input
@@ -49,10 +49,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         layout=Layout("dense", lambda packed, dtype: (packed.dequantize(dtype),), join),
         launch=launch,
     )
-    monkeypatch.setattr(table, "ROWS", (row, *table.ROWS))
-    table.forget_tile_tables()
+    monkeypatch.setattr(registry, "ROWS", (row, *registry.ROWS))
+    registry.forget_tile_tables()
     yield calls
-    table.forget_tile_tables()
+    registry.forget_tile_tables()
 
 
 class Attention(nn.Module):
@@ -296,7 +296,7 @@ def test_what_ranks_divide_does_not_share(launches):
 @torch.no_grad()
 def test_another_row_cannot_run_what_is_joined(launches, monkeypatch):
     model = joined(Attention())
-    monkeypatch.setenv(table.FORCE_VARIABLE, "unpack")
+    monkeypatch.setenv(registry.FORCE_VARIABLE, "unpack")
     with pytest.raises(KernelError, match=r"unpack needs the weight as it is stored, .* before the model is"):
         model.q_proj(torch.randn(2, 96))
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels import attention as kernels
-from quantkit.kernels import glue
-from quantkit.kernels.attention import decode_attention, rotated_attention
+from quantkit.kernels.ops import attention as kernels
+from quantkit.kernels.ops import glue
+from quantkit.kernels.ops.attention import decode_attention, rotated_attention
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fuse_attention, fused_forward

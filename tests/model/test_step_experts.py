@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.kernels import glue, router
-from quantkit.kernels.experts import ORDER_OPERATOR
+from quantkit.kernels.moe import router
+from quantkit.kernels.moe.grouped_gemm import ORDER_OPERATOR
+from quantkit.kernels.ops import glue
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fused_forward

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import is_tensor
 
-from quantkit.kernels import glue
+from quantkit.kernels.ops import glue
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fold_constants, fused_forward

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from quantkit.packing.words import pack, unpack
 
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
-from quantkit.packing.words import pack, unpack
 
 GOLDEN = Path(__file__).parent / "golden"
 ROWS, COLUMNS = 5, 140  # odd rows; a ragged last group of 12 and a ragged last block

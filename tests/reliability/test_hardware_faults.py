@@ -16,9 +16,9 @@ import torch
 from quantkit import memory
 from quantkit.errors import EnvironmentProblem, KernelError, UsageError
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.table import ROWS, choose, forget_tile_tables
-from quantkit.kernels.tiles.store import save, user_path
-from quantkit.kernels.tiles.table import Entry, Key, TileTable
+from quantkit.kernels.registry import ROWS, choose, forget_tile_tables
+from quantkit.kernels.tuning.store import save, user_path
+from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable
 from quantkit.model import blocks, transformers_version
 from quantkit.packing.schemes import scheme
 from quantkit.quantization import stream
@@ -184,14 +184,14 @@ def problem(features: frozenset[str] = GPU_FEATURES, capability: tuple[int, int]
 @pytest.mark.fault(70)
 @pytest.mark.usefixtures("cache")
 def test_a_gpu_without_triton_computes_in_torch_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    from quantkit.kernels import table
+    from quantkit.kernels import registry
 
     without = problem(frozenset(GPU_FEATURES - {"triton"}))
     row = choose(without).row
     assert row.layout is None
-    table._logged.clear()
+    registry._logged.clear()
     for _ in range(2):
-        table.warn_unfused(without, row)
+        registry.warn_unfused(without, row)
     (record,) = caplog.records
     assert f": {row.name}; not " in record.getMessage() and "triton" in record.getMessage().lower()
 

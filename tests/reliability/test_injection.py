@@ -194,7 +194,7 @@ OPENERS = {
     "cli/commands/publish.py": "reads a card",
     "bench/figures.py": "reads figures",
     "bench/machine.py": "/proc",
-    "kernels/tiles/store.py": "reads tile tables",
+    "kernels/tuning/store.py": "reads tile tables",
     "publish/measurements.py": "reads figures and plots",
 }
 _OPENING = re.compile(

@@ -5,7 +5,7 @@ A server can so fill the memory with a megabyte of gzip, or hold a command for e
 """
 
 import contextvars
-import importlib
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from quantkit.files import shown
 
 #: httpx or httpx2, whichever this huggingface_hub is built on.
 _HTTP_ERROR = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
-httpx: Any = importlib.import_module(_HTTP_ERROR.__module__.partition(".")[0])
+httpx: Any = sys.modules[_HTTP_ERROR.__module__.partition(".")[0]]
 
 #: To connect, which says that nobody is there where it takes longer.
 _CONNECT_SECONDS = 10.0

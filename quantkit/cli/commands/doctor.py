@@ -48,7 +48,7 @@ def doctor(
     Versions, the GPU, its tile tables, and which kernel runs per weight, dtype of the activations and rows of
     x: for every format, or for the weights of DIR.
     """
-    from quantkit.kernels.table import FORCE_VARIABLE, forced_row, row_named
+    from quantkit.kernels.registry import FORCE_VARIABLE, forced_row, row_named
     from quantkit.kernels.triton_support import tested_versions
 
     rows_of_x = options.parse_rows_of_x(m)
@@ -184,7 +184,7 @@ def _half_sums() -> str:
     """Whether summing in float16 may pay on the current GPU. The process that runs a model has the switch."""
     import torch
 
-    from quantkit.kernels.fused.launch.gpu import HALF_RATE
+    from quantkit.kernels.gemm.gpu_limits import HALF_RATE
     from quantkit.kernels.problem import gpu_of
 
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
@@ -201,7 +201,7 @@ def _tile_tables() -> list[dict[str, Any]]:
     import torch
 
     from quantkit.kernels.problem import gpu_of
-    from quantkit.kernels.table import tile_tables
+    from quantkit.kernels.registry import tile_tables
 
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
     if gpu is None:

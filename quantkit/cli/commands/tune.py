@@ -15,8 +15,8 @@ from quantkit.escaping import one_line
 
 if TYPE_CHECKING:
     from quantkit.kernels.problem import Gpu
-    from quantkit.kernels.tiles.search import Search, Weight
-    from quantkit.kernels.tiles.table import Entry, Key, TileTable
+    from quantkit.kernels.tuning.search import Search, Weight
+    from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable
 
 #: Rows of x: decoding, batches, prompts. Above, the rules choose.
 ROWS_OF_X = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096"
@@ -72,11 +72,11 @@ def tune(
     Writes them to a table in the cache directory, which later runs use. It is safe to delete, and what is
     found is kept when this is interrupted.
     """
-    from quantkit.kernels.compiling import cores
-    from quantkit.kernels.table import explain, forget_tile_tables
-    from quantkit.kernels.tiles.gpu import CompilePool, gpu_bench, gpu_target
-    from quantkit.kernels.tiles.search import Setting, search, tunable_rows
-    from quantkit.kernels.tiles.table import bucket
+    from quantkit.kernels.jit.compile_pool import cores
+    from quantkit.kernels.registry import explain, forget_tile_tables
+    from quantkit.kernels.tuning.gpu_bench import CompilePool, gpu_bench, gpu_target
+    from quantkit.kernels.tuning.search import Setting, search, tunable_rows
+    from quantkit.kernels.tuning.tile_table import bucket
 
     weights = _weights(directory, shapes, formats, dtype, fp16_accumulation)
     # The entry of a power of two is that of the numbers below it too.
@@ -117,9 +117,9 @@ class _Tuning:
     @classmethod
     def begin(cls, gpu: "Gpu") -> "_Tuning":
         """Read the tables there are, and write the user's: an error of that comes before measuring."""
-        from quantkit.kernels.table import ROWS
-        from quantkit.kernels.tiles.store import save, shipped_tables, user_table
-        from quantkit.kernels.tiles.table import TileTable
+        from quantkit.kernels.registry import ROWS
+        from quantkit.kernels.tuning.store import save, shipped_tables, user_table
+        from quantkit.kernels.tuning.tile_table import TileTable
 
         versions = _versions()
         try:
@@ -141,9 +141,9 @@ class _Tuning:
 
     def store(self, searches: "Sequence[Search]") -> None:
         """Write what is known of a weight by now."""
-        from quantkit.kernels.table import ROWS
-        from quantkit.kernels.tiles.store import save
-        from quantkit.kernels.tiles.table import Key
+        from quantkit.kernels.registry import ROWS
+        from quantkit.kernels.tuning.store import save
+        from quantkit.kernels.tuning.tile_table import Key
 
         self.found |= {Key.of(one.problem): one for one in searches}
         entries = {Key.of(one.problem): one.entry() for one in searches}
@@ -183,7 +183,7 @@ def _gpu() -> "tuple[Gpu, frozenset[str]]":
 
 def _searched(names: str | None) -> frozenset[str] | None:
     """The rows of the table that `--kernels` names."""
-    from quantkit.kernels.table import ROWS
+    from quantkit.kernels.registry import ROWS
 
     if names is None:
         return None
@@ -198,9 +198,9 @@ def _weights(
     directory: Path | None, shapes: str | None, formats: str, dtype: str, half_sums: bool
 ) -> "list[Weight]":
     """What to tune for, each weight once."""
-    from quantkit.kernels.shapes import shapes_named
-    from quantkit.kernels.tiles.search import LIMITS, Weight
-    from quantkit.kernels.tiles.table import as_computed
+    from quantkit.kernels.tuning.search import LIMITS, Weight
+    from quantkit.kernels.tuning.shapes import shapes_named
+    from quantkit.kernels.tuning.tile_table import as_computed
     from quantkit.packing.schemes import scheme
     from quantkit.recipes.recipe import parse_group_size
     from quantkit.runtime.weights import packed_weights

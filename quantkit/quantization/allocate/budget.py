@@ -11,9 +11,9 @@ import torch
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.kernels.problem import gpu_of
-from quantkit.kernels.table import ROWS
-from quantkit.kernels.tiles.store import named_tables, table_name
-from quantkit.kernels.tiles.table import time_of
+from quantkit.kernels.registry import ROWS
+from quantkit.kernels.tuning.store import named_tables, table_name
+from quantkit.kernels.tuning.tile_table import time_of
 from quantkit.model.architectures import GATE_UP
 from quantkit.model.structure import Linear
 from quantkit.packing.schemes import Scheme

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from quantkit.kernels.linear import OPERATOR
 from quantkit.kernels.problem import Outline, Problem
-from quantkit.kernels.table import choose, log_choice
+from quantkit.kernels.registry import choose, log_choice
 from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.cuda_graphs.capture import NotRecorded

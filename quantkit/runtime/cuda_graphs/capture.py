@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.transforms import is_transformed
+from quantkit.kernels.autograd import is_transformed
 from quantkit.runtime.cache.cache_name import CACHE
 
 Inputs = dict[str, Any]

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
-from quantkit.kernels.cache import fill, slow_fill
-from quantkit.kernels.compiling import compiled_first
+from quantkit.kernels.jit.compile_pool import compiled_first
+from quantkit.kernels.ops.kv_append import fill, slow_fill
 from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs import capture
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded

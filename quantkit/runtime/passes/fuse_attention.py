@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from quantkit.kernels import glue
-from quantkit.kernels.attention import rotated_attention, rotates
+from quantkit.kernels.ops import glue
+from quantkit.kernels.ops.attention import rotated_attention, rotates
 from quantkit.runtime.passes.trace import META, Memory, between, part
 
 _ATTENTION = torch.ops.quantkit.decode_attention.default

@@ -8,10 +8,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from quantkit.kernels import glue
-from quantkit.kernels.experts import EXPERTS_OPERATOR, gates_experts, run_experts
 from quantkit.kernels.linear import OPERATOR
-from quantkit.kernels.prepared import (
+from quantkit.kernels.linear_fused import (
     does_norm,
     gated_linear,
     gates,
@@ -19,6 +17,8 @@ from quantkit.kernels.prepared import (
     linear_of_norm,
     linear_then_norm,
 )
+from quantkit.kernels.moe.grouped_gemm import EXPERTS_OPERATOR, gates_experts, run_experts
+from quantkit.kernels.ops import glue
 from quantkit.runtime.passes.trace import META, OFFSET, Memory, between, part
 
 #: Products of x and a weight, in traced steps.

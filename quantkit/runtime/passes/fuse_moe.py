@@ -4,8 +4,9 @@ from typing import Any, cast
 
 from torch.fx import Graph, Node
 
-from quantkit.kernels import glue, router
-from quantkit.kernels.experts import ORDER_OPERATOR
+from quantkit.kernels.moe import router
+from quantkit.kernels.moe.grouped_gemm import ORDER_OPERATOR
+from quantkit.kernels.ops import glue
 from quantkit.runtime.passes.trace import META, Memory, between, part
 
 

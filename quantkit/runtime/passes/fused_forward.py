@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 from transformers.cache_utils import StaticLayer
 
-from quantkit.kernels.compiling import compiled_first
+from quantkit.kernels.jit.compile_pool import compiled_first
 from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded, check_output, tensors_of, used_layers
 from quantkit.runtime.passes.fold_constants import held_by

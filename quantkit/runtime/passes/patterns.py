@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from quantkit.kernels import glue, router
+from quantkit.kernels.moe import router
+from quantkit.kernels.ops import glue
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
-from quantkit.kernels.table import is_verbose
+from quantkit.kernels.registry import is_verbose
 from quantkit.runtime.passes.fold_constants import hold_constants
 from quantkit.runtime.passes.fuse_attention import take_head_norms, take_rotations
 from quantkit.runtime.passes.fuse_linear import hold_back, split_norms, take_gates, take_norms

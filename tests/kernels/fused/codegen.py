@@ -23,12 +23,18 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.runtime.cache import get_cache_manager
 
-from quantkit.kernels import attention, cache, choice, glue, router
-from quantkit.kernels.fused.dense import dequantize
-from quantkit.kernels.fused.hopper import hopper
-from quantkit.kernels.fused.launch import dense, narrow, stream, streamed
-from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.fused.launch.hopper import (
+from quantkit.kernels.gemm.decode import decode_launch, decode_tiles
+from quantkit.kernels.gemm.dequantize import dequantize_launch
+from quantkit.kernels.gemm.dequantize.dequantize_kernel import dequantize
+from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
+from quantkit.kernels.gemm.operands import RASTER, Grouping, constants, table_bytes
+from quantkit.kernels.gemm.portable.portable_gemm_kernel import tiled
+from quantkit.kernels.gemm.portable.portable_gemm_launch import HOLD, half_unit, shared_memory, tiled_tile
+from quantkit.kernels.gemm.portable.portable_gemv_kernel import skinny
+from quantkit.kernels.gemm.portable.portable_gemv_launch import rows_of_x, skinny_tile, unrolled
+from quantkit.kernels.gemm.small_m import small_m_launch
+from quantkit.kernels.gemm.wgmma.wgmma_kernel import hopper
+from quantkit.kernels.gemm.wgmma.wgmma_launch import (
     COLUMNS,
     MOST_EVEN,
     PART_ROWS,
@@ -40,14 +46,11 @@ from quantkit.kernels.fused.launch.hopper import (
     residence,
     stages,
 )
-from quantkit.kernels.fused.launch.operands import RASTER, Grouping, constants, table_bytes
-from quantkit.kernels.fused.launch.skinny import rows_of_x, skinny_tile, unrolled
-from quantkit.kernels.fused.launch.tiled import HOLD, half_unit, shared_memory, tiled_tile
-from quantkit.kernels.fused.layout import ROWS, geometry, order_constants
-from quantkit.kernels.fused.order import order_codes
-from quantkit.kernels.fused.pairs import count_pairs, order_few_pairs, order_pairs, weigh_pairs
-from quantkit.kernels.fused.skinny import skinny
-from quantkit.kernels.fused.tiled import tiled
+from quantkit.kernels.layouts.fragment_layout import ROWS, geometry, order_constants
+from quantkit.kernels.layouts.repack_kernel import order_codes
+from quantkit.kernels.moe import router
+from quantkit.kernels.moe.permute_kernels import count_pairs, order_few_pairs, order_pairs, weigh_pairs
+from quantkit.kernels.ops import argmax, attention, glue, kv_append
 from quantkit.packing.schemes import scheme
 
 N = K = 4096
@@ -103,7 +106,9 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     shape, known = geometry(N, k, row, dtype), constants(N, k, row, dtype, not amd)
     if case.kernel == "dense":
         spans = max(128 // shape.span, 1)
-        return Source(dequantize, dict(known, C=spans, W=dense.WARPS), dense.WARPS, 3, None)
+        return Source(
+            dequantize, dict(known, C=spans, W=dequantize_launch.WARPS), dequantize_launch.WARPS, 3, None
+        )
     if case.kernel in PAIRS:
         kernel, sizes = PAIRS[case.kernel]
         names = kernel.arg_names
@@ -152,9 +157,9 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
             1, 8, 2, case.m // 2, case.m, (1e-6, "llama"), features
         ),
         "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),
-        "fill": lambda: cache._launch(1, 2, 1, case.m * 2 // cache.WORD),
-        "largest of parts": lambda: choice._launches(1, 64, features)[0],
-        "largest of rows": lambda: choice._launches(1, 64, features)[1],
+        "fill": lambda: kv_append._launch(1, 2, 1, case.m * 2 // kv_append.WORD),
+        "largest of parts": lambda: argmax._launches(1, 64, features)[0],
+        "largest of rows": lambda: argmax._launches(1, 64, features)[1],
         "small_linear": lambda: router._small_linear_launch(1, 128, case.m, None, features),
         "norm_linear": lambda: router._small_linear_launch(1, 128, case.m, (1e-6, "llama"), features),
         "route": lambda: router._route_launch(1, 4, case.m, router.Routing(8), False, None, features),
@@ -291,12 +296,12 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     k = LONG if "long" in numbers else K
     shape = geometry(N, k, row, dtype)
     *sizes, wgmma = map(int, [one for one in numbers if one.isdecimal()])
-    tile = narrow.NarrowTile(*sizes, bool(wgmma))
+    tile = small_m_launch.NarrowTile(*sizes, bool(wgmma))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     ends, begins = 1e-5 if "end" in numbers else None, 0.0 if "begin" in numbers else None
     grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
     n, has_bias = (N, True) if grouping is None else (2 * N, False)
-    launches = narrow._launches(
+    launches = small_m_launch._launches(
         case.m,
         n,
         k,
@@ -329,8 +334,8 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     language = GluonASTSource if begins is None else ASTSource
     code = language(launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    roots = 0 if ends is None else narrow.root_bytes(case.m)
-    room = narrow.room(tile, shape, case.m, row, HOPPER_SHARED, table_bytes(row, dtype), roots)
+    roots = 0 if ends is None else small_m_launch.root_bytes(case.m)
+    room = small_m_launch.room(tile, shape, case.m, row, HOPPER_SHARED, table_bytes(row, dtype), roots)
     bound = room.nbytes + roots
     found = Source(launch._kernel, known, options["num_warps"], 1, bound)
     return triton.compile(code, target=target, options=others), found
@@ -349,12 +354,12 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     n, k = (N, LONG) if "long" in numbers else (N if "small" in numbers else 7 * N, K)
     named = {"norm": "whole", "begin": "begin", "end": "end"}
     part = next((part for name, part in named.items() if name in numbers), None)
-    norm = part and streamed.Norm(part, True, 1e-5, True, 0.0)
+    norm = part and decode_tiles.Norm(part, True, 1e-5, True, 0.0)
     *sizes, integers = map(int, [one for one in numbers if one.isdecimal()])
-    tile = streamed.StreamTile(*sizes, bool(integers))
+    tile = decode_tiles.StreamTile(*sizes, bool(integers))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
-    launch, _ = stream._launch(
+    launch, _ = decode_launch._launch(
         case.m, n, k, row, dtype, grouping is None, tile, features, H200_PROCESSORS, norm, gate, grouping
     )
     names, options = launch._kernel.arg_names, dict(launch._options)

@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels import attention, choice, glue
-from quantkit.kernels.attention import decode_attention, rotated_attention
-from quantkit.kernels.fused.launch import dense, pairs, skinny, stream, tiled
-from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs
-from quantkit.kernels.fused.launch.skinny import SkinnyTile
-from quantkit.kernels.fused.launch.streamed import StreamTile
-from quantkit.kernels.fused.launch.tiled import TiledTile
-from quantkit.kernels.fused.layout import ROWS, build, geometry, place_codes_by_torch, place_words
-from quantkit.kernels.launcher import Launch
+from quantkit.kernels.gemm.decode import decode_launch
+from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.dequantize import dequantize_launch
+from quantkit.kernels.gemm.operands import Grouping, Operands, Pairs
+from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
+from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
+from quantkit.kernels.jit.launcher import Launch
+from quantkit.kernels.layouts.fragment_layout import ROWS, build, geometry, place_codes_by_torch, place_words
+from quantkit.kernels.moe import permute
+from quantkit.kernels.ops import argmax, attention, glue
+from quantkit.kernels.ops.attention import decode_attention, rotated_attention
 from quantkit.kernels.problem import GPU_FEATURES, device_features
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -102,9 +105,11 @@ def operands(make: Callable[..., PackedTensor], m: int, k: int, dtype: torch.dty
 
 
 RUNS: dict[str, Callable[[Operands], torch.Tensor]] = {
-    "skinny": lambda op: skinny.run(op, SkinnyTile(1, 128, 4), FEATURES),
-    "tiled": lambda op: tiled.run(op, TiledTile(4, 64, stages=2), FEATURES),
-    "stream": lambda op: stream.run(op, StreamTile(4, 1, ahead=1), FEATURES or GPU_FEATURES - {"overlap"}),
+    "skinny": lambda op: portable_gemv_launch.run(op, SkinnyTile(1, 128, 4), FEATURES),
+    "tiled": lambda op: portable_gemm_launch.run(op, TiledTile(4, 64, stages=2), FEATURES),
+    "stream": lambda op: decode_launch.run(
+        op, StreamTile(4, 1, ahead=1), FEATURES or GPU_FEATURES - {"overlap"}
+    ),
 }
 
 
@@ -138,12 +143,12 @@ def test_many_rows_of_x(make_packed: Callable[..., PackedTensor], last_programs:
 @pytest.mark.fault(46)
 def test_dequantize(make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any]) -> None:
     op = operands(make_packed, 1, 256)
-    expected = dense.dequantize(op, 0, LAST, FEATURES)
+    expected = dequantize_launch.dequantize(op, 0, LAST, FEATURES)
     n = FAR // 128 + 4 * LAST
     large = with_many_rows(op, n // ROWS)
     assert large.layout[0].numel() > FAR
     with last_programs():
-        assert torch.equal(dense.dequantize(large, n - LAST, n, FEATURES), expected)
+        assert torch.equal(dequantize_launch.dequantize(large, n - LAST, n, FEATURES), expected)
 
 
 @pytest.mark.fault(46)
@@ -201,9 +206,9 @@ def test_the_last_of_many_pairs_are_added_up(last_programs: Callable[[], Any]) -
     y, weights = numbers(2, 2048), numbers(2, 1)
     tokens = FAR // 2048 + 2
     index = torch.zeros(tokens, 1, dtype=torch.int64, device=DEVICE)
-    expected = pairs.weigh_pairs(y, index[:2], weights, 1, FEATURES)
+    expected = permute.weigh_pairs(y, index[:2], weights, 1, FEATURES)
     with last_programs():
-        out = pairs.weigh_pairs(far(y, tokens), index, far(weights, tokens), 1, FEATURES)
+        out = permute.weigh_pairs(far(y, tokens), index, far(weights, tokens), 1, FEATURES)
     assert torch.equal(out[-2:], expected)
 
 
@@ -287,9 +292,9 @@ def test_rows_of_norms_and_gates(last_programs: Callable[[], Any]) -> None:
 
 
 def test_rows_of_logits(last_programs: Callable[[], Any]) -> None:
-    rows, columns = FAR // 4096 + 1, choice.PART + 5
+    rows, columns = FAR // 4096 + 1, argmax.PART + 5
     x = torch.as_strided(empty(rows * 4096), (rows, columns), (4096, 1))
     x[-1:] = numbers(1, columns)
     with last_programs():
-        found = choice.largest(x)
-    assert torch.equal(found[-1:], choice.largest(x[-1:]))
+        found = argmax.largest(x)
+    assert torch.equal(found[-1:], argmax.largest(x[-1:]))

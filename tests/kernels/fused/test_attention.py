@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from quantkit.kernels import attention, glue
-from quantkit.kernels.attention import (
+from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
+from quantkit.kernels.ops import attention, glue
+from quantkit.kernels.ops.attention import (
     PLANS,
     decode_attention,
     rotated_attention,
     rotates,
     why_not,
 )
-from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.glue import rotate_append
+from quantkit.kernels.ops.glue import rotate_append
 from quantkit.kernels.problem import GPU_FEATURES, Gpu
 
 pytest.importorskip("triton")

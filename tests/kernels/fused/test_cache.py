@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quantkit.kernels import cache
+from quantkit.kernels.ops import kv_append
 
 pytest.importorskip("triton")
 
@@ -29,13 +29,13 @@ LAID: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def _found(by_address: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = cache._entry
+    entry = kv_append._entry
 
     def found(*tensors: torch.Tensor) -> tuple[int, ...]:
         by_address.extend(tensors)
         return entry(*tensors)
 
-    monkeypatch.setattr(cache, "_entry", found)
+    monkeypatch.setattr(kv_append, "_entry", found)
 
 
 @pytest.mark.parametrize("clear", [False, True], ids=["used", "new"])
@@ -54,12 +54,12 @@ def test_caches_get_all_states_and_zeros(tokens: int, clear: bool) -> None:
                 wanted[1:-1] = 0
             wanted[1:-1, :, :tokens] = part
             expected.append((around, wanted))
-    cache.fill(rooms, states, clear)
+    kv_append.fill(rooms, states, clear)
     for around, wanted in expected:
         torch.testing.assert_close(around, wanted, rtol=0, atol=0, equal_nan=True)
     for around, _ in expected:
         around[1:-1] = float("nan")
-    cache.slow_fill(rooms, states, clear)
+    kv_append.slow_fill(rooms, states, clear)
     for around, wanted in expected:
         torch.testing.assert_close(around, wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -67,12 +67,12 @@ def test_caches_get_all_states_and_zeros(tokens: int, clear: bool) -> None:
 def test_most_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's keys and values are, in all layouts that models have."""
     launched: list[int] = []
-    real = cache._launch
-    monkeypatch.setattr(cache, "_launch", lambda *sizes: launched.append(sizes[0]) or real(*sizes))
-    monkeypatch.setattr(cache, "slow_fill", None)
+    real = kv_append._launch
+    monkeypatch.setattr(kv_append, "_launch", lambda *sizes: launched.append(sizes[0]) or real(*sizes))
+    monkeypatch.setattr(kv_append, "slow_fill", None)
     kinds = list(LAID)[:4]
     states = [LAID[kind](1, 6, 64, torch.float16) for kind in kinds]
-    cache.fill([numbers(1, 3, 8, 64, dtype=torch.float16) for _ in kinds], states, True)
+    kv_append.fill([numbers(1, 3, 8, 64, dtype=torch.float16) for _ in kinds], states, True)
     assert launched == [len(kinds)]
 
 
@@ -82,7 +82,7 @@ def test_each_device_has_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(tensors: int, *_: int) -> Callable[..., None]:
         return lambda table, *_: launched.append((tensors, table.device.type))
 
-    monkeypatch.setattr(cache, "_launch", launch)
+    monkeypatch.setattr(kv_append, "_launch", launch)
     rooms = [torch.zeros(1, 2, 8, 16, device=device) for device in (DEVICE, "meta", DEVICE)]
-    cache.fill(rooms, [room[:, :, :5].clone() for room in rooms], True)
+    kv_append.fill(rooms, [room[:, :, :5].clone() for room in rooms], True)
     assert launched == [(2, DEVICE), (1, "meta")]

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kernels import choice
-from quantkit.kernels.choice import MOST_COLUMNS, PART, largest, likeliest, slow_largest
+from quantkit.kernels.ops import argmax
+from quantkit.kernels.ops.argmax import MOST_COLUMNS, PART, largest, likeliest, slow_largest
 
 pytest.importorskip("triton")
 
@@ -135,13 +135,13 @@ def test_it_can_be_recorded() -> None:
 def test_who_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels where there are any, and torch where they are not made for the numbers."""
     ran: list[str] = []
-    monkeypatch.setattr(choice, "largest", lambda x: ran.append("largest") or slow_largest(x))
+    monkeypatch.setattr(argmax, "largest", lambda x: ran.append("largest") or slow_largest(x))
     x = numbers(2, 30)
     assert torch.equal(likeliest(x), slow_largest(x))
     assert ran == (["largest"] if DEVICE == "cuda" else [])
     ran.clear()
     for other in (x.double(), x[:, :1].expand(2, MOST_COLUMNS + 1)):
         assert torch.equal(likeliest(other), slow_largest(other))
-    monkeypatch.setattr(choice, "device_features", lambda device: frozenset())
+    monkeypatch.setattr(argmax, "device_features", lambda device: frozenset())
     assert torch.equal(likeliest(x), slow_largest(x))
     assert not ran

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from quantkit.kernels.attention import PLANS
-from quantkit.kernels.fused.launch import stream
-from quantkit.kernels.fused.launch.hopper import RESERVED
-from quantkit.kernels.fused.launch.streamed import StreamTile
+from quantkit.kernels.gemm.decode import decode_launch
+from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.wgmma.wgmma_launch import RESERVED
+from quantkit.kernels.ops.attention import PLANS
 from quantkit.packing.schemes import PRESETS
 
 pytest.importorskip("triton")
@@ -570,7 +570,7 @@ def test_more_warps_have_registers(compiled: Compiled, name: str, kernel: str) -
     tile = StreamTile(*[int(number) for number in kernel.split() if number.isdecimal()][:4])
     (found,) = compiled([(kernel, name, 90, 2)]).values()
     assert found["products"] > 0 and found["spills"] == 0, found
-    assert found["registers"] <= stream.thread_registers(tile) < 128, found
+    assert found["registers"] <= decode_launch.thread_registers(tile) < 128, found
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,20 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels import experts, glue
-from quantkit.kernels.experts import (
+from quantkit.kernels.gemm import fused_kernels, support
+from quantkit.kernels.gemm.decode import decode_launch
+from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.operands import Grouping, Operands, Pairs, most_segments
+from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
+from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile, tiled_tile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile, skinny_tile
+from quantkit.kernels.gemm.small_m import small_m_launch
+from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
+from quantkit.kernels.layouts.fragment_layout import geometry
+from quantkit.kernels.linear import linear_parts
+from quantkit.kernels.moe import grouped_gemm, stacked_weights
+from quantkit.kernels.moe import permute as launch_pairs
+from quantkit.kernels.moe.grouped_gemm import (
     ExpertsLayout,
     build_experts_layout,
     experts_linear,
@@ -24,19 +36,10 @@ from quantkit.kernels.experts import (
     weigh_pairs,
     why_not_grouped,
 )
-from quantkit.kernels.fused import rows, stacks, verdicts
-from quantkit.kernels.fused.launch import narrow, skinny, stream, tiled
-from quantkit.kernels.fused.launch import pairs as launch_pairs
-from quantkit.kernels.fused.launch.narrow import NarrowTile
-from quantkit.kernels.fused.launch.operands import Grouping, Operands, Pairs, most_segments
-from quantkit.kernels.fused.launch.pairs import segment_rows
-from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
-from quantkit.kernels.fused.launch.streamed import StreamTile
-from quantkit.kernels.fused.launch.tiled import TiledTile, tiled_tile
-from quantkit.kernels.fused.layout import geometry
-from quantkit.kernels.linear import linear_parts
+from quantkit.kernels.moe.permute import segment_rows
+from quantkit.kernels.ops import glue
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, device_features
-from quantkit.kernels.table import FORCE_VARIABLE, VERBOSE_VARIABLE, quietly
+from quantkit.kernels.registry import FORCE_VARIABLE, VERBOSE_VARIABLE, quietly
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -50,7 +53,12 @@ DTYPE = torch.bfloat16
 LIMIT = 4e-3
 #: Tokens, of which the interpreter takes long.
 MANY = 40 if DEVICE == "cuda" else 9
-RUNS = {StreamTile: stream.run, SkinnyTile: skinny.run, NarrowTile: narrow.run, TiledTile: tiled.run}
+RUNS = {
+    StreamTile: decode_launch.run,
+    SkinnyTile: portable_gemv_launch.run,
+    NarrowTile: small_m_launch.run,
+    TiledTile: portable_gemm_launch.run,
+}
 FORMATS = ("int4", "int8", "int3", "fp6", "nvfp4", "mxfp4", "nf4")
 
 
@@ -82,11 +90,11 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
             for e in range(count)
         ]
         every = [weight for one in weights for weight in one]
-        tensors = stacks.stacked(every, DTYPE)
+        tensors = stacked_weights.stacked(every, DTYPE)
         token = every[0].scheme.token
         asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
-        shares = verdicts.why_not_narrow_experts(asked, matrices) is None
-        spread = stream.experts_spread(asked) if shares else 0
+        shares = support.why_not_narrow_experts(asked, matrices) is None
+        spread = decode_launch.experts_spread(asked) if shares else 0
         layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, spread)
         return Experts(weights, layout)
 
@@ -188,14 +196,19 @@ def tiles(
     n, k = made.weights[0][0].shape
     shape = geometry(n, k, made.weights[0][0].scheme, DTYPE)
     asked = Problem(1, n, k, made.weights[0][0].scheme, DTYPE, "cuda", features)
-    if verdicts.why_not_narrow_experts(asked, made.layout.matrices) is None:
+    if support.why_not_narrow_experts(asked, made.layout.matrices) is None:
         yield 8, NarrowTile(8, 1)
         yield 16, NarrowTile(8, min(2, shape.steps), 4)
         yield 1, StreamTile(4, 1, ahead=2)
-        yield 2, StreamTile(4, 1, together=2, ahead=1, integers=stream.why_no_integers(asked) is None)
+        yield 2, StreamTile(4, 1, together=2, ahead=1, integers=decode_launch.why_no_integers(asked) is None)
         # The interpreter takes long.
         if DEVICE == "cuda" or shape.bits == 4:
-            yield 4, StreamTile(8, 2, ahead=2, integers=stream.why_no_integers(replace(asked, m=4)) is None)
+            yield (
+                4,
+                StreamTile(
+                    8, 2, ahead=2, integers=decode_launch.why_no_integers(replace(asked, m=4)) is None
+                ),
+            )
     yield 8, skinny_tile(shape, 8)
     # Several tiles of a segment.
     yield 32, TiledTile(4, 16, stages=2)
@@ -338,7 +351,7 @@ def test_code_books_are_those_of_the_expert(
         book = weight.part("codebook")
         assert book is not None
         book.copy_(torch.linspace(-1, 1 + number, 16))
-    tensors = stacks.stacked(every, DTYPE)
+    tensors = stacked_weights.stacked(every, DTYPE)
     made = replace(made, layout=replace(made.layout, tensors=tensors))
     x, index = numbers(tokens, 128), choices(tokens, 2, 3)
     expected = product(made, x, index)
@@ -447,7 +460,7 @@ def test_weights_are_added_up_in_the_order_of_slots(poisoned: None) -> None:
 def test_layouts_of_single_matrices_are_in_the_same_memory(make_experts: Callable[..., Experts]) -> None:
     made = make_experts("nvfp4", 3, 2, (24, 128))
     one = made.layout.of(3)
-    expected = rows.FRAGMENTS.build(made.weights[1][1], DTYPE)
+    expected = fused_kernels.FRAGMENTS.build(made.weights[1][1], DTYPE)
     assert one.name == "fragments" and one.dtype == DTYPE
     for part, stack, alone in zip(one.tensors, made.layout.tensors, expected, strict=True):
         assert torch.equal(part, alone)
@@ -465,19 +478,19 @@ def test_layouts_are_built_on_the_gpu_that_has_the_weights(monkeypatch: pytest.M
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(rows, "wait_for", lambda which: None)
+    monkeypatch.setattr(fused_kernels, "wait_for", lambda which: None)
     monkeypatch.setattr(
-        rows, "build", lambda weight, dtype, count: (torch.tensor([one.index for one in current]),)
+        fused_kernels, "build", lambda weight, dtype, count: (torch.tensor([one.index for one in current]),)
     )
     weight: Any = SimpleNamespace(device=torch.device("cuda", 1))
-    assert rows.build_fragments(weight, DTYPE)[0].tolist() == [1]
+    assert fused_kernels.build_fragments(weight, DTYPE)[0].tolist() == [1]
     assert not current
 
 
 def test_layouts_built_in_inference_mode_serve_a_backward_pass(
     make_packed: Callable[..., PackedTensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "why_not_grouped", lambda *asked: None)
+    monkeypatch.setattr(grouped_gemm, "why_not_grouped", lambda *asked: None)
     packed = make_packed("int4", (16, 128), exact=True).to(DEVICE)
     with torch.inference_mode():
         layout = build_experts_layout([packed], 1, 1, DTYPE)
@@ -521,7 +534,7 @@ def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
         (2, "", "fused-skinny", 8),
         (2, "fused-tiled", "fused-tiled", 16),
     ):
-        chosen, grouping, _ = rows.group(problem(m=pairs), 8, 2, 2, 0, forced)
+        chosen, grouping, _ = fused_kernels.group(problem(m=pairs), 8, 2, 2, 0, forced)
         assert (chosen, grouping.rows) == (row, size)
     asked = problem()
     monkeypatch.setenv(FORCE_VARIABLE, "fused-tiled")
@@ -548,8 +561,8 @@ def test_segments_grow_with_the_pairs_of_an_expert() -> None:
         for name in FORMATS:
             for features in (GPU_FEATURES, frozenset({"triton"})):
                 asked = problem(name, m=2 * tokens, features=features)
-                spread = stream.experts_spread(asked) if features == GPU_FEATURES else 0
-                row, grouping, tile = rows.group(asked, 8, 2, 2, spread)
+                spread = decode_launch.experts_spread(asked) if features == GPU_FEATURES else 0
+                row, grouping, tile = fused_kernels.group(asked, 8, 2, 2, spread)
                 assert (row == "fused-tiled") == (tokens > 1)
                 assert (row == "fused-stream") == (tokens == 1 and spread > 0)
                 assert grouping.rows == (1 if row == "fused-stream" else 8) or tokens > 1
@@ -559,17 +572,17 @@ def test_segments_grow_with_the_pairs_of_an_expert() -> None:
 def test_few_pairs_are_multiplied_with_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(m=32, features=GPU_FEATURES)
     for pairs, row, size in ((8, "fused-stream", 1), (64, "fused-stream", 1), (65, "fused-narrow", 8)):
-        found, grouping, _ = rows.group(replace(asked, m=pairs), 128, 2, 8, 2)
+        found, grouping, _ = fused_kernels.group(replace(asked, m=pairs), 128, 2, 8, 2)
         assert (found, grouping.rows) == (row, size)
-    assert rows.group(asked, 128, 2, 8, 0)[0] == "fused-skinny"
+    assert fused_kernels.group(asked, 128, 2, 8, 0)[0] == "fused-skinny"
     for spread, size in ((1, 1), (0, 8)):
-        row, grouping, tile = rows.group(asked, 128, 2, 8, spread, "fused-stream")
+        row, grouping, tile = fused_kernels.group(asked, 128, 2, 8, spread, "fused-stream")
         assert (row, grouping.rows) == ("fused-stream", size) and isinstance(tile, StreamTile)
     with pytest.raises(KernelError, match=r"fused-stream cannot run experts of .* multiples of 16 rows"):
-        rows.group(replace(asked, n=4104), 128, 2, 8, 0, "fused-stream")
+        fused_kernels.group(replace(asked, n=4104), 128, 2, 8, 0, "fused-stream")
     # What has no room for it is for the other, in the same segments.
-    monkeypatch.setattr(stream, "experts_tile", lambda *given: None)
-    found, grouping, _ = rows.group(asked, 128, 2, 8, 1)
+    monkeypatch.setattr(decode_launch, "experts_tile", lambda *given: None)
+    found, grouping, _ = fused_kernels.group(asked, 128, 2, 8, 1)
     assert (found, grouping.rows) == ("fused-narrow", 1)
 
 
@@ -589,7 +602,7 @@ def test_few_pairs_are_multiplied_with_one_after_the_other(monkeypatch: pytest.M
 def test_tiles_of_single_pairs(name: str, n: int, k: int, tile: StreamTile) -> None:
     asked = problem(name, m=1, n=n, k=k, features=GPU_FEATURES)
     for matrices in (1, 2):
-        assert stream.experts_tile(asked, Grouping(8, 128, 1, matrices, 8)) == tile
+        assert decode_launch.experts_tile(asked, Grouping(8, 128, 1, matrices, 8)) == tile
 
 
 @pytest.mark.parametrize("forced", ["", "fused-stream"])
@@ -600,11 +613,11 @@ def test_streams_of_experts_have_tiles_on_small_gpus(forced: str) -> None:
     ):
         gpu = Gpu("Test GPU 3000", (8, 9), processors, 99 << 10)
         asked = problem(name, m=pairs, n=n, k=k, features=GPU_FEATURES, gpu=gpu)
-        spread = stream.experts_spread(asked)
-        row, grouping, tile = rows.group(asked, 128, 2, 2, spread, forced)
+        spread = decode_launch.experts_spread(asked)
+        row, grouping, tile = fused_kernels.group(asked, 128, 2, 2, spread, forced)
         assert row == "fused-stream" and isinstance(tile, StreamTile)
         every = replace(asked, m=grouping.rows, n=2 * n)
-        memory = stream.shared_memory(tile, every, "silu", grouping=grouping)
+        memory = decode_launch.shared_memory(tile, every, "silu", grouping=grouping)
         assert memory * tile.programs <= gpu.shared_memory
 
 
@@ -617,10 +630,10 @@ def test_tiles_of_single_pairs_that_take_less_memory() -> None:
         ("int4", 4096, 51200, None),
     ):
         asked = problem(name, m=1, n=n, k=k, features=GPU_FEATURES, gpu=small)
-        assert stream.experts_tile(asked, grouping) == tile
+        assert decode_launch.experts_tile(asked, grouping) == tile
     asked = problem("int4", m=8, n=4096, k=51200, features=GPU_FEATURES, gpu=small)
     with pytest.raises(KernelError, match=r"fused-stream cannot run experts of .*shared memory"):
-        rows.group(asked, 128, 2, 8, 1, "fused-stream")
+        fused_kernels.group(asked, 128, 2, 8, 1, "fused-stream")
 
 
 def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
@@ -632,11 +645,11 @@ def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
         ({"features": frozenset({"triton"})}, 1, "from compute capability 8.0 on"),
         ({"name": "book4"}, 1, "values of its own"),
     ):
-        found = verdicts.why_not_narrow_experts(problem(**{"features": GPU_FEATURES} | changes), matrices)
+        found = support.why_not_narrow_experts(problem(**{"features": GPU_FEATURES} | changes), matrices)
         assert found is None if reason is None else reason in str(found)
     asked = problem(n=4104, features=GPU_FEATURES)
     with pytest.raises(KernelError, match=r"fused-narrow cannot run experts of .* multiples of 16 rows"):
-        rows.group(asked, 8, 2, 2, 0, "fused-narrow")
+        fused_kernels.group(asked, 8, 2, 2, 0, "fused-narrow")
 
 
 def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
@@ -647,7 +660,7 @@ def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
         return build_experts_layout([packed] * matrices, 1, matrices, DTYPE)
 
     monkeypatch.setattr(
-        experts.Problem,
+        grouped_gemm.Problem,
         "on",
         lambda device, m, n, k, of, dtype: problem(m=m, n=n, k=k, dtype=dtype, features=GPU_FEATURES),
     )
@@ -669,14 +682,17 @@ def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
 def test_tiles_of_experts() -> None:
     """Parts where all programs run at once, and small programs where many follow each other."""
     mixtral, qwen = problem(m=8, n=28672), problem(m=8, n=1536, k=2048)
-    assert [narrow.experts_tile(mixtral, weights) for weights in (2, 5)] == [NarrowTile(16), NarrowTile(8)]
-    assert narrow.experts_tile(replace(mixtral, n=4096, k=14336), 7) == NarrowTile(8, 4)
-    assert [narrow.experts_tile(qwen, weights).parts for weights in (8, 16, 64)] == [2, 1, 1]
+    assert [small_m_launch.experts_tile(mixtral, weights) for weights in (2, 5)] == [
+        NarrowTile(16),
+        NarrowTile(8),
+    ]
+    assert small_m_launch.experts_tile(replace(mixtral, n=4096, k=14336), 7) == NarrowTile(8, 4)
+    assert [small_m_launch.experts_tile(qwen, weights).parts for weights in (8, 16, 64)] == [2, 1, 1]
     # Parts that run at once are sooner than large programs of which some run alone.
-    assert narrow.experts_tile(replace(qwen, n=1536, k=4096), 8) == NarrowTile(8, 2)
+    assert small_m_launch.experts_tile(replace(qwen, n=1536, k=4096), 8) == NarrowTile(8, 2)
     for asked in (mixtral, qwen, problem(m=8, n=4096, k=14336), problem("nf4", m=8, n=2048, k=768)):
         for weights in (1, 2, 7, 64):
-            assert narrow.TILING.why_not(asked, narrow.experts_tile(asked, weights)) is None
+            assert small_m_launch.TILING.why_not(asked, small_m_launch.experts_tile(asked, weights)) is None
 
 
 @pytest.mark.fault(70)
@@ -689,7 +705,7 @@ def test_a_gpu_that_loops_over_experts_says_so_once(
     assert build_experts_layout(weights, 2, 1, torch.bfloat16) is None
     assert not caplog.records
     monkeypatch.setattr(
-        experts.Problem, "on", lambda *given: problem(n=16, k=96, group_size=48, dtype=given[-1])
+        grouped_gemm.Problem, "on", lambda *given: problem(n=16, k=96, group_size=48, dtype=given[-1])
     )
     # Not where nobody asked; later all the same.
     with quietly():

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.kernels.fused.expressions import (
+from quantkit.kernels.layouts.dequant_expressions import (
     Plane,
     bias_factor,
     planes,
     portable,
     registers,
 )
-from quantkit.kernels.fused.ptx import LANES, expression
+from quantkit.kernels.layouts.dequant_ptx import LANES, expression
 from quantkit.packing.formats import FORMATS, CodebookFormat, FloatFormat, IntFormat, NumberFormat
 
 from ..ptx import floats, held, run
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-decode: Any = pytest.importorskip("quantkit.kernels.fused.blocks").decode
+decode: Any = pytest.importorskip("quantkit.kernels.layouts.dequant_blocks").decode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The lane of four e2m1 as the module draws it, from bit 15 down: plane and bit of the code.

@@ -10,17 +10,20 @@ import pytest
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.kernels import glue
-from quantkit.kernels.building import building
-from quantkit.kernels.fused import layout
-from quantkit.kernels.fused.launch import dense, hopper, narrow, skinny, stream, tiled
-from quantkit.kernels.fused.launch.hopper import HopperTile
-from quantkit.kernels.fused.launch.narrow import NarrowTile
-from quantkit.kernels.fused.launch.operands import Operands
-from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
-from quantkit.kernels.fused.launch.streamed import StreamTile
-from quantkit.kernels.fused.launch.tiled import TiledTile, shared_memory, tiled_tile
-from quantkit.kernels.fused.layout import (
+from quantkit.kernels.gemm.decode import decode_launch
+from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.dequantize import dequantize_launch
+from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
+from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile, shared_memory, tiled_tile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile, skinny_tile
+from quantkit.kernels.gemm.small_m import small_m_launch
+from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
+from quantkit.kernels.gemm.wgmma import wgmma_launch
+from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
+from quantkit.kernels.jit.building import building
+from quantkit.kernels.layouts import fragment_layout
+from quantkit.kernels.layouts.fragment_layout import (
     build,
     geometry,
     join,
@@ -29,9 +32,10 @@ from quantkit.kernels.fused.layout import (
     place_words,
     restore,
 )
-from quantkit.kernels.fused.scales import carrying, lowered
+from quantkit.kernels.layouts.fragment_scales import carrying, lowered
+from quantkit.kernels.ops import glue
 from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
-from quantkit.kernels.table import choose, explain, row_named, warn_unfused
+from quantkit.kernels.registry import choose, explain, row_named, warn_unfused
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -131,40 +135,48 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
     shape, m = op.shape, op.x.shape[0]
     least = max(shape.span, 128)
     found: dict[str, Callable[[], torch.Tensor]] = {
-        "tiled": lambda: tiled.run(op, tiled_tile(shape, m), features),
-        "tiled small": lambda: tiled.run(op, TiledTile(4, 16, stages=2), features),
+        "tiled": lambda: portable_gemm_launch.run(op, tiled_tile(shape, m), features),
+        "tiled small": lambda: portable_gemm_launch.run(op, TiledTile(4, 16, stages=2), features),
     }
     if shape.steps % 2 == 0:
-        found["tiled split"] = lambda: tiled.run(op, TiledTile(4, 32, split=2, stages=2), features)
+        found["tiled split"] = lambda: portable_gemm_launch.run(
+            op, TiledTile(4, 32, split=2, stages=2), features
+        )
     if shape.span <= 128:
-        found["tiled chains"] = lambda: tiled.run(op, TiledTile(4, 16, stages=2, chains=2), features)
+        found["tiled chains"] = lambda: portable_gemm_launch.run(
+            op, TiledTile(4, 16, stages=2, chains=2), features
+        )
     if {"gluon", "wgmma", "ptx"} <= features:
         problem = Problem(m, op.n, op.x.shape[1], op.scheme, op.x.dtype, "cuda", features)
         for tile in HOPPER_TILES if DEVICE == "cuda" or m > 16 else HOPPER_TILES[:1]:
-            if hopper.TILING.why_not(problem, tile) is None:
-                found[f"hopper {tile}"] = partial(hopper.run, op, tile, features)
-        if m <= stream.MOST_ROWS and op.x.shape[1] % 8 == 0:
+            if wgmma_launch.TILING.why_not(problem, tile) is None:
+                found[f"hopper {tile}"] = partial(wgmma_launch.run, op, tile, features)
+        if m <= decode_launch.MOST_ROWS and op.x.shape[1] % 8 == 0:
             for streamed in STREAM_TILES:
-                if stream.TILING.why_not(problem, streamed) is None:
-                    found[f"stream {streamed}"] = partial(stream.run, op, streamed, features)
-        if m <= narrow.MOST_ROWS and op.x.shape[1] % 8 == 0:
+                if decode_launch.TILING.why_not(problem, streamed) is None:
+                    found[f"stream {streamed}"] = partial(decode_launch.run, op, streamed, features)
+        if m <= small_m_launch.MOST_ROWS and op.x.shape[1] % 8 == 0:
             # Those of 16 warps take the interpreter twice as long; `test_narrow.py` has them too.
             for one in NARROW_TILES if DEVICE == "cuda" else NARROW_TILES[::2]:
-                if narrow.TILING.why_not(problem, one) is None:
-                    found[f"narrow {one}"] = partial(narrow.run, op, one, features)
+                if small_m_launch.TILING.why_not(problem, one) is None:
+                    found[f"narrow {one}"] = partial(small_m_launch.run, op, one, features)
     if m <= 32:
-        found["skinny"] = lambda: skinny.run(op, skinny_tile(shape, m), features)
+        found["skinny"] = lambda: portable_gemv_launch.run(op, skinny_tile(shape, m), features)
         if op.x.itemsize == 2:
             present = SkinnyTile(4, least, 1, present=True)
-            found["skinny present"] = lambda: skinny.run(op, present, features)
+            found["skinny present"] = lambda: portable_gemv_launch.run(op, present, features)
         together = SkinnyTile(2, least, 1, together=True)
-        found["skinny together"] = lambda: skinny.run(op, together, features)
-        found["skinny rows"] = lambda: skinny.run(op, SkinnyTile(2, least, 2), features)
+        found["skinny together"] = lambda: portable_gemv_launch.run(op, together, features)
+        found["skinny rows"] = lambda: portable_gemv_launch.run(op, SkinnyTile(2, least, 2), features)
     # The interpreter takes long, and how steps follow each other is the same for any M.
     if m <= (8 if DEVICE == "cpu" else 32):
-        found["skinny ahead"] = lambda: skinny.run(op, SkinnyTile(1, least, 1, True), features)
-        found["skinny loops"] = lambda: skinny.run(op, SkinnyTile(1, least, 1, False, 2), features)
-        found["skinny ahead loops"] = lambda: skinny.run(op, SkinnyTile(1, least, 1, True, 1), features)
+        found["skinny ahead"] = lambda: portable_gemv_launch.run(op, SkinnyTile(1, least, 1, True), features)
+        found["skinny loops"] = lambda: portable_gemv_launch.run(
+            op, SkinnyTile(1, least, 1, False, 2), features
+        )
+        found["skinny ahead loops"] = lambda: portable_gemv_launch.run(
+            op, SkinnyTile(1, least, 1, True, 1), features
+        )
     return found
 
 
@@ -225,7 +237,7 @@ def test_scales_of_whole_steps_multiply_sums(
     for dtype, features in RUNS:
         op, packed = operands(make_packed, f"{name} of sums", 40, 1030, m, dtype)
         for tile in (TiledTile(4, 16, stages=2), TiledTile(2, 32, stages=2)):
-            y = tiled.run(op, tile, features | {"wgmma"} if DEVICE == "cpu" else features)
+            y = portable_gemm_launch.run(op, tile, features | {"wgmma"} if DEVICE == "cpu" else features)
             assert error(y, op.x, packed, op.bias) < LIMIT[dtype], tile
 
 
@@ -245,14 +257,18 @@ def test_x_may_begin_and_end_anywhere(
         for dtype, features in RUNS:
             op, packed = operands(make_packed, name, 40, k, 7, dtype)
             op, steps = x_at(op), op.shape.steps
-            found = [skinny.run(op, SkinnyTile(2, max(op.shape.span, 128), 1, present=True), features)]
+            found = [
+                portable_gemv_launch.run(
+                    op, SkinnyTile(2, max(op.shape.span, 128), 1, present=True), features
+                )
+            ]
             for split in (one for one in (1, 2, 4) if steps % one == 0):
-                found.append(tiled.run(op, TiledTile(4, 16, split=split, stages=2), features))
+                found.append(portable_gemm_launch.run(op, TiledTile(4, 16, split=split, stages=2), features))
             for y in found:
                 assert error(y, op.x, packed, op.bias) < LIMIT[dtype]
         if HOPPER is not None:
             op, packed = operands(make_packed, name, 40, k, 19, HOPPER[0])
-            y = hopper.run(x_at(op), HopperTile(64, ahead=2, share=True), HOPPER[1])
+            y = wgmma_launch.run(x_at(op), HopperTile(64, ahead=2, share=True), HOPPER[1])
             assert error(y, op.x, packed, op.bias) < LIMIT[HOPPER[0]]
 
 
@@ -264,7 +280,9 @@ def test_dequantize_writes_the_weight(
     for n, k in ((40, 384), (1, 33), (130, 96)):
         for dtype, features in dict.fromkeys([*RUNS, *((torch.float32, some) for _, some in RUNS)]):
             op, packed = operands(make_packed, case, n, k, 1, dtype)
-            blocks = [dense.dequantize(op, at, min(at + 64, n), features) for at in range(0, n, 64)]
+            blocks = [
+                dequantize_launch.dequantize(op, at, min(at + 64, n), features) for at in range(0, n, 64)
+            ]
             # A float zero-point is moved by the lowest value once, in float32.
             torch.testing.assert_close(
                 torch.cat(blocks),
@@ -312,9 +330,9 @@ def test_programs_without_work_read_what_is_there(
     dtype, features = HOPPER
     n, k = (256, 2048) if DEVICE == "cuda" else (128, 512)
     op, packed = operands(make_packed, "int4", n, k, 8 * tile.m, dtype)
-    y = hopper.run(op, tile, features)
+    y = wgmma_launch.run(op, tile, features)
     assert error(y, op.x, packed, op.bias) < LIMIT[dtype]
-    assert torch.equal(y, hopper.run(op, tile, features))
+    assert torch.equal(y, wgmma_launch.run(op, tile, features))
 
 
 SHARED_OUT = (
@@ -327,10 +345,10 @@ SHARED_OUT = (
 @pytest.fixture
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles are divided among as many programs as there are, as if it took no time to add parts up."""
-    monkeypatch.setattr(hopper, "PART_US", dict.fromkeys(hopper.PART_US, 0.0))
-    hopper._launches.cache_clear()
+    monkeypatch.setattr(wgmma_launch, "PART_US", dict.fromkeys(wgmma_launch.PART_US, 0.0))
+    wgmma_launch._launches.cache_clear()
     yield
-    hopper._launches.cache_clear()
+    wgmma_launch._launches.cache_clear()
 
 
 @needs_hopper
@@ -363,7 +381,7 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
         m = min(m, 4 * tile.m - 6)
     op, packed = operands(make_packed, "int4", n, k, m, dtype)
     xs = op.x.clone(), op.x.flip(0)
-    empty, sums = hopper.empty, []
+    empty, sums = wgmma_launch.empty, []
     behind = 4 * tile.rows * tile.m
 
     def filled(op: Operands, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -375,8 +393,8 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
         return sums[-1][:size]
 
     with monkeypatch.context() as patched:
-        patched.setattr(hopper, "empty", filled)
-        expected = [hopper.run(replace(op, x=x), tile, features) for x in xs]
+        patched.setattr(wgmma_launch, "empty", filled)
+        expected = [wgmma_launch.run(replace(op, x=x), tile, features) for x in xs]
     for x, y in zip(xs, expected, strict=True):
         assert error(y, x, packed, op.bias) < LIMIT[dtype]
     assert all(bool((one[-behind:] == 1.0).all()) for one in sums)
@@ -399,21 +417,21 @@ def replays(
 ) -> Iterator[torch.Tensor]:
     """What a graph with a launch gives for one x and the other, by turns; without a GPU what it would."""
     if DEVICE == "cpu":
-        token, empty = hopper.launch_token(), hopper.empty
+        token, empty = wgmma_launch.launch_token(), wgmma_launch.empty
         memory = empty(op, 3 * 4 * tile.rows * tile.m, dtype=torch.float32)
 
         def reused(op: Operands, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             return empty(op, *sizes) if dtype is None else memory[: sizes[0]]
 
-        monkeypatch.setattr(hopper, "launch_token", lambda: token)
+        monkeypatch.setattr(wgmma_launch, "launch_token", lambda: token)
         for turn in range(2):
             with monkeypatch.context() as patched:
-                patched.setattr(hopper, "empty", reused)
-                yield hopper.run(replace(op, x=xs[turn % 2]), tile, features)
+                patched.setattr(wgmma_launch, "empty", reused)
+                yield wgmma_launch.run(replace(op, x=xs[turn % 2]), tile, features)
         return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper.run(op, tile, features)
+        captured = wgmma_launch.run(op, tile, features)
     for turn in range(50):
         op.x.copy_(xs[turn % 2])
         captured.fill_(math.nan)
@@ -509,7 +527,7 @@ def test_the_words_come_back(
     case: str,
     size: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(layout, "CHUNK_WEIGHTS", 48 * 512)
+    monkeypatch.setattr(fragment_layout, "CHUNK_WEIGHTS", 48 * 512)
     packed = make_packed(case.split(maxsplit=1)[0], size, **CASES[case]).to(DEVICE)
     for dtype in (torch.bfloat16, torch.float16):
         built = build(packed, dtype)
@@ -566,10 +584,10 @@ def test_joined_weights_multiply_as_each_does(
     for n, one, part in zip(rows, packed, parts, strict=True):
         assert part[0].untyped_storage().data_ptr() == whole[0].untyped_storage().data_ptr()
         op = Operands(x, part, None, one.scheme, n)
-        y = skinny.run(op, skinny_tile(op.shape, m), FEATURES)
+        y = portable_gemv_launch.run(op, skinny_tile(op.shape, m), FEATURES)
         assert error(y, x, one, torch.zeros(n, device=DEVICE)) < LIMIT[x.dtype]
     op = Operands(x, whole, None, packed[0].scheme, sum(rows))
-    y = skinny.run(op, skinny_tile(op.shape, m), FEATURES)
+    y = portable_gemv_launch.run(op, skinny_tile(op.shape, m), FEATURES)
     for one, part in zip(packed, torch.split(y, rows, dim=1), strict=True):
         assert error(part, x, one, torch.zeros(one.shape[0], device=DEVICE)) < LIMIT[x.dtype]
 
@@ -620,24 +638,24 @@ def test_a_group_longer_than_the_row_is_the_row() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
 def test_every_scale_of_8_bits_is_read_as_stored(dtype: torch.dtype) -> None:
-    layout = scheme("int4", group_size=32, scale_dtype=dtype).for_columns(32)
+    fragment_layout = scheme("int4", group_size=32, scale_dtype=dtype).for_columns(32)
     stored = torch.arange(256, dtype=torch.uint8).view(dtype).view(256, 1)
     parts = {
         "packed": torch.full((256, 4), -1, dtype=torch.int32),  # int4 codes 15, value 7
         "scale": stored,
-        "global_scale": torch.ones(1) if layout.global_scale else None,
+        "global_scale": torch.ones(1) if fragment_layout.global_scale else None,
     }
-    packed = PackedTensor.from_parts(parts, layout, (256, 32)).to(DEVICE)
+    packed = PackedTensor.from_parts(parts, fragment_layout, (256, 32)).to(DEVICE)
     with pytest.raises(FormatError, match="has scales that are NaN"):
         build(packed, DTYPE)
     numbers = stored.float()[:, 0].nan_to_num(0.0)
     stored.view(torch.uint8)[stored.float().isnan()] = 0
-    packed = PackedTensor.from_parts(parts, layout, (256, 32)).to(DEVICE)
+    packed = PackedTensor.from_parts(parts, fragment_layout, (256, 32)).to(DEVICE)
     if dtype == torch.float8_e8m0fnu:
         numbers[[0, 255]] = 0.0
-    op = Operands(torch.zeros(1, 32, device=DEVICE), build(packed, DTYPE), None, layout, 256)
+    op = Operands(torch.zeros(1, 32, device=DEVICE), build(packed, DTYPE), None, fragment_layout, 256)
     for _, features in RUNS:
-        weight = dense.dequantize(op, 0, 256, features)
+        weight = dequantize_launch.dequantize(op, 0, 256, features)
         assert torch.equal(weight[:, 0].cpu(), numbers * 7)
 
 
@@ -663,7 +681,7 @@ def test_every_scale_of_weights_is_read_as_stored(poisoned: None, name: str, fir
 
 
 def carried(stored: torch.Tensor, kind: str) -> torch.Tensor:
-    """What bytes of a kind that carries a factor stand for, as `quantkit.kernels.fused.scales` has it."""
+    """What bytes of a kind that carries a factor stand for, by `kernels/layouts/fragment_scales.py`."""
     number = stored.view(torch.uint8).int()
     bits = 0x7010 + (number << 4) if kind == "e5m3" else number << 7
     # 16 bits, of which those above 0x7FFF are negative.
@@ -789,7 +807,7 @@ def test_rows_launch_what_they_say(
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     # Blocks of 16 rows, of which the last is not whole.
-    monkeypatch.setattr(dense, "AT_ONCE", 16 * 256)
+    monkeypatch.setattr(dequantize_launch, "AT_ONCE", 16 * 256)
     op, packed = operands(make_packed, "int4 integer", 40, 256, m, dtype)
     chosen = row_named(row)
     assert chosen.layout is not None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels import glue
+from quantkit.kernels.ops import glue
 
 pytest.importorskip("triton")
 

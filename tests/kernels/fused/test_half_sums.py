@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit.kernels import table as kernel_table
-from quantkit.kernels.fused.launch import tiled
-from quantkit.kernels.fused.launch.operands import Operands
-from quantkit.kernels.fused.launch.tiled import TiledTile, half_unit
-from quantkit.kernels.fused.layout import build
+from quantkit.kernels import registry as kernel_table
+from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.gemm.portable import portable_gemm_launch
+from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile, half_unit
+from quantkit.kernels.layouts.fragment_layout import build
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, device_features
-from quantkit.kernels.table import choose, choose_by_rules, log_choice
+from quantkit.kernels.registry import choose, choose_by_rules, log_choice
 from quantkit.packing.schemes import PRESETS, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -36,7 +36,9 @@ def asked(m: int = 64, gpu: Gpu = GEFORCE, half_sums: bool = True, name: str = "
 
 def product(x: torch.Tensor, packed: PackedTensor, half_sums: bool) -> torch.Tensor:
     op = Operands(x, build(packed, x.dtype), None, packed.scheme, packed.shape[0])
-    return tiled.run(op, TiledTile(4, 16, stages=2, half_sums=half_sums), device_features(DEVICE))
+    return portable_gemm_launch.run(
+        op, TiledTile(4, 16, stages=2, half_sums=half_sums), device_features(DEVICE)
+    )
 
 
 def half_twin(x: torch.Tensor, weight: torch.Tensor, step: int) -> torch.Tensor:
@@ -121,14 +123,18 @@ def test_what_overflows_is_no_number_and_not_wrong(make_packed: Callable[..., Pa
 
 
 def test_only_where_torch_is_told_to() -> None:
-    assert tiled.TILING.rule(asked()).half_sums
-    assert not tiled.TILING.rule(asked(half_sums=False)).half_sums
-    assert not tiled.TILING.rule(asked(gpu=HOPPER)).half_sums, "it brings nothing there"
-    assert not tiled.TILING.rule(replace(asked(), gpu=None)).half_sums
+    assert portable_gemm_launch.TILING.rule(asked()).half_sums
+    assert not portable_gemm_launch.TILING.rule(asked(half_sums=False)).half_sums
+    assert not portable_gemm_launch.TILING.rule(asked(gpu=HOPPER)).half_sums, "it brings nothing there"
+    assert not portable_gemm_launch.TILING.rule(replace(asked(), gpu=None)).half_sums
     tile = TiledTile(4, 64, half_sums=True)
-    assert tiled.TILING.why_not(asked(), tile) is None
-    assert tiled.TILING.why_not(asked(gpu=HOPPER), tile) is None, "whoever measures may find otherwise"
-    assert "allow_fp16_accumulation is not set" in str(tiled.TILING.why_not(asked(half_sums=False), tile))
+    assert portable_gemm_launch.TILING.why_not(asked(), tile) is None
+    assert portable_gemm_launch.TILING.why_not(asked(gpu=HOPPER), tile) is None, (
+        "whoever measures may find otherwise"
+    )
+    assert "allow_fp16_accumulation is not set" in str(
+        portable_gemm_launch.TILING.why_not(asked(half_sums=False), tile)
+    )
     assert choose_by_rules(asked(half_sums=False)).tile != choose_by_rules(asked()).tile
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.kernels.fused.launch import hopper
-from quantkit.kernels.fused.launch.hopper import HopperTile
+from quantkit.kernels.gemm.wgmma import wgmma_launch
+from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
 from quantkit.kernels.problem import GPU_FEATURES, Problem
-from quantkit.kernels.table import row_named
+from quantkit.kernels.registry import row_named
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -30,7 +30,7 @@ CASES = (
     ("int3", HopperTile(128, ahead=2, share=True, columns=256)),
     ("int3", HopperTile(128, ahead=2, share=True)),
 )
-KERNEL = "quantkit.kernels.fused.hopper"
+KERNEL = "quantkit.kernels.gemm.wgmma.wgmma_kernel"
 FREED = """                    for piece in gl.static_range(EACH):
                         mbarrier.arrive(free.index((count + piece) % STAGES), count=1)
 """
@@ -79,17 +79,17 @@ def multiply(
     assert HOPPER is not None
     dtype, features = HOPPER
     # Half a step is left over at the end of both.
-    k = 2600 if tile.columns == hopper.COLUMNS else 2816
+    k = 2600 if tile.columns == wgmma_launch.COLUMNS else 2816
     # Two tiles of rows of x, the last not whole, or a tile of which a part has no row.
     m = 70 if tile.m == 64 else 60
     op, packed = operands(make_packed, name, 100, k, m, dtype)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, KERNEL, interpreted(GLUON | {KERNEL: path}, seed)[KERNEL])
-        hopper._launches.cache_clear()
+        wgmma_launch._launches.cache_clear()
         try:
-            y = hopper.run(op, tile, features)
+            y = wgmma_launch.run(op, tile, features)
         finally:
-            hopper._launches.cache_clear()
+            wgmma_launch._launches.cache_clear()
     return error(y, op.x, packed, op.bias)
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.kernels.fused.launch import narrow
-from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.fused.launch.narrow import NarrowTile
-from quantkit.kernels.fused.launch.operands import shape_of
-from quantkit.kernels.fused.layout import build, geometry
-from quantkit.kernels.fused.sizes import USUAL_SHARED, shared_bytes
+from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
+from quantkit.kernels.gemm.operands import shape_of
+from quantkit.kernels.gemm.small_m import small_m_launch
+from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
+from quantkit.kernels.layouts.fragment_layout import build, geometry
+from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.table import choose_by_rules, explain, row_named
+from quantkit.kernels.registry import choose_by_rules, explain, row_named
 from quantkit.packing.schemes import ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -27,8 +27,8 @@ from .test_fused import DEVICE, LIMIT, RUNS, error, is_gated, operands
 InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
 RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
 pytestmark = pytest.mark.skipif(RUN is None, reason="no Gluon here")
-KERNEL = "quantkit.kernels.fused.narrow"
-WITH_X = "quantkit.kernels.fused.shared_x"
+KERNEL = "quantkit.kernels.gemm.small_m.small_m_kernel"
+WITH_X = "quantkit.kernels.gluon.stage_x_shared"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
 #: What is said in the kernel, or of x in shared memory, and what instead.
 CHANGES = {
@@ -65,7 +65,7 @@ def multiply(
     assert RUN is not None
     dtype, features = RUN
     op, packed = operands(make_packed, name, 100, k, m, dtype)
-    return error(narrow.run(replace(op, gpu=gpu), tile, features), op.x, packed, op.bias)
+    return error(small_m_launch.run(replace(op, gpu=gpu), tile, features), op.x, packed, op.bias)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="what is copied may be there by chance")
@@ -77,7 +77,7 @@ def test_what_the_kernel_says_is_needed(
     paths = rewritten({name: GLUON[name] for name in (WITH_X, KERNEL)}, CHANGES[change], tmp_path)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, KERNEL, interpreted(GLUON | paths)[KERNEL])
-        narrow._launches.cache_clear()
+        small_m_launch._launches.cache_clear()
         try:
             errors = [
                 multiply(make_packed, name, tile, k)
@@ -91,7 +91,7 @@ def test_what_the_kernel_says_is_needed(
             # Memory of others is written.
             return
         finally:
-            narrow._launches.cache_clear()
+            small_m_launch._launches.cache_clear()
     assert not all(one < LIMIT[RUN[0]] for one in errors)
 
 
@@ -124,11 +124,11 @@ def test_a_loop_without_room_for_scales_loads_them(
     for name in ("int4", "nvfp4", "int4 float"):
         row, k = scheme(name.split()[0]), 2 * 1056
         shape = geometry(100, k, row, RUN[0])
-        found = narrow.room(tile, shape, 9, row, HOPPER_SHARED)
-        assert narrow.is_loop(tile, shape) and found.holds
-        x = found.nbytes - narrow.value_bytes(tile, shape, row)
-        small = replace(H200, shared_memory=(x + 512) * narrow.RESIDENT_WARPS // tile.warps)
-        assert not narrow.room(tile, shape, 9, row, small.shared_memory).holds
+        found = small_m_launch.room(tile, shape, 9, row, HOPPER_SHARED)
+        assert small_m_launch.is_loop(tile, shape) and found.holds
+        x = found.nbytes - small_m_launch.value_bytes(tile, shape, row)
+        small = replace(H200, shared_memory=(x + 512) * small_m_launch.RESIDENT_WARPS // tile.warps)
+        assert not small_m_launch.room(tile, shape, 9, row, small.shared_memory).holds
         assert multiply(make_packed, name, tile, k, 9, small) < LIMIT[RUN[0]], name
 
 
@@ -150,7 +150,7 @@ def test_bytes_of_scales_are_those_of_the_layout(
         _, scales, zeros, *_ = build(packed, dtype)
         shape, tile = geometry(16, 2048, packed.scheme, dtype), NarrowTile(8)
         # All blocks of its one row tile.
-        assert narrow.value_bytes(tile, shape, packed.scheme) == 8 * (scales.nbytes + zeros.nbytes)
+        assert small_m_launch.value_bytes(tile, shape, packed.scheme) == 8 * (scales.nbytes + zeros.nbytes)
 
 
 @pytest.mark.parametrize("first", [1, 8])
@@ -160,7 +160,7 @@ def test_x_may_begin_anywhere(make_packed: Callable[..., PackedTensor], first: i
     op, packed = operands(make_packed, "int4", 40, 256, 12, dtype)
     memory = torch.zeros(12 * 256 + 8, dtype=dtype, device=DEVICE)
     x = memory[first : first + 12 * 256].view(12, 256).copy_(op.x)
-    y = narrow.run(replace(op, x=x), NarrowTile(8), features)
+    y = small_m_launch.run(replace(op, x=x), NarrowTile(8), features)
     assert error(y, x, packed, op.bias) < LIMIT[dtype]
 
 
@@ -180,7 +180,7 @@ def test_products_that_are_gated_are_those_gated_next(
     assert RUN is not None
     dtype, features = RUN
     op, _ = operands(make_packed, name, n, k, m, dtype)
-    assert is_gated(partial(narrow.run, tile=NarrowTile(warps), features=features), op, kind)
+    assert is_gated(partial(small_m_launch.run, tile=NarrowTile(warps), features=features), op, kind)
 
 
 def test_y_is_gated_where_that_pays() -> None:
@@ -199,22 +199,22 @@ def test_programs_run_at_once_where_each_warp_has_rows_at_most() -> None:
     sizes = {"int4": (28672, 1), "int8": (4096, 8), "mxfp4": (6144, 4)}
     for name, (n, parts) in sizes.items():
         shape = geometry(n, 4096, scheme(name), torch.bfloat16)
-        for warps in narrow.VALUES["warps"]:
+        for warps in small_m_launch.VALUES["warps"]:
             tile = NarrowTile(warps, parts)
-            mine = narrow.row_tiles(tile, shape, H200_PROCESSORS)
+            mine = small_m_launch.row_tiles(tile, shape, H200_PROCESSORS)
             programs = -(-shape.row_tiles // mine) * parts
-            assert mine == warps or programs * warps <= H200_PROCESSORS * narrow.RESIDENT_WARPS
-            count, chunk = narrow.units(tile, shape)
+            assert mine == warps or programs * warps <= H200_PROCESSORS * small_m_launch.RESIDENT_WARPS
+            count, chunk = small_m_launch.units(tile, shape)
             assert count % chunk == 0 and count * parts >= shape.steps
 
 
 def test_rules_divide_the_columns_of_weights_with_few_rows() -> None:
-    found = {n: narrow.TILING.rule(problem(n=n)) for n in (1024, 4096, 28672, 128256)}
+    found = {n: small_m_launch.TILING.rule(problem(n=n)) for n in (1024, 4096, 28672, 128256)}
     assert [tile.parts for tile in found.values()] == [8, 8, 1, 1]
-    assert narrow.TILING.rule(problem(n=4096, k=14336)).parts == 8
+    assert small_m_launch.TILING.rule(problem(n=4096, k=14336)).parts == 8
     small = replace(H200, name="small", shared_memory=99 << 10)
-    tile = narrow.TILING.rule(replace(problem(n=28672), gpu=small))
-    assert narrow.TILING.why_not(replace(problem(n=28672), gpu=small), tile) is None
+    tile = small_m_launch.TILING.rule(replace(problem(n=28672), gpu=small))
+    assert small_m_launch.TILING.why_not(replace(problem(n=28672), gpu=small), tile) is None
     assert tile.parts > 1
 
 
@@ -231,11 +231,13 @@ def test_refusals_say_what_is_in_the_way() -> None:
         reason = row.supports(one)
         assert reason is not None and text in reason, reason
     assert row.supports(problem()) is None
-    assert "one of 4, 8, 16, not 2" in str(narrow.TILING.why_not(problem(), NarrowTile(2)))
-    assert "there are no 8 parts of 5 units" in str(narrow.TILING.why_not(problem(k=640), NarrowTile(8, 8)))
-    reason = str(narrow.TILING.why_not(problem(name="nf4"), NarrowTile(8)))
+    assert "one of 4, 8, 16, not 2" in str(small_m_launch.TILING.why_not(problem(), NarrowTile(2)))
+    assert "there are no 8 parts of 5 units" in str(
+        small_m_launch.TILING.why_not(problem(k=640), NarrowTile(8, 8))
+    )
+    reason = str(small_m_launch.TILING.why_not(problem(name="nf4"), NarrowTile(8)))
     assert "x and the values of codes take 163840 bytes of shared memory in 1 parts" in reason
-    assert narrow.TILING.why_not(problem(name="nf4"), NarrowTile(16)) is None
+    assert small_m_launch.TILING.why_not(problem(name="nf4"), NarrowTile(16)) is None
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_codes_that_lack_registers_run_elsewhere(m: int, n: int, k: int, name: s
     chosen = choose_by_rules(replace(problem(m, n, k, name=name), gpu=None))
     assert chosen.row.name == f"fused-{row}"
     if row == "narrow" and n > 40:
-        assert not narrow.spills(chosen.tile, shape_of(problem(m, n, k, name=name)))
+        assert not small_m_launch.spills(chosen.tile, shape_of(problem(m, n, k, name=name)))
 
 
 def test_small_programs_are_sooner_where_few_are_left() -> None:
@@ -348,7 +350,7 @@ def test_codes_of_many_bits_have_registers_for_few_rows_of_x_or_straight_code() 
         found = dict(explain(replace(problem(m, n, k, name=name), gpu=None)))["fused-narrow"]
         assert found is None if pays else f"it lacks registers for codes of {name[-1]} bits" in str(found)
     shapes = {name: geometry(4096, 2048, scheme(name), torch.bfloat16) for name in ("int4", "int7")}
-    assert {name: narrow.is_loop(NarrowTile(), shape) for name, shape in shapes.items()} == {
+    assert {name: small_m_launch.is_loop(NarrowTile(), shape) for name, shape in shapes.items()} == {
         "int4": True,
         "int7": False,
     }
@@ -357,21 +359,23 @@ def test_codes_of_many_bits_have_registers_for_few_rows_of_x_or_straight_code() 
 def test_without_wgmma_products_wait_for_each_other() -> None:
     """And few rows of x are too few for it to pay."""
     before = replace(problem(), features=GPU_FEATURES - {"wgmma"})
-    assert not narrow.TILING.rule(before).wgmma and not narrow.TILING.rule(problem(8)).wgmma
-    assert narrow.TILING.rule(problem(9)).wgmma
-    assert "compute capability 9" in str(narrow.TILING.why_not(before, NarrowTile(wgmma=True)))
+    assert not small_m_launch.TILING.rule(before).wgmma and not small_m_launch.TILING.rule(problem(8)).wgmma
+    assert small_m_launch.TILING.rule(problem(9)).wgmma
+    assert "compute capability 9" in str(small_m_launch.TILING.why_not(before, NarrowTile(wgmma=True)))
 
 
 def test_scales_are_held_where_there_is_room() -> None:
     shape, tile = geometry(37888, 3584, scheme("nvfp4"), torch.bfloat16), NarrowTile(8)
-    assert not narrow.room(tile, shape, 16, scheme("nvfp4"), HOPPER_SHARED).holds
-    assert narrow.room(tile, shape, 8, scheme("nvfp4"), HOPPER_SHARED).holds
-    small = narrow.room(NarrowTile(16, 4), shape, 8, scheme("nvfp4"), HOPPER_SHARED)
-    assert not small.holds and not narrow.is_loop(NarrowTile(16, 4), shape)
+    assert not small_m_launch.room(tile, shape, 16, scheme("nvfp4"), HOPPER_SHARED).holds
+    assert small_m_launch.room(tile, shape, 8, scheme("nvfp4"), HOPPER_SHARED).holds
+    small = small_m_launch.room(NarrowTile(16, 4), shape, 8, scheme("nvfp4"), HOPPER_SHARED)
+    assert not small.holds and not small_m_launch.is_loop(NarrowTile(16, 4), shape)
 
 
 def test_where_scales_are_bytes_one_program_of_idle_warps_is_sooner() -> None:
-    rules = {name: narrow.TILING.rule(problem(16, 5120, 5120, name=name)) for name in ("int4", "mxfp4")}
+    rules = {
+        name: small_m_launch.TILING.rule(problem(16, 5120, 5120, name=name)) for name in ("int4", "mxfp4")
+    }
     assert rules == {"int4": NarrowTile(8, 4, wgmma=True), "mxfp4": NarrowTile(16, 4, wgmma=True)}
 
 
@@ -384,13 +388,15 @@ def test_a_table_of_values_has_room_that_is_asked_for(
     assert RUN is not None
     table, shape = shared_bytes(), geometry(100, k, scheme(name), RUN[0])
     room, tile = (
-        partial(narrow.room, NarrowTile(8), shape, 16, scheme(name), HOPPER_SHARED, table=table),
+        partial(small_m_launch.room, NarrowTile(8), shape, 16, scheme(name), HOPPER_SHARED, table=table),
         NarrowTile(8),
     )
-    has, values = room(), narrow.value_bytes(tile, shape, scheme(name))
-    assert has == narrow.Room(spare, k > 1024, (chunks + spare) * 512 * 16 * 2 + (values if k > 1024 else 0))
+    has, values = room(), small_m_launch.value_bytes(tile, shape, scheme(name))
+    assert has == small_m_launch.Room(
+        spare, k > 1024, (chunks + spare) * 512 * 16 * 2 + (values if k > 1024 else 0)
+    )
     assert has.nbytes + table <= USUAL_SHARED or has.nbytes > USUAL_SHARED
-    roots = narrow.root_bytes(16)
+    roots = small_m_launch.root_bytes(16)
     with_roots = room(roots=roots).nbytes + roots
     assert with_roots + table <= USUAL_SHARED or with_roots > USUAL_SHARED
     assert multiply(make_packed, name, NarrowTile(8), k) < LIMIT[RUN[0]]

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kernels import glue
-from quantkit.kernels.experts import pairs_of_segment
-from quantkit.kernels.fused.launch.pairs import order_pairs
-from quantkit.kernels.router import (
+from quantkit.kernels.moe.grouped_gemm import pairs_of_segment
+from quantkit.kernels.moe.permute import order_pairs
+from quantkit.kernels.moe.router import (
     ROUTERS,
     norm_linear,
     orders_pairs,
@@ -21,6 +20,7 @@ from quantkit.kernels.router import (
     slow_route_deepseek,
     small_linear,
 )
+from quantkit.kernels.ops import glue
 
 pytest.importorskip("triton")
 

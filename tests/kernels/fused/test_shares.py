@@ -10,9 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quantkit.kernels.fused import shares as kernel
-from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS
-from quantkit.kernels.fused.launch.hopper import (
+from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS
+from quantkit.kernels.gemm.wgmma.wgmma_launch import (
     CACHED,
     are_apart,
     hopper_tile,
@@ -21,7 +20,8 @@ from quantkit.kernels.fused.launch.hopper import (
     shares,
     shares_of,
 )
-from quantkit.kernels.fused.layout import geometry
+from quantkit.kernels.gluon import stream_k as kernel
+from quantkit.kernels.layouts.fragment_layout import geometry
 from quantkit.packing.schemes import scheme
 
 #: Tiles, their steps, programs, and how many steps a part takes to be added.

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels import glue, linear, prepared
-from quantkit.kernels.fused.integers import as_bytes
-from quantkit.kernels.fused.launch import narrow, stream
-from quantkit.kernels.fused.launch.narrow import NarrowTile
-from quantkit.kernels.fused.launch.operands import Operands
-from quantkit.kernels.fused.launch.streamed import StreamTile, streamed
-from quantkit.kernels.fused.sizes import USUAL_SHARED, shared_bytes
-from quantkit.kernels.fused.streamed import Norm
+from quantkit.kernels import linear, linear_fused
+from quantkit.kernels.gemm.decode import decode_launch
+from quantkit.kernels.gemm.decode.decode_config import Norm
+from quantkit.kernels.gemm.decode.decode_tiles import StreamTile, streamed
+from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.gemm.small_m import small_m_launch
+from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
+from quantkit.kernels.layouts.int8_codes import as_bytes
+from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
+from quantkit.kernels.ops import glue
 from quantkit.kernels.problem import Normed, Problem
-from quantkit.kernels.table import Chosen, row_named
+from quantkit.kernels.registry import Chosen, row_named
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -35,14 +37,14 @@ def ending(op: Operands, features: frozenset[str]) -> Iterator[Run]:
     """The kernels that end norms, in some tiles."""
     if {"gluon", "ptx"} <= features:
         for narrow_tile in (NarrowTile(8, 2), NarrowTile(16, 1)):
-            yield partial(narrow.run, tile=narrow_tile, features=features)
+            yield partial(small_m_launch.run, tile=narrow_tile, features=features)
         yield from streams(op, features)
 
 
 def beginning(op: Operands, features: frozenset[str]) -> Iterator[Run]:
     """The kernels that begin norms, in some tiles."""
     if {"gluon", "ptx"} <= features:
-        yield partial(narrow.run, tile=NarrowTile(8, 4), features=features)
+        yield partial(small_m_launch.run, tile=NarrowTile(8, 4), features=features)
         yield from streams(op, features)
 
 
@@ -50,7 +52,7 @@ def streams(op: Operands, features: frozenset[str]) -> Iterator[Run]:
     tiles = [StreamTile(8, 2, 1, 2), StreamTile(4, 1, 2, 1)]
     integers = len(op.x) <= 4 and op.scheme.zero_point == "none" and as_bytes(op.scheme.format) is not None
     for tile in tiles + ([replace(tile, integers=True) for tile in tiles] if integers else []):
-        yield partial(stream.run, tile=tile, features=features)
+        yield partial(decode_launch.run, tile=tile, features=features)
 
 
 def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +113,10 @@ def test_gates_are_of_ended_norms(make_packed: Callable[..., PackedTensor], pois
     for dtype, features in RUNS:
         op, _ = operands(make_packed, "int4", 160, 640, m, dtype)
         ended = replace(op, normed=Normed("end", eps=EPS, squares=sums_of_squares(op.x.float())))
-        runs = [partial(narrow.run, tile=NarrowTile(16, 1), features=features), *streams(op, features)]
+        runs = [
+            partial(small_m_launch.run, tile=NarrowTile(16, 1), features=features),
+            *streams(op, features),
+        ]
         for run in runs if {"gluon", "ptx"} <= features else []:
             assert is_gated(run, ended, "silu"), run
 
@@ -129,15 +134,15 @@ def test_a_norm_between_two_products(
 
     def launch(x: Any, weight: Any, layout: Any, bias: Any, **normed: Any) -> torch.Tensor:
         op = Operands(x, layout, bias, weight.scheme, weight.shape[0], **normed)
-        return (stream if m == 1 else narrow).run(op, tile, features)
+        return (decode_launch if m == 1 else small_m_launch).run(op, tile, features)
 
     monkeypatch.setattr(linear, "choose", lambda _: Chosen(row, tile, None, launch))
     of = [([], list(op.layout), op.bias, op.scheme.token, op.n, "fragments") for op in (first, second)]
     other, weight = (torch.randn(*size).to(DEVICE, dtype) for size in ((m, 1, 256), (256,)))
     x = first.x.view(m, 1, 640)
-    total, begun, squares = prepared.linear_then_norm(x, other, weight, "llama", *of[0])
-    y = prepared.linear_of_begun(begun, squares, EPS, *of[1])
-    added = prepared.run_linear(x, *of[0]) + other
+    total, begun, squares = linear_fused.linear_then_norm(x, other, weight, "llama", *of[0])
+    y = linear_fused.linear_of_begun(begun, squares, EPS, *of[1])
+    added = linear_fused.run_linear(x, *of[0]) + other
     assert torch.equal(total, added)
     expected = glue.slow_norm(added.double(), weight.double(), EPS).view(m, 256)
     assert error(y.view(m, 96), expected, packed, second.bias) < 2 * LIMIT[dtype]
@@ -184,11 +189,11 @@ def test_only_bfloat16_has_room_for_what_has_no_root_yet(
 ) -> None:
     row = row_named("fused-narrow")
     chosen = Chosen(row, NarrowTile(8, 8), None, row.launch)
-    monkeypatch.setattr(prepared, "choose", lambda _: chosen)
+    monkeypatch.setattr(linear_fused, "choose", lambda _: chosen)
     monkeypatch.setattr(Problem, "on", lambda device, *of: problem())
     token = scheme("int4").token
     for part in ("begin", "end"):
-        found = prepared.does_norm(part, 1, 4096, dtype, torch.device("cpu"), token, 4096, "")
+        found = linear_fused.does_norm(part, 1, 4096, dtype, torch.device("cpu"), token, 4096, "")
         assert found == (dtype == torch.bfloat16)
 
 

@@ -7,8 +7,8 @@ import torch
 
 from quantkit import quantize_tensor
 from quantkit.errors import FormatError
-from quantkit.kernels.fused import stacks
-from quantkit.kernels.fused.layout import build
+from quantkit.kernels.layouts.fragment_layout import build
+from quantkit.kernels.moe import stacked_weights
 from quantkit.packing.schemes import PRESETS, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -22,7 +22,7 @@ CASES = FUSED_CASES | {f"int{b} integer": {"zero_point": "integer", "group_size"
 
 def assert_those_of_each(weights: list[PackedTensor], dtype: torch.dtype) -> None:
     expected = [torch.stack(parts) for parts in zip(*(build(one, dtype) for one in weights), strict=True)]
-    for found, stack in zip(stacks.stacked(weights, dtype), expected, strict=True):
+    for found, stack in zip(stacked_weights.stacked(weights, dtype), expected, strict=True):
         assert (found.shape, found.dtype) == (stack.shape, stack.dtype)
         assert torch.equal(found.flatten().view(torch.uint8), stack.flatten().view(torch.uint8))
 
@@ -54,14 +54,14 @@ def test_some_are_built_at_a_time(
 ) -> None:
     weights = [make_packed("nvfp4", (16, 128), seed=seed).to(DEVICE) for seed in range(5)]
     built: list[int] = []
-    whole = stacks.build_fragments
+    whole = stacked_weights.build_fragments
 
     def counted(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
         built.append(count)
         return whole(weight, dtype, count)
 
-    monkeypatch.setattr(stacks, "build_fragments", counted)
-    monkeypatch.setattr(stacks, "BYTES_AT_ONCE", at_once * weights[0].words.nbytes)
+    monkeypatch.setattr(stacked_weights, "build_fragments", counted)
+    monkeypatch.setattr(stacked_weights, "BYTES_AT_ONCE", at_once * weights[0].words.nbytes)
     assert_those_of_each(weights, torch.bfloat16)
     assert built == {1: [1] * 5, 2: [2, 2, 1], 3: [3, 2]}[at_once]
 
@@ -75,17 +75,17 @@ def test_those_that_cannot_be_one_are_built_alone(
 ) -> None:
     name, options = case.split(maxsplit=1)[0], CASES.get(case, {})
     weights = [make_packed(name, (rows, 128), seed=seed, **options).to(DEVICE) for seed in range(2)]
-    assert not stacks.can_be_one(weights[0])
+    assert not stacked_weights.can_be_one(weights[0])
     assert_those_of_each(weights, torch.bfloat16)
 
 
 def test_columns_with_scales_of_their_own_cannot_be_one(make_packed: Callable[..., PackedTensor]) -> None:
     name = next(name for name in PRESETS if scheme(name).column_scale)
-    assert not stacks.can_be_one(make_packed(name, (32, 128)))
+    assert not stacked_weights.can_be_one(make_packed(name, (32, 128)))
 
 
 def test_one_that_is_no_number_is_refused_among_many() -> None:
     weights = [quantize_tensor(torch.randn(32, 128), "fp8") for _ in range(3)]
     weights[1].words[5, 3] = 0x7F
     with pytest.raises(FormatError, match="weight has codes that stand for no number"):
-        stacks.stacked([weight.to(DEVICE) for weight in weights], torch.bfloat16)
+        stacked_weights.stacked([weight.to(DEVICE) for weight in weights], torch.bfloat16)

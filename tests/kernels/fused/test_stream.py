@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.kernels import glue
-from quantkit.kernels.fused.expressions import placement, planes
-from quantkit.kernels.fused.integers import as_bytes, byte_expression
-from quantkit.kernels.fused.launch import stream, streamed
-from quantkit.kernels.fused.launch.gpu import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.fused.launch.operands import Operands
-from quantkit.kernels.fused.launch.streamed import StreamTile
-from quantkit.kernels.fused.layout import build
-from quantkit.kernels.fused.ptx import shared_table
-from quantkit.kernels.fused.sizes import low_planes, shared_bytes
+from quantkit.kernels.gemm.decode import decode_launch, decode_tiles
+from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
+from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.layouts.dequant_expressions import placement, planes
+from quantkit.kernels.layouts.dequant_ptx import shared_table
+from quantkit.kernels.layouts.fragment_layout import build
+from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
+from quantkit.kernels.layouts.shared_memory import low_planes, shared_bytes
+from quantkit.kernels.ops import glue
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
-from quantkit.kernels.table import choose_by_rules, row_named
+from quantkit.kernels.registry import choose_by_rules, row_named
 from quantkit.packing.schemes import PRESETS, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -34,10 +34,10 @@ np = pytest.importorskip("numpy")
 InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
 RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
 needs_gluon = pytest.mark.skipif(RUN is None, reason="no Gluon here")
-KERNEL = "quantkit.kernels.fused.stream"
-HELD = "quantkit.kernels.fused.held"
-OUTPUTS = "quantkit.kernels.fused.outputs"
-VALUES = "quantkit.kernels.fused.row_values"
+KERNEL = "quantkit.kernels.gemm.decode.decode_kernel"
+HELD = "quantkit.kernels.gluon.stage_x_per_warp"
+OUTPUTS = "quantkit.kernels.gluon.epilogue"
+VALUES = "quantkit.kernels.gluon.scales_registers"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
 FORMATS = {name: scheme(name).format for name in CASES if name in PRESETS}
 INTEGERS = [name for name, number_format in FORMATS.items() if as_bytes(number_format) is not None]
@@ -86,7 +86,7 @@ def tiles(op: Operands, features: frozenset[str]) -> list[StreamTile]:
         *([StreamTile(16, 1, 2, 7), StreamTile(8, 1, 1, 1)] if DEVICE == "cuda" else []),
     ]
     kinds = [replace(tile, integers=kind) for kind in (True, False) for tile in all_of_them]
-    return [tile for tile in kinds if stream.TILING.why_not(asked, tile) is None]
+    return [tile for tile in kinds if decode_launch.TILING.why_not(asked, tile) is None]
 
 
 SHAPES = [(40, 1400, 1), (17, 2312, 2), (200, 640, 4), (16, 264, 7), (56, 520, 11)]
@@ -111,9 +111,9 @@ def test_products_are_those_of_the_dequantized_weight(
         op, packed = operands(make_packed, case, n, k, m, dtype)
         found = tiles(op, features)
         for tile in found if DEVICE == "cuda" else {tile.integers: tile for tile in found}.values():
-            y = stream.run(op, tile, features)
+            y = decode_launch.run(op, tile, features)
             assert error(y, op.x, packed, op.bias) < LIMIT[dtype], tile
-            assert DEVICE == "cpu" or torch.equal(y, stream.run(op, tile, features)), tile
+            assert DEVICE == "cpu" or torch.equal(y, decode_launch.run(op, tile, features)), tile
 
 
 @needs_gluon
@@ -135,7 +135,7 @@ def test_sums_of_powers_of_two_are_exact(
         op = Operands(x, build(packed, dtype), None, packed.scheme, n)
         expected = (x.double() @ packed.dequantize().double().T).to(dtype)
         for tile in tiles(op, RUN[1]):
-            assert torch.equal(stream.run(op, tile, RUN[1]), expected), tile
+            assert torch.equal(decode_launch.run(op, tile, RUN[1]), expected), tile
 
 
 @needs_gluon
@@ -151,7 +151,7 @@ def test_digits_are_x_to_a_part_of_the_largest(
     op = Operands(x.to(DEVICE, RUN[0]), build(packed, RUN[0]), None, packed.scheme, 16)
     weight = packed.dequantize().double()
     expected = op.x.double() @ weight.T
-    y = stream.run(op, StreamTile(8, integers=True), RUN[1]).double()
+    y = decode_launch.run(op, StreamTile(8, integers=True), RUN[1]).double()
     unit = op.x.double().abs().amax(1, keepdim=True) * 2.0**-23
     rounding = expected.abs() * 2.0**-8 + (unit if spread > 14 else 0) * weight.abs().sum(1)
     assert ((y - expected).abs() <= rounding + 1e-30).all()
@@ -166,9 +166,9 @@ def test_what_is_no_number_stays_in_its_row(
     assert RUN is not None
     op, _ = operands(make_packed, "int4", 32, 256, 3, RUN[0])
     tile = StreamTile(8, integers=integers)
-    clean = stream.run(op, tile, RUN[1])
+    clean = decode_launch.run(op, tile, RUN[1])
     op.x[2, 77] = value
-    y = stream.run(op, tile, RUN[1])
+    y = decode_launch.run(op, tile, RUN[1])
     assert not y[2].isfinite().any()
     assert torch.equal(y[:2], clean[:2])
 
@@ -182,7 +182,7 @@ def test_digits_have_units_for_every_float(make_packed: Callable[..., PackedTens
     x = torch.zeros(1, 256, device=DEVICE, dtype=torch.bfloat16)
     x[0, 3] = value
     op = Operands(x, build(packed, torch.bfloat16), None, packed.scheme, 16)
-    y = stream.run(op, StreamTile(8, integers=True), RUN[1])
+    y = decode_launch.run(op, StreamTile(8, integers=True), RUN[1])
     expected = (x.double() @ packed.dequantize().double().T).to(torch.bfloat16)
     # Below 2^-118 x is rounded to multiples of that.
     assert ((y.double() - expected.double()).abs() <= (2.0**-115 if value < 1e-30 else 0.0)).all()
@@ -263,22 +263,22 @@ def test_shared_tables_are_for_values_of_four_bits_that_are_looked_up() -> None:
 def test_formats_without_bytes_are_multiplied_as_floats() -> None:
     assert set(INTEGERS) == {f"int{bits}" for bits in range(2, 9)} | {"ternary", "binary"}
     for name in ("fp8", "nf4", "mxfp4"):
-        assert not stream.TILING.rule(problem(name=name)).integers
-        reason = stream.TILING.why_not(problem(name=name), StreamTile(integers=True))
+        assert not decode_launch.TILING.rule(problem(name=name)).integers
+        reason = decode_launch.TILING.why_not(problem(name=name), StreamTile(integers=True))
         assert reason is not None and "no bytes in proportion" in reason
     for m, name in ((5, "up to 4 rows"), (1, "zero-points")):
         asked = problem(m)
         if m == 1:
             asked = replace(asked, scheme=scheme("int4", zero_point="integer").for_columns(4096))
-        reason = stream.TILING.why_not(asked, StreamTile(integers=True))
+        reason = decode_launch.TILING.why_not(asked, StreamTile(integers=True))
         assert reason is not None and name in reason
 
 
 @needs_gluon
-@pytest.mark.parametrize("warps", stream.VALUES["warps"])
+@pytest.mark.parametrize("warps", decode_launch.VALUES["warps"])
 def test_x_is_read_where_it_was_written(warps: int) -> None:
     """The interpreter knows of no layouts."""
-    from quantkit.kernels.fused.places import stored
+    from quantkit.kernels.gluon.smem_layouts import stored
 
     for name, integers in (("int4", True), ("int4", False), ("int8", True), ("nf4", False), ("nvfp4", False)):
         for m, k in ((1, 1024), (1, 4096), (2, 4096), (3, 4096), (8, 1024), (16, 1024)):
@@ -286,7 +286,7 @@ def test_x_is_read_where_it_was_written(warps: int) -> None:
                 continue
             asked = scheme(name).for_columns(k)
             tile = StreamTile(warps, 1, 1, 1, integers)
-            known = streamed.streamed(m, 64, k, asked, torch.bfloat16, False, tile, False, 4)
+            known = decode_tiles.streamed(m, 64, k, asked, torch.bfloat16, False, tile, False, 4)
             sizes = [known.digit_sizes] if integers else [known.float_sizes] if m <= 8 else []
             sizes += [] if integers or known.as_quads else [known.copied_sizes]
             bases = stored(known.quad_sizes, known).offset_bases
@@ -322,7 +322,7 @@ def test_what_the_kernel_says_is_needed(
     with pytest.MonkeyPatch.context() as patched:
         for name in (HELD, VALUES, KERNEL):
             patched.setitem(sys.modules, name, modules[name])
-        stream._launch.cache_clear()
+        decode_launch._launch.cache_clear()
         try:
             for name, kind in (
                 ("int4", True),
@@ -332,14 +332,14 @@ def test_what_the_kernel_says_is_needed(
                 ("nf4", False),
             ):
                 op, packed = operands(make_packed, name, 100, 1400 if name != "nvfp4" else 1408, 2, RUN[0])
-                y = stream.run(op, replace(tile, integers=kind), RUN[1])
+                y = decode_launch.run(op, replace(tile, integers=kind), RUN[1])
                 if not error(y, op.x, packed, op.bias) < LIMIT[RUN[0]]:
                     return
         except InterpreterError:
             # Memory of others is read or written.
             return
         finally:
-            stream._launch.cache_clear()
+            decode_launch._launch.cache_clear()
     pytest.fail("all products are right")
 
 
@@ -352,7 +352,7 @@ def test_x_may_begin_anywhere(make_packed: Callable[..., PackedTensor], first: i
     memory = torch.zeros(2 * 256 + 8, dtype=dtype, device=DEVICE)
     x = memory[first : first + 2 * 256].view(2, 256).copy_(op.x)
     for integers in (True, False):
-        y = stream.run(replace(op, x=x), StreamTile(integers=integers), features)
+        y = decode_launch.run(replace(op, x=x), StreamTile(integers=integers), features)
         assert error(y, x, packed, op.bias) < LIMIT[dtype]
 
 
@@ -361,15 +361,17 @@ def test_a_turn_has_whole_rings() -> None:
     shapes = [(28672, 4096), (4096, 14336), (1024, 4096), (3584, 18944), (57344, 8192), (300, 136)]
     for (n, k), name, m in itertools.product(shapes, ("int8", "int4", "int3", "nvfp4"), (1, 3)):
         asked = problem(m, n, k, name)
-        shape = stream.shape_of(asked)
-        for values in itertools.product(*stream.VALUES.values()):
+        shape = decode_launch.shape_of(asked)
+        for values in itertools.product(*decode_launch.VALUES.values()):
             tile = StreamTile(*values)
-            if stream.TILING.why_not(asked, tile) is not None:
+            if decode_launch.TILING.why_not(asked, tile) is not None:
                 continue
-            found = streamed.streamed(m, n, k, asked.scheme, asked.dtype, False, tile, True, H200_PROCESSORS)
+            found = decode_tiles.streamed(
+                m, n, k, asked.scheme, asked.dtype, False, tile, True, H200_PROCESSORS
+            )
             assert found.once or found.units % found.ahead == 0
             assert found.ahead <= min(tile.ahead, found.units)
-            mine = streamed.share(tile, shape, H200_PROCESSORS)
+            mine = decode_tiles.share(tile, shape, H200_PROCESSORS)
             assert found.once == (mine.row_tiles <= tile.together)
             assert found.units * tile.warps >= shape.steps == found.all_units
             assert mine.row_tiles <= found.row_tile_room < 2 * mine.row_tiles
@@ -379,21 +381,21 @@ def test_a_turn_has_whole_rings() -> None:
 
 
 def test_rules_take_integers_for_few_rows_of_x() -> None:
-    rule = stream.TILING.rule
+    rule = decode_launch.TILING.rule
     assert [rule(problem(m)).integers for m in (1, 2, 3, 8)] == [True, True, False, False]
     assert [rule(problem(m, k=14336)).integers for m in (1, 2)] == [True, False]
     assert rule(problem(k=14336)) == StreamTile(16, 1, 2, 1, True)
     small = replace(H200, name="small", shared_memory=60 << 10)
     for m in (1, 4):
         asked = replace(problem(m, k=14336), gpu=small)
-        reason = stream.why_no_tile(asked)
+        reason = decode_launch.why_no_tile(asked)
         assert (reason is None) == (m == 1), reason
     tile = rule(replace(problem(1, k=14336), gpu=small))
     assert not tile.integers
 
 
 def test_rules_take_more_warps_where_sums_are_straight() -> None:
-    rule, many = stream.TILING.rule, StreamTile(16, 2, 1, 1)
+    rule, many = decode_launch.TILING.rule, StreamTile(16, 2, 1, 1)
     for name in ("nvfp4", "mxfp8", "mxfp6", "mxfp4", "fp8"):
         assert [rule(problem(m, name=name)) == many for m in (1, 2, 4, 5)] == [True, True, True, False], name
         assert rule(problem(k=1024, name=name)) != many and rule(problem(k=14336, name=name)) != many
@@ -404,7 +406,7 @@ def test_rules_take_more_warps_where_sums_are_straight() -> None:
     assert rule(replace(problem(2), scheme=scheme("int7", group_size=16))) != many
     for m, k in ((1, 4096), (2, 4096), (4, 4096), (1, 14336)):
         asked = problem(m, k=k, name="nvfp4")
-        assert stream.TILING.loses(asked, rule(asked)) is None, (m, k)
+        assert decode_launch.TILING.loses(asked, rule(asked)) is None, (m, k)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +432,7 @@ def test_rules_take_more_warps_where_sums_are_straight() -> None:
     ],
 )
 def test_rules_leave_few_warps_idle(m: int, n: int, k: int, name: str, tile: StreamTile) -> None:
-    assert stream.TILING.rule(problem(m, n, k, name)) == tile
+    assert decode_launch.TILING.rule(problem(m, n, k, name)) == tile
 
 
 def test_rules_have_all_warps_where_they_fit() -> None:
@@ -439,28 +441,35 @@ def test_rules_have_all_warps_where_they_fit() -> None:
     for m, n, k, name in ((6, 2560, 5120, "int2"), (4, 57344, 5120, "nf4"), (4, 28672, 5120, "int4")):
         for gpu in (None, small):
             asked = replace(problem(m, n, k, name), gpu=gpu)
-            tile = stream.TILING.rule(asked)
-            fits = stream.TILING.why_not(asked, StreamTile(16, 1, ahead=1)) is None
+            tile = decode_launch.TILING.rule(asked)
+            fits = decode_launch.TILING.why_not(asked, StreamTile(16, 1, ahead=1)) is None
             assert not fits or tile.warps * tile.programs >= 16, (asked, tile)
     # Without room for them warps that share x do it, if there are more rows of x than two.
     for asked, row in (
         (replace(problem(2, 128256, 5120, "int8"), gpu=small), "fused-stream"),
         (problem(4, 128256, 4096, "nf4"), "fused-narrow"),
     ):
-        assert stream.TILING.why_not(asked, StreamTile(16, 1, ahead=1)) is not None
-        assert stream.TILING.rule(asked) == StreamTile(8, 1, ahead=4 if asked.m == 2 else 2)
+        assert decode_launch.TILING.why_not(asked, StreamTile(16, 1, ahead=1)) is not None
+        assert decode_launch.TILING.rule(asked) == StreamTile(8, 1, ahead=4 if asked.m == 2 else 2)
         assert choose_by_rules(asked).row.name == row
 
 
 def test_threads_of_more_warps_have_fewer_registers() -> None:
     tiles = [(4, 1), (8, 2), (16, 1), (8, 3), (8, 4), (16, 2)]
-    assert [stream.thread_registers(StreamTile(*tile)) for tile in tiles] == [128, 128, 128, 80, 64, 64]
+    assert [decode_launch.thread_registers(StreamTile(*tile)) for tile in tiles] == [
+        128,
+        128,
+        128,
+        80,
+        64,
+        64,
+    ]
     for tile in tiles:
-        assert 32 * tile[0] * tile[1] * stream.thread_registers(StreamTile(*tile)) <= 1 << 16
-    assert "has 32 such warps at once" in str(stream.TILING.why_not(problem(), StreamTile(16, 3)))
+        assert 32 * tile[0] * tile[1] * decode_launch.thread_registers(StreamTile(*tile)) <= 1 << 16
+    assert "has 32 such warps at once" in str(decode_launch.TILING.why_not(problem(), StreamTile(16, 3)))
     # Numbers of x of a norm: a quarter of the registers.
-    assert stream.why_no_norm(problem(4), StreamTile(16, 1), "whole") is None
-    assert "has registers for 16" in str(stream.why_no_norm(problem(4), StreamTile(16, 2), "whole"))
+    assert decode_launch.why_no_norm(problem(4), StreamTile(16, 1), "whole") is None
+    assert "has registers for 16" in str(decode_launch.why_no_norm(problem(4), StreamTile(16, 2), "whole"))
 
 
 def test_refusals_say_what_is_in_the_way() -> None:
@@ -484,8 +493,8 @@ def test_refusals_say_what_is_in_the_way() -> None:
         row.pays(problem(16, n=1024, k=9216))
     )
     tile = StreamTile(16, 1)
-    assert "up to 8 rows of x, not for 9" in str(stream.why_no_norm(problem(9, k=512), tile, "whole"))
-    assert stream.why_no_norm(problem(8, k=512), tile, "whole") is None
+    assert "up to 8 rows of x, not for 9" in str(decode_launch.why_no_norm(problem(9, k=512), tile, "whole"))
+    assert decode_launch.why_no_norm(problem(8, k=512), tile, "whole") is None
 
 
 @needs_gluon
@@ -514,9 +523,9 @@ def test_products_of_norms_are_those_of_what_is_normed_first(
     twins = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
     normed = Normed("whole", kind, 1e-5, weight, other if adds else None, total if adds else None)
     tile = StreamTile(4, 2, 2, 2, integers)
-    y = stream.run(replace(op, normed=normed), tile, features)
+    y = decode_launch.run(replace(op, normed=normed), tile, features)
     assert error(y, twins[kind](added, weight, 1e-5), packed, op.bias) < LIMIT[dtype]
-    assert DEVICE == "cpu" or torch.equal(y, stream.run(replace(op, normed=normed), tile, features))
+    assert DEVICE == "cpu" or torch.equal(y, decode_launch.run(replace(op, normed=normed), tile, features))
     if adds:
         assert torch.equal(total, added)
 
@@ -549,7 +558,7 @@ def test_products_that_are_gated_are_those_gated_next(
     dtype, features = RUN
     op, _ = operands(make_packed, name, n, k, m, dtype)
     for tile in (StreamTile(8, 2, 1, 4, integers), StreamTile(8, 1, 2, 1, integers)):
-        assert is_gated(partial(stream.run, tile=tile, features=features), op, "silu", "gelu"), tile
+        assert is_gated(partial(decode_launch.run, tile=tile, features=features), op, "silu", "gelu"), tile
 
 
 @needs_gluon
@@ -558,7 +567,7 @@ def test_norms_and_gates_are_taken_together(make_packed: Callable[..., PackedTen
     dtype, features = RUN
     op, _ = operands(make_packed, "int4", 160, 640, 2, dtype)
     normed = replace(op, normed=Normed("whole", "llama", 1e-5, torch.randn(640, dtype=dtype, device=DEVICE)))
-    run = partial(stream.run, tile=StreamTile(4, 2, 1, 2, True), features=features)
+    run = partial(decode_launch.run, tile=StreamTile(4, 2, 1, 2, True), features=features)
     assert is_gated(run, normed, "silu")
 
 

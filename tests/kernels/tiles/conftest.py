@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.table import ROWS, forget_tile_tables
-from quantkit.kernels.tiles.store import save
-from quantkit.kernels.tiles.table import Entry, Key, TileTable
+from quantkit.kernels.registry import ROWS, forget_tile_tables
+from quantkit.kernels.tuning.store import save
+from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable
 from quantkit.packing.schemes import scheme
 
 #: Like none that a table ships for.

@@ -13,16 +13,17 @@ import torch
 
 from quantkit.cli.commands.doctor import _of_experts
 from quantkit.errors import KernelError
-from quantkit.kernels import table as kernel_table
-from quantkit.kernels.fused.launch import hopper, skinny, stream, tiled
-from quantkit.kernels.fused.launch.hopper import HopperTile
-from quantkit.kernels.fused.launch.operands import Operands
-from quantkit.kernels.fused.launch.skinny import SkinnyTile, skinny_tile
-from quantkit.kernels.fused.launch.tiled import TiledTile, tiled_tile
-from quantkit.kernels.fused.layout import build, geometry
+from quantkit.kernels import registry as kernel_table
+from quantkit.kernels.gemm.decode import decode_launch
+from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
+from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile, tiled_tile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile, skinny_tile
+from quantkit.kernels.gemm.wgmma import wgmma_launch
+from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
+from quantkit.kernels.layouts.fragment_layout import build, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, TileError
-from quantkit.kernels.report import choice_of
-from quantkit.kernels.table import (
+from quantkit.kernels.registry import (
     ROWS,
     choose,
     choose_by_rules,
@@ -31,9 +32,10 @@ from quantkit.kernels.table import (
     log_choice,
     row_named,
 )
-from quantkit.kernels.tiles import store
-from quantkit.kernels.tiles.store import file_name, shipped_tables
-from quantkit.kernels.tiles.table import Entry, Key, TileTable, from_json, to_json
+from quantkit.kernels.report import choice_of
+from quantkit.kernels.tuning import store
+from quantkit.kernels.tuning.store import file_name, shipped_tables
+from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable, from_json, to_json
 from quantkit.packing.tensor import PackedTensor
 
 Ask = Callable[..., Problem]
@@ -41,13 +43,13 @@ Store = Callable[[dict[Problem, Entry]], Path]
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 227 << 10)
 TILE = SkinnyTile(8, 256, 1, False)
-RUNS = {"fused-skinny": skinny.run, "fused-tiled": tiled.run}
+RUNS = {"fused-skinny": portable_gemv_launch.run, "fused-tiled": portable_gemm_launch.run}
 
 
 def test_without_a_table_rules_choose(ask: Ask) -> None:
     chosen = choose(ask())
     assert (chosen.row.name, chosen.us) == ("fused-stream", None)
-    assert chosen.tile == stream.TILING.rule(ask())
+    assert chosen.tile == decode_launch.TILING.rule(ask())
 
 
 def test_an_entry_chooses_row_and_tile_for_its_bucket(ask: Ask, store_table: Store) -> None:
@@ -98,7 +100,7 @@ def test_forcing_overrides_a_table(ask: Ask, store_table: Store, monkeypatch: py
     store_table({ask(m=8): Entry(5.0, "fused-skinny", TILE)})
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-tiled")
     chosen = choose(ask(m=8))
-    assert (chosen.row.name, chosen.tile) == ("fused-tiled", tiled.TILING.rule(ask(m=8)))
+    assert (chosen.row.name, chosen.tile) == ("fused-tiled", portable_gemm_launch.TILING.rule(ask(m=8)))
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-skinny")
     assert choose(ask(m=8)).tile == TILE, "a forced row has the tile that was measured for it"
 
@@ -240,8 +242,8 @@ def shipped_tiles(part: float) -> Iterator[tuple[HopperTile, HopperTile]]:
         if entry.row == "fused-hopper":
             measured = Problem(key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, H200)
             problem = replace(measured, m=int(key.m * part))
-            tile = hopper.TILING.fitted(problem, entry.tile, measured)
-            assert hopper.TILING.why_not(problem, tile) is None
+            tile = wgmma_launch.TILING.fitted(problem, entry.tile, measured)
+            assert wgmma_launch.TILING.why_not(problem, tile) is None
             yield entry.tile, tile
 
 
@@ -262,15 +264,15 @@ def test_tiles_are_fitted_to_the_weight_and_the_gpu(ask: Ask) -> None:
     """One tile more than there are multiprocessors takes as long as all of them, unless it is shared out."""
     whole = HopperTile(128, ahead=2)
     measured = replace(ask(m=128, n=132 * 128), gpu=H200)
-    assert hopper.TILING.fitted(measured, whole, measured) == whole
-    assert hopper.TILING.fitted(replace(measured, n=133 * 128), whole, measured).share
+    assert wgmma_launch.TILING.fitted(measured, whole, measured) == whole
+    assert wgmma_launch.TILING.fitted(replace(measured, n=133 * 128), whole, measured).share
     larger = Gpu("larger", (9, 0), 144, 227 << 10)
     measured = replace(measured, gpu=larger)
-    assert hopper.TILING.fitted(replace(measured, n=133 * 128), whole, measured) == whole
+    assert wgmma_launch.TILING.fitted(replace(measured, n=133 * 128), whole, measured) == whole
 
 
 def test_tiles_of_few_rows_of_x_are_for_few(ask: Ask) -> None:
-    why_not, loses = hopper.TILING.why_not, hopper.TILING.loses
+    why_not, loses = wgmma_launch.TILING.why_not, wgmma_launch.TILING.loses
     assert why_not(ask("int3", 32), HopperTile(32)) is None
     assert why_not(ask(k=4224), HopperTile(64, columns=256)) == "4224 columns are no multiple of 256"
     assert why_not(ask("int3", k=4224), HopperTile(64, columns=256)) is None, "they have a span to the end"
@@ -281,12 +283,14 @@ def test_tiles_of_few_rows_of_x_are_for_few(ask: Ask) -> None:
     assert "columns at a time lack registers" in str(loses(ask(m=256), HopperTile(256, columns=256)))
     assert loses(ask(m=65), HopperTile(32)) == "it decodes each weight for 32 rows of x"
     assert {m for m in (1, 16, 32, 33, 64) if loses(ask(m=m), HopperTile(32)) is None} == {1, 16, 32, 33, 64}
-    chosen = [hopper.TILING.rule(ask(m=m, n=n)) for m in (1, 16, 64, 300, 4096) for n in (128, 4096, 28672)]
+    chosen = [
+        wgmma_launch.TILING.rule(ask(m=m, n=n)) for m in (1, 16, 64, 300, 4096) for n in (128, 4096, 28672)
+    ]
     assert {tile.m for tile in chosen} == {32, 64, 128, 256}
     assert {tile.m for tile, _ in shipped_tiles(0.75)} == {16, 32, 64, 128, 256}
     # Where it was measured, it is for what it was measured for.
     few = HopperTile(16)
-    assert hopper.TILING.fitted(ask(m=8, n=8192), few, ask(m=16)) == few
+    assert wgmma_launch.TILING.fitted(ask(m=8, n=8192), few, ask(m=16)) == few
 
 
 def test_a_forced_row_has_the_tile_that_was_measured_for_it(
@@ -381,7 +385,11 @@ def test_the_tile_of_a_table_is_what_is_launched(
     if device == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     store_table({ask("int4", m, n, k): entry})
-    module, name = (skinny, "_launch") if entry.row == "fused-skinny" else (tiled, "_launches")
+    module, name = (
+        (portable_gemv_launch, "_launch")
+        if entry.row == "fused-skinny"
+        else (portable_gemm_launch, "_launches")
+    )
     launched, found = [], getattr(module, name)
     monkeypatch.setattr(module, name, lambda *given: launched.append(given[6]) or found(*given))
     packed = make_packed("int4", (n, k)).to(device)
@@ -443,7 +451,7 @@ def test_a_tile_that_does_not_fit_says_where_it_may_be_from(
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(skinny, "_launch", too_large)
+    monkeypatch.setattr(portable_gemv_launch, "_launch", too_large)
     packed = make_packed("int4", (16, 128)).to("cuda" if torch.cuda.is_available() else "cpu")
     x = torch.zeros(1, 128, device=packed.device)
     with pytest.raises(
@@ -464,5 +472,5 @@ def test_rules_follow_the_size_of_the_gpu(ask: Ask, gpu: Gpu) -> None:
     for m in (1, 8, 16, 64, 128):
         shape = replace(problem, m=m)
         layout = geometry(8192, 4096, problem.scheme, problem.dtype)
-        assert skinny.TILING.rule(shape) == skinny_tile(layout, m)
-        assert tiled.TILING.rule(shape) == tiled_tile(layout, m)
+        assert portable_gemv_launch.TILING.rule(shape) == skinny_tile(layout, m)
+        assert portable_gemm_launch.TILING.rule(shape) == tiled_tile(layout, m)

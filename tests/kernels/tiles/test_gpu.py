@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels.fused.launch.skinny import SkinnyTile
-from quantkit.kernels.fused.launch.tiled import TiledTile
-from quantkit.kernels.measure import REST, random_packed
+from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
 from quantkit.kernels.problem import Problem, TileError
-from quantkit.kernels.tiles import gpu as gpu_module
-from quantkit.kernels.tiles.gpu import CompilePool, GpuBench, _explained, _same_kernel
-from quantkit.kernels.tiles.search import LIMITS, Candidate, Unfit
+from quantkit.kernels.tuning import gpu_bench as gpu_module
+from quantkit.kernels.tuning.gpu_bench import CompilePool, GpuBench, _explained, _same_kernel
+from quantkit.kernels.tuning.search import LIMITS, Candidate, Unfit
+from quantkit.kernels.tuning.timing import REST, random_packed
 from quantkit.packing.schemes import PRESETS, scheme
 
 pytest.importorskip("triton")
@@ -133,17 +133,17 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from quantkit.kernels.fused import rows
-from quantkit.kernels.fused.launch.hopper import HopperTile
-from quantkit.kernels.fused.launch.narrow import NarrowTile
-from quantkit.kernels.fused.launch.operands import Operands
-from quantkit.kernels.fused.launch.skinny import SkinnyTile
-from quantkit.kernels.fused.launch.streamed import StreamTile
-from quantkit.kernels.fused.launch.tiled import TiledTile
-from quantkit.kernels.launcher import Launch
-from quantkit.kernels.measure import random_packed
+from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
+from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
+from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
+from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
+from quantkit.kernels.jit.launcher import Launch
+from quantkit.kernels.tuning.timing import random_packed
 from quantkit.kernels.problem import GPU_FEATURES, Problem
-from quantkit.kernels.tiles.gpu import CompileOnly, _same_kernel
-from quantkit.kernels.tiles.search import Candidate
+from quantkit.kernels.tuning.gpu_bench import CompileOnly, _same_kernel
+from quantkit.kernels.tuning.search import Candidate
 from quantkit.packing.schemes import scheme
 
 driver.set_active(CompileOnly(GPUTarget("cuda", 90, 32)))

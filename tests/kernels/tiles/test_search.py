@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels.fused.launch.skinny import SkinnyTile
-from quantkit.kernels.fused.launch.streamed import StreamTile
-from quantkit.kernels.fused.launch.tiled import TiledTile
+from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.table import choose_by_rules, row_named
-from quantkit.kernels.tiles.search import (
+from quantkit.kernels.registry import choose_by_rules, row_named
+from quantkit.kernels.tuning.search import (
     COARSE,
     FINE,
     HOPELESS,
@@ -27,7 +27,7 @@ from quantkit.kernels.tiles.search import (
     search,
     tunable_rows,
 )
-from quantkit.kernels.tiles.table import Entry, Key
+from quantkit.kernels.tuning.tile_table import Entry, Key
 from quantkit.packing.schemes import PRESETS, scheme
 
 INT4 = Weight(scheme("int4"), 4096, 4096)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError, OutputError, UsageError
-from quantkit.kernels.fused.launch.skinny import SkinnyTile
-from quantkit.kernels.fused.launch.tiled import TiledTile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
 from quantkit.kernels.problem import Gpu, Problem
-from quantkit.kernels.table import ROWS
-from quantkit.kernels.tiles import store
-from quantkit.kernels.tiles.store import file_name, named_tables, save, stored_tables, user_path, user_table
-from quantkit.kernels.tiles.table import (
+from quantkit.kernels.registry import ROWS
+from quantkit.kernels.tuning import store
+from quantkit.kernels.tuning.store import file_name, named_tables, save, stored_tables, user_path, user_table
+from quantkit.kernels.tuning.tile_table import (
     Entry,
     Key,
     OtherTable,

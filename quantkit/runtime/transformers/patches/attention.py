@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.kernels.attention import decode_attention, why_not
+from quantkit.kernels.ops.attention import decode_attention, why_not
 from quantkit.kernels.problem import device_features
 
 #: What transformers' registries of attention and of masks call it.

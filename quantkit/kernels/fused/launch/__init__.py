@@ -1,1 +1,0 @@
-"""From operands to launches: for each fused kernel its tiles, the rules for them, and its launch."""

@@ -1,0 +1,347 @@
+"""`fused-stream`: the rules for its tiles, those worth measuring, and its launch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from quantkit.kernels.gemm.bound import BIAS, Bound, X, Y
+from quantkit.kernels.gemm.decode.decode_config import COLUMNS, Norm
+from quantkit.kernels.gemm.decode.decode_tiles import (
+    Share,
+    StreamTile,
+    ahead,
+    share,
+    streamed,
+    together,
+    units,
+)
+from quantkit.kernels.gemm.gpu_limits import processors, program_memory
+from quantkit.kernels.gemm.operands import (
+    Grouping,
+    Operands,
+    bound,
+    no_pairs,
+    shape_of,
+    table_bytes,
+    unknown_value,
+)
+from quantkit.kernels.jit.launcher import Launch, overlap
+from quantkit.kernels.layouts.fragment_layout import geometry, value_sizes
+from quantkit.kernels.layouts.int8_codes import as_bytes
+from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.ops.glue import NORMS
+from quantkit.kernels.problem import Problem, Tiling
+from quantkit.packing.schemes import Scheme
+
+#: The most rows of x, for which registers hold sums, and the most of which there are digits.
+MOST_ROWS, MOST_DIGITS = 16, 4
+#: Warps that a multiprocessor has at once, and at most; of its registers, each of their threads has a share.
+RESIDENT_WARPS, MOST_WARPS = 16, 32
+#: Registers of a multiprocessor, and what a thread may have at most.
+ALL_REGISTERS, MOST_REGISTERS = 1 << 16, 128
+#: Rows with more columns than this are divided among more warps.
+LONG_ROWS = 8192
+#: The most rows of x with which it pays that y is gated. A layer of Llama-3 8B on an H200, int4: 45.9 us
+#: instead of 46.8 with one row, 53.4 instead of 54.0 with two, 65.4 instead of 65.0 with four.
+MOST_GATED = 2
+#: The most rows of x with which it pays to end a norm. With four a layer of Llama-3 8B takes 60.0 to 60.6 us
+#: on an H200 instead of 59.2 to 60.0.
+MOST_ENDED = 2
+#: A norm that is ended, as far as shared memory depends on it.
+_ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
+#: Units of the columns of an expert up to which four programs of four warps are faster than two of eight.
+SHORT_STEPS = 16
+#: Registers of a thread that are not for codes: with fewer, sums and addresses would be spilled.
+OTHER_REGISTERS = 40
+#: The most rows of x with which more warps, of fewer registers, are faster. H200, 28672 x 4096: nvfp4 20.6 us
+#: instead of 22.0 with one row, within 5 % of each other with four, slower with eight.
+MOST_WITH_WARPS = 4
+#: Few rows of x. With more, a multiprocessor has two programs only if x, which both copy, has up to so many
+#: numbers, and if by `idleness` they take up to so many times as long as one (H100, 10 weights with 4 rows:
+#: the rules take 1.03 times the best tile timed).
+FEW_OF_X, COPIED_TWICE, AS_EVEN = 2, (1 << 15) - 1, 1.12
+#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+VALUES: Mapping[str, tuple[int, ...]] = {
+    "warps": (4, 8, 16),
+    "programs": (1, 2, 3, 4),
+    "together": (1, 2),
+    "ahead": (1, 2, 3, 4, 7, 8),
+    "integers": (False, True),
+}
+
+
+def unit_registers(problem: Problem) -> int:
+    """Registers that a thread has a unit of codes in, with its scales and zero-points."""
+    shape = shape_of(problem)
+    codes = shape.unit // shape.span * shape.tiles * 4
+    words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
+    return codes + shape.unit // 128 * words
+
+
+def thread_registers(tile: StreamTile) -> int:
+    """Those that a thread has, a multiple of 8."""
+    return min(MOST_REGISTERS, ALL_REGISTERS // (32 * tile.warps * tile.programs) // 8 * 8)
+
+
+def ahead_in_registers(problem: Problem, tile: StreamTile) -> int:
+    """How many units there are registers for, beside those that are made of the codes of a span."""
+    planes = shape_of(problem).planes
+    made = 4 * (planes // 2 if tile.integers else planes)
+    return (thread_registers(tile) - OTHER_REGISTERS - made) // unit_registers(problem)
+
+
+def shared_memory(
+    tile: StreamTile,
+    problem: Problem,
+    gate: str = "",
+    norm: Norm | None = None,
+    grouping: Grouping | None = None,
+) -> int:
+    """Bytes of shared memory of a program."""
+    m, n, k, scheme, dtype = problem.m, problem.n, problem.k, problem.scheme, problem.dtype
+    count = processors(problem)
+    return streamed(m, n, k, scheme, dtype, False, tile, False, count, norm, gate, grouping).shared_memory
+
+
+def why_no_integers(problem: Problem) -> str | None:
+    """Why products cannot be those of integers."""
+    if as_bytes(problem.scheme.format) is None:
+        return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
+    if problem.scheme.zero_point != "none":
+        return "zero-points are taken from 16-bit floats"
+    if problem.m > MOST_DIGITS:
+        return f"there are digits of up to {MOST_DIGITS} rows of x, not of {problem.m}"
+    return None
+
+
+def _rule(problem: Problem) -> StreamTile:
+    few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
+    short = shape_of(problem).steps < RESIDENT_WARPS
+    integers = problem.m <= (1 if long else FEW_OF_X) and why_no_integers(problem) is None
+    # Codes that could be bytes leave registers for more units, whether they become bytes or not.
+    wide = integers or (not few and as_bytes(problem.scheme.format) is not None)
+    one, two = StreamTile(RESIDENT_WARPS, 1, ahead=2), StreamTile(ahead=4 if wide else 2)
+    many = StreamTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, ahead=1)
+    if long or not (few or _copies_twice(problem, one, two)):
+        tile = one
+    elif _is_straight(problem) and problem.m <= MOST_WITH_WARPS and not (short or integers):
+        tile = many
+    else:
+        tile = two
+    # Pairs of integers in spans of 256 columns take up to 1.3 times as long.
+    pairs = tile is one or (tile is two and not (integers and shape_of(problem).span > 128))
+    if pairs and _row_tiles(problem, tile) == 2:
+        tile = replace(tile, together=2, ahead=1 if long else 2)
+    tile = replace(tile, integers=integers)
+    most = max(1, ahead_in_registers(problem, tile) // tile.together)
+    tile = replace(tile, ahead=max(number for number in VALUES["ahead"] if number <= min(most, tile.ahead)))
+    # With less shared memory floats, which take less, and one x; half of the warps where that is too much.
+    floats = replace(tile, integers=False)
+    smaller = floats, replace(one, ahead=1), replace(floats, programs=1)
+    return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
+
+
+def experts_spread(problem: Problem) -> int:
+    """How many experts for each pair there have to be for pairs to be multiplied with one by one."""
+    return 1 if why_no_integers(replace(problem, m=1)) is None else 4
+
+
+def experts_tile(problem: Problem, grouping: Grouping) -> StreamTile | None:
+    """The tile for segments of the pairs of experts, each a weight `problem`; None where none fits.
+
+    Of one pair each; others have that of a single weight. On an H100 it takes 0.895 of the time of
+    `fused-narrow` by the geometric mean of 70 products.
+    """
+    integers, steps = why_no_integers(problem) is None, shape_of(problem).steps
+    if problem.m > 1:
+        tile = _rule(problem)
+    elif problem.k > LONG_ROWS:
+        tile = StreamTile(16, 1, together=2, ahead=1, integers=integers)
+    elif steps <= (SHORT_STEPS if integers else SHORT_STEPS // 2):
+        tile = StreamTile(4, 4, together=2, ahead=1, integers=integers)
+    else:
+        tile = StreamTile(8, 2, together=2, ahead=1, integers=integers)
+    # Whether y is gated is decided later.
+    gate = "silu" if grouping.matrices == 2 else ""
+    for changes in ({}, {"integers": False}, {"integers": False, "programs": 1}):
+        other = replace(tile, **changes)
+        other = replace(other, together=min(other.together, max(1, ahead_in_registers(problem, other))))
+        needed = shared_memory(other, problem, gate, grouping=grouping)
+        if needed <= program_memory(problem) // other.programs:
+            return other
+    return None
+
+
+def _copies_twice(problem: Problem, one: StreamTile, two: StreamTile) -> bool:
+    """Whether a multiprocessor has two programs, which copy all of x each, rather than one."""
+    even = idleness(problem, two) <= AS_EVEN * idleness(problem, one)
+    return problem.m * problem.k <= COPIED_TWICE and even
+
+
+def _row_tiles(problem: Problem, tile: StreamTile) -> int:
+    """The most that a program has."""
+    return share(tile, shape_of(problem), processors(problem)).row_tiles
+
+
+def columns_of_warp(problem: Problem, tile: StreamTile) -> int:
+    """The most columns that a warp has, of all its row tiles."""
+    shape = shape_of(problem)
+    return _row_tiles(problem, tile) * units(tile, shape) * shape.unit
+
+
+def idleness(problem: Problem, tile: StreamTile) -> float:
+    """How many times as many columns as the average the warp with the most has: 1 where none is ever idle."""
+    shape = shape_of(problem)
+    warps = processors(problem) * tile.programs * tile.warps
+    return columns_of_warp(problem, tile) * warps / (shape.row_tiles * shape.steps * shape.unit)
+
+
+def _is_straight(problem: Problem) -> bool:
+    """Whether products are added up to the end as they come, and little else takes registers."""
+    shape, scheme = shape_of(problem), problem.scheme
+    straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
+    return straight and scheme.zero_point == "none" and shape.span <= 128
+
+
+def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:
+    """Why a part of a norm cannot be done: each program computes a whole one for itself."""
+    if part == "begin":
+        return None
+    if part == "end":
+        return _why_no_end(problem, tile)
+    if problem.m > COLUMNS:
+        return f"norms are computed for up to {COLUMNS} rows of x, not for {problem.m}"
+    # Beside them it has as many of what is added to them, and weights.
+    numbers, most = power_of_two(problem.m) * problem.k // (32 * tile.warps), thread_registers(tile) // 4
+    if numbers > most:
+        return f"each thread would have {numbers} numbers of x, and has registers for {most}"
+    return None
+
+
+def _why_no_end(problem: Problem, tile: StreamTile) -> str | None:
+    if problem.m > MOST_ENDED:
+        return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
+    # Whether y is gated too was decided before.
+    gates = ("",) if no_pairs(problem) else ("", "silu")
+    needed = max(shared_memory(tile, problem, gate, _ENDED) for gate in gates)
+    most = program_memory(problem) // tile.programs
+    if needed > most:
+        return f"x, sums and roots take {needed} bytes of shared memory, of {most} that there are"
+    return None
+
+
+def why_no_gate(problem: Problem, tile: StreamTile) -> str | None:
+    """Why y cannot be gated, for which programs have pairs of row tiles."""
+    if (reason := no_pairs(problem)) is not None:
+        return reason
+    if problem.m > MOST_GATED:
+        return f"a launch of its own is as fast from M={MOST_GATED + 1} on"
+    needed, most = shared_memory(tile, problem, gate="silu"), program_memory(problem) // tile.programs
+    if needed > most:
+        return f"x and sums of pairs take {needed} bytes of shared memory, of {most} that there are"
+    return None
+
+
+def why_no_tile(problem: Problem) -> str | None:
+    """Why no tile fits the GPU."""
+    return _why_not(problem, _rule(problem))
+
+
+def _why_not(problem: Problem, tile: StreamTile) -> str | None:
+    if (reason := unknown_value(tile, VALUES)) is not None:
+        return reason
+    if tile.integers and (reason := why_no_integers(problem)) is not None:
+        return reason
+    if problem.m > COLUMNS and _has_table(problem, tile):
+        return f"values of {problem.scheme.format.name} in shared memory are for up to {COLUMNS} rows of x"
+    if tile.warps * tile.programs > MOST_WARPS:
+        return f"a multiprocessor has {MOST_WARPS} such warps at once"
+    needed, most = shared_memory(tile, problem), program_memory(problem) // tile.programs
+    if needed > most:
+        return f"x and sums take {needed} bytes of shared memory, of {most} that there are"
+    return None
+
+
+def _has_table(problem: Problem, tile: StreamTile) -> bool:
+    return not tile.integers and table_bytes(problem.scheme, problem.dtype) > 0
+
+
+def _loses(problem: Problem, tile: StreamTile) -> str | None:
+    shape = shape_of(problem)
+    shared_out = share(tile, shape, processors(problem))
+    found, both = ahead(tile, shape, shared_out), together(tile, shared_out)
+    smaller = [number for number in VALUES["ahead"] if found <= number < tile.ahead]
+    reasons = (
+        (2 * tile.warps * tile.programs <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
+        (tile.together > both, "a program has no more row tiles"),
+        (
+            # The count is on the safe side where threads have few: int4 was fastest with one unit more.
+            found * both > max(2 * both, ahead_in_registers(problem, tile) + 1),
+            "codes take too many registers",
+        ),
+        (bool(smaller), "it is the same as with fewer units ahead"),
+        (tile.warps > shape.steps, "there are fewer units of columns than warps"),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
+
+
+TILING = Tiling(StreamTile, VALUES, _rule, _why_not, _loses)
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: StreamTile,
+    features: frozenset[str],
+    multiprocessors: int,
+    norm: Norm | None = None,
+    gate: str = "",
+    grouping: Grouping | None = None,
+) -> tuple[Launch, Share]:
+    """The launch, and how row tiles are shared out."""
+    from quantkit.kernels.gemm.decode.decode_kernel import stream as kernel
+
+    options = overlap(features)
+    overlaps = options.pop("PDL")
+    known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate, grouping)
+    shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate), grouping)
+    segments = () if grouping is None else (grouping.segments,)
+    pairs = {"order": None, "segments": None} if grouping is None else {}
+    return Launch(
+        kernel,
+        (*segments, shared_out.programs),
+        S=known,
+        **pairs,
+        num_warps=tile.warps,
+        maxnreg=thread_registers(tile),
+        **options,
+    ), shared_out
+
+
+def bind(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> Bound:
+    """The product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs that copy asynchronously."""
+    m, k = op.x.shape
+    n, has_bias, count, grouping = op.n, op.bias is not None, op.multiprocessors, op.grouping
+    if grouping is not None:
+        m, n = grouping.rows, n * grouping.matrices
+    norm = None
+    if (normed := op.normed) is not None:
+        norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])
+    launch, shared_out = _launch(
+        m, n, k, op.scheme, op.x.dtype, has_bias, tile, features, count, norm, op.gate, grouping
+    )
+    sizes = m, n, shared_out.each, shared_out.more
+    # What there is not is neither read nor written.
+    return bound(op, (launch, (X, *op.of_norm(X), *op.layout, BIAS, Y, *sizes, *op.grouped)))
+
+
+def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """What `bind` binds, for these operands."""
+    return bind(op, tile, features)(op.x, op.bias)

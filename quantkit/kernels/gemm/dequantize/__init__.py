@@ -1,0 +1,1 @@
+"""Dequantize rows of the weight, then multiply with the library's GEMM."""

@@ -1,0 +1,61 @@
+"""The weight itself: from the fragment layout to a row-major matrix, for a library product after it."""
+
+import triton
+import triton.language as tl
+
+from quantkit.kernels.layouts.dequant_blocks import decode, load_by_lane, scales_by_lane
+
+
+@triton.jit
+def dequantize(
+    codes, scale, zero, factor, lut, out, first, N,
+    K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
+    ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
+    PLANES: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Rows from 16 * `first` on, `out` [.., K], up to row N of the weight: 16 * W of them per program."""
+    SPAN: tl.constexpr = 16 * PLANES
+    COLUMNS: tl.constexpr = C * SPAN
+    B: tl.constexpr = COLUMNS // 128
+    row_tile = first + tl.program_id(0) * W + tl.arange(0, W)
+    last_tile = (N + 15) // 16 - 1
+    rows_in = tl.minimum(row_tile, last_tile)
+    span = tl.program_id(1) * C + tl.arange(0, C)
+    at = (rows_in.to(tl.int64)[:, None] * SPANS + span[None, :]) * (TILES * 256)
+    tiles = ()
+    for t in tl.static_range(TILES):
+        tiles = tiles + (tl.load(codes + at[:, :, None] + t * 256 + tl.arange(0, 256)),)
+    q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE).to(tl.float32)
+    # W, span, r, t, e1, row // 8, e0, run, p0
+    q = tl.reshape(q, (W, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
+    q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (W * 16, COLUMNS))
+    block = (tl.program_id(1) * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
+    rows = tl.reshape(tl.broadcast_to(rows_in[:, None], (W, B)), (W * B,))
+    which = tl.reshape(tl.broadcast_to(block[None, :], (W, B)), (1, W * B))
+    if HAS_ZERO:
+        q -= _spread(load_by_lane(zero, rows, which, BLOCKS, V).to(tl.float32), W, B, COLUMNS)
+    s = scales_by_lane(load_by_lane(scale, rows, which, BLOCKS, V), SCALE, tl.float32)
+    q *= _spread(s, W, B, COLUMNS)
+    if HAS_FACTOR:
+        q /= tl.load(factor)
+    row = tl.reshape(row_tile[:, None] * 16 + tl.arange(0, 16)[None, :], (W * 16,))
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < N)[:, None] & (column < K)[None, :]
+    tl.store(
+        out + (row - first * 16).to(tl.int64)[:, None] * K + column[None, :],
+        q.to(out.dtype.element_ty),
+        mask=mask,
+    )
+
+
+@triton.jit
+def _spread(v, W: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr):
+    """Values by lane, [4, 8, 1, W * B, V, 2], for weights [16 * W, COLUMNS]."""
+    G: tl.constexpr = B * v.shape[4]
+    v = tl.permute(tl.reshape(v, (4, 8, W, G, 2)), (2, 4, 1, 3, 0))
+    # Lane t has columns 2 t and 2 t + 1 of eight.
+    v = tl.reshape(v, (16 * W, G, 1, 4, 1))
+    v = tl.broadcast_to(v, (16 * W, G, COLUMNS // (8 * G), 4, 2))
+    return tl.reshape(v, (16 * W, COLUMNS))

@@ -1,0 +1,277 @@
+"""y = x W^T for tens to hundreds of rows of x: y^T = W x^T in tiles, W decoded in registers as operand A.
+
+Scales are applied to the weights, in the dtype of x: to the sums of a product they would have to be applied
+before the next one starts. Where programs have few rows of x they are, as sums are fewer than weights then.
+
+A program has one or two chains of row tiles. With two, the weights of one are decoded while the tensor cores
+multiply with those of the other. Where there are more programs than run at once, those that would run last
+and leave processors idle may be split by columns: they write float32 sums, which `combine` adds up.
+
+With `segments`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
+`quantkit.kernels.moe.permute_kernels` describes, and MATRICES matrices of its expert, whose outputs lie side
+by side.
+"""
+
+import triton
+import triton.language as tl
+
+from quantkit.kernels.layouts.dequant_blocks import (
+    decode,
+    finish,
+    load_by_lane,
+    of_matrix,
+    row_of_y,
+    scales_by_lane,
+    segment,
+)
+
+
+@triton.jit(do_not_specialize=["M", "FULL"])
+def tiled(
+    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, order, segments,
+    K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
+    ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
+    PLANES: tl.constexpr, DTYPE: tl.constexpr,
+    RT: tl.constexpr, BM: tl.constexpr, CHAINS: tl.constexpr, SPLIT: tl.constexpr,
+    SOME_WHOLE: tl.constexpr, STAGES: tl.constexpr, RASTER: tl.constexpr, HALF: tl.constexpr,
+    WAIT: tl.constexpr, HOLD: tl.constexpr, TILES_OF_SEGMENT: tl.constexpr, SLOTS: tl.constexpr,
+    MATRICES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A chain has RT row tiles.
+
+    The tiles from FULL on are divided by columns into SPLIT programs each, which write `sums`, float32
+    [SPLIT, tiles, BM, rows]; without SOME_WHOLE, FULL is 0. Unless HALF is None, a step is summed in
+    float16, with weights times HALF. HOLD is PTX that waits until the registers of a chain's last weights may
+    be written again. With `segments`, M is BM * TILES_OF_SEGMENT for each of them, and nothing is split.
+    """
+    SPAN: tl.constexpr = 16 * PLANES
+    COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
+    C: tl.constexpr = COLUMNS // SPAN
+    KP: tl.constexpr = SPANS * SPAN
+    STEPS: tl.constexpr = KP // COLUMNS
+    ROWS: tl.constexpr = 16 * RT * CHAINS
+    # Scales of whole steps multiply sums, which for few rows of x are fewer than the weights.
+    ON_SUMS: tl.constexpr = (
+        GROUPS > 1 and not ON_WEIGHTS and GROUP % COLUMNS == 0 and BM <= 32 and WAIT and HALF is None
+    )
+    program = tl.program_id(0)
+    tile = program
+    part = 0
+    steps = STEPS
+    if SPLIT > 1:
+        split_tiles = tl.cdiv(M, BM) * tl.cdiv(N, ROWS) - FULL
+        part = (program - FULL) // split_tiles
+        tile = FULL + (program - FULL) % split_tiles
+        steps = STEPS // SPLIT
+        if SOME_WHOLE:
+            whole = (program < FULL).to(tl.int32)
+            tile = whole * program + (1 - whole) * tile
+            part = (1 - whole) * part
+            steps = (1 + whole * (SPLIT - 1)) * (STEPS // SPLIT)
+    begin = part * (STEPS // SPLIT)
+    pm, pn = place(tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS) * MATRICES, RASTER)
+    last_tile = (N + 15) // 16 - 1
+    if segments is not None:
+        expert, first, M = segment(segments, pm // TILES_OF_SEGMENT)
+        pm = pm % TILES_OF_SEGMENT
+        if pm * BM >= M:
+            return
+        which = pn // tl.cdiv(N, ROWS)
+        pn = pn % tl.cdiv(N, ROWS)
+        codes, scale, zero, factor, lut = of_matrix(
+            codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
+        )
+        y += which * N
+        order += first
+    row_tiles = ()
+    at = ()
+    sums_of = ()
+    for chain in tl.static_range(CHAINS):
+        mine = tl.minimum((pn * CHAINS + chain) * RT + tl.arange(0, RT), last_tile)
+        spans = mine.to(tl.int64)[:, None] * SPANS + begin * C + tl.arange(0, C)[None, :]
+        row_tiles = row_tiles + (mine,)
+        at = at + (codes + (spans * (TILES * 256))[:, :, None] + tl.arange(0, 256),)
+        sums_of = sums_of + (tl.zeros((16 * RT, BM), tl.float32),)
+    m = pm * BM + tl.arange(0, BM)
+    row_of_x = tl.minimum(m, M - 1)
+    if segments is not None:
+        row_of_x = tl.load(order + row_of_x) // SLOTS
+    k = begin * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    xs = x + row_of_x.to(tl.int64)[None, :] * K + k
+    for i in tl.range(0, steps, num_stages=STAGES):
+        if K == KP:
+            columns = tl.load(xs)
+        else:
+            columns = tl.load(xs, mask=k + i * COLUMNS < K, other=0.0)
+        next_sums = ()
+        next_at = ()
+        for chain in tl.static_range(CHAINS):
+            q = _weights(
+                at[chain], row_tiles[chain], begin + i, scale, zero, lut, RT, C, SPAN, TILES,
+                1 if ON_SUMS else GROUPS, PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE,
+                FIELDS, PLANES, DTYPE, HOLD,
+            )  # fmt: skip
+            if ON_SUMS:
+                s = _load(scale, row_tiles[chain], begin + i, BLOCKS, V, 1, PER_BLOCK, COLUMNS, False)
+                s = _per_sum(scales_by_lane(s, SCALE, tl.float32), RT, BM)
+                added = sums_of[chain] + tl.dot(q, columns) * s
+            elif HALF is None:
+                added = tl.dot(q, columns, sums_of[chain])
+            else:
+                added = sums_of[chain] + _half_product(q, columns, HALF)
+            if WAIT:
+                # Whoever looks at the result waits for it.
+                added = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [added], tl.float32, False, 1)
+            next_sums = next_sums + (added,)
+            next_at = next_at + (at[chain] + C * TILES * 256,)
+        sums_of = next_sums
+        at = next_at
+        xs += COLUMNS
+    if PDL:
+        # What comes next may be launched. This kernel is not launched so itself: its programs would fill the
+        # processors that happen to be free, three on one and one on another.
+        tl.extra.cuda.gdc_launch_dependents()
+    to_rows = row_of_y(order, m, M)
+    for chain in tl.static_range(CHAINS):
+        local = chain * (16 * RT) + tl.arange(0, 16 * RT)
+        if SPLIT == 1 or (SOME_WHOLE and program < FULL):
+            store(
+                sums_of[chain], y, pn * ROWS + local, m, to_rows, N * MATRICES, M, N, scale, factor, bias,
+                GROUPS, SCALE, HAS_FACTOR, HAS_BIAS,
+            )  # fmt: skip
+        else:
+            to = sums + (part * split_tiles + tile - FULL).to(tl.int64) * (BM * ROWS)
+            tl.store(to + tl.arange(0, BM)[None, :] * ROWS + local[:, None], sums_of[chain])
+
+
+@triton.jit
+def place(tile, column_tiles, row_programs, RASTER: tl.constexpr):
+    """Which rows of x and of the weight a tile has, of so many of either.
+
+    Tiles with the same weights come next to each other, as many as share the rows of x in the cache.
+    """
+    first = tile // (RASTER * row_programs) * RASTER
+    width = tl.minimum(column_tiles - first, RASTER)
+    within = tile % (RASTER * row_programs)
+    return first + within % width, within // width
+
+
+@triton.jit
+def _weights(
+    at, row_tiles, step, scale, zero, lut, RT: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    V: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, ASM: tl.constexpr,
+    CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
+    DTYPE: tl.constexpr, HOLD: tl.constexpr,
+):  # fmt: skip
+    """Decoded and scaled, [16 * RT, C * SPAN]."""
+    COLUMNS: tl.constexpr = C * SPAN
+    # Blocks of scales in a step.
+    B: tl.constexpr = COLUMNS // 128
+    tiles = ()
+    for t in tl.static_range(TILES):
+        tiles = tiles + (tl.load(at + t * 256),)
+    q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+    q = tl.reshape(q, (RT, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
+    q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * RT, COLUMNS))
+    if HAS_ZERO:
+        z = _load(zero, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
+        q -= _per_weight(z, RT, COLUMNS).to(DTYPE)
+    if GROUPS > 1:
+        s = _load(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, ASM is not None)
+        s = scales_by_lane(s, SCALE, DTYPE)
+        q *= _per_weight(s * _one(HOLD).to(DTYPE), RT, COLUMNS)
+    elif HOLD is not None:
+        q *= _one(HOLD).to(DTYPE)
+    return q
+
+
+@triton.jit
+def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
+    """Values by lane, one for each row, for sums [16 * RT, BM]."""
+    v = tl.permute(tl.reshape(v, (4, 8, RT, 2)), (2, 3, 1, 0))
+    # Lane t has columns 2 t and 2 t + 1 of eight.
+    v = tl.reshape(v, (16 * RT, 1, 4, 1))
+    return tl.reshape(tl.broadcast_to(v, (16 * RT, BM // 8, 4, 2)), (16 * RT, BM))
+
+
+@triton.jit
+def _one(HOLD: tl.constexpr):
+    """1, but known only once the products are done that read the weights before those multiplied with it.
+
+    Left alone, Triton 3.6 writes weights into registers that products in flight still read.
+    """
+    one = tl.full((), 1.0, tl.float32)
+    if HOLD is not None:
+        one = tl.inline_asm_elementwise(HOLD, "=f,f", [one], tl.float32, False, 1)
+    return one
+
+
+@triton.jit
+def _half_product(q, columns, HALF: tl.constexpr):
+    return tl.dot(q * HALF, columns, out_dtype=tl.float16).to(tl.float32) * (1 / HALF)
+
+
+@triton.jit
+def store(
+    sums, y, rows, m, to_rows, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Finish sums [rows, m] and write them to rows `to_rows` [m] of y, for m below M."""
+    sums = finish(sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    to = y + to_rows.to(tl.int64)[None, :] * stride + rows[:, None]
+    tl.store(to, sums.to(y.dtype.element_ty), mask=(rows < N)[:, None] & (m < M)[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "FULL"])
+def combine(
+    sums, scale, factor, bias, y, M, N, FULL,
+    GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, RASTER: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The tiles of y [M, N] from FULL on, from `sums` [SPLIT, tiles, BM, ROWS], in the order of the parts.
+
+    A program adds up PART rows of x of a tile.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(0)
+    pm, pn = place(FULL + tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS), RASTER)
+    local = tl.program_id(1) * PART + tl.arange(0, PART)
+    within = local[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
+    total = tl.load(sums + tile.to(tl.int64) * (BM * ROWS) + within)
+    for part in tl.static_range(1, SPLIT):
+        at = (part * tl.num_programs(0) + tile).to(tl.int64) * (BM * ROWS)
+        total += tl.load(sums + at + within)
+    rows = pn * ROWS + tl.arange(0, ROWS)
+    m = pm * BM + local
+    store(total, y, rows, m, m, N, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+
+
+@triton.jit
+def _load(
+    values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, INLINE: tl.constexpr,
+):  # fmt: skip
+    """Values of a step, of `load_by_lane`, [4, 8, RT, B, V, 2 or 1]."""
+    block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
+    RT: tl.constexpr = row_tiles.shape[0]
+    rows = tl.reshape(tl.broadcast_to(row_tiles[:, None], (RT, B)), (RT * B,))
+    which = tl.reshape(tl.broadcast_to(block[None, :], (RT, B)), (1, RT * B))
+    v = load_by_lane(values, rows, which, BLOCKS, V, INLINE)
+    return tl.reshape(v, (4, 8, RT, B, V, v.shape[5]))
+
+
+@triton.jit
+def _per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Values by lane for weights [16 * RT, COLUMNS]."""
+    G: tl.constexpr = v.shape[3] * v.shape[4]
+    v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
+    v = tl.reshape(v, (16 * RT, G, 1, 4, 1))
+    v = tl.broadcast_to(v, (16 * RT, G, COLUMNS // (8 * G), 4, 2))
+    return tl.reshape(v, (16 * RT, COLUMNS))

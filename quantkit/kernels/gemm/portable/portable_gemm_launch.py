@@ -1,0 +1,316 @@
+"""`fused-tiled`: its tiles, the rules for them, those worth measuring, and its launches."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from quantkit.kernels.gemm.bound import BIAS, SUMS, Bound, X, Y
+from quantkit.kernels.gemm.gpu_limits import (
+    H200_PROCESSORS,
+    HALF_RATE,
+    HOPPER_SHARED,
+    SUM_REGISTERS,
+    has_few_rows,
+    processors,
+    program_memory,
+)
+from quantkit.kernels.gemm.operands import (
+    RASTER,
+    Grouping,
+    Operands,
+    bound,
+    constants,
+    known_of,
+    shape_of,
+    unknown_value,
+    whole_columns,
+    whole_rows,
+)
+from quantkit.kernels.jit.launcher import Launch, overlap
+from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
+from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
+from quantkit.packing.schemes import Scheme
+
+#: Outputs that a program of `combine` adds up.
+COMBINED = 512
+#: PTX that waits until no more than the products of the other chain are in flight, of which there are eight
+#: or more, and seven the most that can be waited for.
+HOLD = "{wgmma.wait_group.sync.aligned 7;\nmov.b32 $0, $1;}"
+#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+VALUES: Mapping[str, tuple[int, ...]] = {
+    "row_tiles": (4, 8),
+    "m": (16, 32, 64, 128, 256),
+    "split": (1, 2, 4, 8),
+    "warps": (4, 8),
+    "stages": (2, 3, 4, 5),
+    "half_sums": (False, True),
+    "chains": (1, 2),
+    "at_once": (0, 1, 2),
+}
+
+
+@dataclass(frozen=True)
+class TiledTile:
+    """Row tiles of a chain and rows of x of a program, parts of the columns, warps, stages of the pipeline.
+
+    With `half_sums`, the products of a step, 128 columns or a span, are summed in float16, and added up in
+    float32. With two `chains`, the weights of one are decoded while those of the other are multiplied.
+    `at_once` is how many programs a multiprocessor runs at a time: only those that do not fill all of them
+    are split by columns then. If it is 0, all are.
+    """
+
+    row_tiles: int
+    m: int
+    split: int = 1
+    warps: int = 4
+    stages: int = 3
+    half_sums: bool = False
+    chains: int = 1
+    at_once: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight that a program has."""
+        return ROWS * self.row_tiles * self.chains
+
+
+def tiled_tile(
+    shape: Geometry,
+    m: int,
+    shared: int = HOPPER_SHARED,
+    multiprocessors: int = H200_PROCESSORS,
+    features: frozenset[str] = GPU_FEATURES,
+) -> TiledTile:
+    """The tile for m rows of x on a GPU with so many bytes of shared memory for a program.
+
+    Weights with few rows are split by columns to keep all processors busy.
+    """
+    few = has_few_rows(shape.n, multiprocessors)
+    if m <= 64:
+        columns = 16 if m <= 16 else 32 if m <= 32 else 64
+        tile, most = TiledTile(4 if few else 8, columns, stages=4), 2 * multiprocessors
+    elif "wgmma" in features and shape.span <= 128:
+        return _two_chains(shape, m, shared, multiprocessors, features)
+    elif shape.span > 128 and not few:
+        tile, most = TiledTile(8, 128, warps=8), 0
+    else:
+        tile, most = TiledTile(4, 128), multiprocessors
+    tile = _in_memory(tile, shape, shared, features)
+    split = (replace(tile, split=parts) for parts in (4, 2, 1) if shape.steps % parts == 0)
+    return next(one for one in split if one.split == 1 or programs(one, shape, m) <= most)
+
+
+def _two_chains(
+    shape: Geometry, m: int, shared: int, multiprocessors: int, features: frozenset[str]
+) -> TiledTile:
+    """The largest of two tiles, and the fewest parts of the columns, that give most processors a program."""
+    tiles = [TiledTile(warps, 128, 1, warps, 3, chains=2) for warps in (8, 4)]
+    tiles = [_in_memory(tile, shape, shared, features) for tile in tiles]
+    parts = [parts for parts in (1, 2, 4) if shape.steps % parts == 0]
+    found = [replace(tile, split=split) for split in parts for tile in tiles]
+    busy = (tile for tile in found if 4 * programs(tile, shape, m) >= 3 * multiprocessors)
+    return next(busy, found[-1])
+
+
+def _in_memory(tile: TiledTile, shape: Geometry, shared: int, features: frozenset[str]) -> TiledTile:
+    """`tile` with fewer stages, and then rows of x, until it fits; of 4 row tiles where those do not help."""
+    if shared_memory(replace(tile, stages=2, m=16), shape, features) > shared:
+        tile = replace(tile, row_tiles=4)
+    while shared_memory(tile, shape, features) > shared and tile.stages > 2:
+        tile = replace(tile, stages=tile.stages - 1)
+    while shared_memory(tile, shape, features) > shared and tile.m > 16:
+        tile = replace(tile, m=tile.m // 2)
+    return tile
+
+
+def shared_memory(tile: TiledTile, shape: Geometry, features: frozenset[str] = GPU_FEATURES) -> int:
+    """Bytes of shared memory that a program of `fused-tiled` takes at most: its operands, in every stage.
+
+    Fragments are in the order of NVIDIA's tensor cores. For others the weights of a step may pass through
+    shared memory once they are decoded, while the last stage is in registers.
+    """
+    columns = shape.unit
+    weights = tile.rows * columns
+    scales = weights // shape.group * 4 * (2 if shape.group < columns else 1)
+    stage = 2 * columns * tile.m + weights * shape.bits // 8 + scales + 1024
+    return stage * tile.stages if "ptx" in features else stage * (tile.stages - 1) + 2 * weights
+
+
+def programs(tile: TiledTile, shape: Geometry, m: int) -> int:
+    """Programs of a launch of `fused-tiled` for m rows of x."""
+    return -(-shape.n // tile.rows) * -(-m // tile.m) * tile.split
+
+
+def _why_not(problem: Problem, tile: TiledTile) -> str | None:
+    if (reason := unknown_value(tile, VALUES)) is not None:
+        return reason
+    if tile.half_sums and not problem.half_sums:
+        return "torch.backends.cuda.matmul.allow_fp16_accumulation is not set, or x is not float16"
+    shape = shape_of(problem)
+    if tile.chains > 1 and shape.span > 128:
+        return f"two chains take spans of up to 128 columns, {shape.bits} bits have {shape.span}"
+    if shape.steps % tile.split:
+        return f"{shape.steps} steps are not divided by a split of {tile.split}"
+    return None
+
+
+def _loses(problem: Problem, tile: TiledTile) -> str | None:
+    shape, m, split = shape_of(problem), problem.m, tile.split > 1
+    sums, shared = tile.rows * tile.m // (32 * tile.warps), shared_memory(tile, shape, problem.features)
+    tiles, at_once = programs(tile, shape, m) // tile.split, tile.at_once * processors(problem)
+    reasons = (
+        (tile.m > max(16, 2 * m) or 4 * tile.m < min(m, 256), f"{tile.m} rows do not suit {m} rows of x"),
+        (sums > SUM_REGISTERS, f"sums would take {sums} registers"),
+        # The bound is above what Triton takes.
+        (shared > program_memory(problem) * 5 // 4, f"stages would take {shared} bytes of shared memory"),
+        (tile.at_once and not split, "no columns are split"),
+        (at_once and (tiles < at_once or tiles % at_once == 0), "no round is partly filled"),
+        (split and not at_once and tiles * tile.split > 8 * processors(problem), "there are programs enough"),
+        (tile.chains > 1 and "wgmma" not in problem.features, "products are waited for at once"),
+        (tile.chains > 1 and tile.half_sums, "sums in float16 are added up at once"),
+        (tile.chains > 1 and tile.row_tiles < tile.warps, "a chain has too few rows for its warps"),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
+
+
+def _rule(problem: Problem) -> TiledTile:
+    tile = tiled_tile(
+        shape_of(problem), problem.m, program_memory(problem), processors(problem), problem.features
+    )
+    # AMD has a 12.0 too.
+    fast = "ptx" in problem.features and problem.gpu is not None and problem.gpu.capability in HALF_RATE
+    return replace(tile, half_sums=problem.half_sums and fast)
+
+
+TILING = Tiling(TiledTile, VALUES, _rule, _why_not, _loses)
+
+
+@dataclass(frozen=True)
+class _Launches:
+    """The launches of `tiled`, and the sizes of what they write; `m` is what the kernel is told of x.
+
+    `combine` adds up what `rest` tiles, those split by columns, have of each part; None where none is split.
+    """
+
+    kernel: Launch
+    combine: Launch | None
+    m: int
+    full: int
+    rest: int
+
+
+@lru_cache(maxsize=1024)
+def half_unit(n: int, k: int, scheme: Scheme) -> float:
+    """What weights are multiplied with before they are summed in float16.
+
+    Those of one scale per channel are without it then, and up to 57344: a power of two makes them 1 at most.
+    """
+    if geometry(n, k, scheme, torch.float16).groups > 1:
+        return 1.0
+    largest = scheme.format.max if scheme.zero_point == "none" else 2.0**scheme.format.bits
+    return 2.0 ** -math.ceil(math.log2(largest))
+
+
+def whole_tiles(tile: TiledTile, tiles: int, multiprocessors: int) -> int:
+    """How many of so many tiles are not split by columns: full rounds of all multiprocessors."""
+    if tile.split == 1:
+        return tiles
+    at_once = tile.at_once * multiprocessors
+    return tiles // at_once * at_once if at_once else 0
+
+
+@lru_cache(maxsize=4096)
+def _launches(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: TiledTile,
+    features: frozenset[str],
+    multiprocessors: int,
+    grouping: Grouping | None,
+) -> _Launches:
+    from quantkit.kernels.gemm.portable.portable_gemm_kernel import combine
+    from quantkit.kernels.gemm.portable.portable_gemm_kernel import tiled as kernel
+
+    shape = geometry(n, k, scheme, dtype)
+    assert shape.steps % tile.split == 0 and (grouping is None or tile.split == 1), (shape, tile)
+    known = constants(n, k, scheme, dtype, "ptx" in features) | {"K": whole_columns(k)}
+    of_segment = 1 if grouping is None else -(-grouping.rows // tile.m)
+    if grouping is not None:
+        m = grouping.segments * of_segment * tile.m
+    tiles = -(-n // tile.rows) * (1 if grouping is None else grouping.matrices) * -(-m // tile.m)
+    full = whole_tiles(tile, tiles, multiprocessors)
+    rest = tiles - full
+    main = Launch(
+        kernel,
+        (full + rest * tile.split,),
+        **known,
+        HAS_BIAS=bias,
+        RT=tile.row_tiles,
+        BM=tile.m,
+        CHAINS=tile.chains,
+        SPLIT=tile.split if rest else 1,
+        SOME_WHOLE=tile.at_once > 0,
+        WAIT=tile.chains == 1 and not features.isdisjoint({"ptx", "wgmma"}),
+        STAGES=tile.stages,
+        RASTER=RASTER,
+        HALF=half_unit(n, k, scheme) if tile.half_sums else None,
+        HOLD=HOLD if tile.chains > 1 and "wgmma" in features else None,
+        **known_of(grouping),
+        TILES_OF_SEGMENT=of_segment,
+        PDL="overlap" in features,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if not rest:
+        return _Launches(main, None, m, full, rest)
+    part = max(1, min(tile.m, COMBINED // tile.rows))
+    last = Launch(
+        combine,
+        (rest, tile.m // part),
+        **{name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
+        HAS_BIAS=bias,
+        BM=tile.m,
+        ROWS=tile.rows,
+        SPLIT=tile.split,
+        RASTER=RASTER,
+        PART=part,
+        **overlap(features),
+    )
+    return _Launches(main, last, m, full, rest)
+
+
+def bind(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -> Bound:
+    """The product y [m, n] for any m; with pairs, y [P, matrices * n]."""
+    m, k = op.x.shape
+    launches = _launches(
+        m,
+        op.n,
+        k,
+        op.scheme,
+        op.x.dtype,
+        op.bias is not None,
+        tile,
+        features,
+        op.multiprocessors,
+        op.grouping,
+    )
+    sizes = launches.m, op.n, launches.full
+    main = launches.kernel, (X, *op.layout, BIAS, Y, SUMS, *sizes, *op.grouped)
+    if launches.combine is None:
+        return bound(op, main, prepare=whole_rows)
+    _, scale, _, factor, _ = op.layout
+    last = launches.combine, (SUMS, scale, factor, BIAS, Y, *sizes)
+    sums = tile.split, launches.rest, tile.m, tile.rows
+    return bound(op, main, last, prepare=whole_rows, sums=sums)
+
+
+def run(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """What `bind` binds, for these operands."""
+    return bind(op, tile, features)(op.x, op.bias)

@@ -1,0 +1,227 @@
+"""y = x W^T for a few rows of x: every packed byte goes from memory to registers once, and nowhere else.
+
+A program computes 16 * R rows of y^T. Its W warps share them and divide the columns among themselves, through
+a batched product whose batch is groups of DOT columns, NG of them per warp and step: no two programs have
+anything to add up, and every sum has one order. Scales are applied to the float32 sums of their columns.
+
+With `segments`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
+`quantkit.kernels.moe.permute_kernels` describes, and MATRICES matrices of its expert, whose outputs lie side
+by side.
+"""
+
+import triton
+import triton.language as tl
+
+from quantkit.kernels.layouts.dequant_blocks import (
+    decode,
+    finish,
+    load_by_lane,
+    load_tiles,
+    of_matrix,
+    row_of_y,
+    scales_by_lane,
+    segment,
+)
+
+
+@triton.jit
+def skinny(
+    x, codes, scale, zero, factor, lut, bias, y, M, N, order, segments,
+    K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
+    ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
+    PLANES: tl.constexpr, DTYPE: tl.constexpr,
+    W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr, PRESENT: tl.constexpr, TOGETHER: tl.constexpr, SLOTS: tl.constexpr,
+    MATRICES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    SPAN: tl.constexpr = 16 * PLANES
+    # In whole loops of UNROLL steps.
+    STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * NG * UNROLL - 1) // (W * NG * UNROLL) * UNROLL
+    EVEN: tl.constexpr = SPANS * SPAN == STEPS * W * NG * DOT
+    WHOLE: tl.constexpr = EVEN and K == SPANS * SPAN
+    # Spans of a dot, or dots of a span.
+    C: tl.constexpr = DOT // SPAN if DOT > SPAN else 1
+    B2: tl.constexpr = SPAN // DOT if SPAN > DOT else 1
+    B1: tl.constexpr = NG // B2
+    PER_CHANNEL: tl.constexpr = GROUPS == 1
+    # Groups of a dot.
+    PARTS: tl.constexpr = DOT // GROUP if ON_WEIGHTS and GROUP < DOT else 1
+    HALVES: tl.constexpr = GROUP == 16
+    # Dots of a block of scales.
+    IN_BLOCK: tl.constexpr = 128 // DOT
+    if PDL and segments is None:
+        # The next kernel may start loading its weights.
+        tl.extra.cuda.gdc_launch_dependents()
+    last_tile = (N + 15) // 16 - 1
+    rows_of_x = order
+    if segments is None:
+        program = tl.program_id(0)
+    else:
+        if PDL:
+            # The kernel before this one may have written the segments, which the next may read at once.
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        expert, first, M = segment(segments, tl.program_id(0))
+        if M == 0:
+            return
+        programs = last_tile // R + 1
+        which = tl.program_id(1) // programs
+        program = tl.program_id(1) % programs
+        codes, scale, zero, factor, lut = of_matrix(
+            codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
+        )
+        y += which * N
+        order += first
+        rows_of_x = _rows_of_x(order, M, SLOTS, BM)
+    w = tl.arange(0, W)[:, None]
+    in_warp = tl.arange(0, B1 * C * R)
+    blocks = tl.arange(0, R * NG // IN_BLOCK)
+    code_rows = tl.minimum(program * R + in_warp % R, last_tile)
+    block_rows = tl.minimum(program * R + blocks // (NG // IN_BLOCK), last_tile)
+    # Sums that have had their scales need no registers of their own for each dot of a warp.
+    CHAINS: tl.constexpr = NG if ON_WEIGHTS or PER_CHANNEL or not TOGETHER else 1
+    acc = tl.zeros((CHAINS * W, 16 * R, BM), tl.float32)
+    span = w * (B1 * C) + (in_warp // R)[None, :]
+    dot = w * NG + (blocks % (NG // IN_BLOCK) * IN_BLOCK)[None, :]
+    tiles, s, z = _load_step(
+        codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS,
+        V, PER_CHANNEL, HAS_ZERO, ASM is not None,
+    )  # fmt: skip
+    if PDL and segments is None:
+        # Only x is written by the kernel before this one.
+        tl.extra.cuda.gdc_wait()
+    for outer in tl.range(0, STEPS // UNROLL):
+        for inner in tl.static_range(UNROLL):
+            step = outer * UNROLL + inner
+            # The last step of a loop loads itself again, which nobody reads.
+            following = step + 1 if inner + 1 < UNROLL else tl.minimum(step + 1, STEPS - 1)
+            if AHEAD and (inner + 1 < UNROLL or UNROLL < STEPS):
+                next_tiles, next_s, next_z = _load_step(
+                    codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
+                    (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS, V,
+                    PER_CHANNEL, HAS_ZERO, ASM is not None,
+                )  # fmt: skip
+            # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
+            tl.debug_barrier()
+            columns = _activations(x, rows_of_x, step, M, K, WHOLE, DOT, W, NG, BM, PRESENT).to(DTYPE)
+            q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+            q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
+            # Columns of a run in the order (e1, t, p0, e0), so that lane t has four in a row.
+            q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 6, 5, 11, 8))
+            q = tl.reshape(q, (NG * W, 16 * R, DOT))
+            if HAS_ZERO:
+                q -= _per_weight(z, W, NG, R, PARTS, HALVES, DOT).to(DTYPE)
+            if ON_WEIGHTS:
+                q *= _per_weight(scales_by_lane(s, SCALE, DTYPE), W, NG, R, PARTS, HALVES, DOT)
+            if ON_WEIGHTS or PER_CHANNEL:
+                acc = tl.dot(q, columns, acc, input_precision="ieee")
+            else:
+                sums = tl.dot(q, columns, input_precision="ieee")
+                sums *= _per_sum(scales_by_lane(s, SCALE, tl.float32), W, NG, R, BM)
+                acc += tl.sum(tl.reshape(sums, (NG, W, 16 * R, BM)), axis=0) if TOGETHER else sums
+            if inner + 1 < UNROLL or UNROLL < STEPS:
+                if AHEAD:
+                    tiles = next_tiles
+                    s = next_s
+                    z = next_z
+                else:
+                    tiles, s, z = _load_step(
+                        codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
+                        (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS, V,
+                        PER_CHANNEL, HAS_ZERO, ASM is not None,
+                    )  # fmt: skip
+    out = tl.sum(acc, axis=0)
+    rows = program * (16 * R) + tl.arange(0, 16 * R)
+    m = tl.arange(0, BM)
+    out = finish(out, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    mask = (rows < N)[:, None] & (m < M)[None, :]
+    to = y + row_of_y(order, m, M)[None, :] * (N * MATRICES) + rows[:, None]
+    tl.store(to, out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_step(
+    codes, code_rows, span, scale, zero, block_rows, block, SPANS: tl.constexpr, TILES: tl.constexpr,
+    EVEN: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
+):  # fmt: skip
+    """Codes, scales and zero-points of a step; 0 for what there is none of."""
+    tiles = load_tiles(codes, code_rows, span, SPANS, TILES, EVEN)
+    s = 0
+    z = 0
+    if not PER_CHANNEL:
+        s = load_by_lane(scale, block_rows, block, BLOCKS, V, INLINE)
+    if HAS_ZERO:
+        z = load_by_lane(zero, block_rows, block, BLOCKS, V)
+    return tiles, s, z
+
+
+@triton.jit
+def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
+    """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG, for sums [NG * W, 16 * R, BM]."""
+    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, 2)), (4, 2, 3, 5, 1, 0))
+    # Lane t has columns 2 t and 2 t + 1 of eight.
+    v = tl.reshape(v, (NG * W, 16 * R, 1, 4, 1))
+    return tl.reshape(tl.broadcast_to(v, (NG * W, 16 * R, BM // 8, 4, 2)), (NG * W, 16 * R, BM))
+
+
+@triton.jit
+def _per_weight(
+    v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, HALVES: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG * PARTS, for weights [NG * W, 16 * R, DOT]."""
+    # Halves of a run alternate within a lane.
+    H: tl.constexpr = 2 if HALVES else 1
+    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, PARTS // H, H, 2)), (4, 2, 3, 7, 1, 5, 0, 6))
+    v = tl.reshape(v, (NG * W, 16 * R, PARTS // H, 1, 4, H, 1))
+    v = tl.broadcast_to(v, (NG * W, 16 * R, PARTS // H, DOT * H // (16 * PARTS), 4, 2, 2))
+    return tl.reshape(v, (NG * W, 16 * R, DOT))
+
+
+@triton.jit
+def _rows_of_x(order, M, SLOTS: tl.constexpr, BM: tl.constexpr):
+    """The rows of x that M pairs have, [8, BM // 8]; those beyond repeat the last one."""
+    m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
+    return tl.load(order + tl.minimum(m, M - 1)) // SLOTS
+
+
+@triton.jit
+def _activations(
+    x, rows, step, M, K: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
+    NG: tl.constexpr, BM: tl.constexpr, PRESENT: tl.constexpr,
+):  # fmt: skip
+    """x^T as operand B, [NG * W, DOT, BM], zeros beyond K; rows beyond M repeat the last one.
+
+    `rows` [8, BM // 8] are the rows of x, where they are not the first M.
+    """
+    RUNS: tl.constexpr = DOT // 32
+    MH: tl.constexpr = BM // 8
+    # What a lane has in a row, two columns, is last; the lanes come first.
+    t = tl.arange(0, 4)[:, None, None, None, None, None]
+    m = tl.arange(0, 8)[:, None, None, None, None]
+    w = tl.arange(0, W)[:, None, None, None]
+    i = tl.arange(0, NG * RUNS * MH)[:, None, None]
+    run = ((step * W + w) * NG + i // (RUNS * MH)) * RUNS + i // MH % RUNS
+    k = run * 32 + tl.arange(0, 4)[:, None] * 8 + t * 2 + tl.arange(0, 2)
+    WHERE: tl.constexpr = PRESENT and EVEN
+    if rows is not None:
+        row = tl.broadcast_to(tl.reshape(rows, (1, 8, 1, 1, MH, 1, 1)), (1, 8, 1, NG * RUNS, MH, 1, 1))
+        row = tl.reshape(row, (1, 8, 1, NG * RUNS * MH, 1, 1)).to(tl.int64)
+    elif WHERE:
+        row = i % MH * 8 + m
+    else:
+        row = tl.minimum(i % MH * 8 + m, M - 1)
+    if WHERE:
+        # Of what is not loaded, anything.
+        v = tl.load(x + row * K + k, mask=row < M)
+    elif EVEN:
+        v = tl.load(x + row * K + k)
+    else:
+        v = tl.load(x + row * K + k, mask=k < K, other=0.0)
+    # t, m, warp, group, run, m // 8, p0, e1, e0
+    v = tl.reshape(v, (4, 8, W, NG, RUNS, MH, 2, 2, 2))
+    return tl.reshape(tl.permute(v, (3, 2, 4, 7, 0, 6, 8, 5, 1)), (NG * W, DOT, BM))

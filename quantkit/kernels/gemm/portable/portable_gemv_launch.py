@@ -1,0 +1,185 @@
+"""`fused-skinny`: its tiles, the rules for them, those worth measuring, and its launch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from quantkit.kernels.gemm.bound import BIAS, Bound, X, Y
+from quantkit.kernels.gemm.gpu_limits import (
+    CODE_REGISTERS,
+    H200_PROCESSORS,
+    SUM_REGISTERS,
+    has_few_rows,
+    processors,
+)
+from quantkit.kernels.gemm.operands import (
+    Grouping,
+    Operands,
+    as_it_is,
+    bound,
+    constants,
+    known_of,
+    shape_of,
+    unknown_value,
+)
+from quantkit.kernels.jit.launcher import Launch, overlap
+from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
+from quantkit.kernels.problem import Problem, Tiling
+from quantkit.packing.schemes import Scheme
+
+#: Rows with more columns than this take many steps, each of which waits for its loads.
+LONG_ROWS = 8192
+#: And with more than this, so many that unrolled they would not fit the instruction cache.
+VERY_LONG_ROWS = 16384
+#: What each field of a tile may be: what the kernels were tried with. Adding a candidate is adding a number.
+VALUES: Mapping[str, tuple[int, ...]] = {
+    "warps": (2, 4, 8),
+    "columns": (128, 256, 512, 1024),
+    "row_tiles": (1, 2),
+    "ahead": (False, True),
+    "unroll": (4, 8, 16),
+    "present": (False, True),
+    "together": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class SkinnyTile:
+    """Warps that divide the columns, columns of each per step, row tiles, whether loads run ahead, and how
+    many steps are unrolled at most: the instruction cache holds only so many.
+
+    If only rows of x that are `present` are loaded, lanes of a warp that have none load nothing. If sums are
+    added up `together` as soon as they have had their scales, they take fewer registers.
+    """
+
+    warps: int = 4
+    columns: int = 512
+    row_tiles: int = 1
+    ahead: bool = False
+    unroll: int = 16
+    present: bool = False
+    together: bool = False
+
+
+def skinny_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> SkinnyTile:
+    """The tile for m rows of x: as many bytes in flight as the registers hold."""
+    if shape.k > VERY_LONG_ROWS:
+        return SkinnyTile(columns=max(256, shape.span), unroll=4)
+    whole = shape.dot == 128 and shape.group >= 128
+    long = has_few_rows(shape.n, multiprocessors) and shape.k > LONG_ROWS
+    columns = 512 if m <= 8 and whole and not long else 256
+    least = shape.unit
+    while columns > least and 4 * columns > shape.spans * shape.span:
+        columns //= 2
+    if shape.bits <= 4:
+        ahead = whole and (m > 8 or shape.bits == 4 or long)
+    else:
+        # With more rows of x, registers would be spilled.
+        ahead = whole and m <= 8 and long and shape.bits < 8
+    return SkinnyTile(warps=8 if long and not whole else 4, columns=max(columns, least), ahead=ahead)
+
+
+def steps(tile: SkinnyTile, shape: Geometry) -> int:
+    """Steps that a warp takes over the columns."""
+    return -(-shape.spans * shape.span // (tile.warps * tile.columns))
+
+
+def unrolled(tile: SkinnyTile, shape: Geometry) -> int:
+    """How many of its steps are unrolled: all, or what leaves the fewest of the last loop without columns."""
+    count = steps(tile, shape)
+    if count <= tile.unroll:
+        return count
+    return min(range(tile.unroll, tile.unroll // 2, -1), key=lambda part: -count % part)
+
+
+def rows_of_x(m: int, features: frozenset[str]) -> int:
+    """Rows of x in a product of `fused-skinny`, of m there are: NVIDIA's tensor cores take 8, others 16."""
+    return next(size for size in (8 if "ptx" in features else 16, 16, 32) if size >= m)
+
+
+def _why_not(problem: Problem, tile: SkinnyTile) -> str | None:
+    shape = shape_of(problem)
+    if (reason := unknown_value(tile, VALUES)) is not None:
+        return reason
+    if tile.columns % shape.unit:
+        return f"columns must be a multiple of {shape.span} for {shape.bits} bits, {tile.columns} is none"
+    return None
+
+
+def _loses(problem: Problem, tile: SkinnyTile) -> str | None:
+    shape = shape_of(problem)
+    codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.ahead else 1)
+    sums = tile.columns // shape.dot * tile.row_tiles * ROWS * rows_of_x(problem.m, problem.features) // 32
+    least = VALUES["warps"][0] * shape.unit
+    whole = tile.unroll < VALUES["unroll"][-1] and steps(tile, shape) <= tile.unroll
+    idle = tile.warps * tile.columns > max(shape.spans * shape.span, least)
+    reasons = (
+        (tile.together and (shape.on_weights or shape.groups == 1), "no scales multiply sums of a step"),
+        (tile.row_tiles > 1 and problem.m <= 8, "more row tiles never won up to M=8"),
+        (whole, "all steps are unrolled as it is"),
+        (codes > CODE_REGISTERS, f"codes in flight would take {codes} registers"),
+        (sums > SUM_REGISTERS, f"sums would take {sums} registers"),
+        (idle, "some warps would have no columns"),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
+
+
+TILING = Tiling(
+    SkinnyTile,
+    VALUES,
+    lambda problem: skinny_tile(shape_of(problem), problem.m, processors(problem)),
+    _why_not,
+    _loses,
+)
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: SkinnyTile,
+    features: frozenset[str],
+    grouping: Grouping | None,
+) -> Launch:
+    from quantkit.kernels.gemm.portable.portable_gemv_kernel import skinny as kernel
+
+    shape = geometry(n, k, scheme, dtype)
+    programs = -(-shape.row_tiles // tile.row_tiles)
+    return Launch(
+        kernel,
+        # Segments of an expert run next to each other, and share its weights in the cache.
+        (programs,) if grouping is None else (grouping.segments, programs * grouping.matrices),
+        **constants(n, k, scheme, dtype, "ptx" in features),
+        HAS_BIAS=bias,
+        W=tile.warps,
+        NG=tile.columns // shape.dot,
+        R=tile.row_tiles,
+        BM=rows_of_x(m, features),
+        AHEAD=tile.ahead,
+        UNROLL=unrolled(tile, shape),
+        TOGETHER=tile.together,
+        PRESENT=tile.present and m < 8 and "ptx" in features and grouping is None,
+        **known_of(grouping),
+        num_warps=tile.warps,
+        num_stages=1,
+        **overlap(features),
+    )
+
+
+def bind(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> Bound:
+    """The product y [m, n] for m up to 32; with pairs, y [P, matrices * n] for segments of up to 32."""
+    m, k = op.x.shape
+    m = m if op.grouping is None else op.grouping.rows
+    launch = _launch(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, op.grouping)
+    return bound(op, (launch, (X, *op.layout, BIAS, Y, m, op.n, *op.grouped)), prepare=as_it_is)
+
+
+def run(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """What `bind` binds, for these operands."""
+    return bind(op, tile, features)(op.x, op.bias)

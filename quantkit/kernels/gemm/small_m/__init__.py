@@ -1,0 +1,1 @@
+"""`fused-small-m`: small-M GEMM with optional split-K, up to 32 rows of x."""

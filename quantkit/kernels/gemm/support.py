@@ -1,0 +1,330 @@
+"""What the fused kernels take, and where they pay: the verdicts of their rows.
+
+Where they pay was measured on an H200 and an H100; other GPUs use the same rules.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from quantkit.kernels.gemm.decode import decode_launch
+from quantkit.kernels.gemm.gpu_limits import FEW_ROWS, has_few_rows, processors
+from quantkit.kernels.gemm.operands import shape_of, table_bytes
+from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
+from quantkit.kernels.gemm.small_m import small_m_launch
+from quantkit.kernels.layouts.dequant_expressions import portable
+from quantkit.kernels.layouts.dequant_ptx import expression
+from quantkit.kernels.layouts.fragment_layout import ROWS
+from quantkit.kernels.moe.permute import FEW_PAIRS
+from quantkit.kernels.problem import Problem, Verdict, always, one_plane
+
+#: The most rows of x that `fused-skinny` takes.
+SKINNY_ROWS = 32
+#: The most scales of a weight, with their padding: they alone are addressed in 32 bits.
+MOST_SCALES = 1 << 30
+#: Weights of so many numbers or fewer have no use for the tiles of `fused-hopper` with few or many rows of x.
+SMALL_WEIGHT = 1 << 23
+#: More columns than this are many for `fused-narrow` without `wgmma`. Of the least rows of a weight, or
+#: fewer, it has too few row tiles, and for more than the most tiles are faster: rows as for `has_few_rows`.
+MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
+#: Of int5 and int7, weights of so many numbers or fewer have nothing faster than `fused-narrow` with 17 to 32
+#: rows of x.
+SMALL_FOR_WIDE_CODES = 1 << 24
+#: Bits of codes for which `fused-stream` is as fast as `fused-narrow` with 5 to 8 rows of x (H100, 10 weights
+#: of 2560 to 27648 rows: with 8 rows the rules take 1.02 times the best tile timed).
+STREAMED_BITS = (2, 5, 7)
+#: From this `idleness` on `fused-stream` divides a weight unevenly.
+UNEVEN = 1.2
+#: Columns of a warp of `fused-stream`, of all its row tiles, up to which it is as fast with 5 to 8 rows of x,
+#: if it divides the weight evenly, and unevenly.
+EVEN_COLUMNS, UNEVEN_COLUMNS = 768, 512
+#: The part of its last round of programs from which on `fused-tiled` is as fast as `fused-hopper` (H100, 64
+#: rows of x, 27648 x 5120, 28672 x 3584 and 28672 x 4096: 0.86 to 1.00 of its time).
+FULL = 0.8
+
+
+def unpackable(problem: Problem) -> str | None:
+    """Why the fragment layout cannot hold a weight."""
+    if "triton" not in problem.features:
+        return "Triton is not installed"
+    if problem.scheme.planes > 1:
+        return one_plane(problem)
+    size = problem.scheme.group_columns(problem.k)
+    if size not in (16, problem.k) and size % 32:
+        return f"it takes groups of 16 or of multiples of 32 columns, not of {size}"
+    scales = problem.n * -(-problem.k // size)
+    if scales > MOST_SCALES:
+        return f"it takes up to 2^30 scales of a weight, not {scales}"
+    return None
+
+
+def unmultipliable(problem: Problem) -> str | None:
+    """Why no fused kernel multiplies with a weight; they all do with float16 and bfloat16."""
+    if problem.dtype == torch.float32:
+        return "it multiplies bfloat16 or float16 activations; cast x to one of them"
+    return unpackable(problem)
+
+
+def skinny_supports(problem: Problem) -> str | None:
+    """Why `fused-skinny` cannot run a problem."""
+    if problem.m > SKINNY_ROWS:
+        return f"it takes up to {SKINNY_ROWS} rows of x, not {problem.m}"
+    return unmultipliable(problem)
+
+
+def looked_up(problem: Problem) -> bool:
+    """Whether the values of a format are looked up in memory rather than computed."""
+    if "ptx" in problem.features:
+        return expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None
+    return portable(problem.scheme.format)[0].looked_up
+
+
+def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
+    """What a row says whose programs have up to so many rows of x in shared memory."""
+
+    def supports(problem: Problem) -> str | None:
+        if problem.m > most:
+            return f"it takes up to {most} rows of x, not {problem.m}"
+        if (reason := unmultipliable(problem)) is not None:
+            return reason
+        if not {"ptx", "gluon"} <= problem.features:
+            return "it is for NVIDIA GPUs from compute capability 8.0 on, and a Triton whose Gluon compiles"
+        if problem.k % 8:
+            return f"it loads 16 bytes of x at a time, of whose {problem.k} columns some begin between them"
+        if looked_up(problem):
+            return f"it would look up every value of {problem.scheme.format.name} in memory"
+        return why_no_tile(problem)
+
+    return supports
+
+
+def _streams(problem: Problem) -> str | None:
+    """Why `fused-stream`, or without room for its x `fused-skinny`, is as fast as `fused-narrow` with up to 8
+    rows of x; None where it is not, as where there is no room for all the warps of `fused-stream`, but for
+    int5 and int7.
+    """
+    if problem.m <= 2:
+        return "up to M=2 it was not seen to be faster"
+    if stream_supports(problem) is not None:
+        return None
+    tile, shape = decode_launch.TILING.rule(problem), shape_of(problem)
+    bits, is_wide = shape.bits, small_m_launch.is_wide(shape)
+    if tile.warps * tile.programs < decode_launch.RESIDENT_WARPS and not is_wide:
+        return None
+    uneven = decode_launch.idleness(problem, tile) > UNEVEN
+    most = UNEVEN_COLUMNS if uneven else EVEN_COLUMNS
+    reasons = (
+        (
+            problem.m <= 4 and not (uneven and problem.k > MANY_COLUMNS),
+            "up to M=4 it pays for many columns that `fused-stream` divides unevenly",
+        ),
+        (
+            problem.m > 4 and bits in STREAMED_BITS,
+            f"up to M=8 `fused-stream` is as fast for {bits} bits",
+        ),
+        (
+            problem.m > 4 and decode_launch.columns_of_warp(problem, tile) <= most,
+            f"up to M=8 `fused-stream` is as fast where warps have up to {most} columns",
+        ),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
+
+
+def _shared_by_warps(problem: Problem) -> bool:
+    """Whether `fused-narrow` can run, and pays by its rules."""
+    return narrow_supports(problem) is None and narrow_pays(problem) is None
+
+
+def stream_pays(problem: Problem) -> str | None:
+    """Why another kernel is at least as fast as `fused-stream`."""
+    small = (
+        has_few_rows(problem.n, processors(problem), LEAST_ROWS)
+        and problem.k <= portable_gemv_launch.LONG_ROWS
+    )
+    if problem.m > 8 and not small:
+        return "from M=9 on each program copies so much x that it is faster only on small weights"
+    if _shared_by_warps(problem):
+        return "warps of `fused-narrow` share x, where those of a program copy all of it"
+    return None
+
+
+stream_supports = _shares_x(decode_launch.MOST_ROWS, decode_launch.why_no_tile)
+narrow_supports = _shares_x(small_m_launch.MOST_ROWS, small_m_launch.why_no_tile)
+
+
+#: What those of the rows for few pairs of experts can run that have x in shared memory. Whether there is room
+#: for that of `fused-stream`, `stream.experts_tile` says.
+_SHARING = {"fused-stream": _shares_x(decode_launch.MOST_ROWS, always), "fused-narrow": narrow_supports}
+
+
+def why_not_narrow_experts(problem: Problem, matrices: int) -> str | None:
+    """Why `fused-narrow` does not multiply few pairs with experts of so many matrices, one the problem's."""
+    return why_not_shared("fused-narrow", problem, matrices, FEW_PAIRS)
+
+
+def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str | None:
+    """Why `fused-narrow` or `fused-stream` does not multiply segments of up to so many pairs with experts of
+    so many matrices, one the problem's.
+    """
+    if (reason := _SHARING[row](replace(problem, m=pairs, n=problem.n * matrices))) is not None:
+        return reason
+    if matrices > 1 and problem.n % ROWS:
+        return (
+            f"matrices of an expert lie next to each other for multiples of {ROWS} rows, not for {problem.n}"
+        )
+    if problem.scheme.is_fitted:
+        return "each matrix has values of its own, of which a program has one table"
+    return None
+
+
+def _lacks_registers(problem: Problem) -> bool:
+    """Whether `fused-narrow` spills codes that have many bits in a unit, of int5 and int7: with more than 16
+    rows of x, unless the weight is so small that nothing else is faster, and where it `spills` by the rules.
+    """
+    if not _has_wide_codes(problem):
+        return False
+    if problem.m > 16:
+        return problem.n * problem.k > SMALL_FOR_WIDE_CODES
+    return small_m_launch.spills(small_m_launch.TILING.rule(problem), shape_of(problem))
+
+
+def _has_wide_codes(problem: Problem) -> bool:
+    """Whether it is of int5 or int7, where warps multiply together and `fused-hopper` has tiles."""
+    is_small = problem.n * problem.k <= SMALL_WEIGHT
+    return (
+        problem.m > 8
+        and "wgmma" in problem.features
+        and small_m_launch.is_wide(shape_of(problem))
+        and not is_small
+    )
+
+
+def _is_late(problem: Problem) -> bool:
+    """Whether 9 to 16 rows of x take `fused-narrow` longer than `fused-hopper`: of int5 and int7 where there
+    are many rows of the weight, or of int7 more than the programs have that run at once.
+    """
+    if problem.m > 16 or not _has_wide_codes(problem):
+        return False
+    tile, shape, count = small_m_launch.TILING.rule(problem), shape_of(problem), processors(problem)
+    is_many = shape.bits > 6 and small_m_launch.rounds(tile, shape, count) > 1
+    return is_many or not has_few_rows(problem.n, count, MOST_ROWS)
+
+
+def narrow_pays(problem: Problem) -> str | None:
+    """Why another kernel is at least as fast as `fused-narrow`."""
+    least, few, most = (
+        has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
+    )
+    has_wgmma = "wgmma" in problem.features
+    # Of so few rows others have too few tiles as well, but for `fused-stream`, where there is room for x.
+    fewest, left = (5, 32) if has_wgmma else (9, 16)
+    is_left = fewest <= problem.m <= left and stream_supports(problem) is not None
+    reasons = (
+        (least and not is_left, f"it has too few row tiles of {problem.n} rows"),
+        (
+            problem.m > 8 and not most and not (has_wgmma and _decodes_slowly(problem)),
+            "each multiprocessor would read all of x for many rows, as tiles do not",
+        ),
+        (
+            problem.m > 16 and has_wgmma and not few,
+            "from M=17 on tiles of more rows of the weight are faster where there are many",
+        ),
+        (
+            problem.m > 16 and not has_wgmma and not (few and problem.k <= MANY_COLUMNS),
+            "from M=17 on each warp would read much of x from shared memory",
+        ),
+        (_lacks_registers(problem), f"it lacks registers for codes of {problem.scheme.format.bits} bits"),
+        (_is_late(problem), f"tiles decode {problem.scheme.format.bits} bits sooner for as many rows"),
+    )
+    reason = next((reason for loses, reason in reasons if loses), None)
+    return _streams(problem) if reason is None and problem.m <= 8 else reason
+
+
+def skinny_pays(problem: Problem) -> str | None:
+    """Why another kernel is at least as fast as `fused-skinny`."""
+    if "ptx" not in problem.features and looked_up(problem):
+        return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
+    limit = (
+        16
+        if has_few_rows(problem.n, processors(problem)) and problem.k <= portable_gemv_launch.LONG_ROWS
+        else 8
+    )
+    if problem.m > limit:
+        return f"tensor cores are busier in tiles from M={limit + 1} on"
+    if _shared_by_warps(problem):
+        return "warps of `fused-narrow` share x, where these each load it"
+    return None
+
+
+def hopper_supports(problem: Problem) -> str | None:
+    """Why `fused-hopper` cannot run a problem."""
+    if (reason := unmultipliable(problem)) is not None:
+        return reason
+    if not {"wgmma", "gluon"} <= problem.features:
+        return "it is for compute capability 9, and a Triton whose Gluon compiles"
+    if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:
+        return f"it would look up every value of {problem.scheme.format.name} in memory"
+    return None
+
+
+def _decodes_slowly(problem: Problem) -> bool:
+    """Whether `fused-tiled` decodes codes slower than others do: those of long spans or of short groups, and
+    those that are looked up.
+    """
+    shape = shape_of(problem)
+    return shape.span > 128 or shape.group < 64 or table_bytes(problem.scheme, problem.dtype) > 0
+
+
+def _fills_rounds(problem: Problem) -> bool:
+    """Whether `fused-tiled`, of which a multiprocessor runs two programs, is hardly ever idle at its end."""
+    if has_few_rows(problem.n, processors(problem)):
+        return False
+    shape = shape_of(problem)
+    tile = portable_gemm_launch.TILING.rule(problem)
+    rounds = portable_gemm_launch.programs(tile, shape, problem.m) / (2 * processors(problem))
+    return tile.split == 1 and rounds > FULL * math.ceil(rounds)
+
+
+def hopper_pays(problem: Problem) -> str | None:
+    """Why another kernel is at least as fast as `fused-hopper`."""
+    is_small = problem.n * problem.k <= SMALL_WEIGHT
+    reasons = (
+        (
+            problem.m <= 16 and not (_lacks_registers(problem) or _is_late(problem)),
+            "up to M=16 warps that share x, or smaller tiles, are faster",
+        ),
+        (
+            problem.m <= 16 and shape_of(problem).bits < 6 and _fills_rounds(problem),
+            "up to M=16 tiles of `fused-tiled` are as fast for int5 where they leave no multiprocessor idle",
+        ),
+        (
+            problem.m <= 32 and is_small,
+            f"up to M=32 it has too few tiles of a weight of {problem.n} x {problem.k}",
+        ),
+        (
+            32 < problem.m <= 64 and not _decodes_slowly(problem) and _fills_rounds(problem),
+            "up to M=64 tiles of `fused-tiled` are as fast where they leave no multiprocessor idle",
+        ),
+        (
+            problem.m > 1024 and is_small,
+            "dequantizing and the library's product are faster from M=1025 on at such a size",
+        ),
+    )
+    return next((reason for loses, reason in reasons if loses), None)
+
+
+def tiled_pays(problem: Problem) -> str | None:
+    """Why another kernel is at least as fast as `fused-tiled`."""
+    shape = shape_of(problem)
+    if looked_up(problem):
+        return f"it would look up every value of {problem.scheme.format.name} once for each tile of x"
+    if shape.span > 128:
+        limit = 128
+    elif "wgmma" in problem.features:
+        limit = 256 if shape.on_weights else 1024
+    else:
+        limit = 256 if has_few_rows(problem.n, processors(problem)) else 512
+    if problem.m <= limit:
+        return None
+    return f"dequantizing and the library's product are faster from M={limit + 1} on"

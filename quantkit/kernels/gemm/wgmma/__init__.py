@@ -1,0 +1,1 @@
+"""`fused-wgmma`: warp-specialized WGMMA GEMM with stream-K, on Hopper."""

@@ -1,0 +1,1 @@
+"""Device functions that the Gluon kernels share: staging, epilogues, reductions, prefetch."""

@@ -1,0 +1,153 @@
+"""Scales and zero-points of row tiles, from the words of lanes to tensors [16 W rows, V groups].
+
+Each of W warps has a row tile. Written in Gluon, for kernels whose products are of whole tensors, where lane
+4 r + t of a warp has rows r and r + 8.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quantkit.kernels.gluon.compat import async_load, reinterpret
+from quantkit.kernels.gluon.dequant_fragment import row_tile_of_warp
+from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_value
+
+
+@gluon.constexpr_function
+def places_of(W: int, WORDS: int) -> gl.DistributedLinearLayout:
+    """Scales of rows r and r + 8 of each row tile, in words [W, 8 r, WORDS], or addresses of them [W, 8 r].
+
+    The four lanes of a row have the same.
+    """
+    rank = 2 if WORDS == 1 else 3
+    words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
+    warps = [[1 << bit, 0] for bit in range(W.bit_length() - 1)]
+    lanes, warps = ([[*one, 0][:rank] for one in some] for some in (lanes, warps))
+    return gl.DistributedLinearLayout(words, lanes, warps, [], [W, 8, WORDS][:rank])
+
+
+@gluon.jit
+def words_of(values, at, V: gl.constexpr, W: gl.constexpr):
+    """2 V values from `at` [W, 8] on, in words: narrower ones would be copied before they are waited for."""
+    BITS: gl.constexpr = 2 * V * values.dtype.element_ty.primitive_bitwidth
+    if BITS == 16:
+        words = gl.load(values.to(gl.pointer_type(gl.int16), bitcast=True) + at)
+    elif BITS == 32:
+        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at)
+    else:
+        WORDS: gl.constexpr = BITS // 32
+        LAYOUT: gl.constexpr = places_of(W, WORDS)
+        word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+        at = gl.convert_layout(at, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+        at = gl.expand_dims(at, 2) * WORDS + gl.expand_dims(gl.expand_dims(word, 0), 1)
+        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at)
+    return words
+
+
+@gluon.constexpr_function
+def _held_as(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
+    """The numbers that 2 V values of a row tile are in shared memory, and how many of them."""
+    bits = 2 * V * STORED.primitive_bitwidth
+    return (gl.int16, 1) if bits == 16 else (gl.int32, bits // 32)
+
+
+@gluon.jit
+def hold_words(
+    values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr, HELD: gl.constexpr,
+    V: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Have the words of HELD blocks from `block` on copied to shared memory, of COUNT row tiles from `first`
+    on. They are there when the next group of copies is.
+    """
+    KIND: gl.constexpr = _held_as(values.dtype.element_ty, V)
+    SIZE: gl.constexpr = triton.next_power_of_2(HELD)
+    EACH: gl.constexpr = 8 * KIND[1]
+    # 16 bytes of a thread.
+    VECTOR: gl.constexpr = 128 // KIND[0].primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, VECTOR], [32 * VECTOR // EACH, 1, EACH // VECTOR], [1, W, 1], [2, 1, 0]
+    )
+    held = gl.allocate_shared_memory(KIND[0], [SIZE, W, EACH], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    number = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    warp = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    word = gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    tile = row_tile_of_warp(warp, first, last, COUNT, N, GATED)
+    at = gl.expand_dims(tile * BLOCKS, 0) + gl.expand_dims(gl.minimum(block + number, BLOCKS - 1), 1)
+    at = gl.expand_dims(at, 2) * EACH + gl.expand_dims(gl.expand_dims(word, 0), 1)
+    there = (gl.expand_dims(warp, 0) < COUNT) & (gl.expand_dims(number, 1) < HELD)
+    async_load(
+        held,
+        values.to(gl.pointer_type(KIND[0]), bitcast=True) + at,
+        mask=gl.expand_dims(there, 2),
+    )
+    return held
+
+
+@gluon.jit
+def held_words(held, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
+    """The words that `hold_words` has of a block, as `words_of` gives them."""
+    KIND: gl.constexpr = _held_as(STORED, V)
+    if KIND[1] == 1:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        words = reinterpret(held, KIND[0], [held.shape[0], W, 8], FLAT).index(block).load(places_of(W, 1))
+    else:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        of_rows = reinterpret(held, KIND[0], [held.shape[0], W, 8, KIND[1]], FLAT)
+        words = of_rows.index(block).load(places_of(W, KIND[1]))
+    return words
+
+
+@gluon.jit
+def values_of(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
+    """The values [16 W, V] that words hold."""
+    BITS: gl.constexpr = DTYPE.primitive_bitwidth
+    if BITS == 32:
+        values = words.to(DTYPE, bitcast=True)
+    elif BITS == 16 or V == 1:
+        values = gl.join(_field(words, 0, DTYPE), _field(words, 1, DTYPE))
+    else:
+        values = gl.join(
+            gl.join(_field(words, 0, DTYPE), _field(words, 2, DTYPE)),
+            gl.join(_field(words, 1, DTYPE), _field(words, 3, DTYPE)),
+        )
+    return _rows_first(values, V, W)
+
+
+@gluon.jit
+def scales_of(
+    words, STORED: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr
+):
+    """The scales [16 W, V] that words hold, as DTYPE."""
+    if DTYPE == gl.bfloat16 and (KIND == "e5m3" or KIND == "e8m0"):
+        scales = _of_bytes(words, KIND, DTYPE, V, W)
+    else:
+        scales = scale_value(values_of(words, STORED, V, W), KIND).to(DTYPE)
+    return scales
+
+
+@gluon.jit
+def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
+    """Scales [16 W, V] of a KIND that carries a factor."""
+    ASM: gl.constexpr = bfloat16_of_bytes(KIND, "4140", "4342")
+    word = words.to(gl.int32)
+    first, second = gl.inline_asm_elementwise(ASM, "=r,=r,r", [word], (gl.int32, gl.int32), True, 1)
+    return values_of(first if V == 1 else gl.join(first, second), DTYPE, V, W)
+
+
+@gluon.jit
+def _rows_first(values, V: gl.constexpr, W: gl.constexpr):
+    """Values of rows r and r + 8 of each tile as [16 W, V]."""
+    values = gl.reshape(values, (W, 8, V, 2))
+    return gl.reshape(gl.permute(values, (0, 3, 1, 2)), (16 * W, V))
+
+
+@gluon.jit
+def _field(words, NUMBER: gl.constexpr, DTYPE: gl.constexpr):
+    """The value number NUMBER of each word."""
+    bits = words >> (NUMBER * DTYPE.primitive_bitwidth)
+    if DTYPE.primitive_bitwidth == 16:
+        value = bits.to(gl.int16).to(DTYPE, bitcast=True)
+    else:
+        value = bits.to(gl.int8)
+    return value

@@ -1,0 +1,77 @@
+"""Sums that several programs have parts of become y, gated, or the norm of what that is added to, begun."""
+
+import triton
+import triton.language as tl
+
+from quantkit.kernels.layouts.dequant_blocks import begun, finish, row_of_y, segment
+from quantkit.kernels.ops.glue_kernels import gated
+
+
+@triton.jit(do_not_specialize=["M"])
+def add_parts(
+    sums, scale, factor, bias, y, other, norm, total, squares, M, N, order, segments,
+    GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, PARTS: tl.constexpr, MR: tl.constexpr, BEGINS: tl.constexpr, GATE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] from `sums` [PARTS, row tiles, BM, 16], in the order of the parts: a row tile of MR rows of x.
+
+    With BEGINS, what is added to weights, a norm of y + `other` is begun (`quantkit.kernels.problem.Normed`).
+    With GATE there are twice as many row tiles of sums as of y, the second half gated by the first. With
+    `segments` there are such sums of each of them, finished but for being parts, and rows of y are those of
+    pairs (`quantkit.kernels.moe.permute_kernels`).
+    """
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    outputs = N
+    if GATE != "":
+        tiles *= 2
+        outputs = N // 2
+    if segments is not None:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        _, its_first, M = segment(segments, tl.program_id(2))
+        if M == 0:
+            return
+        order += its_first
+        sums += tl.program_id(2).to(tl.int64) * (PARTS * BM * 16) * tiles
+    rows = tile * 16 + tl.arange(0, 16)
+    m = tl.program_id(1) * MR + tl.arange(0, MR)
+    inside = (rows < outputs)[:, None] & (m < M)[None, :]
+    at = row_of_y(order, m, M)[None, :] * outputs + rows[:, None]
+    if BEGINS is not None:
+        weights = tl.load(norm + rows, mask=rows < N, other=0.0)
+    if PDL and segments is None:
+        # Sums, and what is added to them, are written by kernels before this one.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if BEGINS is not None:
+        more = tl.load(other + at, mask=inside, other=0.0)
+    after = (scale, factor, bias, N)
+    out = _added(sums, tile, tiles, m, after, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, BM, PARTS)
+    out = out.to(y.dtype.element_ty)
+    if GATE != "":
+        second = tile + tiles // 2
+        up = _added(sums, second, tiles, m, after, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, BM, PARTS)
+        out = gated(out, up.to(out.dtype), GATE)
+    if BEGINS is not None:
+        whole, out = begun(out, more, weights[:, None], BEGINS)
+        tl.store(total + at, whole, mask=inside)
+        wide = tl.where(inside, whole.to(tl.float32), 0.0)
+        tl.store(squares + m * tiles + tile, tl.sum(wide * wide, 0), mask=m < M)
+    tl.store(y + at, out, mask=inside)
+
+
+@triton.jit
+def _added(
+    sums, tile, tiles, m, after, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The sums of a row tile [16, rows of x], with what comes `after` the last column."""
+    first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
+    out = tl.load(first)
+    for part in tl.static_range(1, PARTS):
+        out += tl.load(first + tiles.to(tl.int64) * (part * BM * 16))
+    rows = (tile * 16 + tl.arange(0, 16))[:, None]
+    scale, factor, bias, N = after
+    return finish(out, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)

@@ -1,0 +1,232 @@
+"""Unpack expressions: how codes in the lanes of a register become floats.
+
+The lanes with one index, of 16 bits, of a few registers hold one code of each plane: as many whole codes as
+fit in each, and the last codes in the bits that are left over. Of 3 bits, three lanes hold 16:
+
+    lane 0   p 4 4 4 3 3 3 2 2 2 1 1 1 0 0 0        p: lowest bit of the code of plane 15
+    lane 1   q 9 9 9 8 8 8 7 7 7 6 6 6 5 5 5        q: its next
+
+An expression takes the registers of a code and gives a float for each plane. The four codes of an e2m1 lie
+interleaved instead, so that a shift brings more of a code's bits to their places in a bfloat16 (s sign, e
+exponent, m mantissa):
+
+    lane          15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    plane          0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
+    bit            s  s  s  s  e  e  m  e  e  m  e  e  m  e  e  m      wanted: s at 15, e at 8 and 7, m at 6
+
+Two families of number formats need arithmetic only:
+
+    even spacing   the code goes into the mantissa of a power of two P, where it counts 2^q last places:
+                       lane  0 1 0 0 0 0 1 1 0 . . . c c c c      128 + code as bfloat16 (q = 0)
+                   and one fma takes P away, and multiplies with the spacing.
+    floats         sign, exponent and mantissa go where a float has them; a product with a power of two makes
+                   up for the difference of the biases and is exact for subnormals too.
+
+`arithmetic` describes both by the bits that move, for any kind of float.
+`quantkit.kernels.layouts.dequant_ptx` writes that for 16-bit floats as PTX; without PTX, `decode` in
+`quantkit.kernels.layouts.dequant_blocks` does it in float32, lane by lane. Every step is exact: both give the
+same numbers. Formats of neither family look theirs up.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, pairwise
+
+from quantkit.packing.formats import FloatFormat, NumberFormat
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A kind of float that codes become: its bits, those of its mantissa, and its exponent bias."""
+
+    width: int
+    mantissa_bits: int
+    bias: int
+
+    def bits(self, x: float) -> int | None:
+        """The pattern of `x`; None if `x` is not one of these floats."""
+        # A bfloat16 is the upper half of a float32.
+        kind, cut = ("<e", 0) if self == FLOAT16 else ("<f", 32 - self.width)
+        try:
+            packed = struct.pack(kind, x)
+        except OverflowError:
+            return None
+        pattern = int.from_bytes(packed, "little")
+        exact = struct.unpack(kind, packed)[0] == x and pattern % (1 << cut) == 0
+        return pattern >> cut if exact else None
+
+
+#: Bits of a lane.
+LANE_BITS = 16
+BFLOAT16, FLOAT16, FLOAT32 = Lane(16, 7, 127), Lane(16, 10, 15), Lane(32, 23, 127)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Bits `first` to `first + width` of a code: their register, and from which bit of a lane on."""
+
+    register: int
+    at: int
+    first: int
+    width: int
+
+    @property
+    def mask(self) -> int:
+        return (1 << self.width) - 1
+
+
+def planes(bits: int) -> int:
+    """Planes of a code of `bits`: the fewest that fill lanes, a power of two."""
+    return LANE_BITS // math.gcd(LANE_BITS, bits)
+
+
+def registers(bits: int) -> int:
+    """Registers that hold two lanes of all planes of a code of `bits`."""
+    return bits * planes(bits) // LANE_BITS
+
+
+#: Where exponent and mantissa, and the sign, of an e2m1 of each plane begin in their lane.
+_INTERLEAVED = ((6, 15), (3, 12), (0, 14), (9, 13))
+
+
+@lru_cache(maxsize=256)
+def placement(number_format: NumberFormat) -> tuple[tuple[Field, ...], ...]:
+    """Where the bits of a code are, for each plane: its fields, lowest bits first."""
+    if isinstance(number_format, FloatFormat) and (number_format.bits, number_format.mantissa_bits) == (4, 1):
+        return tuple((Field(0, low, 0, 3), Field(0, sign, 3, 1)) for low, sign in _INTERLEAVED)
+    bits, count = number_format.bits, registers(number_format.bits)
+    whole = LANE_BITS // bits
+    found: list[tuple[Field, ...]] = [
+        (Field(register, i * bits, 0, bits),) for register in range(count) for i in range(whole)
+    ]
+    spare = [(register, at) for register in range(count) for at in range(whole * bits, LANE_BITS)]
+    for start in range(0, len(spare), bits):
+        code = enumerate(spare[start : start + bits])
+        pieces = [list(piece) for _, piece in groupby(code, key=lambda bit: bit[1][0])]
+        found.append(tuple(Field(*piece[0][1], piece[0][0], len(piece)) for piece in pieces))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bits of a register on the way to their places: shifted to the right, or left, then masked."""
+
+    register: int
+    right: int
+    mask: int
+
+
+@dataclass(frozen=True)
+class Plane:
+    """What registers become in a plane: `base` and the moved bits, read as a float, times `factor`, plus
+    `addend`; or a code, whose value is looked up.
+    """
+
+    moves: tuple[Move, ...]
+    base: int = 0
+    factor: float = 1.0
+    #: Adding -0 keeps the sign of a zero.
+    addend: float = -0.0
+    looked_up: bool = False
+
+    def __hash__(self) -> int:
+        # Part of what Triton looks a kernel up by, at every launch.
+        return hash((self.base, self.factor, self.addend))
+
+
+@lru_cache(maxsize=256)
+def arithmetic(number_format: NumberFormat, lane: Lane, *, bare: bool = False) -> tuple[Plane, ...] | None:
+    """The values of all planes as floats of a kind; None if those cannot be computed exactly.
+
+    `bare` ones of floats lack `bias_factor`, and leave it to whoever multiplies the values next.
+    """
+    if isinstance(number_format, FloatFormat):
+        return _float(number_format, lane, bare)
+    spacing = _spacing(number_format)
+    return None if spacing is None else _even(number_format, spacing, lane)
+
+
+@lru_cache(maxsize=256)
+def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[Plane, ...]:
+    """What `decode` does without PTX: arithmetic in float32, or a code to look up.
+
+    Values are computed if a bfloat16 holds each of them, so that `decode` may cut a float32 down to one.
+    """
+    exact = all(BFLOAT16.bits(value) is not None for value in number_format.numbers)
+    found = arithmetic(number_format, FLOAT32, bare=bare) if exact else None
+    if found is not None:
+        return found
+    return tuple(Plane(moves, looked_up=True) for moves in code_moves(number_format))
+
+
+def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
+    """What brings the bits of a code to the lowest ones, for each plane."""
+    return tuple(bit_moves(fields, int) for fields in placement(number_format))
+
+
+def bias_factor(number_format: FloatFormat, lane: Lane) -> float:
+    """What a float of a format counts more than its bits in the places of another kind of float do."""
+    return 2.0 ** (lane.bias - number_format.bias)
+
+
+def _spacing(number_format: NumberFormat) -> float | None:
+    """The distance between a format's values in the order of their codes, if it is the same power of two."""
+    values = number_format.numbers
+    steps = {b - a for a, b in pairwise(values)}
+    ordered = number_format.values[: len(values)] == values
+    if len(steps) != 1 or not ordered:
+        return None
+    (step,) = steps
+    return step if step.hex().startswith("0x1.0000000000000p") else None
+
+
+def _even(number_format: NumberFormat, spacing: float, lane: Lane) -> tuple[Plane, ...] | None:
+    """value = lowest + spacing * code."""
+    lowest, unit = number_format.values[0], 2.0**lane.mantissa_bits
+    magic = lane.bits(unit)
+    assert magic is not None
+    # Where a code may stand in the mantissa, with the fma that takes it out exactly.
+    places = {}
+    for q in range(lane.mantissa_bits - number_format.bits + 1):
+        factor, addend = spacing * 2.0**-q, lowest - unit * spacing * 2.0**-q
+        if lane.bits(factor) is not None and lane.bits(addend) is not None:
+            places[q] = (factor, addend)
+    if not places:
+        return None
+    shifted = {(register, 0) for register in range(registers(number_format.bits))}
+    found = []
+    for fields in placement(number_format):
+        moves = {q: bit_moves(fields, q.__add__) for q in places}
+        # The place that takes the fewest shifts that are not made anyway.
+        q = min(places, key=lambda q: sum((m.register, m.right) not in shifted for m in moves[q]))
+        shifted.update((move.register, move.right) for move in moves[q])
+        found.append(Plane(moves[q], magic, *places[q]))
+    return tuple(found)
+
+
+def _float(number_format: FloatFormat, lane: Lane, bare: bool) -> tuple[Plane, ...] | None:
+    """Sign to the highest bit, the rest to just above the missing mantissa bits, times the bias factor."""
+    factor, sign = bias_factor(number_format, lane), number_format.bits - 1
+    lift = lane.mantissa_bits - number_format.mantissa_bits
+    if lane.bits(factor) is None or lift < 0 or lift + sign >= lane.width:
+        return None
+    return tuple(
+        Plane(
+            bit_moves(fields, lambda bit: lane.width - 1 if bit == sign else bit + lift),
+            factor=1.0 if bare else factor,
+        )
+        for fields in placement(number_format)
+    )
+
+
+def bit_moves(fields: Sequence[Field], to: Callable[[int], int]) -> tuple[Move, ...]:
+    """What brings each bit of a code to `to(bit)`; those of a register that go equally far go together."""
+    masks: dict[tuple[int, int], int] = {}
+    for field in fields:
+        for bit in range(field.first, field.first + field.width):
+            key = (field.register, field.at + bit - field.first - to(bit))
+            masks[key] = masks.get(key, 0) | 1 << to(bit)
+    return tuple(Move(register, right, mask) for (register, right), mask in masks.items())

@@ -1,0 +1,260 @@
+"""Unpack expressions as inline PTX, for two lanes at a time.
+
+A 32-bit register holds two lanes of 16 bits, each of which becomes a 16-bit float. What is computed follows
+the description in `quantkit.kernels.layouts.dequant_expressions`, but for 8-bit integers, which do not fit
+the mantissa of a bfloat16, and tables of up to 32 values: each lane of a warp holds one of them, and a
+shuffle fetches it. Or, where there is room, both values of two 4-bit codes come from shared memory, which has
+them for each byte that two codes can be, and each of these 32 times, so that no lane waits for another's
+bank:
+
+    word    7 6 5 4 3 2 1 0      address = 128 * byte + 4 * lane      values of codes 2 i and 2 i + 1
+            lane 1  lane 0       of byte i = codes 2 i + 1, 2 i       in the halves of what is loaded
+
+A shuffle takes two cycles of the multiprocessor for 32 values, a load from shared memory one for 64. With 16
+copies, where there is room for no more, it takes two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from quantkit.kernels.layouts.dequant_expressions import (
+    BFLOAT16,
+    FLOAT16,
+    Lane,
+    Plane,
+    arithmetic,
+    code_moves,
+    placement,
+    planes,
+    registers,
+)
+from quantkit.kernels.layouts.shared_memory import COPIES, SHARED_BITS, shared_bytes
+from quantkit.packing.formats import NumberFormat
+
+#: For activations of a dtype: the floats that codes become, and what PTX calls two of them.
+LANES: dict[str, tuple[Lane, str]] = {"bfloat16": (BFLOAT16, "bf16x2"), "float16": (FLOAT16, "f16x2")}
+#: Bits of a code whose values the lanes of a warp can hold.
+TABLE_BITS = 5
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Inline PTX: an output for each plane from the registers of all parts, with its operand constraints.
+
+    Its last two operands are what `table` gives, where that is not None: PTX that fetches the value that a
+    lane of the warp holds, twice, from the address of float32 values. With `fill`, that address becomes the
+    one of a table in shared memory first, and `table` gives what the addresses of a lane begin with.
+    """
+
+    asm: str
+    constraints: str
+    table: str | None = None
+    fill: str | None = None
+
+
+class Writer:
+    """Collects instructions; a register shifted once is not shifted again."""
+
+    def __init__(self, bits: int, outputs: int) -> None:
+        self.bits, self.outputs = bits, outputs
+        self.lines: list[str] = []
+        self.shifted: dict[tuple[int, int], str] = {}
+        self.constants: dict[int, str] = {}
+        self.temporaries = 0
+
+    def temporary(self) -> str:
+        self.temporaries += 1
+        return f"t{self.temporaries - 1}"
+
+    def shift(self, register: int, right: int) -> str:
+        """The register with its lanes shifted right, or left, and bits of their neighbours in them."""
+        operand = f"${self.outputs + register}"
+        if right == 0:
+            return operand
+        if (register, right) not in self.shifted:
+            name = f"s{len(self.shifted)}"
+            self.shifted[register, right] = name
+            op = "shr.u32" if right > 0 else "shl.b32"
+            self.lines.append(f"{op} {name}, {operand}, {abs(right)};")
+        return self.shifted[register, right]
+
+    def constant(self, bits: int) -> str:
+        return self.constants.setdefault(bits, f"c{len(self.constants)}")
+
+    def expression(self, table: str | None = None, fill: str | None = None) -> Expression:
+        names = (("s", self.shifted), ("c", self.constants), ("t", range(self.temporaries)))
+        head = f".reg .b32 {', '.join(f'{name}<{len(used) + 1}>' for name, used in names)};"
+        moves = [f"mov.b32 {name}, 0x{value:08X};" for value, name in self.constants.items()]
+        body = "\n".join([head, *moves, *self.lines])
+        outputs = ["=&r"] * self.outputs
+        inputs = ["r"] * (registers(self.bits) + (0 if table is None else 2))
+        return Expression(f"{{{body}}}", ",".join([*outputs, *inputs]), table, fill)
+
+
+@lru_cache(maxsize=256)
+def expression(
+    number_format: NumberFormat, dtype: str, *, bare: bool = False, some: tuple[int, int] | None = None
+) -> Expression | None:
+    """The expression of a format for activations of `dtype`; None if values have to be looked up in memory.
+
+    A `bare` one of floats leaves their exponents to whoever multiplies the values next. One of `some` planes
+    has only outputs from the first of these numbers on, and before the second.
+    """
+    if dtype not in LANES:
+        return None
+    lane, name = LANES[dtype]
+    wanted = slice(*some or (0, planes(number_format.bits)))
+    found = arithmetic(number_format, lane, bare=bare)
+    if found is not None:
+        return _arithmetic(number_format.bits, found[wanted], lane, name)
+    if number_format.values == tuple(range(-(2**lane.mantissa_bits), 2**lane.mantissa_bits)):
+        return _wide_integers(number_format, lane, name, wanted)
+    return _table(number_format, name, wanted) if number_format.bits <= TABLE_BITS else None
+
+
+def _twice(bits: int | None) -> int:
+    """A 16-bit pattern in both lanes of a register."""
+    assert bits is not None
+    return bits * 0x10001
+
+
+def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Expression:
+    writer = Writer(bits, len(found))
+    for i, plane in enumerate(found):
+        rest = f"0x{_twice(plane.base):08X}" if plane.base else None
+        for move in plane.moves:
+            source, mask = writer.shift(move.register, move.right), f"0x{_twice(move.mask):08X}"
+            line = f"and.b32 ${i}, {source}, {mask};"
+            if rest is not None:
+                line = f"lop3.b32 ${i}, {source}, {mask}, {rest}, 0xEA;"
+            writer.lines.append(line)
+            rest = f"${i}"
+        if (plane.factor, plane.addend) != (1.0, 0.0):
+            numbers = (writer.constant(_twice(lane.bits(x))) for x in (plane.factor, plane.addend))
+            writer.lines.append(f"fma.rn.{name} ${i}, ${i}, {', '.join(numbers)};")
+    return writer.expression()
+
+
+def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, wanted: slice) -> Expression:
+    """Integers of one bit more than the mantissa: their highest bit chooses what is added.
+
+    With P = 2^mantissa: P + (code mod P) comes from the low bits, and -2 P or -P as the highest is 0 or 1.
+    """
+    fields = placement(number_format)[wanted]
+    writer = Writer(number_format.bits, len(fields))
+    unit = 2.0**lane.mantissa_bits
+    magic, negative, one = (_twice(lane.bits(x)) for x in (unit, -unit, 1.0))
+    top, low = _twice(1 << lane.mantissa_bits), _twice((1 << lane.mantissa_bits) - 1)
+    for plane, (field,) in enumerate(fields):
+        source = writer.shift(field.register, field.at)
+        writer.lines.append(f"lop3.b32 ${plane}, {source}, 0x{low:08X}, 0x{magic:08X}, 0xEA;")
+        # (~source & top) | -P: the bit above the mantissa of P doubles it.
+        added = writer.temporary()
+        writer.lines.append(f"lop3.b32 {added}, {source}, 0x{top:08X}, 0x{negative:08X}, 0xAE;")
+        writer.lines.append(f"fma.rn.{name} ${plane}, ${plane}, {writer.constant(one)}, {added};")
+    return writer.expression()
+
+
+def _table(number_format: NumberFormat, name: str, wanted: slice) -> Expression:
+    """Values that lanes of the warp hold: lane i that of code i, modulo the number of codes.
+
+    A shuffle looks at the low five bits of the lane's number only, so that what is above a code may stay.
+    """
+    bits = number_format.bits
+    found = code_moves(number_format)[wanted]
+    writer = Writer(bits, len(found))
+    mine = f"${writer.outputs + registers(bits)}"
+    for plane, moves in enumerate(found):
+        values = []
+        for half in (0, 16):
+            code = writer.shift(moves[0].register, moves[0].right + half)
+            for move in moves[1:]:
+                source, both = writer.shift(move.register, move.right + half), writer.temporary()
+                # The bits of `move` from its register, all others from what there is.
+                writer.lines.append(f"lop3.b32 {both}, {source}, 0x{move.mask:X}, {code}, 0xE2;")
+                code = both
+            values.append(writer.temporary())
+            writer.lines.append(f"shfl.sync.idx.b32 {values[-1]}, {mine}, {code}, 31, 0xFFFFFFFF;")
+        writer.lines.append(f"prmt.b32 ${plane}, {values[0]}, {values[1]}, 0x5410;")
+    return writer.expression(
+        "{.reg .b32 lane;\n.reg .b64 at;\n.reg .f32 value;\nmov.u32 lane, %laneid;\n"
+        f"and.b32 lane, lane, {2**bits - 1};\nmad.wide.u32 at, lane, 4, $1;\n"
+        f"ld.global.f32 value, [at];\ncvt.rn.{name}.f32 $0, value, value;}}",
+    )
+
+
+@lru_cache(maxsize=256)
+def shared_table(
+    number_format: NumberFormat, dtype: str, warps: int, copies: int = COPIES, *, of_planes: bool = False
+) -> Expression | None:
+    """The expression by a table in shared memory, which so many warps fill; None if there is none.
+
+    It has 16 or 32 `copies` of each pair. A register `of_planes` is of two planes of one lane, as it is
+    loaded, not of two lanes of one plane: the first is of planes 0 and 1 of the lower lane, the second of
+    those of the upper one, and so on. `fill` writes all of the table, waits until all of these warps have,
+    and gives its address. It is run once.
+    """
+    if not has_shared_table(number_format, dtype):
+        return None
+    writer = Writer(SHARED_BITS, planes(SHARED_BITS))
+    word, mine = (f"${writer.outputs + i}" for i in range(2))
+    # Codes of planes 0 and 1, then of 2 and 3, each of the lower lane and of the upper one.
+    for first, pair in ((0, (0, 2)), (2, (1, 3))):
+        to = [f"${first}", f"${first + 1}"]
+        loaded = to if of_planes else [writer.temporary(), writer.temporary()]
+        for byte, one in zip(pair, loaded, strict=True):
+            codes, at = writer.temporary(), writer.temporary()
+            writer.lines += [
+                f"prmt.b32 {codes}, {word}, 0, 0x444{byte};",
+                f"mad.lo.u32 {at}, {codes}, {4 * copies}, {mine};",
+                f"ld.shared.b32 {one}, [{at}];",
+            ]
+        if not of_planes:
+            low, high = loaded
+            writer.lines += [f"prmt.b32 {to[0]}, {low}, {high}, 0x5410;"]
+            writer.lines += [f"prmt.b32 {to[1]}, {low}, {high}, 0x7632;"]
+    return writer.expression(_of_lane(copies), _fill_table(LANES[dtype][1], warps, copies))
+
+
+def has_shared_table(number_format: NumberFormat, dtype: str) -> bool:
+    """Whether shared memory may have the values of a format, for activations of `dtype`."""
+    found = expression(number_format, dtype)
+    return found is not None and found.table is not None and number_format.bits == SHARED_BITS
+
+
+def _of_lane(copies: int) -> str:
+    """PTX that gives where the table in shared memory at an address begins for a lane."""
+    return (
+        "{.reg .b32 lane, at;\nmov.u32 lane, %laneid;\n"
+        f"and.b32 lane, lane, {copies - 1};\ncvt.u32.u64 at, $1;\nmad.lo.u32 $0, lane, 4, at;}}"
+    )
+
+
+def _fill_table(name: str, warps: int, copies: int) -> str:
+    """PTX that has each thread write its share of the table in shared memory, 16 bytes at a time."""
+    threads, size = 32 * warps, shared_bytes(copies)
+    # Of the number of 16 bytes, where that of their byte begins.
+    byte = (copies // 4).bit_length() - 1
+    lines = ["mov.u32 thread, %tid.x;", "mov.u32 first, shared_table;"]
+    for turn in range(size // 16 // threads):
+        lines += [
+            f"add.u32 number, thread, {turn * threads};",
+            f"bfe.u32 code, number, {byte}, {SHARED_BITS};",
+            "mad.wide.u32 at, code, 4, $1;",
+            "ld.global.f32 low, [at];",
+            f"bfe.u32 code, number, {byte + SHARED_BITS}, {SHARED_BITS};",
+            "mad.wide.u32 at, code, 4, $1;",
+            "ld.global.f32 high, [at];",
+            f"cvt.rn.{name}.f32 both, high, low;",
+            "mad.lo.u32 to, number, 16, first;",
+            "st.shared.v4.b32 [to], {both, both, both, both};",
+        ]
+    # Not of all warps of a program, some of which may wait for these to begin.
+    lines += [f"bar.sync 0, {threads};", "cvt.u64.u32 $0, first;"]
+    body = "\n".join(lines)
+    return (
+        f".shared .align 128 .b8 shared_table[{size}];\n"
+        "{.reg .b32 thread, first, number, code, both, to;\n.reg .b64 at;\n.reg .f32 low, high;\n"
+        f"{body}}}"
+    )

@@ -1,0 +1,95 @@
+"""Codes as signed bytes, for products of 8-bit integers on tensor cores.
+
+Four codes of a register become the bytes of another: in each lane of 16 bits, one of a plane in the low byte
+and one of a later plane in the high byte (`quantkit.kernels.layouts.dequant_expressions` has lanes and
+planes). Integer formats are offset-binary, so that a code at the upper end of a byte is its signed value but
+for the highest bit, which is flipped:
+
+    lane, int4     d d d d c c c c b b b b a a a a        planes 0 to 3
+    planes 0, 2    C c c c 0 0 0 0 A a a a 0 0 0 0        16 times the values, A and C flipped: one shift and
+    planes 1, 3    D d d d 0 0 0 0 B b b b 0 0 0 0        one lop3 for four codes, or a lop3 alone
+
+Binary codes are -1 and 1 if two bits are flipped. From ternary ones 1 has to be taken in each byte, with its
+highest bit set meanwhile, so that no byte borrows from the next.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from quantkit.kernels.layouts.dequant_expressions import bit_moves, placement, planes
+from quantkit.kernels.layouts.dequant_ptx import Expression, Writer
+from quantkit.kernels.layouts.shared_memory import low_planes
+from quantkit.packing.formats import NumberFormat
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """How codes become signed bytes: shifted to bits `lift` and on, then what is `less` taken from each, then
+    bits that are to `flip`. A byte counts `worth`.
+    """
+
+    lift: int
+    flip: int
+    less: int
+    worth: float
+
+    def of(self, code: int) -> int:
+        """The byte of a code."""
+        byte = code << self.lift
+        byte = ((byte | 0x80) - self.less if self.less else byte) ^ self.flip
+        return byte - 256 if byte >= 128 else byte
+
+
+@lru_cache(maxsize=256)
+def as_bytes(number_format: NumberFormat) -> Bytes | None:
+    """How the codes of a format become bytes in proportion to their values; None if they do not."""
+    values = number_format.numbers
+    if not values or number_format.values[: len(values)] != values:
+        return None
+    return next(
+        (
+            way
+            for way in _ways(number_format)
+            if all(way.of(code) * way.worth == value for code, value in enumerate(values))
+        ),
+        None,
+    )
+
+
+def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
+    """Ways to make bytes of codes, those of fewer instructions first, each with the worth that code 0 has."""
+    bits, lowest = number_format.bits, number_format.values[0]
+    top = 8 - bits
+    ways = [(top, 0x80, 0), (top, 0xC0, 0)]
+    # Below the highest bit, which is set meanwhile.
+    ways += [(top - 1, 0x80, 1 << (top - 1))] if top else []
+    for lift, flip, less in ways:
+        first = Bytes(lift, flip, less, 1.0).of(0)
+        if first:
+            yield Bytes(lift, flip, less, lowest / first)
+
+
+@lru_cache(maxsize=256)
+def byte_expression(number_format: NumberFormat, apart: int) -> Expression:
+    """PTX that makes a register of four bytes for each of `low_planes`, of a register of each part."""
+    way, fields = as_bytes(number_format), placement(number_format)
+    assert way is not None
+    lows = low_planes(planes(number_format.bits), apart)
+    writer = Writer(number_format.bits, len(lows))
+    for i, low in enumerate(lows):
+        masks: dict[tuple[int, int], int] = {}
+        for plane, lift in ((low, way.lift), (low + apart, way.lift + 8)):
+            for move in bit_moves(fields[plane], lift.__add__):
+                key = move.register, move.right
+                masks[key] = masks.get(key, 0) | move.mask
+        # Moved bits are those of nobody else, so that what flips them sets them, too.
+        rest = f"0x{(0x80 if way.less else way.flip) * 0x01010101:08X}"
+        for (register, right), mask in masks.items():
+            source = writer.shift(register, right)
+            writer.lines.append(f"lop3.b32 ${i}, {source}, 0x{mask * 0x10001:08X}, {rest}, 0x6A;")
+            rest = f"${i}"
+        if way.less:
+            writer.lines.append(f"sub.u32 ${i}, ${i}, 0x{way.less * 0x01010101:08X};")
+            writer.lines.append(f"xor.b32 ${i}, ${i}, 0x{way.flip * 0x01010101:08X};")
+    return writer.expression()

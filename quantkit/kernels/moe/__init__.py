@@ -1,0 +1,1 @@
+"""Mixtures of experts: router, token permutation, grouped GEMM."""

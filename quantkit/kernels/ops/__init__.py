@@ -1,0 +1,1 @@
+"""What lies between the linears: norms, rotary positions, activations, attention, the KV cache, argmax."""

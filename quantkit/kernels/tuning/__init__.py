@@ -1,0 +1,1 @@
+"""Tile tables, the search that fills them, and how kernels are timed."""

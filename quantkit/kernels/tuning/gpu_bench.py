@@ -1,0 +1,299 @@
+"""A search's bench and compiler on a GPU."""
+
+import multiprocessing
+import os
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.kernels.gemm.fused_kernels import FRAGMENTS, compile_kernels
+from quantkit.kernels.gemm.unpack import block_rows
+from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.problem import Problem, TileError
+from quantkit.kernels.registry import row_named
+from quantkit.kernels.tuning.search import Candidate, Unfit, Weight
+from quantkit.kernels.tuning.timing import copies, graph_time, random_packed, rest_for
+from quantkit.packing.tensor import PackedTensor
+from quantkit.signals import HeldSignals, kept_from_children
+
+#: From so many rows of x on, a product takes so long that few weights exceed the L2 cache.
+MANY_ROWS, FEW_COPIES = 1024, 3
+#: Seconds after which compiling a candidate is given up.
+COMPILE_SECONDS = 120
+#: Seconds after which a signal is noticed meanwhile.
+CHECK_SECONDS = 0.5
+
+
+class GpuBench:
+    """A random weight on the GPU, as often as it takes to exceed the L2 cache."""
+
+    def __init__(self, packed: PackedTensor, dtype: torch.dtype) -> None:
+        self.packed, self.dtype = packed, dtype
+        layout = FRAGMENTS.build(packed, dtype)
+        nbytes = sum(part.nbytes for part in layout)
+        others = [tuple(part.clone() for part in layout) for _ in range(copies(nbytes) - 1)]
+        self.layouts = [layout, *others]
+        self.expected: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def error(self, candidate: Candidate, m: int) -> float:
+        x, y, size = self._expected(m)
+        with _explained(candidate, self.packed, m):
+            found = self._run(candidate, x, self.layouts[0])
+            return float(((found.float() - y).abs() / size).max())
+
+    def time(self, candidate: Candidate, m: int, replays: int) -> float:
+        x, _, _ = self._expected(m)
+        layouts = self.layouts if m < MANY_ROWS else self.layouts[:FEW_COPIES]
+        with _explained(candidate, self.packed, m):
+            calls = [partial(self._run, candidate, x, layout) for layout in layouts]
+            return graph_time(calls, replays, rest=rest_for(m))
+
+    def _run(self, candidate: Candidate, x: torch.Tensor, layout: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        tile = {} if candidate.tile is None else {"tile": candidate.tile}
+        return row_named(candidate.row).launch(x, self.packed, layout, None, **tile)
+
+    def _expected(self, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [m, k], y = x W^T with W unpacked by torch, and the size of its errors, both float32 [m, n].
+
+        Roundings of the terms of a sum are independent: their sizes add up as squares.
+        """
+        if m not in self.expected:
+            self.expected.clear()
+            rows, columns = self.packed.shape
+            generator = torch.Generator(self.packed.device).manual_seed(m)
+            x = torch.randn(m, columns, generator=generator, device=self.packed.device).to(self.dtype)
+            zeros = self.packed.zero_points()
+            y, size = (torch.empty(m, rows, device=x.device) for _ in range(2))
+            step = block_rows(columns, x.device)
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                block = self.packed.without_column_scale(
+                    start, stop, None if zeros is None else zeros[start:stop]
+                )
+                y[:, start:stop] = x.float() @ block.T
+                size[:, start:stop] = x.float().square() @ block.square().T
+            size.sqrt_().add_(y.abs()).clamp_min_(torch.finfo(torch.float32).tiny)
+            self.expected[m] = x, y, size
+        return self.expected[m]
+
+
+@contextmanager
+def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[None]:
+    """Lack of registers or memory is `Unfit`; after any other error the GPU may be of no use any more."""
+    try:
+        yield
+    except (TileError, torch.OutOfMemoryError) as error:
+        raise Unfit(str(error).splitlines()[0]) from error
+    except RuntimeError as error:
+        raise KernelError(
+            f"{candidate} failed for {packed.scheme}, M={m}: {error}. Tuning cannot go on in this process; "
+            "what was found so far is kept. Run it again without this format, shape or M."
+        ) from error
+
+
+@contextmanager
+def gpu_bench(weight: Weight) -> Iterator[GpuBench]:
+    """The bench of a weight on the current GPU; its memory is given back at the end."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    bench = GpuBench(random_packed(weight.scheme, weight.n, weight.k, device), weight.dtype)
+    try:
+        yield bench
+    finally:
+        del bench
+        torch.cuda.empty_cache()
+
+
+#: What Triton compiles for: backend, architecture and threads of a warp, as ("cuda", 90, 32).
+Target = tuple[str, int | str, int]
+
+
+def gpu_target() -> Target:
+    """The target of the current GPU."""
+    from triton.runtime.driver import driver
+
+    found = driver.active.get_current_target()
+    return found.backend, found.arch, found.warp_size
+
+
+class CompilePool:
+    """Compiles candidates in `jobs` processes, which share Triton's cache and use no GPU.
+
+    A compiler that crashes or does not end takes one candidate with it, and no other. A signal ends the block
+    at the next candidate that is asked for, or waited for.
+    """
+
+    def __init__(self, jobs: int, target: Target) -> None:
+        self._signals = HeldSignals()
+        self._workers = [_Worker(target, self._signals) for _ in range(jobs)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(jobs)
+        self._futures: dict[tuple[Problem, Candidate], Future[str | None]] = {}
+
+    def __enter__(self) -> "CompilePool":
+        self._signals.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for worker in self._workers:
+                worker.kill()
+            # Now none of them waits for a worker.
+            self._threads.shutdown()
+        finally:
+            self._signals.__exit__(kind, error, trace)
+
+    def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
+        self._signals.check()
+        job = (_same_kernel(problem, candidate), candidate)
+        if job not in self._futures:
+            self._futures[job] = self._threads.submit(self._run, *job)
+        return partial(self._waited, self._futures[job])
+
+    def _waited(self, future: Future[str | None]) -> str | None:
+        # Also where it has been compiled: what is measured meanwhile takes its time.
+        self._signals.check()
+        return future.result()
+
+    def _run(self, problem: Problem, candidate: Candidate) -> str | None:
+        worker = self._idle.get()
+        try:
+            return worker.run(problem, candidate)
+        finally:
+            self._idle.put(worker)
+
+
+def _same_kernel(problem: Problem, candidate: Candidate) -> Problem:
+    """The smallest problem that launches the same kernels.
+
+    Triton compiles anew for 1 and for multiples of 16, `fused-skinny` and `fused-narrow` for 8, 16 and 32
+    rows of x. `fused-stream` knows powers of two of them, and how row tiles are shared out; `fused-hopper`
+    whether they are.
+    """
+    if candidate.row == "fused-stream":
+        return replace(problem, m=power_of_two(problem.m))
+    m = problem.m if problem.m == 1 else 8 if problem.m <= 8 else 16
+    if candidate.row in ("fused-skinny", "fused-narrow") and problem.m > 16:
+        m = 32
+    if candidate.row == "fused-hopper":
+        return problem
+    return replace(problem, m=m, n=16 if problem.n % 16 == 0 else 17)
+
+
+class _Worker:
+    """A process that compiles one candidate at a time, started when it is first needed."""
+
+    def __init__(self, target: Target, signals: HeldSignals) -> None:
+        self._target = target
+        self._signals = signals
+        self._process: Any = None
+        self._connection: Connection | None = None
+        self._killed = False
+
+    def run(self, problem: Problem, candidate: Candidate) -> str | None:
+        if self._killed:
+            return "the search ended"
+        try:
+            connection = self._connected()
+            connection.send((problem, candidate))
+            if self._has_answered(connection):
+                reason: str | None = connection.recv()
+                return reason
+            reason = f"compiling it takes more than {COMPILE_SECONDS} s"
+        except (EOFError, OSError):
+            reason = "the compiler crashed"
+        # The next candidate gets a new process.
+        self._process.kill()
+        self._connection = None
+        return reason
+
+    def _has_answered(self, connection: Connection) -> bool:
+        """Whether there is an answer in time; `Interrupted` once a signal is held."""
+        left: float = COMPILE_SECONDS
+        while not connection.poll(min(left, CHECK_SECONDS)):
+            self._signals.check()
+            left -= CHECK_SECONDS
+            if left <= 0:
+                return False
+        return True
+
+    def kill(self) -> None:
+        """End the process, also while it compiles."""
+        self._killed = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            context = multiprocessing.get_context("spawn")
+            self._connection, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, self._target), daemon=True)
+            with kept_from_children():
+                process.start()
+            theirs.close()
+            self._process = process
+            if self._killed:
+                process.kill()
+        return self._connection
+
+
+def _work(connection: Connection, target: Target) -> None:
+    """Compile what comes through `connection`, until it closes."""
+    # Before Triton is imported: its interpreter compiles nothing.
+    os.environ.pop("TRITON_INTERPRET", None)
+    torch.set_num_threads(1)
+    # Whoever measures needs a core at once.
+    os.nice(10)
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    driver.set_active(CompileOnly(GPUTarget(*target)))
+    while True:
+        try:
+            problem, candidate = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            layout = FRAGMENTS.build(
+                random_packed(problem.scheme, 16, problem.k, torch.device("cpu")), problem.dtype
+            )
+            compile_kernels(candidate.row, problem, layout, candidate.tile)
+            reason = None
+        except Exception as error:
+            # Triton's messages begin with the source, and end with what is wrong.
+            last = (str(error).strip().splitlines() or [""])[-1]
+            reason = f"it does not compile: {type(error).__name__}: {last}"
+        connection.send(reason)
+
+
+class CompileOnly:
+    """As much of a Triton driver as compiling asks for, without a GPU."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        """Nothing is launched."""

@@ -1,0 +1,147 @@
+"""How kernels are timed on a GPU: for `quantkit tune` and `benchmarks/gpu_matmul.py` alike.
+
+A time is the median of replays of one CUDA graph, divided by its calls. They take as many different weights
+as exceed the L2 cache several times: no launch is waited for, and no weight is in a cache.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor
+
+#: Weights that a round of calls reads: more than the L2 cache of any GPU, several times.
+ROUND_BYTES = 320 << 20
+#: Replays before those that count, in which the clock rises, and how many of those that are asked for count
+#: at least.
+WARMUP, LEAST = 3, 5
+#: From so many rows of x on a product may draw more power than a GPU is allowed. After some 40 ms of that its
+#: clock falls, so that a time depends on what ran before. It was seen with 256 rows.
+POWER_ROWS = 128
+#: Seconds of rest before such a product is timed, and about those that the replays that count may take. Where
+#: as many as count at least take more than 40 ms, they do so in a clock that falls.
+REST, SPELL = 0.12, 0.02
+#: Codes drawn at a time.
+_DRAWN = 1 << 24
+
+
+def copies(nbytes: int) -> int:
+    """Weights of so many bytes in a round."""
+    return max(2, math.ceil(ROUND_BYTES / nbytes))
+
+
+def rest_for(m: int, rest: float = REST) -> float:
+    """Seconds of rest before a product with m rows of x is timed: `rest`, or none."""
+    return rest if m >= POWER_ROWS else 0.0
+
+
+def graph_time(
+    calls: Sequence[Callable[[], object]], replays: int = 10, *, rest: float = 0.0, load: float = 0.0
+) -> float:
+    """Median microseconds of one of `calls`, captured together in one CUDA graph.
+
+    Before, the GPU has seconds of `rest`, then of `load` by the same calls. After a rest alone as many of the
+    replays count as fit into `SPELL`.
+    """
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    # Memory of `calls` may have been somebody else's before, who is not done with it on the other stream.
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in (*calls, *calls):
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return statistics.median(_counted(partial(_replay, graph), replays, rest, load)) / len(calls)
+
+
+def _counted(replay: Callable[[], float], replays: int, rest: float, load: float) -> list[float]:
+    """Microseconds of the replays that count."""
+    time.sleep(rest)
+    loaded = time.monotonic() + load
+    while time.monotonic() < loaded:
+        replay()
+    for _ in range(WARMUP):
+        replay()
+    times: list[float] = []
+    spell = SPELL * 1e6 if rest and not load else math.inf
+    while len(times) < replays and (len(times) < LEAST or sum(times) < spell):
+        times.append(replay())
+    return times
+
+
+def _replay(graph: Any) -> float:
+    """Microseconds of one replay."""
+    start, stop = _event(), _event()
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e3
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def read_time(nbytes: int) -> float:
+    """Microseconds of the fastest of some kernels that read so many bytes and do nothing else."""
+    from quantkit.kernels.tuning.bandwidth_kernel import read
+
+    nbytes = nbytes // (1 << 15) * (1 << 15)
+    data = [torch.ones(nbytes // 4, dtype=torch.int32, device="cuda") for _ in range(copies(nbytes))]
+    times = []
+    for block, steps, warps in ((1024, 8, 4), (2048, 4, 8), (1024, 4, 4), (2048, 2, 4), (1024, 2, 4)):
+        programs = nbytes // 4 // (block * steps)
+        out = torch.empty(programs, dtype=torch.int32, device="cuda")
+        start = partial(read[(programs,)], BLOCK=block, STEPS=steps, num_warps=warps)
+        times.append(graph_time([partial(start, x, out) for x in data]))
+    return min(times)
+
+
+def random_packed(scheme: Scheme, n: int, k: int, device: torch.device) -> PackedTensor:
+    """A weight [n, k] with random codes that stand for numbers, and scales that keep products finite."""
+    generator = torch.Generator(device).manual_seed(0)
+    scheme = scheme.for_columns(k)
+    top, groups = 2**scheme.format.bits, scheme.groups(k)
+    values = (0.0,) * top if scheme.is_fitted else scheme.format.values
+    numbers = torch.tensor(
+        [c for c, v in enumerate(values) if not math.isnan(v)], dtype=torch.uint8, device=device
+    )
+
+    def draw(rows: int, columns: int) -> torch.Tensor:
+        picked = torch.randint(len(numbers), (rows * columns,), generator=generator, device=device)
+        return numbers[picked].view(rows, columns)
+
+    step = max(1, _DRAWN // k)
+    codes = torch.zeros(n, k, dtype=torch.uint8, device=device)
+    for start in range(0, n, step):
+        for _ in range(scheme.planes):
+            block = codes[start : start + step]
+            codes[start : start + step] = (block << scheme.format.bits) | draw(block.shape[0], k)
+    _, scales = scheme.storage_shapes((n, k))["scale"]
+    scale = torch.rand(scales, generator=generator, device=device) + 0.5
+    # Sums of thousands of weights stay far below 65504, the largest float16.
+    unit = min(0.01, 1 / scheme.format.max)
+    zeros = None if scheme.zero_point == "none" else draw(n, groups)
+    if zeros is not None and scheme.zero_point == "float":
+        zeros = zeros + 0.5
+    return PackedTensor.from_codes(
+        codes,
+        scale if scheme.global_scale else scale * unit,
+        zeros,
+        scheme,
+        torch.full((1,), 1 / unit, device=device) if scheme.global_scale else None,
+        column_scale=torch.ones(k, dtype=scheme.column_scale_dtype, device=device)
+        if scheme.column_scale
+        else None,
+        codebook=torch.linspace(-1, 1, top, device=device) if scheme.is_fitted else None,
+    )

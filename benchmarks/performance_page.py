@@ -339,19 +339,22 @@ def on_cpus() -> list[str]:
 
 
 def quantizing() -> list[str]:
-    """GPU memory of quantizing with calibration data."""
-    run = stored("h200-quantize-memory")
-    cells = [["expandable segments", "allocated", "reserved", "by the driver", "seconds"]]
+    """GPU memory of calibrated methods: what `plan` says, what torch allocates, what the driver counts."""
+    run, planned = stored("h200-quantize-memory"), stored("h200-plan-memory")
+    cells = [["method", "expandable segments", "plan", "by the driver", "reserved", "allocated", "seconds"]]
+    for row in planned["rows"]:
+        sizes = [f"{row[kind] / 1e9:.1f} GB" for kind in ("plan", "driver", "reserved", "allocated")]
+        cells.append([f"`{row['method']}`", "off", *sizes, f"{row['seconds']:.1f}"])
     for row in run["rows"]:
-        sizes = [f"{row[f'{kind}_gb']:.1f} GB" for kind in ("allocated", "reserved", "driver")]
-        cells.append(["on" if row["expandable_segments"] else "off", *sizes, f"{row['seconds']:.1f}"])
+        if row["expandable_segments"]:
+            sizes = [f"{row[f'{kind}_gb']:.1f} GB" for kind in ("driver", "reserved", "allocated")]
+            cells.append(["`gptq`", "on", "", *sizes, f"{row['seconds']:.1f}"])
     return [
         "## Quantizing on a GPU",
         paragraph(
-            f"int4 with `gptq`, two layers in the shapes of Llama-3 8B, {run['samples']} samples of",
-            f"{run['length']}",
+            f"int4, two layers in the shapes of Llama-3 8B, {run['samples']} samples of {run['length']}",
             "tokens; `on` sets `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
-            source("h200-quantize-memory"),
+            source("h200-plan-memory", "h200-quantize-memory"),
         ),
         grid(cells),
     ]
@@ -392,11 +395,6 @@ def runs() -> list[str]:
         cells.append([f"`{path.name}`", about.replace("NVIDIA ", ""), f"`{run['command']}`"])
     return [
         "## The runs",
-        paragraph(
-            "`python benchmarks/gpu_matmul.py --from FILE.json` prints every weight and format of its",
-            "runs, `--plot",
-            "FILE.png` draws them.",
-        ),
         grid(cells),
     ]
 

@@ -90,7 +90,7 @@ def test_what_is_meant_has_to_be_clear(
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from quantkit.calibrate import data_sets
+from quantkit.calibrate.data import datasets
 from quantkit.calibrate.data.texts import parse_sources, read_source
 result = {}
 for text, tokens in json.loads(sys.argv[1]):
@@ -186,7 +186,7 @@ def test_parquet_is_not_downloaded_where_it_cannot_be_read_nor_files_without_bou
     without.mkdir()
     (without / "pyarrow.py").write_text("raise ImportError(\"No module named 'pyarrow'\")")
     (without / "sitecustomize.py").write_text(
-        "from quantkit.calibrate import data_sets\ndata_sets.MAX_FILE_BYTES = 99\n"
+        "from quantkit.calibrate.data import datasets\ndatasets.MAX_FILE_BYTES = 99\n"
     )
     path = os.pathsep.join(filter(None, [str(without), os.environ.get("PYTHONPATH", ".")]))
     calls = [("hf:org/name/train.parquet", 9), ("hf:org/name/b", 9)]

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 # Before Triton is imported. PTX is compiled anew, as its cache does not know of all that this reads.
-os.environ.pop("TRITON_INTERPRET", None)
+if __name__ in ("__main__", "__mp_main__"):
+    # Before Triton is imported; processes of pytest keep its interpreter.
+    os.environ.pop("TRITON_INTERPRET", None)
 os.environ |= {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_ALWAYS_COMPILE": "1"}
 
 #: A name in PTX that does not continue the name of an instruction ("mov.b32").

@@ -18,7 +18,7 @@ from quantkit.kernels.jit import compile_pool, compile_worker
 from quantkit.kernels.jit.compile_pool import Compilers, compiled_first
 from quantkit.kernels.jit.compile_worker import Request
 
-PACKAGE = Path(compile_pool.__file__).parents[1]
+PACKAGE = Path(compile_pool.__file__).parents[2]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -47,7 +47,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton import knobs
-from quantkit.kernels import compile_worker, compiling
+from quantkit.kernels.jit import compile_pool, compile_worker
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.jit.compile_pool import Compilers, compiled_first
 from quantkit.kernels.ops.glue_kernels import gate
@@ -245,23 +245,54 @@ def killed(worker, request):
     return compiles(worker, request)
 
 
-compiles, compile_worker._Worker.compile = compile_worker._Worker.compile, killed every = [launch(Launch, 2,
-16)] found.clear() first() compile_worker._Worker.compile = compiles assert (launched, found, idle) == ([2],
-[False], []) assert said == ["the process that compiled ended"] # What cannot be sent is compiled here.
-request = compile_worker.Request("quantkit.kernels.ops.glue_kernels", "gate", lambda: 0, {}, {}, {}, None, {},
-"") assert not compile_worker.compile_elsewhere(request) and not idle assert "pickle" in said[-1] and
-len(said) == 2 # They end some time after the last kernel. compile_worker.IDLE_SECONDS = 0.01 every =
-[launch(Launch, 4, 16)] first() for _ in range(6000): if not idle: break time.sleep(0.01) assert not idle
-compile_worker.IDLE_SECONDS = 3600.0 # A cache whose files were moved has none of them. elsewhere =
-tempfile.mkdtemp() shutil.copytree(knobs.cache.dir, elsewhere, dirs_exist_ok=True)
-shutil.rmtree(knobs.cache.dir) knobs.cache.dir = elsewhere gate.device_caches.clear() every = [launch(Launch,
-warps, 32) for warps in (1, 2, 4)] first() assert (calls, launched) == ([[], []], [1, 2, 4])
-shutil.rmtree(elsewhere) os.makedirs(knobs.cache.dir) # None can be started. compile_worker._end_idle()
-python, sys.executable = sys.executable, "" every = [launch(Launch, 8, 16)] first() sys.executable = python
-assert (launched, idle) == ([8], []) assert said[2:] == ["sys.executable is no Python"] started,
-compile_worker._Worker = compile_worker._Worker, no_process every = [launch(Launch, 8, 32)] first()
-compile_worker._Worker = started assert (launched, idle) == ([8], []) assert said[3:] == ["OSError: there are
-too many"] knobs.compilation.listener = None
+compiles, compile_worker._Worker.compile = compile_worker._Worker.compile, killed
+every = [launch(Launch, 2, 16)]
+found.clear()
+first()
+compile_worker._Worker.compile = compiles
+assert (launched, found, idle) == ([2], [False], [])
+assert said == ["the process that compiled ended"]
+# What cannot be sent is compiled here.
+module = "quantkit.kernels.ops.glue_kernels"
+request = compile_worker.Request(module, "gate", lambda: 0, {}, {}, {}, None, {}, "")
+assert not compile_worker.compile_elsewhere(request) and not idle
+assert "pickle" in said[-1] and len(said) == 2
+# They end some time after the last kernel.
+compile_worker.IDLE_SECONDS = 0.01
+every = [launch(Launch, 4, 16)]
+first()
+for _ in range(6000):
+    if not idle:
+        break
+    time.sleep(0.01)
+assert not idle
+compile_worker.IDLE_SECONDS = 3600.0
+# A cache whose files were moved has none of them.
+elsewhere = tempfile.mkdtemp()
+shutil.copytree(knobs.cache.dir, elsewhere, dirs_exist_ok=True)
+shutil.rmtree(knobs.cache.dir)
+knobs.cache.dir = elsewhere
+gate.device_caches.clear()
+every = [launch(Launch, warps, 32) for warps in (1, 2, 4)]
+first()
+assert (calls, launched) == ([[], []], [1, 2, 4])
+shutil.rmtree(elsewhere)
+os.makedirs(knobs.cache.dir)
+# None can be started.
+compile_worker._end_idle()
+python, sys.executable = sys.executable, ""
+every = [launch(Launch, 8, 16)]
+first()
+sys.executable = python
+assert (launched, idle) == ([8], [])
+assert said[2:] == ["sys.executable is no Python"]
+started, compile_worker._Worker = compile_worker._Worker, no_process
+every = [launch(Launch, 8, 32)]
+first()
+compile_worker._Worker = started
+assert (launched, idle) == ([8], [])
+assert said[3:] == ["OSError: there are too many"]
+knobs.compilation.listener = None
 """,
     "other processes compile what has records in it": """
 found = []
@@ -280,7 +311,7 @@ with ThreadPoolExecutor(2) as pool, AsyncCompileMode(pool):
 assert (calls, launched) == ([[]], [1, 2])
 """,
     "an interrupt leaves nothing behind, nor waits for what has not begun": """
-compiling.cores = lambda: 1
+compile_pool.cores = lambda: 1
 for stop in (KeyboardInterrupt, SystemExit):
     gate.device_caches.clear()
     every = [launch(Launch, warps, block) for warps in (1, 2, 4) for block in (32, 64, 128)]
@@ -296,12 +327,12 @@ for stop in (KeyboardInterrupt, SystemExit):
             compiled_first(GPU, interrupted)
         except stop:
             pass
-    assert compiling.COMPILERS.get() is None and len(launchers) <= 1
+    assert compile_pool.COMPILERS.get() is None and len(launchers) <= 1
     launch(Launch, 8)(x, x, x, 64, 64, 64)
     assert launched[-1] == 8
 """,
     "nor does one while it waits": """
-compiling.cores = lambda: 1
+compile_pool.cores = lambda: 1
 every = [launch(Launch, warps, block) for warps in (1, 2, 4) for block in (32, 64, 128)]
 launched.clear()
 launchers.clear()

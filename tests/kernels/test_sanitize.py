@@ -9,13 +9,13 @@ DEF, DISPATCH = (
     next(i + 1 for i, line in enumerate(LINES) if text in line) for text in ("def hopper(", "    if ROWS == ")
 )
 KNOWN = f"""\
-..========= Error: Race reported between Read access at hopper+0x100 in hopper.py:{DEF}
-=========     and Write access at hopper+0x58c0 in hopper.py:{DEF} [276 hazards]
-=========     and Write access at hopper+0x99e0 in hopper.py:{DISPATCH} [206 hazards]
+..========= Error: Race reported between Read access at hopper+0x100 in {KERNEL.name}:{DEF}
+=========     and Write access at hopper+0x58c0 in {KERNEL.name}:{DEF} [276 hazards]
+=========     and Write access at hopper+0x99e0 in {KERNEL.name}:{DISPATCH} [206 hazards]
 =========
 """
-OTHER = KNOWN.replace(f"hopper.py:{DISPATCH}", "hopper.py:160")
-ELSEWHERE = KNOWN.replace("at hopper+0x58c0 in hopper.py", "at tiled+0x58c0 in hopper.py")
+OTHER = KNOWN.replace(f"{KERNEL.name}:{DISPATCH}", f"{KERNEL.name}:160")
+ELSEWHERE = KNOWN.replace("at hopper+0x58c0", "at tiled+0x58c0")
 
 
 def said(*hazards: str) -> str:

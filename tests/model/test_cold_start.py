@@ -176,10 +176,10 @@ START = """
 import sys
 import torch
 import quantkit
-from quantkit.kernels import compiling
+from quantkit.kernels.jit import compile_pool
 
-attempts, attempt = [], compiling._attempt
-compiling._attempt = lambda *arguments: (attempts.append(attempt(*arguments)), attempts[-1])[1]
+attempts, attempt = [], compile_pool._attempt
+compile_pool._attempt = lambda *arguments: (attempts.append(attempt(*arguments)), attempts[-1])[1]
 
 model = quantkit.load(sys.argv[1], device="cuda", dtype=torch.bfloat16)
 ids = torch.arange(40, device="cuda")[None] * 7 % 90

@@ -335,7 +335,8 @@ def test_loading_takes_far_less_memory_than_the_dense_model(tmp_path):
     code = """
 import threading, time, psutil
 from quantkit.runtime.load import load
-from quantkit.runtime.packed_linear import PackedLinear, packed_modules
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.replace import packed_modules
 if not {layouts}:
     PackedLinear.build_kernel_layouts = lambda self, dtype: None
 process = psutil.Process()

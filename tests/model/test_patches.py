@@ -27,7 +27,6 @@ from quantkit.runtime.transformers.patches import (
     loading,
     parallel,
     process_groups,
-    quantizers,
 )
 from quantkit.runtime.transformers.patches.table import PATCHES, Patch
 from quantkit.runtime.transformers.quantizer import QuantkitConfig, register, unregister
@@ -149,7 +148,7 @@ def _share(model: Any) -> None:
 
 #: How each patch comes to be on a packed model.
 MADE: dict[str, Callable[[Any], object]] = {
-    "quantizers": lambda _: quantizers.apply(),
+    "quantizers": lambda _: register(),
     "attention": lambda _: attention.apply(),
     "generation": generation.apply,
     "initialization": _set_a_flag,

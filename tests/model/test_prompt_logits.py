@@ -13,6 +13,7 @@ import quantkit
 from quantkit.checkpoint.manifest import (
     MANIFEST_NAME,
     OWN_HASH,
+    manifest_bytes,
     read_manifest,
     verify_files,
     verify_manifest,
@@ -127,7 +128,7 @@ def test_a_stored_prompt_of_another_model(packed: Path, stored: PromptLogits, tm
     manifest = {**read_manifest(packed), KEY: vars(replace(stored, prompt=(512,) * PROMPT_TOKENS))}
     for file in packed.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest))
+    (tmp_path / MANIFEST_NAME).write_bytes(manifest_bytes(manifest))
     with pytest.raises(CheckpointError, match="prompt has token 512, the embedding 512 rows"):
         compare(tmp_path)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantkit.packing.words import pack, unpack
 
+from quantkit.packing.bitpack import pack, unpack
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor

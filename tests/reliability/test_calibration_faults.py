@@ -272,7 +272,7 @@ def test_a_hub_that_cannot_be_reached(
     )
     message = Message(
         "nobody/nothing",
-        f"the hub cannot be reached and the {what} is not complete in the local cache",
+        f"the hub does not answer and the {what} is not complete in the local cache",
         f"expected a downloadable {what}",
         "Check the network, HF_ENDPOINT and the proxy settings, or give a local",
     )

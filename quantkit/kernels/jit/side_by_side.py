@@ -27,7 +27,7 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
 
 def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any:
     """The kernel, and in Triton's cache what launches it: C."""
-    if request is not None and request.module.startswith(f"{__package__}."):
+    if request is not None and request.module.startswith("quantkit.kernels."):
         compile_elsewhere(request)
     # Which reads what has been compiled, and else compiles.
     kernel = compile_kernel()

@@ -132,7 +132,7 @@ import sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from quantkit.kernels.fused import rows
+from quantkit.kernels.gemm import fused_kernels as rows
 from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
 from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
 from quantkit.kernels.gemm.operands import Operands

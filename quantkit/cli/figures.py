@@ -31,7 +31,7 @@ def print_reports(reports: Sequence["EvalReport"]) -> None:
 
 
 def _text_table(reports: Sequence["EvalReport"], text: str) -> Table:
-    from quantkit.eval.report import labelled
+    from quantkit.report.eval_report import labelled
 
     headings = ["bits in\nlinears", "bits in\nmodel", "size", "perplexity"]
     compared = reports[0].against is not None
@@ -69,7 +69,7 @@ def _figures(metrics: "TextMetrics", compared: bool) -> list[str]:
 
 def _task_table(reports: Sequence["EvalReport"]) -> Table:
     """A row per task and model; change and error in points, p that of McNemar's test."""
-    from quantkit.eval.report import labelled
+    from quantkit.report.eval_report import labelled
 
     table = _table(["task", "metric", "model"], ["items", "accuracy", "change", "flips", "p"])
     for label, one in labelled(reports):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from quantkit.bench.figures import Serving, Speed
     from quantkit.bench.serving import Traffic
     from quantkit.bench.speed import Settings
-    from quantkit.eval.document import Table
     from quantkit.progress import Progress
+    from quantkit.report.document import Table
 
     _Figures = TypeVar("_Figures", Speed, Serving)
 
@@ -120,9 +120,9 @@ def bench(
         if path is not None:
             check_writable(path)
     if report is not None:
-        from quantkit.eval.plots import check_matplotlib
+        from quantkit.report.plots import figure_class
 
-        check_matplotlib()
+        figure_class()
         make_directory(report, REPORT_FILES)
     sources = [directory] if against is None else [directory, against]
     if serve_like:
@@ -162,8 +162,8 @@ def bench(
 def _time(
     sources: list[str], settings: "Settings", profile: Path | None, json: Path | None, report: Path | None
 ) -> None:
-    from quantkit.bench.report import models_table, speed_table, write_speed
     from quantkit.bench.worker import speed_of
+    from quantkit.report.bench_report import models_table, speed_table, write_speed
 
     def measure(number: int, advance: "Progress") -> "Speed":
         trace = profile if number == 0 else None
@@ -185,8 +185,8 @@ def _time(
 
 
 def _serve(sources: list[str], traffic: "Traffic", json: Path | None, report: Path | None) -> None:
-    from quantkit.bench.report import serving_table, write_serving
     from quantkit.bench.worker import serving_of
+    from quantkit.report.bench_report import serving_table, write_serving
 
     def measure(number: int, advance: "Progress") -> "Serving":
         return serving_of(sources[number], traffic, progress=advance)

@@ -11,9 +11,10 @@ from rich.table import Table
 
 from quantkit.cli import options
 from quantkit.cli.console import out, print_json, progress, say
-from quantkit.cli.plots import check_png, figure_class, save
+from quantkit.cli.plots import check_png, save
 from quantkit.errors import UsageError
 from quantkit.escaping import one_line
+from quantkit.report.plots import figure_class
 
 if TYPE_CHECKING:
     from quantkit.calibrate.noise import Noise

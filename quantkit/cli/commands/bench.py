@@ -3,15 +3,14 @@
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import note, out, progress, say
+from quantkit.cli.console import note, print_table, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, is_pipe, make_directory, write_file
 from quantkit.errors import UsageError
-from quantkit.escaping import one_line
 
 if TYPE_CHECKING:
     from quantkit.bench.figures import Serving, Speed
@@ -233,16 +232,10 @@ _BRIEF = ("model", "mode", "batch", "prompt", "first token, ms", "token p50", "t
 
 def _print(table: "Table", wanted: Sequence[str] | None = None) -> None:
     """A table of a report on the terminal, or the columns of it that are wanted."""
-    from rich.table import Table as Lines
-
-    lines = Lines(box=None, pad_edge=False, header_style="bold")
     shown = [i for i, heading in enumerate(table.headings) if wanted is None or heading in wanted]
-    for i in shown:
-        side: Literal["left", "right"] = "left" if table.headings[i] in table.words else "right"
-        lines.add_column(table.headings[i], justify=side, overflow="fold")
-    for row in table.rows:
-        lines.add_row(*(one_line(row[i]) for i in shown))
-    out.print(lines)
+    headings = [table.headings[i] for i in shown]
+    rows = ([row[i] for i in shown] for row in table.rows)
+    print_table(headings, rows, words=table.words, folded=headings)
 
 
 def _counts(text: str, option: str) -> tuple[int, ...]:

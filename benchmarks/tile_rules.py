@@ -1,32 +1,65 @@
-"""How the rules for tiles of `fused-hopper` agree with the table of the H100, and where they overrule it.
+"""How the rules agree with what was measured on the H100 and H200: kernels, and tiles of `fused-hopper`.
 
-    python benchmarks/tile_rules.py
+    python benchmarks/tile_rules.py            # add --write for tests/golden/tile_rules.json
 
-Needs no GPU: times are those that `quantkit tune` measured, and what the rules make of other rows of x.
+Needs no GPU: times are those that `quantkit tune` measured, and what the rules make of other rows of x. The
+golden file lists where the kernel that the rules choose takes more than 1.05 times the fastest one's time.
 """
 
+import argparse
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from statistics import quantiles
+from functools import cache
+from pathlib import Path
+from statistics import median, quantiles
 
 from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
 from quantkit.kernels.gemm.operands import shape_of
 from quantkit.kernels.gemm.wgmma.wgmma_launch import STEP_US, TILING, HopperTile, tile_time
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.registry import ROWS, choose
+from quantkit.kernels.registry import ROWS, choose, choose_by_rules
 from quantkit.kernels.tuning.store import shipped_tables
 from quantkit.kernels.tuning.tile_table import Entry, Key
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, HOPPER_SHARED)
+H200 = replace(H100, name="NVIDIA H200")
+GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "tile_rules.json"
+#: A kernel that takes this part of the fastest one's time is as good.
+NEAR = 1.05
 #: For the entries of the larger number, rows of x between it and the power of two before.
 BETWEEN = {512: (257, 320, 384), 1024: (513, 576, 640)}
 #: And for 1024, further on.
 FURTHER = (641, 704, 768)
 
 
-def asked(key: Key) -> Problem:
-    return Problem(key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, H100)
+def asked(key: Key, gpu: Gpu = H100) -> Problem:
+    return Problem(key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, gpu)
+
+
+@cache
+def kernels_by_rules(gpu: Gpu) -> dict[str, float | None]:
+    """For each entry of the table of `gpu` with times of several kernels, the rules' over the fastest's.
+
+    Of both the time is that with the fastest tile; one kernel has no time for other tiles. None where the
+    kernel that the rules choose was not timed.
+    """
+    (table,) = (one for one in shipped_tables(gpu, ROWS) if one.gpu.name == gpu.name)
+    found: dict[str, float | None] = {}
+    for key, entry in table.entries.items():
+        if entry.others:
+            row = choose_by_rules(asked(key, gpu)).row.name
+            us = entry.us if row == entry.row else entry.others.get(row)
+            name = f"{key.scheme} {key.dtype} {key.n}x{key.k} M={key.m}"
+            assert name not in found
+            found[name] = None if us is None else round(us / entry.us, 3)
+    return found
+
+
+def beyond(gpu: Gpu) -> dict[str, float | None]:
+    """The entries of `kernels_by_rules` that are not `NEAR`, or not known."""
+    return {name: one for name, one in kernels_by_rules(gpu).items() if one is None or one > NEAR}
 
 
 def time(problem: Problem, tile: HopperTile) -> float:
@@ -54,6 +87,20 @@ def fits(entries: dict[Key, Entry], of: int, rows_of_x: tuple[int, ...]) -> str:
 
 
 def main() -> None:
+    """Print the figures, or write the golden file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"write {GOLDEN.name}")
+    if parser.parse_args().write:
+        GOLDEN.write_text(json.dumps({gpu.name: beyond(gpu) for gpu in (H100, H200)}, indent=1) + "\n")
+        return
+    for gpu in (H100, H200):
+        known = [one for one in kernels_by_rules(gpu).values() if one is not None]
+        near = sum(one <= NEAR for one in known)
+        print(
+            f"{gpu.name}: the kernel by rules is within {NEAR} of the fastest for {near} of {len(known)}, "
+            f"median {median(known):.2f}, at most {max(known):.2f}; for "
+            f"{len(kernels_by_rules(gpu)) - len(known)} others it was not timed"
+        )
     table, *_ = shipped_tables(H100, ROWS)
     entries = {
         key: entry

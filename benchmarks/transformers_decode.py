@@ -61,10 +61,10 @@ def main() -> None:
             seconds(tokens)
         if way == "compiled" and not hasattr(model, "_compiled_call"):
             raise SystemExit("transformers compiled no forward; it says why above")
-        tokens_a_second = [
-            (arguments.new_tokens - 1) / (seconds(arguments.new_tokens) - seconds(1))
-            for _ in range(arguments.repeats)
-        ]
+        taken = [seconds(arguments.new_tokens) - seconds(1) for _ in range(arguments.repeats)]
+        if min(taken) <= 0:
+            raise SystemExit(f"{way}: one token took as long as all; give more --new-tokens")
+        tokens_a_second = [(arguments.new_tokens - 1) / one for one in taken]
         found[way] = tokens_a_second
         low, high = min(tokens_a_second), max(tokens_a_second)
         print(

@@ -13,7 +13,7 @@ from markdown_it.token import Token
 
 from quantkit import escaping
 from quantkit.escaping import Code
-from quantkit.eval.document import Bullets, Command, Document, Section, Table, Text
+from quantkit.report.document import Bullets, Command, Document, Section, Table, Text
 
 #: What markup of any kind is made of, and what is no character of a page.
 PIECES = (

@@ -23,7 +23,3 @@ def test_quantize_tensor_needs_no_transformers() -> None:
     modules = imported_by("import quantkit; quantkit.quantize_tensor")
     assert "torch" in modules
     assert not modules & {"transformers", "triton", "lm_eval", "huggingface_hub"}
-
-
-def test_yaml_is_loaded_for_recipes_in_yaml_only() -> None:
-    assert "yaml" not in imported_by("import quantkit.recipes.recipe")

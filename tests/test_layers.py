@@ -26,8 +26,9 @@ ALLOWED = {
     "verification": PROVING,
     "eval": RUNNING | {"runtime"},
     "bench": RUNNING | {"runtime", "eval"},
-    "publish": PROVING | {"verification", "eval", "bench"},
-    "cli": PROVING | {"verification", "eval", "bench", "publish", "quantizing"},
+    "report": {"checkpoint", "eval", "bench"},
+    "publish": PROVING | {"verification", "eval", "bench", "report"},
+    "cli": PROVING | {"verification", "eval", "bench", "report", "publish", "quantizing"},
 }
 #: Lines of a file.
 LONGEST = 450

@@ -4,9 +4,9 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bar
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
 from quantkit.escaping import one_line, printable
@@ -42,6 +42,31 @@ for _console in (out, err):
 def say(text: str, *, style: str | None = None) -> None:
     """A line of the result."""
     out.print(printable(text), style=style)
+
+
+def print_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: Collection[str] = (),
+    folded: Collection[str] = (),
+    narrow: bool = False,
+) -> None:
+    """Rows of cells under headings, each cell in one line unless its column is `folded`.
+
+    Columns of `words` are aligned to the left, numbers to the right. `narrow` is for 80 columns.
+    """
+    padding = (0, 1, 0, 0) if narrow else (0, 1)
+    table = Table(box=None, pad_edge=False, padding=padding, header_style="bold")
+    for heading in headings:
+        side: Literal["left", "right"] = "left" if heading in words else "right"
+        is_folded = heading in folded
+        table.add_column(
+            heading, justify=side, overflow="fold" if is_folded else "ellipsis", no_wrap=not is_folded
+        )
+    for row in rows:
+        table.add_row(*map(one_line, row))
+    out.print(table)
 
 
 def note(text: str) -> None:

@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from quantkit.cli.console import note, out, say
-from quantkit.escaping import one_line
+from quantkit.cli.console import note, print_table, say
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
@@ -20,9 +17,9 @@ def print_reports(reports: Sequence["EvalReport"]) -> None:
 
     for text, metrics in reports[0].texts.items():
         say(f"{text}: {metrics.tokens} tokens", style="bold")
-        out.print(_text_table(reports, text))
+        _print_text(reports, text)
     if any(report.tasks for report in reports):
-        out.print(_task_table(reports))
+        _print_tasks(reports)
     for report in reports:
         if report.texts:
             say(verdict_line(report))
@@ -30,18 +27,15 @@ def print_reports(reports: Sequence["EvalReport"]) -> None:
         note(line)
 
 
-def _text_table(reports: Sequence["EvalReport"], text: str) -> Table:
-    from quantkit.eval.report import labelled
+def _print_text(reports: Sequence["EvalReport"], text: str) -> None:
+    from quantkit.report.eval_report import labelled
 
-    headings = ["bits in\nlinears", "bits in\nmodel", "size", "perplexity"]
+    headings = ["model", "bits in\nlinears", "bits in\nmodel", "size", "perplexity"]
     compared = reports[0].against is not None
     if compared:
         headings += ["excess", "KL mean", "same\ntop-1"]
-    table = _table(["model"], headings)
-    for label, one in labelled(reports):
-        cells = [label, *_sizes(one), *_figures(one.texts[text], compared)]
-        table.add_row(*map(one_line, cells))
-    return table
+    table = [(label, *_sizes(one), *_figures(one.texts[text], compared)) for label, one in labelled(reports)]
+    print_table(headings, table, words=("model",), folded=("model",))
 
 
 def _sizes(one: "EvalReport | NoiseFloor") -> tuple[str, str, str]:
@@ -67,11 +61,11 @@ def _figures(metrics: "TextMetrics", compared: bool) -> list[str]:
     return cells
 
 
-def _task_table(reports: Sequence["EvalReport"]) -> Table:
+def _print_tasks(reports: Sequence["EvalReport"]) -> None:
     """A row per task and model; change and error in points, p that of McNemar's test."""
-    from quantkit.eval.report import labelled
+    from quantkit.report.eval_report import labelled
 
-    table = _table(["task", "metric", "model"], ["items", "accuracy", "change", "flips", "p"])
+    words, table = ("task", "metric", "model"), []
     for label, one in labelled(reports):
         for metrics in one.tasks:
             paired = metrics.paired
@@ -82,14 +76,5 @@ def _task_table(reports: Sequence["EvalReport"]) -> Table:
             if paired is not None:
                 error = "" if paired.delta_se is None else f" ± {100 * paired.delta_se:.2f}"
                 cells += [f"{100 * paired.delta:+.2f}{error}", f"{paired.flips:.2%}", f"{paired.p_value:.2g}"]
-            table.add_row(*map(one_line, cells))
-    return table
-
-
-def _table(words: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in words:
-        table.add_column(heading, overflow="fold")
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+            table.append(cells)
+    print_table((*words, "items", "accuracy", "change", "flips", "p"), table, words=words, folded=words)

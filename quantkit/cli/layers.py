@@ -1,14 +1,11 @@
 """What plan, quantize and inspect print of a model: a table of its linears, and what stays dense and why."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from quantkit.cli.console import note, out, say
-from quantkit.escaping import one_line
+from quantkit.cli.console import note, print_table, say
 from quantkit.files import size_text
 
 if TYPE_CHECKING:
@@ -22,7 +19,7 @@ Layers = Mapping[str, "LayerRecord"]
 def print_layers(layers: Layers, dense: Mapping[str, str], *, every_layer: bool) -> None:
     """A line per linear, or per kind of linear unless `every_layer`, then all that is not by default."""
     groups = _grouped(layers, every_layer)
-    out.print(_table(groups))
+    _print_groups(groups)
     by_reason: dict[tuple[str, str], list[str]] = {}
     for name, layer in (member for members in groups for member in members):
         if layer.reason != "default":
@@ -35,18 +32,11 @@ def print_layers(layers: Layers, dense: Mapping[str, str], *, every_layer: bool)
         say(f"{len(names)} {stored}: {reason} ({shown})")
 
 
-def _table(groups: Iterable[Sequence[tuple[str, "LayerRecord"]]]) -> Table:
+def _print_groups(groups: Collection[Sequence[tuple[str, "LayerRecord"]]]) -> None:
     """Narrow enough for 80 columns: only names are folded, figures never."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("linear", overflow="fold")
-    table.add_column("count", justify="right", no_wrap=True)
-    table.add_column("NxK", justify="right", no_wrap=True)
-    table.add_column("stored as", no_wrap=True)
-    table.add_column("method", no_wrap=True)
-    table.add_column("bits", justify="right", no_wrap=True)
     measured = any(layer.relative_error is not None for members in groups for _, layer in members)
-    if measured:
-        table.add_column("error", justify="right", no_wrap=True)
+    headings = ("linear", "count", "NxK", "stored as", "method", "bits", *(["error"] if measured else []))
+    table: list[tuple[str, ...]] = []
     for members in groups:
         name, first = members[0]
         rows, columns = first.shape
@@ -60,8 +50,8 @@ def _table(groups: Iterable[Sequence[tuple[str, "LayerRecord"]]]) -> Table:
             "" if first.bits_per_weight is None else f"{first.bits_per_weight:.3f}",
             *([f"{sum(errors) / len(errors):.1e}" if errors else ""] if measured else []),
         )
-        table.add_row(*map(one_line, cells))
-    return table
+        table.append(cells)
+    print_table(headings, table, words=("linear", "stored as", "method"), folded=("linear",), narrow=True)
 
 
 def _without_scale(scheme: str) -> str:
@@ -108,16 +98,12 @@ def print_allocation(allocation: "Allocation", *, every_layer: bool) -> None:
         first, *others = share.linears if every_layer else map(_pattern, share.linears)
         name = ", ".join([first, *(other.rpartition(".")[2] for other in others)])
         kinds.setdefault((name, _without_scale(share.scheme)), []).append(share)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("allocated", overflow="fold")
-    table.add_column("count", justify="right", no_wrap=True)
-    table.add_column("stored as", no_wrap=True)
-    table.add_column(limit.counts, justify="right", no_wrap=True)
-    table.add_column("KL", justify="right", no_wrap=True)
+    headings = ("allocated", "count", "stored as", limit.counts, "KL")
+    table = []
     for (name, scheme), shares in kinds.items():
         cost, divergence = sum(share.cost for share in shares), sum(share.divergence for share in shares)
-        table.add_row(*map(one_line, (name, str(len(shares)), scheme, str(cost), f"{divergence:.1e}")))
-    out.print(table)
+        table.append((name, str(len(shares)), scheme, str(cost), f"{divergence:.1e}"))
+    print_table(headings, table, words=("allocated", "stored as"), folded=("allocated",), narrow=True)
     spent = f"{allocation.cost / limit.in_one(weights):.3f} of {limit.amount:g} {limit.unit}"
     bits = "" if limit.counts == "bytes" else f", {allocation.bits_per_weight:.3f} bits per weight"
     say(f"allocated: {spent}{bits}, expected KL divergence {allocation.divergence:.3g} nats per token")

@@ -138,7 +138,7 @@ AllocatedFormats = Annotated[
         show_default="a menu of int, fp and MX formats",
     ),
 ]
-RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML or YAML file of rules.")]
+RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules.")]
 LmHead = Annotated[
     str | None, typer.Option("--lm-head", help="Format for lm_head, which stays dense otherwise.")
 ]

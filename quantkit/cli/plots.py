@@ -2,14 +2,13 @@
 
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.about import pip_install
 from quantkit.cli.files import write_file
-from quantkit.errors import EnvironmentProblem, UsageError
-from quantkit.escaping import plot as plot_text
+from quantkit.errors import UsageError
+from quantkit.report.plots import figure_class, plain
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.model_record import LayerRecord
@@ -23,19 +22,6 @@ def check_png(path: Path) -> None:
     if path.suffix != ".png":
         raise UsageError(f"--plot {path} does not end in .png, the one kind of file it writes.")
     figure_class()
-
-
-def figure_class() -> Callable[..., Any]:
-    """matplotlib's `Figure`; `EnvironmentProblem` where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"--plot needs matplotlib, which cannot be imported ({error}). Install it with "
-            f"{pip_install('plots')}."
-        ) from error
-    figure: Callable[..., Any] = Figure
-    return figure
 
 
 def save(figure: Any, path: Path) -> None:
@@ -77,19 +63,19 @@ def draw_errors(path: Path, title: str, layers: Mapping[str, "LayerRecord"]) -> 
         color, mark = f"C{i % 10}", _MARKS[i % len(_MARKS)]
         blocks = sorted(points)
         means = [sum(points[at]) / len(points[at]) for at in blocks]
-        axes.plot(blocks, means, color=color, marker=mark, markersize=5, linewidth=1.2, label=plot_text(kind))
+        axes.plot(blocks, means, color=color, marker=mark, markersize=5, linewidth=1.2, label=plain(kind))
         several = [(at, error) for at in blocks for error in points[at] if len(points[at]) > 1]
         if several:
             axes.scatter(*zip(*several, strict=True), color=color, marker=mark, s=8, alpha=0.4)
     what = "outputs on the calibration data" if outputs else "weights"
-    axes.set(yscale="log", xlabel="block", ylabel=f"relative squared error of {what}", title=plot_text(title))
+    axes.set(yscale="log", xlabel="block", ylabel=f"relative squared error of {what}", title=plain(title))
     axes.xaxis.get_major_locator().set_params(integer=True)
     if outside:
         # None so near the end that its number would be under a name.
         inside = [t for t in axes.get_xticks() if 0 <= t <= last * 0.93 and t == int(t)]
         axes.set_xticks(
             [*inside, *range(last + 1, last + 1 + len(outside))],
-            [*(str(int(tick)) for tick in inside), *map(plot_text, outside)],
+            [*(str(int(tick)) for tick in inside), *map(plain, outside)],
         )
     axes.grid(which="both", alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=9)

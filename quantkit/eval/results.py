@@ -1,6 +1,6 @@
 """The results of an evaluation: every figure of one model and how it was measured, the content of eval.json.
 
-`eval/evaluate.py` finds them, `eval/report.py` tells people.
+`eval/evaluate.py` finds them, `report/eval_report.py` tells people.
 """
 
 import json

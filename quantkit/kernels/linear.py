@@ -1,8 +1,8 @@
 """y = x W^T on packed weights: the functions to call, and the torch operator behind them.
 
 The operator `quantkit::linear` is opaque to torch.compile, which therefore never breaks the graph, and
-chooses its row from the table by the number of rows at run time. Its gradients, and what else torch's
-transforms make of it, are in `transforms` and registered here. Layouts of weights are built here, too.
+chooses its row from the table by the number of rows at run time. Its backward pass is in `autograd` and
+registered here. Layouts of weights are built here, too.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,12 @@ from torch import nn
 
 from quantkit.errors import KernelError
 from quantkit.kernels.autograd import (
-    WeightOperand,
     backward,
-    backward_of_grad_x,
     is_transformed,
-    linear_grad_x_vmap,
-    linear_vmap,
+    refuse_second_order,
+    refuse_transforms,
     setup_context,
-    setup_context_of_grad_x,
-    with_tangent,
+    setup_nothing,
 )
 from quantkit.kernels.eager import KernelLayout, is_plain, plan_next, planned
 from quantkit.kernels.gemm.unpack import block_rows
@@ -51,9 +48,9 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 
     Under torch.autocast x and bias are cast as those of `torch.nn.functional.linear` are. The first call
     per activation dtype outside torch.compile builds the layout that is fastest for decoding and keeps it
-    with `packed`; compiled code uses the layout if it is there already. Gradients flow to x and bias and
-    tangents from them, also those of transforms (`torch.func`), and torch.vmap goes over both.
-    Raises `KernelError` where shapes, dtypes or devices do not fit.
+    with `packed`; compiled code uses the layout if it is there already. Gradients flow to x and bias.
+    Raises `KernelError` where shapes, dtypes or devices do not fit, and for gradients of gradients, tangents,
+    torch.vmap and transforms of `torch.func`.
     """
     if not isinstance(packed, PackedTensor):
         raise KernelError(
@@ -110,10 +107,9 @@ def linear_parts(
     layout = layout if layout is not None and layout.dtype == x.dtype else None
     if not torch.compiler.is_compiling() and is_plain(x) and _are_plain(parts, bias):
         return _plain_product(x, parts, bias, token, out_features, layout)
-    tensors, name = ([], "") if layout is None else (list(layout.tensors), layout.name)
     if is_transformed(x):
-        weight = WeightOperand(tuple(parts), tuple(tensors), token, (out_features, x.shape[-1]), name)
-        return with_tangent(x, bias, weight)
+        refuse_transforms(x, bias, parts)
+    tensors, name = ([], "") if layout is None else (list(layout.tensors), layout.name)
     y: torch.Tensor = torch.ops.quantkit.linear(x, list(parts), tensors, bias, token, out_features, name)
     return y
 
@@ -433,8 +429,4 @@ torch.library.register_fake("quantkit::linear", _linear_fake)
 torch.library.register_fake("quantkit::linear_grad_x", _linear_grad_x_fake)
 torch.library.register_fake("quantkit::restore_words", _restore_words_fake)
 torch.library.register_autograd("quantkit::linear", backward, setup_context=setup_context)
-torch.library.register_autograd(
-    "quantkit::linear_grad_x", backward_of_grad_x, setup_context=setup_context_of_grad_x
-)
-torch.library.register_vmap("quantkit::linear", linear_vmap)
-torch.library.register_vmap("quantkit::linear_grad_x", linear_grad_x_vmap)
+torch.library.register_autograd("quantkit::linear_grad_x", refuse_second_order, setup_context=setup_nothing)

@@ -14,7 +14,15 @@ from typing import Any
 
 from quantkit import escaping
 from quantkit.about import DISTRIBUTION, requirement
-from quantkit.bench.report import (
+from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
+from quantkit.errors import UsageError
+from quantkit.escaping import Code
+from quantkit.eval.tasks import TaskMetrics
+from quantkit.publish.carried import carried_metadata
+from quantkit.publish.measurements import Accuracy, Measurements, Plot
+from quantkit.quantization.plan_warnings import fused_sets
+from quantkit.report.bench_report import (
     SERVING_RULES,
     machine_text,
     models_table,
@@ -22,16 +30,15 @@ from quantkit.bench.report import (
     serving_table,
     speed_table,
 )
-from quantkit.checkpoint.manifest import MANIFEST_NAME
-from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
-from quantkit.errors import UsageError
-from quantkit.escaping import Code
-from quantkit.eval.document import Block, Bullets, Command, Document, Figure, Section, Table, Text
-from quantkit.eval.report import TASK_EXPLANATION, task_table
-from quantkit.eval.tasks import TaskMetrics
-from quantkit.publish.carried import carried_metadata
-from quantkit.publish.measurements import Accuracy, Measurements, Plot
-from quantkit.quantization.plan_warnings import fused_sets
+from quantkit.report.document import Block, Bullets, Command, Document, Figure, Section, Table, Text
+from quantkit.report.tables import (
+    TASK_EXPLANATION,
+    error_text,
+    number_text,
+    percent_text,
+    points_text,
+    task_table,
+)
 from quantkit.runtime.saved_model import NO_MANIFEST, read_record
 
 
@@ -141,7 +148,7 @@ def _storage(record: ModelRecord) -> Iterator[Block]:
     for layer in record.layers.values():
         kinds.setdefault((layer.scheme or "dense", layer.method or "-"), []).append(layer)
     rows = [
-        (*kind, str(len(layers)), _shown(_mean_bits(layers), ".3f"))
+        (*kind, str(len(layers)), number_text(_mean_bits(layers), ".3f"))
         for kind, layers in sorted(kinds.items(), key=lambda item: -len(item[1]))
     ]
     yield Table(("format", "method", "linears", "bits per weight"), rows, frozenset({"format", "method"}))
@@ -181,7 +188,7 @@ def _accuracy_blocks(measurements: Measurements) -> Iterator[Block]:
 def _tasks_table(tasks: Sequence[TaskMetrics]) -> Table:
     """What was answered right, of a model without a reference."""
     rows = [
-        (one.task, one.metric, str(one.items), f"{100 * one.accuracy:.2f} %" + _error_points(one.accuracy_se))
+        (one.task, one.metric, str(one.items), percent_text(one.accuracy) + points_text(one.accuracy_se))
         for one in tasks
     ]
     return Table(("task", "metric", "items", "right"), rows, frozenset({"task", "metric"}))
@@ -192,10 +199,10 @@ def _texts_table(texts: Sequence[Accuracy]) -> Table:
         (
             one.text,
             str(one.tokens),
-            _shown(one.perplexity, ".6g"),
-            _shown(one.reference_perplexity, ".6g"),
-            _shown(one.kl_mean, ".3g") + _error(one.kl_mean_se),
-            "-" if one.same_top1 is None else f"{100 * one.same_top1:.2f} %",
+            number_text(one.perplexity, ".6g"),
+            number_text(one.reference_perplexity, ".6g"),
+            number_text(one.kl_mean, ".3g") + error_text(one.kl_mean_se),
+            percent_text(one.same_top1),
         )
         for one in texts
     ]
@@ -203,20 +210,8 @@ def _texts_table(texts: Sequence[Accuracy]) -> Table:
     return Table(headings, rows, frozenset({"text"}))
 
 
-def _error(value: float | None) -> str:
-    return "" if value is None else f" ± {value:.1g}"
-
-
-def _error_points(value: float | None) -> str:
-    return "" if value is None else f" ± {100 * value:.2f}"
-
-
 def _images(plots: Sequence[Plot], part: str) -> Iterator[Block]:
     return (Figure(plot.name, plot.caption, plot.png, "") for plot in plots if plot.part == part)
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _speed_blocks(measurements: Measurements) -> Iterator[Block]:

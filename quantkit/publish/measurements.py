@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from quantkit.bench.figures import Serving, Speed, read_benchmark
 from quantkit.errors import UsageError
-from quantkit.eval.report import floor_label
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.files import from_json, os_error_text
+from quantkit.report.eval_report import floor_label
 
 #: An image of a report: its caption, and its name, which leads nowhere else.
 _IMAGE = re.compile(r"!\[((?:[^\]\\]|\\.)*)\]\(([\w\-]+)\.png\)")

@@ -11,14 +11,13 @@ shell-style glob over the whole name (`*` also crosses dots), so an exact name i
     match = "model.layers.0.*"
     keep = true
 
-A YAML file has the same keys. What no rule matches gets the recipe's default. A pattern that matches no
-linear is an error. `rotate = true` at the top has the model rotated first
-(`quantization/rotated_checkpoint.py`).
+What no rule matches gets the recipe's default. A pattern that matches no linear is an error. `rotate = true`
+at the top has the model rotated first (`quantization/rotated_checkpoint.py`).
 """
 
 import io
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -262,33 +261,22 @@ def _parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def _parse_yaml(text: str) -> dict[str, Any]:
-    from quantkit.recipes.strict_yaml import parse_yaml
-
-    return parse_yaml(text)
-
-
-#: The parser of each syntax by the suffix of a file; a `ValueError` says what is wrong.
-SYNTAXES: dict[str, Callable[[str], dict[str, Any]]] = {
-    ".toml": _parse_toml,
-    ".yaml": _parse_yaml,
-    ".yml": _parse_yaml,
-}
 MAX_CHARACTERS = 1 << 20  # rules for ten thousand linears
 #: tomllib takes time in the square and more of the names in a dotted key, which are on one line.
 _MAX_DOTS = 200
+#: A rule, for errors that tell how to write one.
+_EXAMPLE = """a line [[rule]], then lines such as match = "*.down_proj" and format = "int8\""""
 
 
 def read_recipe(path: Path, default: Choice) -> Recipe:
-    """A recipe from a TOML or YAML file, as its suffix says.
+    """A recipe from a TOML file.
 
     Rules inherit what they leave out from its `default`, and that from the argument. Raises `UsageError`
     naming the file and the key, or the line, for anything that is not a recipe.
     """
-    parse = SYNTAXES.get(path.suffix.lower())
-    if parse is None:
+    if path.suffix.lower() != ".toml":
         found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
-        raise UsageError(f"recipe {path} {found}; rename it to end in one of {', '.join(SYNTAXES)}.")
+        raise UsageError(f"recipe {path} {found}; expected TOML in a file that ends in '.toml': {_EXAMPLE}.")
     try:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)
@@ -296,7 +284,7 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
             raise ValueError(
                 f"it has more than the {MAX_CHARACTERS} characters it may have. Let patterns stand for names"
             )
-        data = parse(text)
+        data = _parse_toml(text)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}.") from error
     if unknown := set(data) - {"rotate", "default", "rule"}:
@@ -307,9 +295,7 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
         base = _choice(data.get("default", {}), default)
         rules = data.get("rule", [])
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-            raise UsageError(
-                "'rule' must be an array of tables: [[rule]] in TOML, items '- match: ...' in YAML."
-            )
+            raise UsageError("'rule' must be an array of tables; write [[rule]] above each.")
         rotate = _flag(data.get("rotate", False))
         return Recipe(base, tuple(_written_rule(rule, base) for rule in rules), rotate)
     except QuantkitError as error:

@@ -20,8 +20,8 @@ from quantkit.bench.figures import (
     read_benchmark,
     to_json,
 )
-from quantkit.bench.report import speed_table, write_serving, write_speed
 from quantkit.errors import UsageError
+from quantkit.report.bench_report import speed_table, write_serving, write_speed
 
 MACHINE = Machine("cpu", "a CPU", 2, 1e10, "0.1.0", "2.13.0", "5.23.0")
 

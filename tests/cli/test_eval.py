@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.eval.report import floor_label
+from quantkit.report.eval_report import floor_label
 
 from .conftest import SOURCE, STORIES, Run
 

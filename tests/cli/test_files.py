@@ -11,7 +11,7 @@ from quantkit.checkpoint.output.lock import LOCK_NAME
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file, write_files
 from quantkit.errors import OutputError
-from quantkit.eval.document import Document, write
+from quantkit.report.document import Document, write
 
 
 def test_a_file_is_replaced_or_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

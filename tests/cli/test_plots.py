@@ -98,8 +98,6 @@ def test_inspect_draws_or_says_why_not(run, packed: Path, tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("inspect", packed, "--plot", tmp_path / "none.png")
     assert (
-        done.code == 7
-        and "--plot needs matplotlib" in done.err
-        and "pip install 'matplotlib>=3.9'" in done.err
+        done.code == 7 and "plots need matplotlib" in done.err and "pip install 'matplotlib>=3.9'" in done.err
     )
     assert not (tmp_path / "none.png").exists()

@@ -11,9 +11,9 @@ from quantkit.eval import evaluate as evaluate_module
 from quantkit.eval import per_block
 from quantkit.eval.evaluate import evaluate, evaluate_many
 from quantkit.eval.per_block import BlockLosses, block_losses
-from quantkit.eval.report import write_report
 from quantkit.eval.result_cache import Partial
 from quantkit.quantizing import quantize
+from quantkit.report.eval_report import write_report
 from quantkit.runtime.load import load
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import yaml
 from quantkit import escaping
 from quantkit.errors import QuantkitError
 from quantkit.escaping import Code
-from quantkit.eval.document import Bullets, Command, Document, Section, Table, Text
+from quantkit.report.document import Bullets, Command, Document, Section, Table, Text
 
 from ..test_escaping import PAGE, PIECES, Page, line, only_text
 

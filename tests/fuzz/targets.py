@@ -480,27 +480,12 @@ group_size = "channel"
 match = "model.layers.[0-3].*"
 keep = true
 """
-_YAML_TEXT = b"""rotate: true
-default: {format: int4, group_size: 64}
-rule:
-- match: "*.down_proj"
-  format: int8
-  group_size: channel
-- match: "model.layers.[0-3].*"
-  keep: yes
-- match: >-
-    lm_head
-  format: ternary
-"""
 
 
 def _mutate_recipe(data: bytes, random: Random) -> bytes:
-    """The first byte says the syntax: `t` or `y`."""
-    kind, text = data[:1], data[1:]
     if random.randrange(2) == 0:
-        return kind + mutate_bytes(text, random)
-    tree = mutate_tree(parse(json.dumps(random.choice(_RECIPES))), random)
-    return (b"t" + _toml(tree)) if random.randrange(2) else b"y" + dump(tree)
+        return mutate_bytes(data, random)
+    return _toml(mutate_tree(parse(json.dumps(random.choice(_RECIPES))), random))
 
 
 _NAMES = dict.fromkeys(
@@ -515,8 +500,8 @@ _NAMES = dict.fromkeys(
 
 
 def _check_recipe(case: bytes, directory: Path) -> None:
-    path = directory / ("recipe.toml" if case[:1] == b"t" else "recipe.yaml")
-    path.write_bytes(case[1:])
+    path = directory / "recipe.toml"
+    path.write_bytes(case)
     recipe = read_recipe(path, Choice())
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     fates = recipe.fates(_NAMES, {}, {"model.norm": "a norm"})
@@ -588,7 +573,7 @@ TARGETS: dict[str, Target] = {
         Target("journal", journals, mutate_directory, check_journal, 0.03),
         Target("packed", _packed, mutate_directory, _check_packed, 0.1),
         Target("table", _tables, mutate_json, _check_table, 0.04),
-        Target("recipe", lambda: (b"t" + _TOML_TEXT, b"y" + _YAML_TEXT), _mutate_recipe, _check_recipe, 0.04),
+        Target("recipe", lambda: (_TOML_TEXT,), _mutate_recipe, _check_recipe, 0.04),
         Target("documents", lambda: (_DOCUMENTS,), mutate_directory, _check_documents, 0.03),
         Target("structure", dense_checkpoints, mutate_directory, check_structure, 0.01, 10.0),
         Target("load", packed_checkpoints, mutate_directory, check_load, 0.005, 10.0),

@@ -17,15 +17,15 @@ from quantkit.bench.figures import Cell, Load, Machine, Memory, Percentiles, Ser
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.eval.document import Figure
 from quantkit.eval.paired import compare
-from quantkit.eval.report import document
 from quantkit.eval.results import NoiseFloor
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.publish import card as card_module
 from quantkit.publish.card import make_card
 from quantkit.publish.carried import carried_metadata
 from quantkit.publish.measurements import Accuracy, Measurements, Plot, plots_beside, read_measurements
+from quantkit.report.document import Figure
+from quantkit.report.eval_report import document
 
 from ..fuzz.guard import bounded
 from ..test_escaping import NAMES, line, only_text

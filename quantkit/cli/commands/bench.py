@@ -3,22 +3,21 @@
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import note, out, progress, say
+from quantkit.cli.console import note, print_table, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, is_pipe, make_directory, write_file
 from quantkit.errors import UsageError
-from quantkit.escaping import one_line
 
 if TYPE_CHECKING:
     from quantkit.bench.figures import Serving, Speed
     from quantkit.bench.serving import Traffic
     from quantkit.bench.speed import Settings
-    from quantkit.eval.document import Table
     from quantkit.progress import Progress
+    from quantkit.report.document import Table
 
     _Figures = TypeVar("_Figures", Speed, Serving)
 
@@ -120,9 +119,9 @@ def bench(
         if path is not None:
             check_writable(path)
     if report is not None:
-        from quantkit.eval.plots import check_matplotlib
+        from quantkit.report.plots import figure_class
 
-        check_matplotlib()
+        figure_class()
         make_directory(report, REPORT_FILES)
     sources = [directory] if against is None else [directory, against]
     if serve_like:
@@ -162,8 +161,8 @@ def bench(
 def _time(
     sources: list[str], settings: "Settings", profile: Path | None, json: Path | None, report: Path | None
 ) -> None:
-    from quantkit.bench.report import models_table, speed_table, write_speed
     from quantkit.bench.worker import speed_of
+    from quantkit.report.bench_report import models_table, speed_table, write_speed
 
     def measure(number: int, advance: "Progress") -> "Speed":
         trace = profile if number == 0 else None
@@ -185,8 +184,8 @@ def _time(
 
 
 def _serve(sources: list[str], traffic: "Traffic", json: Path | None, report: Path | None) -> None:
-    from quantkit.bench.report import serving_table, write_serving
     from quantkit.bench.worker import serving_of
+    from quantkit.report.bench_report import serving_table, write_serving
 
     def measure(number: int, advance: "Progress") -> "Serving":
         return serving_of(sources[number], traffic, progress=advance)
@@ -233,16 +232,10 @@ _BRIEF = ("model", "mode", "batch", "prompt", "first token, ms", "token p50", "t
 
 def _print(table: "Table", wanted: Sequence[str] | None = None) -> None:
     """A table of a report on the terminal, or the columns of it that are wanted."""
-    from rich.table import Table as Lines
-
-    lines = Lines(box=None, pad_edge=False, header_style="bold")
     shown = [i for i, heading in enumerate(table.headings) if wanted is None or heading in wanted]
-    for i in shown:
-        side: Literal["left", "right"] = "left" if table.headings[i] in table.words else "right"
-        lines.add_column(table.headings[i], justify=side, overflow="fold")
-    for row in table.rows:
-        lines.add_row(*(one_line(row[i]) for i in shown))
-    out.print(lines)
+    headings = [table.headings[i] for i in shown]
+    rows = ([row[i] for i in shown] for row in table.rows)
+    print_table(headings, rows, words=table.words, folded=headings)
 
 
 def _counts(text: str, option: str) -> tuple[int, ...]:

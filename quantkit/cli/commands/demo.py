@@ -38,9 +38,9 @@ def demo(
     from quantkit.cli.figures import print_reports
     from quantkit.cli.models import using_transformers
     from quantkit.eval.evaluate import evaluate_many
-    from quantkit.eval.report import write_report
     from quantkit.quantizing import make_recipe, quantize
     from quantkit.recipes.recipe import parse_group_size
+    from quantkit.report.eval_report import write_report
 
     names = options.parse_list(formats, "--formats")
     size = parse_group_size(group_size)

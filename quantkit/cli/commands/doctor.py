@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from quantkit.cli import options
-from quantkit.cli.console import note, out, print_json, say
-from quantkit.escaping import one_line
+from quantkit.cli.console import note, print_json, print_table, say
 
 if TYPE_CHECKING:
     from quantkit.packing.schemes import Scheme
@@ -80,16 +78,15 @@ def doctor(
     if "gpu 0" in machine:
         say(f"{'float16 sums':16} {_half_sums()}")
         _say_tables(tables)
-    table = Table(box=None, pad_edge=False, header_style="bold")
     # Every format has the one shape.
     shape = [] if directory is None else ["NxK"]
-    for title in ("scheme", *shape, "activations", *(f"M={m}" for m in rows_of_x)):
-        table.add_column(title, no_wrap=True)
-    for (scheme, size, dtype), entries in _by_weight(kernels).items():
-        cells = (scheme, *(size for _ in shape), dtype, *(entry["kernel"] or "none" for entry in entries))
-        table.add_row(*map(one_line, cells))
+    headings = ("scheme", *shape, "activations", *(f"M={m}" for m in rows_of_x))
+    table = [
+        (scheme, *(size for _ in shape), dtype, *(entry["kernel"] or "none" for entry in entries))
+        for (scheme, size, dtype), entries in _by_weight(kernels).items()
+    ]
     say("\nkernel that runs y = x W^T for M rows of x (--reasons: why no other)", style="bold")
-    out.print(table)
+    print_table(headings, table, words=headings)
     if reasons:
         for entry in kernels:
             what = [entry["scheme"], *(entry["shape"] for _ in shape), entry["dtype"], f"M={entry['m']}"]

@@ -106,9 +106,9 @@ def evaluate(
     from quantkit.cli.figures import print_reports
     from quantkit.cli.models import log_kernels, using_transformers
     from quantkit.eval.evaluate import evaluate_many
-    from quantkit.eval.report import write_report
     from quantkit.eval.result_cache import Partial
     from quantkit.eval.tasks import Tasks
+    from quantkit.report.eval_report import write_report
 
     if verbose:
         log_kernels()

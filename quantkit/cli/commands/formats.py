@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.table import Table
 
 from quantkit.cli import options
-from quantkit.cli.console import out, print_json, progress, say
-from quantkit.cli.plots import check_png, figure_class, save
+from quantkit.cli.console import print_json, print_table, progress, say
+from quantkit.cli.plots import check_png, save
 from quantkit.errors import UsageError
-from quantkit.escaping import one_line
+from quantkit.report.plots import figure_class
 
 if TYPE_CHECKING:
     from quantkit.calibrate.noise import Noise
@@ -77,12 +76,10 @@ def _show_formats(name: str | None, json: bool) -> None:
     if json:
         print_json(rows)
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for title in ("name", "numbers", "bits", "group", "scale", "range", "values", "kernel"):
-        right = title in ("bits", "group", "values")
-        table.add_column(title, justify="right" if right else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(
+    words = ("name", "numbers", "scale", "range", "kernel")
+    headings = ("name", "numbers", "bits", "group", "scale", "range", "values", "kernel")
+    table = [
+        (
             row["name"],
             row["format"],
             f"{row['bits_per_weight']:.3f}",
@@ -92,7 +89,9 @@ def _show_formats(name: str | None, json: bool) -> None:
             str(row["values"]),
             row["kernel"] or "none",
         )
-    out.print(table)
+        for row in rows
+    ]
+    print_table(headings, table, words=words, narrow=True)
 
 
 def _describe(name: str) -> dict[str, Any]:
@@ -144,15 +143,13 @@ def _show_codes(name: str, json: bool) -> None:
         print_json({"format": chosen.name, "bits": bits, "planes": planes, "fitted": fitted, "codes": rows})
         return
     say(_about_codes(chosen, planes, fitted))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("code", "bits", "value"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = []
     unknown = "fitted" if fitted else "no number"
     for code, digits, plane_values in points:
         # 9 digits tell any two float32 apart.
         shown = (unknown if math.isnan(value) else f"{value:.9g}" for value in plane_values)
-        table.add_row(str(code), digits, ", ".join(shown))
-    out.print(table)
+        table.append((str(code), digits, ", ".join(shown)))
+    print_table(("code", "bits", "value"), table)
 
 
 def _about_codes(chosen: "NumberFormat", planes: int, fitted: bool) -> str:
@@ -194,16 +191,17 @@ def _show_noise(plot: Path | None, json: bool) -> None:
     say(
         f"relative squared error of {rows}x{columns} weights, seed {SEED}; t: Student-t, 5 degrees of freedom"
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("scheme", no_wrap=True)
-    table.add_column("bits", justify="right", no_wrap=True)
     cases = [(method, name) for name in _DISTRIBUTIONS for method in METHODS]
-    for method, name in cases:
-        table.add_column(f"{name.removeprefix('student_')}\n{method}", justify="right", no_wrap=True)
-    for noise in noises:
-        errors = (f"{noise.errors[method][name]:.3g}" for method, name in cases)
-        table.add_row(one_line(noise.label), f"{noise.bits_per_weight:.3f}", *errors)
-    out.print(table)
+    errors = [f"{name.removeprefix('student_')}\n{method}" for method, name in cases]
+    table = [
+        (
+            one.label,
+            f"{one.bits_per_weight:.3f}",
+            *(f"{one.errors[method][name]:.3g}" for method, name in cases),
+        )
+        for one in noises
+    ]
+    print_table(("scheme", "bits", *errors), table, words=("scheme",))
     if plot is not None:
         say(f"wrote {plot}")
 

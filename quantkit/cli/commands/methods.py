@@ -1,9 +1,7 @@
 """`quantkit methods`: what each method is composed of."""
 
-from rich.table import Table
-
 from quantkit.cli import options
-from quantkit.cli.console import out, print_json, say
+from quantkit.cli.console import print_json, print_table, say
 
 
 def methods(json: options.Json = False) -> None:
@@ -17,12 +15,9 @@ def methods(json: options.Json = False) -> None:
     if json:
         print_json(rows)
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("method", no_wrap=True)
-    for step in ("transform", "statistics", "grid", "rounding"):
-        table.add_column(step, overflow="fold")
-    for name, row in rows.items():
-        table.add_row(name, *(row[step] for step in ("transform", "statistics", "grid", "rounding")))
-    out.print(table)
+    steps = ("transform", "statistics", "grid", "rounding")
+    table = [(name, *(row[step] for step in steps)) for name, row in rows.items()]
+    headings = ("method", *steps)
+    print_table(headings, table, words=headings, folded=steps, narrow=True)
     for name, row in rows.items():
         say(f"{name}: {row['summary']}")

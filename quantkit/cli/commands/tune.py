@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from quantkit.cli import options
-from quantkit.cli.console import note, out, print_json, progress, say
+from quantkit.cli.console import note, print_json, print_table, progress, say
 from quantkit.errors import EnvironmentProblem, KernelError, UsageError
-from quantkit.escaping import one_line
 
 if TYPE_CHECKING:
     from quantkit.kernels.problem import Gpu
@@ -249,11 +247,7 @@ def _print(found: "Sequence[Search]", path: Path) -> None:
             note(f"{one.problem}: {candidate} is not used: {one.rejected[candidate]}.")
     gains = [(one, gain) for one in found if (gain := one.gain) is not None and gain > 1]
     if gains:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for title in ("weight", "NxK", "M", "by rules", "fastest", "gain", "kernel"):
-            table.add_column(
-                title, justify="left" if title in ("weight", "kernel") else "right", no_wrap=True
-            )
+        headings, table = ("weight", "NxK", "M", "by rules", "fastest", "gain", "kernel"), []
         for one, gain in gains:
             entry, problem = one.entry(), one.problem
             assert entry is not None
@@ -266,6 +260,6 @@ def _print(found: "Sequence[Search]", path: Path) -> None:
                 f"{gain:.2f}x",
                 str(entry),
             )
-            table.add_row(*map(one_line, cells))
-        out.print(table)
+            table.append(cells)
+        print_table(headings, table, words=("weight", "kernel"))
     say(f"{len(found)} problems measured, {len(gains)} faster than by the rules; wrote {path}")

@@ -9,9 +9,6 @@ import torch
 
 from quantkit.kernels.gemm.wgmma import wgmma_launch
 from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
-from quantkit.kernels.problem import GPU_FEATURES, Problem
-from quantkit.kernels.registry import row_named
-from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
 from ..conftest import GLUON
@@ -137,33 +134,3 @@ def test_nothing_is_read_outside_of_a_weight(
     path = rewritten({KERNEL: GLUON[KERNEL]}, LOADS[change], tmp_path)[KERNEL]
     with pytest.raises(InterpreterError, match="OutOfBoundsError"):
         multiply(make_packed, path, 0, *CASES[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "m", "n", "k", "reason"),
-    [
-        ("int4", 16, 28672, 4096, "up to M=16"),
-        ("int4", 17, 28672, 4096, None),
-        ("int4", 32, 2048, 4096, "up to M=32 it has too few tiles of a weight of 2048 x 4096"),
-        ("int4", 33, 2048, 4096, None),
-        ("int4", 33, 24576, 4096, None),
-        # 224 tiles of `fused-tiled`, of 264 at once; 444 and 300 of 528.
-        ("int4", 64, 28672, 4096, "no multiprocessor idle"),
-        ("int4", 65, 28672, 4096, None),
-        ("int4", 64, 56832, 4096, "no multiprocessor idle"),
-        ("int4", 64, 38400, 4096, None),
-        # Those take fewer instructions in `fused-hopper`.
-        ("mxfp8", 64, 28672, 4096, None),
-        ("int3", 64, 28672, 4096, None),
-        ("nf4", 64, 28672, 4096, None),
-        ("int4", 1024, 1024, 4096, None),
-        ("int4", 1025, 1024, 4096, "from M=1025 on at such a size"),
-        ("int4", 16384, 4096, 4096, None),
-        ("nvfp4", 4096, 28672, 4096, None),
-    ],
-)
-def test_it_pays_by_its_rules(name: str, m: int, n: int, k: int, reason: str | None) -> None:
-    found = row_named("fused-hopper").pays(
-        Problem(m, n, k, scheme(name).for_columns(k), torch.bfloat16, "cuda", GPU_FEATURES)
-    )
-    assert found is None if reason is None else reason in str(found)

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.gemm.operands import shape_of
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
 from quantkit.kernels.layouts.fragment_layout import build, geometry
 from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.registry import choose_by_rules, explain, row_named
+from quantkit.kernels.registry import row_named
 from quantkit.packing.schemes import ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -208,10 +207,7 @@ def test_programs_run_at_once_where_each_warp_has_rows_at_most() -> None:
             assert count % chunk == 0 and count * parts >= shape.steps
 
 
-def test_rules_divide_the_columns_of_weights_with_few_rows() -> None:
-    found = {n: small_m_launch.TILING.rule(problem(n=n)) for n in (1024, 4096, 28672, 128256)}
-    assert [tile.parts for tile in found.values()] == [8, 8, 1, 1]
-    assert small_m_launch.TILING.rule(problem(n=4096, k=14336)).parts == 8
+def test_rules_divide_the_columns_where_x_has_no_room() -> None:
     small = replace(H200, name="small", shared_memory=99 << 10)
     tile = small_m_launch.TILING.rule(replace(problem(n=28672), gpu=small))
     assert small_m_launch.TILING.why_not(replace(problem(n=28672), gpu=small), tile) is None
@@ -240,115 +236,7 @@ def test_refusals_say_what_is_in_the_way() -> None:
     assert small_m_launch.TILING.why_not(problem(name="nf4"), NarrowTile(16)) is None
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k", "reason"),
-    [
-        (2, 3584, 18944, "up to M=2"),
-        (4, 4096, 14336, "up to M=4"),
-        # Three row tiles for some programs of `fused-stream`, of 2.4 on average.
-        (4, 5120, 13824, None),
-        # No room in `fused-stream`: for x, and for sums of many row tiles.
-        (4, 3584, 18944, None),
-        (8, 4096, 14336, None),
-        (8, 1536, 8960, None),
-        (8, 128256, 4096, None),
-        (8, 28672, 4096, None),
-        (8, 4096, 4096, "up to 768 columns"),
-        (8, 6144, 4096, "up to 768 columns"),
-        (8, 4608, 3584, None),
-        (16, 28672, 4096, None),
-        (16, 1024, 4096, "too few row tiles of 1024 rows"),
-        (17, 28672, 4096, "M=17"),
-        (32, 14336, 4096, "tiles of more rows"),
-        (32, 4096, 14336, None),
-        (32, 6144, 4096, None),
-        # `fused-stream` takes up to 16 rows of x.
-        (32, 1024, 4096, None),
-    ],
-)
-def test_it_pays_where_warps_share_x_and_read_little_of_it(
-    m: int, n: int, k: int, reason: str | None
-) -> None:
-    # Without a table of this GPU.
-    asked = replace(problem(m, n, k), gpu=None)
-    reasons = dict(explain(asked))
-    found = reasons["fused-narrow"]
-    assert found is None if reason is None else reason in str(found)
-    if reason is None:
-        assert "`fused-narrow` share x" in str(reasons["fused-skinny"]) or "in tiles" in str(
-            reasons["fused-skinny"]
-        )
-    # Spans of 256 columns make no difference.
-    assert dict(explain(replace(asked, scheme=scheme("int3"))))["fused-narrow"] == found
-
-
-@pytest.mark.parametrize("n", [37888, 57344])
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        *(("int4", "tiled"), ("ternary", "tiled")),
-        *(("nf4", "narrow"), ("int3", "narrow"), ("mxfp6", "narrow")),
-        ("int7", "hopper"),
-    ],
-)
-def test_with_many_rows_of_the_weight_it_is_for_what_tiles_decode_slowly(n: int, name: str, row: str) -> None:
-    asked = replace(problem(16, n, 4096, name=name), gpu=None)
-    assert choose_by_rules(asked).row.name == f"fused-{row}"
-    reason = dict(explain(asked))["fused-narrow"]
-    said = {"narrow": "None", "tiled": "for many rows", "hopper": f"tiles decode {name[-1]} bits sooner"}
-    assert said[row] in str(reason)
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "name", "row"),
-    [
-        (16, 10240, 8192, "int5", "narrow"),
-        (16, 10240, 8192, "int7", "hopper"),
-        (16, 6144, 4096, "int7", "narrow"),
-        (16, 3584, 18944, "int5", "hopper"),
-        (16, 37888, 3584, "int5", "hopper"),
-        # Of 448 tiles 264 run at once.
-        (16, 57344, 8192, "int5", "tiled"),
-        (16, 57344, 8192, "int7", "hopper"),
-        # No tiles for so small a weight, and for more rows of x none are sooner.
-        (16, 40, 18944, "int5", "narrow"),
-        (32, 6144, 2048, "int7", "narrow"),
-        (8, 37888, 3584, "int5", "stream"),
-    ],
-)
-def test_codes_that_lack_registers_run_elsewhere(m: int, n: int, k: int, name: str, row: str) -> None:
-    chosen = choose_by_rules(replace(problem(m, n, k, name=name), gpu=None))
-    assert chosen.row.name == f"fused-{row}"
-    if row == "narrow" and n > 40:
-        assert not small_m_launch.spills(chosen.tile, shape_of(problem(m, n, k, name=name)))
-
-
-def test_small_programs_are_sooner_where_few_are_left() -> None:
-    """Of 2368 row tiles 16 warps have 148 programs, and 8 have 296, for 132 multiprocessors."""
-    assert choose_by_rules(replace(problem(8, 37888, 3584, name="nf4"), gpu=None)).tile.warps == 8
-
-
-@pytest.mark.parametrize(
-    ("name", "row"), [("int2", "stream"), ("int5", "stream"), ("int3", "narrow"), ("nvfp4", "narrow")]
-)
-def test_for_some_bits_it_is_no_sooner_with_eight_rows_of_x(name: str, row: str) -> None:
-    asked = replace(problem(8, 28672, 4096, name=name), gpu=None)
-    assert choose_by_rules(asked).row.name == f"fused-{row}"
-    assert ("as fast for" in str(dict(explain(asked))["fused-narrow"])) == (row == "stream")
-
-
-def test_codes_of_many_bits_have_registers_for_few_rows_of_x_or_straight_code() -> None:
-    cases = {
-        (16, 4096, 18944, "int7"): False,
-        (16, 28672, 4096, "int5"): True,
-        (16, 4096, 4096, "int7"): True,
-        (32, 4096, 4096, "int5"): True,
-        (32, 6144, 4096, "int5"): False,
-        (32, 6144, 4096, "int6"): True,
-    }
-    for (m, n, k, name), pays in cases.items():
-        found = dict(explain(replace(problem(m, n, k, name=name), gpu=None)))["fused-narrow"]
-        assert found is None if pays else f"it lacks registers for codes of {name[-1]} bits" in str(found)
+def test_codes_of_many_bits_have_straight_code() -> None:
     shapes = {name: geometry(4096, 2048, scheme(name), torch.bfloat16) for name in ("int4", "int7")}
     assert {name: small_m_launch.is_loop(NarrowTile(), shape) for name, shape in shapes.items()} == {
         "int4": True,

@@ -5,24 +5,16 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS
 from quantkit.kernels.gemm.wgmma.wgmma_launch import (
-    CACHED,
     are_apart,
-    hopper_tile,
     launch_token,
     parts_added,
     shares,
-    shares_of,
 )
 from quantkit.kernels.gluon import stream_k as kernel
-from quantkit.kernels.layouts.fragment_layout import geometry
-from quantkit.packing.schemes import scheme
 
 #: Tiles, their steps, programs, and how many steps a part takes to be added.
 SIZES = given(
@@ -134,27 +126,6 @@ def test_no_other_shares_are_sooner(tiles: int, steps: int, programs: int, part_
     for count in range(1, programs // others + 1):
         each = -(-steps // count)
         assert mine <= length(each, -(-steps // each) * each)
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "m", "is_shared"),
-    [
-        # Of 384 tiles 120 are left, for programs at steps of their own, and x takes 63 MiB.
-        (4096, 11008, 3000, False),
-        (4096, 11008, 640, True),
-        # Twelve are left, whose parts several programs have at the same steps each.
-        (1536, 8960, 3000, True),
-    ],
-)
-def test_rules_share_tiles_out_of_step_while_x_stays_in_the_cache(
-    n: int, k: int, m: int, is_shared: bool
-) -> None:
-    shape = geometry(n, k, scheme("fp6"), torch.bfloat16)
-    tile = hopper_tile(shape, m)
-    _, _, share, width = shares_of(shape, m, tile, H200_PROCESSORS)
-    assert (share > 0) == is_shared
-    if is_shared and 2 * m * k > CACHED:
-        assert are_apart(share, width)
 
 
 def test_every_launch_has_a_token_of_its_own() -> None:

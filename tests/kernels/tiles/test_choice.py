@@ -333,12 +333,6 @@ def test_the_log_shows_each_tile_of_a_weight(
     assert ["m=256" in message for message in caplog.messages] == [True, False]
 
 
-@pytest.mark.parametrize("name", ["int4", "int7", "int3", "nvfp4"])
-def test_where_large_tiles_begin_by_rules(ask: Ask, name: str) -> None:
-    rows = {m: choose_by_rules(ask(name, m)).row.name for m in (16, 32, 33, 64, 65, 512)}
-    assert {m for m, row in rows.items() if row == "fused-hopper"} == {33, 64, 65, 512}
-
-
 def test_a_damaged_table_stops_before_anything_runs(ask: Ask, store_table: Store) -> None:
     path = store_table({})
     path.write_bytes(path.read_bytes()[:-5])

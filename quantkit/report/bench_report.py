@@ -2,14 +2,13 @@
 
 import shlex
 from collections.abc import Iterable, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from quantkit.bench.figures import Cell, Load, Machine, Percentiles, Serving, Speed, Spread, to_json
-from quantkit.eval.document import Block, Bullets, Command, Document, Figure, Section, Table, Text, write
-from quantkit.eval.plots import COLORS, drawing, plain, render
 from quantkit.files import size_text
+from quantkit.report.document import Block, Bullets, Command, Document, Figure, Section, Table, Text, write
+from quantkit.report.plots import color, drawing, legend, plain, render
 
 #: Names of the files of a report, without their endings.
 SPEED, SERVING = "bench", "serve"
@@ -212,12 +211,12 @@ def _line_figure(
 ) -> Figure:
     """A line for each model, by its label, over counts on a logarithmic axis."""
     figure, axes = drawing()
-    for (label, points), color in zip(lines, cycle(COLORS), strict=False):
-        axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
+    for number, (label, points) in enumerate(lines):
+        axes.plot(*zip(*points, strict=True), marker="o", color=color(number), label=label)
     axes.set(xlabel=x, ylabel=y, xscale="log")
     axes.set_ylim(bottom=0)
     _plain_ticks(axes, sorted({count for _, points in lines for count, _ in points}))
-    _legend(figure, axes)
+    legend(axes)
     return render(figure, name, caption)
 
 
@@ -230,12 +229,12 @@ def _memory_figure(found: Sequence[Speed]) -> Figure:
                 row + 0.27 * (number - 1),
                 getattr(one.memory, kind) / 1e6,
                 height=0.25,
-                color=COLORS[number],
+                color=color(number),
                 label=kind if row == 0 else None,
             )
     axes.set(xlabel="MB", yticks=range(len(found)), yticklabels=[plain(one.label) for one in found])
     axes.invert_yaxis()
-    _legend(figure, axes)
+    legend(axes)
     return render(figure, "memory", "Memory before loading, steady after generating, and at most.")
 
 
@@ -249,13 +248,13 @@ def _serving_figure(found: Sequence[Serving]) -> Figure:
                     *zip(*points, strict=True),
                     line,
                     marker="o",
-                    color=COLORS[number % len(COLORS)],
+                    color=color(number),
                     label=f"{plain(one.label)} {percent}",
                 )
         axes.set(xlabel="requests per second", ylabel="seconds", title=title, xscale="log")
         _plain_ticks(axes, sorted({load.rate for one in found for load in one.loads}))
         axes.set_ylim(bottom=0)
-    _legend(figure, left)
+    legend(left)
     return render(figure, "load", "Latency against load.")
 
 
@@ -272,12 +271,6 @@ def _plain_ticks(axes: Any, values: Sequence[float]) -> None:
     """Ticks at the measured values, written as they are: logarithmic axes would write powers."""
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.set_xticks([], minor=True)
-
-
-def _legend(figure: Any, axes: Any) -> None:
-    """A legend above the plot, with the lines of `axes`."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4)
 
 
 def _spread(found: Spread, unit: float = 1.0) -> str:

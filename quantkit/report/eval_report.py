@@ -11,13 +11,13 @@ from quantkit.checkpoint.output.atomic_write import hash_file
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.escaping import Code, Prose
-from quantkit.eval import plots
-from quantkit.eval.document import Bullets, Command, Document, Figure, Section, Table, Text, write
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
 from quantkit.eval.rating import VERDICTS, verdict, verdict_line
 from quantkit.eval.results import EvalReport, NoiseFloor
-from quantkit.eval.tasks import TaskMetrics
 from quantkit.files import size_text
+from quantkit.report import plots
+from quantkit.report.document import Bullets, Command, Document, Figure, Section, Table, Text, write
+from quantkit.report.tables import TASK_EXPLANATION, error_text, number_text, percent_text, task_table
 
 VERSION = 1
 
@@ -100,14 +100,6 @@ _EXPLANATION = (
     "zero-points and shapes."
 )
 
-TASK_EXPLANATION = (
-    "Each model answers the same items. The change is that of accuracy in points, ± one paired standard "
-    "error. Gained are items that only the model gets right, lost those that only the reference does, and "
-    "in brackets the part of all items that flipped either way. p is that of McNemar's exact test: how "
-    "likely flips split as unevenly by chance. The noise floor is the reference itself in another dtype: a "
-    "difference as small is none."
-)
-
 
 def _models(reports: Sequence[EvalReport]) -> list[Path]:
     """The directories of all models, the references last."""
@@ -127,8 +119,8 @@ def _model_table(reports: Sequence[EvalReport]) -> Table:
                 "-" if found is None else found.word,
                 sizes.format,
                 sizes.method or "-",
-                _number(sizes.linears, ".3f"),
-                _number(sizes.model, ".3f"),
+                number_text(sizes.linears, ".3f"),
+                number_text(sizes.model, ".3f"),
                 size_text(sizes.file_bytes),
             )
         )
@@ -150,14 +142,14 @@ _COLUMNS = (
         lambda m: f"e^{m.nll:.6g}" if m.perplexity is None else f"{m.perplexity:.6g}",
         compared=False,
     ),
-    _Column("excess", lambda m: _number(m.excess, "+.5f") + _error(m.excess_se)),
-    _Column("KL mean", lambda m: _number(m.kl_mean, ".3g") + _error(m.kl_mean_se)),
-    _Column("KL median", lambda m: _number(m.kl_median, ".3g") + _error(m.kl_median_se)),
-    _Column("KL p95", lambda m: _number(m.kl_p95, ".3g") + _error(m.kl_p95_se)),
-    _Column("KL p99", lambda m: _number(m.kl_p99, ".3g") + _error(m.kl_p99_se)),
-    _Column("KL max", lambda m: _number(m.kl_max, ".3g")),
-    _Column("same top-1", lambda m: _percent(m.same_top1)),
-    _Column("RMS Δp", lambda m: _percent(m.rms_dp)),
+    _Column("excess", lambda m: number_text(m.excess, "+.5f") + error_text(m.excess_se)),
+    _Column("KL mean", lambda m: number_text(m.kl_mean, ".3g") + error_text(m.kl_mean_se)),
+    _Column("KL median", lambda m: number_text(m.kl_median, ".3g") + error_text(m.kl_median_se)),
+    _Column("KL p95", lambda m: number_text(m.kl_p95, ".3g") + error_text(m.kl_p95_se)),
+    _Column("KL p99", lambda m: number_text(m.kl_p99, ".3g") + error_text(m.kl_p99_se)),
+    _Column("KL max", lambda m: number_text(m.kl_max, ".3g")),
+    _Column("same top-1", lambda m: percent_text(m.same_top1)),
+    _Column("RMS Δp", lambda m: percent_text(m.rms_dp)),
 )
 
 
@@ -181,35 +173,6 @@ def labelled(reports: Sequence[EvalReport]) -> list[tuple[str, EvalReport | Nois
     if against is not None and floor is not None:
         found.append((floor_label(against, floor.dtype), floor))
     return found
-
-
-def task_table(answers: Sequence[tuple[str, Sequence[TaskMetrics]]]) -> Table:
-    """A row per task, metric and model; `answers` are the metrics of each model, by its label."""
-    headings = ("task", "metric", "model", "items", "accuracy", "reference", "change", "gained, lost", "p")
-    rows: list[tuple[str, ...]] = []
-    for label, tasks in answers:
-        for metrics in tasks:
-            paired = metrics.paired
-            row = (
-                metrics.task,
-                metrics.metric,
-                label,
-                str(metrics.items),
-                _percent(metrics.accuracy) + _error_points(metrics.accuracy_se),
-            )
-            if paired is None:
-                rows.append((*row, "-", "-", "-", "-"))
-                continue
-            rows.append(
-                (
-                    *row,
-                    _percent(paired.reference),
-                    f"{100 * paired.delta:+.2f}" + _error_points(paired.delta_se),
-                    f"{paired.gained}, {paired.lost} ({_percent(paired.flips)})",
-                    f"{paired.p_value:.2g}",
-                )
-            )
-    return Table(headings, sorted(rows, key=lambda cells: (cells[0], cells[1])), frozenset(headings[:3]))
 
 
 def _verdict_table() -> Table:
@@ -245,7 +208,7 @@ def _provenance(reports: Sequence[EvalReport], command: str | None) -> list[Comm
 def _figures(reports: Sequence[EvalReport]) -> tuple[list[Figure], str | None]:
     """The plots of what there is, and why there are none."""
     try:
-        plots.check_matplotlib()
+        plots.figure_class()
     except EnvironmentProblem as error:
         return [], f"There are no plots: {error}"
     compared = [report for report in reports if report.against is not None and report.texts]
@@ -315,7 +278,7 @@ def _against_bits(
             [x for x, *_ in points],
             [y for _, y, *_ in points],
             yerr=[error for _, _, error, _ in points],
-            color=plots.COLORS[number % len(plots.COLORS)],
+            color=plots.color(number),
             marker="o",
             markersize=4,
             linewidth=1.2,
@@ -327,7 +290,7 @@ def _against_bits(
     for (label, x), y in highest.items():
         axes.annotate(plots.plain(label), (x, y), textcoords="offset points", xytext=(5, 6), fontsize="small")
     axes.margins(x=0.12, y=0.12)
-    axes.figure.legend(loc="outside upper center", ncols=4)
+    plots.legend(axes)
 
 
 def _block_plot(reports: Sequence[EvalReport]) -> Figure:
@@ -338,13 +301,13 @@ def _block_plot(reports: Sequence[EvalReport]) -> Figure:
             continue
         tokens = report.per_block.tokens
         losses = [max(loss, PLOT_FLOOR) for loss in report.per_block.kl_mean.values()]
-        color = plots.COLORS[number % len(plots.COLORS)]
+        color = plots.color(number)
         axes.plot(
             losses, color=color, marker="o", markersize=4, linewidth=1.2, label=plots.plain(report.label)
         )
     axes.set(yscale="log", xlabel="block", ylabel="KL mean, nats per token")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(loc="outside upper center", ncols=3)
+    plots.legend(axes, 3)
     return plots.render(
         figure,
         "kl-blocks",
@@ -361,12 +324,12 @@ def _histogram(reports: Sequence[EvalReport]) -> Figure:
         counts = [sum(bins) for bins in zip(*(m.kl_histogram or () for m in one.texts.values()), strict=True)]
         parts = [100 * count / sum(counts) for count in counts]
         is_floor = isinstance(one, NoiseFloor)
-        color = plots.INK if is_floor else plots.COLORS[number % len(plots.COLORS)]
+        color = plots.INK if is_floor else plots.color(number)
         style = "--" if is_floor else "-"
         axes.stairs(parts, edges, color=color, linestyle=style, linewidth=1.4, label=plots.plain(label))
     axes.set_xscale("log")
     axes.set(xlabel="KL of a token, nats", ylabel="tokens, %")
-    figure.legend(loc="outside upper center", ncols=3)
+    plots.legend(axes, 3)
     return plots.render(
         figure,
         "kl-histogram",
@@ -387,7 +350,7 @@ def _task_plot(reports: Sequence[EvalReport]) -> Figure:
             [100 * m.accuracy for m in found.values()],
             [names.index(name) + pitch * (number + 1) for name in found],
             xerr=[100 * (error or 0.0) for error in errors],
-            color=plots.INK if number == len(reports) else plots.COLORS[number % len(plots.COLORS)],
+            color=plots.INK if number == len(reports) else plots.color(number),
             marker="o",
             markersize=4,
             linestyle="none",
@@ -402,7 +365,7 @@ def _task_plot(reports: Sequence[EvalReport]) -> Figure:
         [i + 0.5 for i in range(len(names))], [plots.plain(f"{task} {metric}") for task, metric in names]
     )
     axes.set(ylim=(len(names), 0), xlabel="accuracy, %")
-    figure.legend(loc="outside upper center", ncols=min(3, len(answers)))
+    plots.legend(axes, min(3, len(answers)))
     what = "the paired one of the change from the reference, the line" if references else "of the accuracy"
     return plots.render(figure, "tasks", f"Accuracy, ± one standard error: {what}.")
 
@@ -414,22 +377,6 @@ def _bits(report: EvalReport) -> float:
 def floor_label(against: str, dtype: str) -> str:
     """What tables call the noise floor, that of the directory `against` in `dtype`."""
     return f"noise floor: {Path(against).name} in {dtype}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f} %"
-
-
-def _error(value: float | None) -> str:
-    return "" if value is None else f" ± {value:.1g}"
-
-
-def _error_points(value: float | None) -> str:
-    return "" if value is None else f" ± {100 * value:.2f}"
 
 
 def _limit(value: float) -> str:

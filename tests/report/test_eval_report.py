@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.errors import OutputError, UsageError
-from quantkit.eval import report as report_module
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
 from quantkit.eval.models import Versions
 from quantkit.eval.paired import compare
 from quantkit.eval.rating import VERDICTS, verdict, verdict_line
-from quantkit.eval.report import document, write_report
 from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.sizes import Sizes
 from quantkit.eval.tasks import TaskMetrics
+from quantkit.report import eval_report as report_module
+from quantkit.report.eval_report import document, write_report
 
 
 def text(kl: float | None, excess: float | None = None, top1: float = 0.9) -> TextMetrics:

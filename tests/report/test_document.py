@@ -8,8 +8,8 @@ import pytest
 
 from quantkit.errors import OutputError
 from quantkit.escaping import Code
-from quantkit.eval import plots
-from quantkit.eval.document import Bullets, Command, Document, Figure, Section, Table, Text, write
+from quantkit.report import plots
+from quantkit.report.document import Bullets, Command, Document, Figure, Section, Table, Text, write
 
 #: Elements without content, which are not closed.
 VOID = {"meta", "br", "hr", "img", "link"}

@@ -7,7 +7,7 @@ from typing import Any
 from quantkit import escaping
 from quantkit.about import pip_install
 from quantkit.errors import EnvironmentProblem
-from quantkit.eval.document import Figure
+from quantkit.report.document import Figure
 
 #: The color of everything that is not data; in the SVG it becomes the color of the text around it.
 INK = "#1c1e21"
@@ -35,27 +35,37 @@ plain = escaping.plot
 COLORS = ("#2f7fd1", "#d9731a", "#3b9a58", "#b0549f", "#c0504d", "#7a7f2a", "#2a9aa0", "#8a6bd1")
 
 
-def check_matplotlib() -> None:
-    """`EnvironmentProblem`, with the extra's name, where matplotlib is missing."""
+def color(number: int) -> str:
+    """The color of line `number`; they come round again."""
+    return COLORS[number % len(COLORS)]
+
+
+def figure_class() -> Any:
+    """matplotlib's `Figure`; `EnvironmentProblem`, with the extra's name, where matplotlib is missing."""
     try:
-        import matplotlib.figure
+        from matplotlib.figure import Figure as Canvas
     except ImportError as error:
         raise EnvironmentProblem(
             f"plots need matplotlib, which cannot be imported ({error}). Install it with "
             f"{pip_install('plots')}."
         ) from error
-    assert matplotlib.figure
+    return Canvas
 
 
 def drawing(*, columns: int = 1, height: float = 4.5) -> tuple[Any, Any]:
     """An empty matplotlib figure, 7.5 inches wide, and its axes (an array of them for several `columns`)."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure as Canvas
 
     with rc_context(_STYLE):
-        figure = Canvas(figsize=(7.5, height), layout="constrained")
+        figure = figure_class()(figsize=(7.5, height), layout="constrained")
         axes = figure.subplots(1, columns)
     return figure, axes
+
+
+def legend(axes: Any, columns: int = 4) -> None:
+    """A legend above the plot, with the lines of `axes`."""
+    handles, labels = axes.get_legend_handles_labels()
+    axes.figure.legend(handles, labels, loc="outside upper center", ncols=columns)
 
 
 def render(figure: Any, name: str, caption: str) -> Figure:

@@ -1,0 +1,1 @@
+"""Reports for people: documents, tables and plots of what `eval` and `bench` measured."""

@@ -1,0 +1,63 @@
+"""Cells and tables that the report of `eval` and the model card share."""
+
+from collections.abc import Sequence
+
+from quantkit.eval.tasks import TaskMetrics
+from quantkit.report.document import Table
+
+TASK_EXPLANATION = (
+    "Each model answers the same items. The change is that of accuracy in points, ± one paired standard "
+    "error. Gained are items that only the model gets right, lost those that only the reference does, and "
+    "in brackets the part of all items that flipped either way. p is that of McNemar's exact test: how "
+    "likely flips split as unevenly by chance. The noise floor is the reference itself in another dtype: a "
+    "difference as small is none."
+)
+
+
+def number_text(value: float | None, form: str) -> str:
+    """`value` by a format specification; a dash for None."""
+    return "-" if value is None else format(value, form)
+
+
+def percent_text(value: float | None) -> str:
+    """A share in percent."""
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def error_text(value: float | None) -> str:
+    """A standard error, to follow the figure; nothing for None."""
+    return "" if value is None else f" ± {value:.1g}"
+
+
+def points_text(value: float | None) -> str:
+    """A standard error of a share, in points; nothing for None."""
+    return "" if value is None else f" ± {100 * value:.2f}"
+
+
+def task_table(answers: Sequence[tuple[str, Sequence[TaskMetrics]]]) -> Table:
+    """A row per task, metric and model; `answers` are the metrics of each model, by its label."""
+    headings = ("task", "metric", "model", "items", "accuracy", "reference", "change", "gained, lost", "p")
+    rows: list[tuple[str, ...]] = []
+    for label, tasks in answers:
+        for metrics in tasks:
+            paired = metrics.paired
+            row = (
+                metrics.task,
+                metrics.metric,
+                label,
+                str(metrics.items),
+                percent_text(metrics.accuracy) + points_text(metrics.accuracy_se),
+            )
+            if paired is None:
+                rows.append((*row, "-", "-", "-", "-"))
+                continue
+            rows.append(
+                (
+                    *row,
+                    percent_text(paired.reference),
+                    f"{100 * paired.delta:+.2f}" + points_text(paired.delta_se),
+                    f"{paired.gained}, {paired.lost} ({percent_text(paired.flips)})",
+                    f"{paired.p_value:.2g}",
+                )
+            )
+    return Table(headings, sorted(rows, key=lambda cells: (cells[0], cells[1])), frozenset(headings[:3]))

@@ -9,8 +9,9 @@ from quantkit.calibrate.methods import METHODS, quantize_tensor
 from quantkit.calibrate.scale_search import Grid, rtn
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, IntFormat
-from quantkit.packing.schemes import SCALE_TYPES, ZERO_POINTS, Scheme, scheme
+from quantkit.packing.schemes import SCALE_TYPES, Scheme, scheme
 from quantkit.packing.tensor import encode_groups
+from quantkit.packing.zero_points import ZERO_POINTS
 
 INT_FORMATS = [name for name, row in FORMATS.items() if isinstance(row, IntFormat)]
 

@@ -11,8 +11,9 @@ import torch
 from quantkit.kernels.gemm import operands
 from quantkit.kernels.registry import FORCE_VARIABLE, VERBOSE_VARIABLE
 from quantkit.kernels.tuning.store import TILES_VARIABLE
-from quantkit.packing.schemes import GroupSize, ZeroPoint, scheme
+from quantkit.packing.schemes import GroupSize, scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.zero_points import ZeroPoint
 
 from . import bfloat16, gluon, memory
 

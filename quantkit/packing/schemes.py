@@ -67,8 +67,6 @@ MAX_GROUP_SIZE = 1 << 20
 
 #: Every part that a stored weight may have. The parts that computing needs come in this order.
 PARTS = ("packed", "scale", "zero_point", "global_scale", "column_scale", "codebook", "shape")
-#: Parts whose dtype is that of the scales, or follows from it: a cast of a model casts them, and no others.
-CAST_PARTS = ("scale", "zero_point", "column_scale")
 
 
 @dataclass(frozen=True)
@@ -272,6 +270,15 @@ class Scheme:
     def part_names(self) -> tuple[str, ...]:
         """The parts that a weight has and computing needs, in the order that operators take them in."""
         return tuple(part for part in self.storage_shapes((1, 1)) if part != "shape")
+
+    @cached_property
+    def cast_parts(self) -> frozenset[str]:
+        """Parts whose dtype follows from that of the scales: a cast of a model casts these, and no others."""
+        one, other = (
+            replace(self, scale_dtype=dtype).storage_shapes((1, 1))
+            for dtype in (torch.float16, torch.float32)
+        )
+        return frozenset(part for part in one if one[part] != other[part])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; `from_dict` is its inverse."""

@@ -79,8 +79,7 @@ def test_never_above_plain_rounding_in_its_own_norm(name, zero_point, scale_dtyp
     grid, plain = hqq(groups, chosen), rtn(groups, chosen)
     assert torch.equal(grid.scale, grid.scale.to(scale_dtype).float())
     if grid.zero_point is not None:
-        dtype = torch.uint8 if zero_point == "integer" else chosen.zero_point_dtype
-        assert torch.equal(grid.zero_point, grid.zero_point.to(dtype).float())
+        assert torch.equal(grid.zero_point, grid.zero_point.to(chosen.zero_point_dtype).float())
     found, limit = (lp_error(errors(groups, g, chosen)) for g in (grid, plain))
     assert (found <= limit * (1 + 1e-6)).all()
 

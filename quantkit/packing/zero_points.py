@@ -6,7 +6,7 @@ round it to any set of numbers. A weight stays `scale * (code - z)`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -81,7 +81,7 @@ class ZeroPointType:
     Rounding z and weights, for units = weight / scale, float32:
 
     round(format, z, scale dtype)   the nearest z that can be stored, float32; takes any float dtype
-    nearest(format, units, z)       the values code - z nearest to `units`
+    nearest(format, units, z)       the values code - z nearest to `units`, float32
     quantize(format, units, z)      their codes, uint8, and the values
 
     Searching z, for `mse`:
@@ -100,8 +100,9 @@ class ZeroPointType:
     suffix: str
     storage: ZeroPointStorage | None
     round: Callable[[NumberFormat, torch.Tensor, torch.dtype], torch.Tensor]
-    nearest: Callable[[NumberFormat, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    quantize: Callable[[NumberFormat, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+    # Any is a format that `why_not` has no reason against, and z, a tensor or None.
+    nearest: Callable[[Any, torch.Tensor, Any], torch.Tensor]
+    quantize: Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
     step: float = 1.0
     refits: int = 1
     is_continuous: bool = False
@@ -116,44 +117,9 @@ class ZeroPointType:
         return f"format {number_format.name!r} has no zero-point; asymmetric schemes need an int format"
 
 
-def _int(number_format: NumberFormat) -> IntFormat:
-    assert isinstance(number_format, IntFormat)
-    return number_format
-
-
 def round_to_code(number_format: NumberFormat, z: torch.Tensor, _: torch.dtype) -> torch.Tensor:
     """The nearest code to `z`, float32."""
     return torch.round(z).clamp_(0, 2**number_format.bits - 1).float()
-
-
-def nearest_to_code(number_format: NumberFormat, units: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
-    """The values nearest to `units` where `z` is a code."""
-    assert z is not None
-    return _int(number_format).round_affine(units, z)
-
-
-def quantize_to_code(
-    number_format: NumberFormat, units: torch.Tensor, z: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and values nearest to `units` where `z` is a code."""
-    assert z is not None
-    return _int(number_format).quantize_affine(units, z)
-
-
-def nearest_to_float(
-    number_format: NumberFormat, units: torch.Tensor, z: torch.Tensor | None
-) -> torch.Tensor:
-    """The values nearest to `units` where `z` is any number."""
-    assert z is not None
-    return _int(number_format).round_offset(units, z)
-
-
-def quantize_to_float(
-    number_format: NumberFormat, units: torch.Tensor, z: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and values nearest to `units` where `z` is any number."""
-    assert z is not None
-    return _int(number_format).quantize_offset(units, z)
 
 
 #: Kinds by the name that files and options use. Adding one is adding a row.
@@ -173,8 +139,8 @@ ZERO_POINTS: dict[str, ZeroPointType] = {
             " asym",
             PACKED_CODES,
             round=round_to_code,
-            nearest=nearest_to_code,
-            quantize=quantize_to_code,
+            nearest=IntFormat.round_affine,
+            quantize=IntFormat.quantize_affine,
             # Integers up to 256 are exact.
             kernel_dtype=torch.bfloat16,
         ),
@@ -183,8 +149,8 @@ ZERO_POINTS: dict[str, ZeroPointType] = {
             " asym-float",
             plain_storage(at_least_16_bits),
             round=lambda number_format, z, scale_dtype: z.to(at_least_16_bits(scale_dtype)).float(),
-            nearest=nearest_to_float,
-            quantize=quantize_to_float,
+            nearest=IntFormat.round_offset,
+            quantize=IntFormat.quantize_offset,
             step=0.125,
             refits=3,
             is_continuous=True,

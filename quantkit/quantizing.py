@@ -32,7 +32,8 @@ from quantkit.model.distributed import Ranks, joined
 from quantkit.model.prefixes import read_names
 from quantkit.model.structure import Structure, read_structure
 from quantkit.packing.packings import PackingName
-from quantkit.packing.schemes import GroupSize, ZeroPoint
+from quantkit.packing.schemes import GroupSize
+from quantkit.packing.zero_points import ZeroPoint
 from quantkit.progress import Advance, Progress, counting
 from quantkit.quantization.allocate.allocate import Allocated, allocate_formats
 from quantkit.quantization.allocate.allocation import Allocation

@@ -40,8 +40,8 @@ def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
     """The grid of each group (float32 [R, g]) that half-quadratic splitting finds from plain rounding.
 
     Its l_p error is never above that of plain rounding. A group stops as soon as its own error does not
-    fall, so that it depends on no other group. Float zero-points are rounded to their dtype, integer ones to
-    codes, after the last step. It knows no `importance`.
+    fall, so that it depends on no other group. Zero-points are rounded to those that can be
+    stored after the last step. It knows no `importance`.
 
     Raises `FormatError` for a format that is not an int, and where a plain scale overflows its dtype.
     """
@@ -58,10 +58,7 @@ def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
         return Grid(_alternate(groups, plain.scale, plain.scale, residual, update))
     residual, update = _with_zero_point(number_format)
     zero_point = _alternate(groups, plain.scale, plain.zero_point, residual, update)
-    if scheme.zero_point == "integer":
-        zero_point = torch.round(zero_point).clamp_(0, len(number_format.values) - 1)
-    else:
-        zero_point = zero_point.to(scheme.zero_point_dtype).float()
+    zero_point = scheme.zero_point_type.round(number_format, zero_point, scheme.scale_dtype)
     # Rounding may have cost more than the steps had won.
     errors = (_lp(residual(groups, plain.scale, zero)[1]) for zero in (zero_point, plain.zero_point))
     return Grid(plain.scale, torch.where(next(errors) < next(errors), zero_point, plain.zero_point))

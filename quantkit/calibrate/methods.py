@@ -20,8 +20,9 @@ from quantkit.calibrate.scaling import AWQ, SMOOTHQUANT, Scaling
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.packings import PackingName
-from quantkit.packing.schemes import GroupSize, Scheme, ZeroPoint, scheme
+from quantkit.packing.schemes import GroupSize, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
+from quantkit.packing.zero_points import ZeroPoint
 
 #: Weights worked on at a time on a CPU, so that their float32 copies stay in a core's cache. On a GPU only
 #: the memory of the search, up to 200 bytes a weight, sets a limit.
@@ -249,7 +250,7 @@ def quantize_rows(
     return QuantizedRows(
         scheme.pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0]),
         None if scheme.per_tensor else torch.cat(scales, 1).to(scheme.scale_dtype),
-        torch.cat(zeros, 1).to(zero_point_code_dtype(scheme)) if zeros else None,
+        torch.cat(zeros, 1).to(scheme.zero_point_dtype) if zeros else None,
         error / parameters.global_scale**2,
         norm,
     )
@@ -326,11 +327,6 @@ def _sum_of_squares(residual: torch.Tensor) -> torch.Tensor:
     return norm.square()
 
 
-def zero_point_code_dtype(scheme: Scheme) -> torch.dtype:
-    """What the zero-points of `QuantizedRows` are: codes, or floats as they are stored."""
-    return scheme.zero_point_dtype if scheme.zero_point == "float" else torch.uint8
-
-
 def squared_norm(weights: torch.Tensor) -> float:
     """Sum of the squares of `weights` (float32 [n, K]); refuses them if one is not finite."""
     # One fast pass in float32, and the slow exact one for what overflows there.
@@ -375,7 +371,7 @@ def quantize_tensor(
             "expected a non-empty floating-point matrix [N, K] with data."
         )
     if isinstance(format, Scheme):
-        if group_size is not None or zero_point != "none" or scale_dtype is not None or packing != "bits":
+        if (group_size, zero_point, scale_dtype, packing) != (None, "none", None, "bits"):
             raise UsageError(
                 "a Scheme says all about the grid; leave out group_size, zero_point, scale_dtype and "
                 "packing, or give the format's name."

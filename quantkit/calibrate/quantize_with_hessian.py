@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from quantkit.calibrate.hessian import DAMPINGS, Damped, Factor, Moments, correction_, factorize
-from quantkit.calibrate.methods import Method, QuantizedRows, squared_norm, zero_point_code_dtype
+from quantkit.calibrate.methods import Method, QuantizedRows, squared_norm
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.calibrate.rounding import (
     Rounded,
@@ -148,7 +148,7 @@ def quantize_calibrated_rows(
     quantized = QuantizedRows(
         scheme.pack(codes),
         done.scale.to(scheme.scale_dtype),
-        None if zero_point is None else zero_point.to(zero_point_code_dtype(scheme)),
+        None if zero_point is None else zero_point.to(scheme.zero_point_dtype),
         float(errors.double().square_().sum()),
         norm,
     )

@@ -45,9 +45,8 @@ HIGHEST = {True: 1.2, False: 1.6}
 COARSE_CHOICES = 6
 #: A float32 that leaves room for what is multiplied by it; only weights below 1e-33 want a larger one.
 LARGEST_FACTOR = 2.0**120
-#: Steps between candidate zero-points, in codes, and how often the winner is refitted.
-ZERO_STEP = {"integer": 1.0, "float": 0.125}
-REFITS = {"none": 1, "integer": 1, "float": 3}
+#: The most candidate zero-points per width of a group.
+ZERO_CANDIDATES = 32
 #: Histogram cells per code point, and their limits: a cell must be well below a quantization step.
 BINS_PER_CODE = 8
 BINS_RANGE = (256, 1024)
@@ -85,7 +84,7 @@ def rtn(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
 
     It knows no `importance`.
     """
-    if scheme.zero_point != "none":
+    if scheme.has_zero_point:
         return _min_max(groups, scheme)
     magnitude = groups.abs()
     largest = scheme.format.absmax
@@ -160,7 +159,7 @@ def _search(
         zero_point = None if table.zero_points is None else table.zero_points[choice]
         rivals.append(Grid(rounded_scale(table.scales[choice] * unit, scheme), zero_point))
     refitted = rivals[0]
-    for _ in range(REFITS[scheme.zero_point]):
+    for _ in range(scheme.zero_point_type.refits):
         refitted = _refit(units, refitted, unit, scheme, importance)
         rivals.append(refitted)
     return _best(units, unit, rtn(groups, scheme), rivals, scheme, importance)
@@ -222,12 +221,7 @@ def rounded_scale(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 def nearest(units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
     """The nearest values of the grid to `units` (weights over scale), in the same units."""
-    if zero_point is None:
-        return scheme.format.round(units)
-    assert isinstance(scheme.format, IntFormat)
-    if scheme.zero_point == "float":
-        return scheme.format.round_offset(units, zero_point)
-    return scheme.format.round_affine(units, zero_point)
+    return scheme.zero_point_type.nearest(scheme.format, units, zero_point)
 
 
 def squared_error(
@@ -247,26 +241,22 @@ def squared_error(
 
 
 def _min_max(groups: torch.Tensor, scheme: Scheme) -> Grid:
-    assert isinstance(scheme.format, IntFormat)
     levels = 2**scheme.format.bits - 1
     low = groups.amin(-1, keepdim=True).clamp_(max=0)
     high = groups.amax(-1, keepdim=True).clamp_(min=0)
     # Divided apart: the range of weights near the float32 limit overflows, its levels do not.
     scale = storable(high / levels - low / levels, scheme)
-    zero_point = -low / scale
-    if scheme.zero_point == "float":
-        return Grid(scale, zero_point.to(scheme.zero_point_dtype).float())
-    return Grid(scale, torch.round(zero_point).clamp_(0, levels))
+    return Grid(scale, scheme.zero_point_type.round(scheme.format, -low / scale, scheme.scale_dtype))
 
 
 def _refit(
     units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
 ) -> Grid:
-    """The least-squares grid for the codes that `grid` gives: its scale, and its float zero-point."""
+    """The least-squares grid for the codes that `grid` gives: its scale, and a continuous zero-point."""
     scale = grid.scale / unit
     x = units.double()
     values = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme).double()
-    free = scheme.zero_point == "float"
+    free = scheme.zero_point_type.is_continuous
     mean_x, mean_v = (_mean(t, importance) if free else 0.0 for t in (x, values))
     centred = values - mean_v
     counted = centred if importance is None else centred * importance
@@ -277,7 +267,7 @@ def _refit(
     if free:
         assert zero_point is not None
         shifted = zero_point + (mean_v - mean_x / fitted)
-        zero_point = shifted.to(scheme.zero_point_dtype).float()
+        zero_point = scheme.zero_point_type.round(scheme.format, shifted, scheme.scale_dtype)
     return Grid(rounded_scale(fitted.float() * unit, scheme), zero_point)
 
 
@@ -307,11 +297,11 @@ def _search_table(scheme: Scheme, count_of_group: int, device: torch.device) -> 
     high = HIGHEST[even]
     ratios = torch.linspace(low, high, CANDIDATES if even and count > 8 else 2 * CANDIDATES)
     zero_points = None
-    if scheme.zero_point != "none":
+    if scheme.has_zero_point:
         # The range of a group is between one and two absmax; every position of zero is a candidate.
         levels = 2**number_format.bits - 1
         widths = torch.linspace(low, 2 * high, CANDIDATES) / levels
-        step = max(ZERO_STEP[scheme.zero_point], (levels + 1) / 32)
+        step = max(scheme.zero_point_type.step, (levels + 1) / ZERO_CANDIDATES)
         zeros = torch.arange(0, levels + step / 2, step, dtype=torch.float32)
         scales, zero_points = (t.reshape(-1, 1) for t in torch.meshgrid(widths, zeros, indexing="ij"))
     else:

@@ -13,7 +13,8 @@ import torch
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS
 from quantkit.packing.names import QUANTKIT, Container, StoredFormat
-from quantkit.packing.schemes import Scheme, ZeroPoint
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.zero_points import ZeroPoint
 
 #: Scales are held in the model's dtype by readers, whose significand has at least so many bits.
 _MODEL_SCALES = ("float32", "float16", "bfloat16")
@@ -64,7 +65,7 @@ class CompressedTensorsFormat:
         arguments: dict[str, Any] = {
             "num_bits": scheme.format.bits,
             "type": self.type,
-            "symmetric": scheme.zero_point == "none",
+            "symmetric": not scheme.has_zero_point,
             "strategy": self.strategy or ("group" if grouped else size or "channel"),
             "group_size": size if grouped else None,
             "dynamic": False,

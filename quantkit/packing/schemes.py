@@ -10,20 +10,15 @@ from typing import Any, Literal
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.packing import bitpack
 from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import (
     MAX_BITS,
     FittedFormat,
-    IntFormat,
     NumberFormat,
     number_format,
 )
 from quantkit.packing.packings import PACKINGS, PackingName
-
-ZeroPoint = Literal["none", "integer", "float"]
-
-ZERO_POINTS: tuple[ZeroPoint, ...] = ("none", "integer", "float")
+from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, ZeroPointType, at_least_16_bits
 
 #: What may be asked for: None is the format's own.
 GroupSize = int | Literal["channel", "tensor"] | None
@@ -72,8 +67,6 @@ MAX_GROUP_SIZE = 1 << 20
 
 #: Every part that a stored weight may have. The parts that computing needs come in this order.
 PARTS = ("packed", "scale", "zero_point", "global_scale", "column_scale", "codebook", "shape")
-#: Parts whose dtype is that of the scales, or follows from it: a cast of a model casts them, and no others.
-CAST_PARTS = ("scale", "zero_point", "column_scale")
 
 
 @dataclass(frozen=True)
@@ -112,10 +105,12 @@ class Scheme:
                 f"group size {self.group_size} is out of range; use 1 to {MAX_GROUP_SIZE}, 'channel' for one "
                 "group per output channel, or 'tensor' for one scale in all."
             )
-        if self.zero_point != "none" and not isinstance(self.format, IntFormat):
+        if self.zero_point not in ZERO_POINTS:
             raise FormatError(
-                f"format {self.format.name!r} has no zero-point; asymmetric schemes need an int format."
+                f"zero-point {self.zero_point!r} is unknown; use one of {', '.join(ZERO_POINTS)}."
             )
+        if (reason := self.zero_point_type.why_not(self.format)) is not None:
+            raise FormatError(f"{reason}.")
         if self.scale_dtype not in SCALE_TYPES:
             raise FormatError(
                 f"scale dtype {self.scale_dtype} is not supported; use one of {', '.join(SCALE_DTYPES)}."
@@ -133,7 +128,7 @@ class Scheme:
                 f"{self.planes!r} planes of {self.format.name!r} are out of range; a code has at most "
                 f"{MAX_BITS} bits, so use 1 to {most}."
             )
-        if self.planes > 1 and self.zero_point != "none":
+        if self.planes > 1 and self.has_zero_point:
             raise FormatError(
                 f"{self.planes} planes have no zero-point; use zero_point 'none', or one plane."
             )
@@ -149,7 +144,7 @@ class Scheme:
             f"{self.planes} planes": self.planes > 1,
             "column scales": self.column_scale,
             f"the fitted values of {self.format.name!r}": self.is_fitted,
-            f"{self.zero_point} zero-points": self.zero_point != "none",
+            f"{self.zero_point} zero-points": self.has_zero_point,
             # All they have for them is their size.
             f"{self.scale_type.name} scales": self.scale_dtype.itemsize < 2,
             "a global scale": self.global_scale,
@@ -194,14 +189,24 @@ class Scheme:
         return SCALE_TYPES[self.scale_dtype]
 
     @property
+    def zero_point_type(self) -> ZeroPointType:
+        return ZERO_POINTS[self.zero_point]
+
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether the value of a code is the code less a zero-point."""
+        return self.zero_point_type.storage is not None
+
+    @property
     def zero_point_dtype(self) -> torch.dtype:
-        """What a float zero-point is stored as: like the scales, but at least 16 bits."""
-        return torch.bfloat16 if self.scale_dtype.itemsize < 2 else self.scale_dtype
+        """What zero-points [N, G] are in memory; float32 where there are none."""
+        storage = self.zero_point_type.storage
+        return torch.float32 if storage is None else storage.values(self.scale_dtype)
 
     @property
     def column_scale_dtype(self) -> torch.dtype:
         """What column scales are stored as: like the scales, but at least 16 bits."""
-        return self.zero_point_dtype
+        return at_least_16_bits(self.scale_dtype)
 
     def for_columns(self, columns: int) -> "Scheme":
         """The scheme as it applies to rows of `columns`: a group as long as the row is the row."""
@@ -226,10 +231,9 @@ class Scheme:
 
     def row_units(self) -> dict[str, int]:
         """What rows of a weight are stored in, and how many each takes: between those it can be cut."""
-        if self.zero_point != "integer":
-            return {}
-        count = bitpack.codes_per_cut(self.format.bits)
-        return {f"words of {count} zero-points": count}
+        storage = self.zero_point_type.storage
+        count = 1 if storage is None else storage.cut(self.format.bits)
+        return {} if count == 1 else {f"words of {count} zero-points": count}
 
     def column_units(self, columns: int) -> dict[str, int]:
         """The same for the `columns` of a row."""
@@ -248,14 +252,11 @@ class Scheme:
                 (1,) if self.per_tensor else (rows, self.groups(columns) * self.planes),
             ),
         }
-        if self.zero_point == "integer":
-            # Zero-points are codes, packed along N as compressed-tensors does.
+        if (storage := self.zero_point_type.storage) is not None:
             parts["zero_point"] = (
-                torch.int32,
-                (bitpack.words_per_row(rows, self.format.bits), self.groups(columns)),
+                storage.dtype(self.scale_dtype),
+                (storage.rows(rows, self.format.bits), self.groups(columns)),
             )
-        if self.zero_point == "float":
-            parts["zero_point"] = (self.zero_point_dtype, (rows, self.groups(columns)))
         if self.global_scale:
             parts["global_scale"] = (torch.float32, (1,))
         if self.column_scale:
@@ -269,6 +270,15 @@ class Scheme:
     def part_names(self) -> tuple[str, ...]:
         """The parts that a weight has and computing needs, in the order that operators take them in."""
         return tuple(part for part in self.storage_shapes((1, 1)) if part != "shape")
+
+    @cached_property
+    def cast_parts(self) -> frozenset[str]:
+        """Parts whose dtype follows from that of the scales: a cast of a model casts these, and no others."""
+        one, other = (
+            replace(self, scale_dtype=dtype).storage_shapes((1, 1))
+            for dtype in (torch.float16, torch.float32)
+        )
+        return frozenset(part for part in one if one[part] != other[part])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; `from_dict` is its inverse."""
@@ -316,7 +326,7 @@ class Scheme:
         return cls(
             format_from_json(data["format"]),
             group_size,
-            data["zero_point"],
+            ZERO_POINTS[data["zero_point"]].name,
             SCALE_DTYPES[data["scale_dtype"]],
             data["global_scale"],
             data["planes"],
@@ -337,7 +347,7 @@ class Scheme:
         return self.group_size or "channel"
 
     def __str__(self) -> str:
-        zero = {"none": "", "integer": " asym", "float": " asym-float"}[self.zero_point]
+        zero = self.zero_point_type.suffix
         planes = f" {self.planes}-planes" if self.planes > 1 else ""
         columns = " columns" if self.column_scale else ""
         packing = "" if self.packing == "bits" else f" {self.packing}"

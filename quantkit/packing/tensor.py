@@ -7,8 +7,6 @@ from typing import Any
 import torch
 
 from quantkit.errors import FormatError
-from quantkit.packing.bitpack import pack, unpack
-from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
 
 
@@ -20,7 +18,7 @@ class PackedTensor:
 
     packed      int32 [N, W]   codes, packed along K as `scheme.packing` says
     scale       scale dtype [N, groups * planes]   plane p of group g in column g * planes + p; or [1]
-    zero_point  int32 [words_per_row(N, bits), groups]   codes, packed along N; or float [N, groups]
+    zero_point  [R, groups]   as `scheme.zero_point_type` stores them: codes, packed along N, or floats
     global_scale  float32 [1]   by which all scales are divided
     column_scale  float [K]   by which all weights of an input feature are multiplied
     codebook    float32 [2**bits]   the value of each code
@@ -81,7 +79,7 @@ class PackedTensor:
     ) -> "PackedTensor":
         """Pack codes (uint8 [N, K]), scales as they are stored and zero-points ([N, groups]).
 
-        Integer zero-points are codes, uint8. The other parts are as they are stored.
+        Zero-points are of `scheme.zero_point_dtype`: codes are uint8. The other parts are as they are stored.
         """
         if codes.ndim != 2:
             raise FormatError(f"codes of a packed tensor are [N, K], got shape {tuple(codes.shape)}.")
@@ -141,11 +139,13 @@ class PackedTensor:
         return scale if divisor is None else scale / divisor
 
     def zero_points(self) -> torch.Tensor | None:
-        """What is subtracted from codes, [N, groups]: uint8 codes, or floats; None for a symmetric scheme."""
+        """What is subtracted from codes, [N, groups] of `scheme.zero_point_dtype`; None for a symmetric
+        scheme."""
         stored = self.part("zero_point")
-        if stored is None or self.scheme.zero_point == "float":
-            return stored
-        return unpack(stored.T.contiguous(), self.scheme.format.bits, self.shape[0]).T
+        storage = self.scheme.zero_point_type.storage
+        if stored is None or storage is None:
+            return None
+        return storage.unpack(stored, self.shape[0], self.scheme.format.bits)
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, *, start: int = 0, stop: int | None = None
@@ -253,18 +253,12 @@ def quantize_units(
     units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (uint8) and values (float32) nearest to `units`, weights over their scale, float32."""
-    if zero_point is None:
-        return scheme.format.quantize(units)
-    assert isinstance(scheme.format, IntFormat)
-    if scheme.zero_point == "float":
-        return scheme.format.quantize_offset(units, zero_point.to(units.dtype))
-    return scheme.format.quantize_affine(units, zero_point.to(units.dtype))
+    zero = None if zero_point is None else zero_point.to(units.dtype)
+    return scheme.zero_point_type.quantize(scheme.format, units, zero)
 
 
 def store_zero_points(zero_point: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Zero-points [N, groups] as they are stored: codes packed along N, or floats."""
-    if scheme.zero_point == "float":
-        return zero_point.to(scheme.zero_point_dtype).clone(memory_format=torch.contiguous_format)
-    # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
-    packed = pack(zero_point.T.contiguous(), scheme.format.bits)
-    return packed.T.clone(memory_format=torch.contiguous_format)
+    """Zero-points [N, groups] as they are stored."""
+    storage = scheme.zero_point_type.storage
+    assert storage is not None
+    return storage.pack(zero_point, scheme.scale_dtype, scheme.format.bits)

@@ -13,7 +13,13 @@ import torch
 from quantkit.calibrate.hessian import DRIFT_ROWS, TILE, strip_entries
 from quantkit.calibrate.methods import GPU_CHUNK_WEIGHTS, Method
 from quantkit.calibrate.quantize_with_hessian import GPU_GRID_WEIGHTS, chunk_rows
-from quantkit.calibrate.scale_search import BINS_PER_CODE, BINS_RANGE, CANDIDATES, HISTOGRAM_CELLS
+from quantkit.calibrate.scale_search import (
+    BINS_PER_CODE,
+    BINS_RANGE,
+    CANDIDATES,
+    HISTOGRAM_CELLS,
+    ZERO_CANDIDATES,
+)
 from quantkit.calibrate.scaling import GPU_WEIGHTS
 from quantkit.checkpoint.model_record import float32_bytes
 from quantkit.checkpoint.source import Checkpoint
@@ -160,11 +166,11 @@ def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
     group, bits, offset = (
         scheme.group_columns(task.source.shape[1]),
         scheme.format.bits,
-        scheme.zero_point != "none",
+        scheme.has_zero_point,
     )
     bins = min(max(BINS_PER_CODE << bits, BINS_RANGE[0]), BINS_RANGE[1])
-    zeros = 5 if scheme.zero_point == "float" else min(5, bits)
-    candidates = CANDIDATES * (1 << zeros if offset else 4)
+    zeros = min(ZERO_CANDIDATES, int(2**bits / scheme.zero_point_type.step))
+    candidates = CANDIDATES * (zeros if offset else 4)
     histograms = (8 if data else 4) * (bins + candidates) // group if task.method.grid == "mse" else 0
     some = min(weights, GPU_GRID_WEIGHTS if data else weights, HISTOGRAM_CELLS[device.type] // bins * group)
     search = (SEARCH_BYTES[task.method.grid] + histograms) * some + 8 * data * weights

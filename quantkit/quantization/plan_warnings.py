@@ -46,7 +46,7 @@ def plan_notes(
             "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme: "
             f"{splits[0]}{more}."
         )
-    zero_points = any(scheme is not None and scheme.zero_point != "none" for scheme in schemes.values())
+    zero_points = any(scheme is not None and scheme.has_zero_point for scheme in schemes.values())
     if container == "compressed-tensors" and zero_points:
         notes.append(
             "transformers without quantkit reads zero-points only with compressed-tensors up to 0.17, or "

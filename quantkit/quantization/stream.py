@@ -5,6 +5,7 @@ writing overlap and the memory in use does not grow with the model. Chunk bounda
 so the bytes do not depend on the workers.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
@@ -208,7 +209,7 @@ def _row_unit(task: Task) -> int:
     """
     if task.source.whole:
         return task.source.shape[0]
-    return 1 if task.scheme is None else BLOCK
+    return 1 if task.scheme is None else math.lcm(BLOCK, *task.scheme.row_units().values())
 
 
 def _write_rows(
@@ -261,10 +262,11 @@ def _quantize_rows(
         ]
     except FormatError as error:
         raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
+    before = scheme.storage_shapes((start, weights.shape[1]))
     for part, tensor in _parts(pieces, task).items():
         spec = dict(task.parts)[part]
-        packed_rows = part == "zero_point" and task.scheme.zero_point == "integer"
-        first = start // BLOCK * task.scheme.format.bits if packed_rows else start
+        # As many stored rows are before it as the rows of the matrix before it are stored in.
+        first = before[part][1][0]
         file.write(spec.name, tensor.cpu().view(spec.torch_dtype), offset=first * spec.shape[1])
     if start == 0:
         whole = {"shape": torch.tensor(task.source.shape), **parameters.parts(task.scheme)}

@@ -28,18 +28,9 @@ import torch
 from quantkit.calibrate.methods import Method, method_named
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.files import open_regular
-from quantkit.packing.formats import IntFormat
 from quantkit.packing.packings import PACKINGS, PackingName
-from quantkit.packing.schemes import (
-    MAX_GROUP_SIZE,
-    PRESETS,
-    SCALE_DTYPES,
-    ZERO_POINTS,
-    GroupSize,
-    Scheme,
-    ZeroPoint,
-    scheme,
-)
+from quantkit.packing.schemes import MAX_GROUP_SIZE, PRESETS, SCALE_DTYPES, GroupSize, Scheme, scheme
+from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ class Choice:
         if name == self.format:
             return replace(self, keep=False)
         other = scheme(name) if name in PRESETS else None
-        shiftable = other is not None and isinstance(other.format, IntFormat)
+        shiftable = other is not None and ZERO_POINTS[self.zero_point].why_not(other.format) is None
         packable = other is not None and PACKINGS[self.packing].why_not(other.format, other.planes) is None
         return Choice(
             name,
@@ -232,10 +223,9 @@ def parse_group_size(text: str | None) -> GroupSize:
 
 def parse_zero_point(text: str) -> ZeroPoint:
     """A kind of zero-point from the command line or a file."""
-    for kind in ZERO_POINTS:
-        if text == kind:
-            return kind
-    raise UsageError(f"zero-point {text!r} is unknown; use one of {', '.join(ZERO_POINTS)}.")
+    if text not in ZERO_POINTS:
+        raise UsageError(f"zero-point {text!r} is unknown; use one of {', '.join(ZERO_POINTS)}.")
+    return ZERO_POINTS[text].name
 
 
 def parse_packing(text: str) -> PackingName:

@@ -90,6 +90,7 @@ class PackedExperts(PackedModule):
                 dtype,
                 fused,
                 {halves * count: size, 1: fused},
+                part in scheme.cast_parts,
                 {halves * count: matrix},
             )
         return specs

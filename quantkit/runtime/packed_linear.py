@@ -82,7 +82,13 @@ class PackedLinear(PackedModule):
         stored = self._stored["weight"]
         return {
             stored.part_name("weight", part): PartSpec(
-                part, stored.part_name("", part), dtype, size, {1: size}, {1: shape}
+                part,
+                stored.part_name("", part),
+                dtype,
+                size,
+                {1: size},
+                part in self.scheme.cast_parts,
+                {1: shape},
             )
             for part, (dtype, size) in stored.shapes(self.scheme.storage_shapes(shape)).items()
         }

@@ -13,7 +13,7 @@ from quantkit.errors import KernelError
 from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.linear import build_layout, can_restore, linear_parts, restore_words
 from quantkit.packing.names import Container, is_aligned
-from quantkit.packing.schemes import CAST_PARTS, SCALE_TYPES, Scheme
+from quantkit.packing.schemes import SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class PartSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stored: Mapping[int, tuple[int, ...]]
+    #: Whether a cast of the model casts it.
+    is_cast: bool
     #: Logical [N, K] of one stored matrix, by number of stored tensors.
     logical: Mapping[int, tuple[int, int]]
 
@@ -351,7 +353,7 @@ class PackedModule(nn.Module):
         # have not the range of e8m0 or not the digits of the factor that e4m3 comes with.
         small = any(scheme.scale_dtype.itemsize == 1 for scheme in self._schemes.values())
         specs = self.part_specs().items()
-        kept = {id(getattr(self, name)) for name, spec in specs if small or spec.part not in CAST_PARTS}
+        kept = {id(getattr(self, name)) for name, spec in specs if small or not spec.is_cast}
 
         def keeping(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)

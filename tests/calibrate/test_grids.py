@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.calibrate.scale_search import Grid, global_scale, mse, rtn
 from quantkit.errors import FormatError
-from quantkit.packing.schemes import ZERO_POINTS, Scheme, scheme
+from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import encode_groups
+from quantkit.packing.zero_points import ZERO_POINTS
 
 INT_FORMATS = ("int8", "int4", "int2")
 FORMATS = (*INT_FORMATS, "fp8", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4", "ternary", "binary")
@@ -94,7 +95,7 @@ def problems(draw: st.DrawFn) -> tuple[torch.Tensor, Scheme]:
     chosen = scheme(
         name,
         group_size=draw(st.sampled_from([1, 2, 7, 32, 128])),
-        zero_point=draw(st.sampled_from(ZERO_POINTS if name in INT_FORMATS else ["none"])),
+        zero_point=draw(st.sampled_from(tuple(ZERO_POINTS) if name in INT_FORMATS else ["none"])),
         scale_dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, E8M0])),
     )
     seed = draw(st.integers(0, 10_000))

@@ -9,8 +9,9 @@ from quantkit.calibrate.methods import METHODS, quantize_tensor
 from quantkit.calibrate.scale_search import Grid, rtn
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, IntFormat
-from quantkit.packing.schemes import SCALE_TYPES, ZERO_POINTS, Scheme, scheme
+from quantkit.packing.schemes import SCALE_TYPES, Scheme, scheme
 from quantkit.packing.tensor import encode_groups
+from quantkit.packing.zero_points import ZERO_POINTS
 
 INT_FORMATS = [name for name, row in FORMATS.items() if isinstance(row, IntFormat)]
 
@@ -78,8 +79,7 @@ def test_never_above_plain_rounding_in_its_own_norm(name, zero_point, scale_dtyp
     grid, plain = hqq(groups, chosen), rtn(groups, chosen)
     assert torch.equal(grid.scale, grid.scale.to(scale_dtype).float())
     if grid.zero_point is not None:
-        dtype = torch.uint8 if zero_point == "integer" else chosen.zero_point_dtype
-        assert torch.equal(grid.zero_point, grid.zero_point.to(dtype).float())
+        assert torch.equal(grid.zero_point, grid.zero_point.to(chosen.zero_point_dtype).float())
     found, limit = (lp_error(errors(groups, g, chosen)) for g in (grid, plain))
     assert (found <= limit * (1 + 1e-6)).all()
 

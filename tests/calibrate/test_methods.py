@@ -8,8 +8,9 @@ import torch
 from quantkit.calibrate import methods
 from quantkit.calibrate.methods import METHODS, quantize_rows, quantize_tensor
 from quantkit.errors import FormatError, UsageError
-from quantkit.packing.schemes import ZERO_POINTS, scheme
+from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.zero_points import ZERO_POINTS
 
 #: Methods that every format can have.
 EVERY_FORMAT = ("rtn", "mse")

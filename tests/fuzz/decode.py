@@ -67,7 +67,7 @@ def largest_term(parts: Mapping[str, torch.Tensor], scheme: Scheme) -> float:
     most = max(most, 2.0**scheme.format.bits)
     if "codebook" in parts:
         most = max(most, float(parts["codebook"].abs().max()))
-    if scheme.zero_point == "float":
+    if scheme.zero_point_type.is_continuous:
         most += float(parts["zero_point"].float().abs().max())
     columns = float(parts["column_scale"].float().abs().max()) if "column_scale" in parts else 1.0
     found = scale * most * max(1.0, columns) * scheme.planes

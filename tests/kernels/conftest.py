@@ -11,8 +11,9 @@ import torch
 from quantkit.kernels.gemm import operands
 from quantkit.kernels.registry import FORCE_VARIABLE, VERBOSE_VARIABLE
 from quantkit.kernels.tuning.store import TILES_VARIABLE
-from quantkit.packing.schemes import GroupSize, ZeroPoint, scheme
+from quantkit.packing.schemes import GroupSize, scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.zero_points import ZeroPoint
 
 from . import bfloat16, gluon, memory
 
@@ -108,8 +109,8 @@ def make_packed() -> Callable[..., PackedTensor]:
             spread = torch.rand(scales, generator=generator) + 0.5
             scale = spread * min(1, 448 / layout.format.max)
         # Weights that bfloat16 can hold.
-        between = zeros + (0.5 if layout.format.bits < 8 else 0)
-        stored_zeros = {"none": None, "integer": zeros, "float": between}[zero_point]
+        between = 0.5 if layout.zero_point_type.is_continuous and layout.format.bits < 8 else 0
+        stored_zeros = (zeros + between).to(layout.zero_point_dtype) if layout.has_zero_point else None
         global_scale = torch.tensor([4.0 if exact else 3.7]) if layout.global_scale else None
         factors = torch.exp2(torch.randint(-1, 2, (columns,), generator=generator).float())
         if not exact:

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat
-from quantkit.packing.schemes import CAST_PARTS, PARTS, Scheme, scheme
+from quantkit.packing.schemes import PARTS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
 SHAPES = [(1, 1), (1, 33), (5, 7), (3, 128), (9, 140)]
@@ -111,7 +111,8 @@ def test_parts_have_the_shapes_of_the_scheme_and_are_all_counted(chosen: Scheme)
     assert {part.device.type for part in packed.to("meta").tensors} == {"meta"}
     for part, (dtype, _) in shapes.items():
         cast = replace(chosen, scale_dtype=torch.float32).storage_shapes((9, 140))[part][0]
-        assert part in CAST_PARTS or cast == dtype
+        assert part in chosen.cast_parts or cast == dtype
+    assert {"packed", "global_scale", "codebook", "shape"}.isdisjoint(chosen.cast_parts)
 
 
 def test_bits_per_weight_of_what_is_new() -> None:

@@ -16,13 +16,12 @@ from quantkit.packing.schemes import (
     PRESETS,
     SCALE_DTYPES,
     SCALE_TYPES,
-    ZERO_POINTS,
     Scheme,
-    ZeroPoint,
     default_scale_dtype,
     parse_token,
     scheme,
 )
+from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint
 
 INT4 = FORMATS["int4"]
 VALID = {

@@ -111,7 +111,7 @@ def _int8_supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if not _is_int(scheme, 8):
         return f"it computes int8, the weight is {scheme.format.name}"
-    if scheme.zero_point != "none":
+    if scheme.has_zero_point:
         return "torch's operator has no zero-points; quantize symmetrically"
     if isinstance(scheme.group_size, int):
         return "torch's operator has one scale per output channel; quantize with group size 'channel'"

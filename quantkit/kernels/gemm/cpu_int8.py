@@ -68,9 +68,9 @@ def _supports(problem: Problem) -> str | None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
     if scheme.planes > 1:
         return one_plane(problem)
-    if scheme.zero_point == "float":
-        return "its weights are integers, and a float zero-point makes them fractions; use an integer one"
-    if scheme.zero_point != "none" and scheme.format.bits == 8:
+    if (reason := scheme.zero_point_type.why_not_int8) is not None:
+        return reason
+    if scheme.has_zero_point and scheme.format.bits == 8:
         return "8-bit codes less a zero-point need 9 bits; quantize symmetrically"
     if segmentation(scheme, problem.k)[0] > _MAX_SEGMENT:
         return f"an int32 overflows in groups of {scheme.group_size}; use a group size up to {_MAX_SEGMENT}"

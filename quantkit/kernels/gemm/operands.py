@@ -150,7 +150,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "V": shape.in_block,
         "ON_WEIGHTS": shape.on_weights,
         "SCALE": shape.scale_kind,
-        "HAS_ZERO": scheme.zero_point != "none",
+        "HAS_ZERO": scheme.has_zero_point,
         "HAS_FACTOR": scheme.global_scale or carried,
         **_decoding(found),
         "FIELDS": () if found else portable(scheme.format, bare=carried),

@@ -50,6 +50,8 @@ def unpackable(problem: Problem) -> str | None:
         return "Triton is not installed"
     if problem.scheme.planes > 1:
         return one_plane(problem)
+    if (reason := problem.scheme.zero_point_type.why_not_fused) is not None:
+        return reason
     size = problem.scheme.group_columns(problem.k)
     if size not in (16, problem.k) and size % 32:
         return f"it takes groups of 16 or of multiples of 32 columns, not of {size}"

@@ -154,7 +154,8 @@ def value_sizes(shape: Geometry, scheme: Scheme) -> tuple[int, int]:
     """Bytes of a scale and of a zero-point as `build` has them; 0 for none, and for the scale of a row."""
     # Those of 8 bits without a kind become bfloat16.
     scale = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
-    return 0 if shape.groups == 1 else scale, {"none": 0, "integer": 2, "float": 4}[scheme.zero_point]
+    zero = scheme.zero_point_type.kernel_dtype.itemsize if scheme.has_zero_point else 0
+    return 0 if shape.groups == 1 else scale, zero
 
 
 def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
@@ -188,9 +189,7 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     zero = codes.new_empty(0)
     if zero_point is not None:
         lowest = weight.scheme.format.values[0]
-        # Integers are exact in bfloat16, floats between codes need not be.
-        dtype = torch.float32 if weight.scheme.zero_point == "float" else torch.bfloat16
-        zero = by_lane(zero_point.to(torch.float32) + lowest).to(dtype)
+        zero = by_lane(zero_point.to(torch.float32) + lowest).to(weight.scheme.zero_point_type.kernel_dtype)
     if factor is None:
         factor = torch.empty(0, device=codes.device)
     return codes, by_lane(scale, padding(shape.scale_kind)), zero, factor, values

@@ -131,13 +131,13 @@ def random_packed(scheme: Scheme, n: int, k: int, device: torch.device) -> Packe
     scale = torch.rand(scales, generator=generator, device=device) + 0.5
     # Sums of thousands of weights stay far below 65504, the largest float16.
     unit = min(0.01, 1 / scheme.format.max)
-    zeros = None if scheme.zero_point == "none" else draw(n, groups)
-    if zeros is not None and scheme.zero_point == "float":
+    zeros = draw(n, groups) if scheme.has_zero_point else None
+    if zeros is not None and scheme.zero_point_type.is_continuous:
         zeros = zeros + 0.5
     return PackedTensor.from_codes(
         codes,
         scale if scheme.global_scale else scale * unit,
-        zeros,
+        None if zeros is None else zeros.to(scheme.zero_point_dtype),
         scheme,
         torch.full((1,), 1 / unit, device=device) if scheme.global_scale else None,
         column_scale=torch.ones(k, dtype=scheme.column_scale_dtype, device=device)

@@ -247,7 +247,7 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     numbers = map(int, asked.split()[1:])
     tile = HopperTile(*numbers)
     if asked == "hopper":
-        tile = hopper_tile(shape, case.m, zeros=row.zero_point != "none")
+        tile = hopper_tile(shape, case.m, zeros=row.has_zero_point)
     known = constants_of(N, K, row, dtype, tile)
     known = {name: value for name, value in known.items() if name in hopper.arg_names}
     blocks = stages(tile, table_bytes(row, dtype, copies(tile)))

@@ -38,6 +38,7 @@ from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
 from quantkit.kernels.registry import choose, explain, row_named, warn_unfused
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.zero_points import ZERO_POINTS, plain_storage
 
 tl = pytest.importorskip("triton.language")
 
@@ -208,6 +209,23 @@ def test_kernels_multiply_with_the_dequantized_weight(
             assert error(y, op.x, packed, op.bias) < LIMIT[dtype], name
             # On a CPU there is nothing that could run in another order.
             assert DEVICE == "cpu" or torch.equal(y, run()), name
+
+
+def test_kernels_read_a_kind_of_zero_point_that_is_only_a_row(
+    make_packed: Callable[..., PackedTensor], poisoned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One made up here: bytes, not packed. Kernels see its `kernel_dtype` alone."""
+    storage = plain_storage(lambda scale_dtype: torch.int8)
+    for dtype in (torch.float32, torch.bfloat16):
+        kind = replace(ZERO_POINTS["integer"], suffix=" asym-byte", storage=storage, kernel_dtype=dtype)
+        monkeypatch.setitem(ZERO_POINTS, "byte", kind)
+        monkeypatch.setitem(CASES, "int4 byte", {"group_size": 64, "zero_point": "byte"})
+        for x_dtype, features in RUNS:
+            op, packed = operands(make_packed, "int4 byte", 17, 200, 3, x_dtype)
+            zero = packed.part("zero_point")
+            assert zero is not None and zero.dtype == torch.int8 and op.layout[2].dtype == dtype
+            for name, run in tried("int4 byte", kernels(op, features)).items():
+                assert error(run(), op.x, packed, op.bias) < LIMIT[x_dtype], name
 
 
 @pytest.mark.parametrize("m", [3, 21])

@@ -16,8 +16,9 @@ from quantkit.kernels.layouts.fragment_layout import build, geometry
 from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.registry import row_named
-from quantkit.packing.schemes import ZeroPoint, scheme
+from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.zero_points import ZeroPoint
 
 from ..conftest import GLUON
 from ..gluon import interpreted, rewritten

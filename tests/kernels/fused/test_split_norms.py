@@ -50,7 +50,7 @@ def beginning(op: Operands, features: frozenset[str]) -> Iterator[Run]:
 
 def streams(op: Operands, features: frozenset[str]) -> Iterator[Run]:
     tiles = [StreamTile(8, 2, 1, 2), StreamTile(4, 1, 2, 1)]
-    integers = len(op.x) <= 4 and op.scheme.zero_point == "none" and as_bytes(op.scheme.format) is not None
+    integers = len(op.x) <= 4 and not op.scheme.has_zero_point and as_bytes(op.scheme.format) is not None
     for tile in tiles + ([replace(tile, integers=True) for tile in tiles] if integers else []):
         yield partial(decode_launch.run, tile=tile, features=features)
 

@@ -109,7 +109,7 @@ def why_no_integers(problem: Problem) -> str | None:
     """Why products cannot be those of integers."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
-    if problem.scheme.zero_point != "none":
+    if problem.scheme.has_zero_point:
         return "zero-points are taken from 16-bit floats"
     if problem.m > MOST_DIGITS:
         return f"there are digits of up to {MOST_DIGITS} rows of x, not of {problem.m}"
@@ -202,7 +202,7 @@ def _is_straight(problem: Problem) -> bool:
     """Whether products are added up to the end as they come, and little else takes registers."""
     shape, scheme = shape_of(problem), problem.scheme
     straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
-    return straight and scheme.zero_point == "none" and shape.span <= 128
+    return straight and not scheme.has_zero_point and shape.span <= 128
 
 
 def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:

@@ -136,7 +136,7 @@ def streamed(
         blocks=shape.blocks,
         on_weights=shape.on_weights,
         scale_kind=shape.scale_kind,
-        has_zero=scheme.zero_point != "none",
+        has_zero=scheme.has_zero_point,
         has_factor=scheme.global_scale or carried,
         has_bias=bias,
         norm=norm,

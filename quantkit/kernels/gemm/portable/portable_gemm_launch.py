@@ -210,7 +210,7 @@ def half_unit(n: int, k: int, scheme: Scheme) -> float:
     """
     if geometry(n, k, scheme, torch.float16).groups > 1:
         return 1.0
-    largest = scheme.format.max if scheme.zero_point == "none" else 2.0**scheme.format.bits
+    largest = 2.0**scheme.format.bits if scheme.has_zero_point else scheme.format.max
     return 2.0 ** -math.ceil(math.log2(largest))
 
 

@@ -292,7 +292,7 @@ def _rule(problem: Problem) -> HopperTile:
 
 
 def _has_zeros(problem: Problem) -> bool:
-    return problem.scheme.zero_point != "none"
+    return problem.scheme.has_zero_point
 
 
 def _fitted(problem: Problem, tile: HopperTile, measured: Problem) -> HopperTile:

@@ -1,0 +1,161 @@
+"""Kinds of zero-points, as rows of a table: how z of `scale * (code - z)` is rounded, stored and searched.
+
+Each group of a matrix [N, K] has one z: [N, G] for G groups in a row. A kind may store z in any way, and
+round it to any set of numbers. A weight stays `scale * (code - z)`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from quantkit.packing import bitpack
+from quantkit.packing.formats import IntFormat, NumberFormat
+
+ZeroPoint = Literal["none", "integer", "float"]
+
+
+def at_least_16_bits(scale_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scales, or bfloat16 where that has 8 bits."""
+    return torch.bfloat16 if scale_dtype.itemsize < 2 else scale_dtype
+
+
+@dataclass(frozen=True)
+class ZeroPointStorage:
+    """How the zero-points z [N, G] of a matrix are stored, for codes of `bits` bits.
+
+    values(scale dtype)    dtype of z in memory
+    dtype(scale dtype)     dtype of the stored tensor
+    rows(N, bits)          R, for a stored tensor [R, G]
+    cut(bits)              rows of the matrix, at whose multiples the stored tensor can be cut
+    pack(z, scale dtype, bits)    the stored tensor, contiguous
+    unpack(stored, N, bits)       z
+    """
+
+    values: Callable[[torch.dtype], torch.dtype]
+    dtype: Callable[[torch.dtype], torch.dtype]
+    rows: Callable[[int, int], int]
+    cut: Callable[[int], int]
+    pack: Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]
+    unpack: Callable[[torch.Tensor, int, int], torch.Tensor]
+
+
+def plain_storage(dtype: Callable[[torch.dtype], torch.dtype]) -> ZeroPointStorage:
+    """One element for each z, [N, G], of `dtype(scale dtype)`."""
+    return ZeroPointStorage(
+        values=dtype,
+        dtype=dtype,
+        rows=lambda rows, bits: rows,
+        cut=lambda bits: 1,
+        pack=lambda z, scale_dtype, bits: z.to(dtype(scale_dtype)).clone(
+            memory_format=torch.contiguous_format
+        ),
+        unpack=lambda stored, rows, bits: stored,
+    )
+
+
+def _pack_codes(z: torch.Tensor, scale_dtype: torch.dtype, bits: int) -> torch.Tensor:
+    # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
+    return bitpack.pack(z.T.contiguous(), bits).T.clone(memory_format=torch.contiguous_format)
+
+
+#: z is a code, uint8, and as wide as the weights' codes: packed along N, as compressed-tensors does.
+PACKED_CODES = ZeroPointStorage(
+    values=lambda scale_dtype: torch.uint8,
+    dtype=lambda scale_dtype: torch.int32,
+    rows=bitpack.words_per_row,
+    cut=bitpack.codes_per_cut,
+    pack=_pack_codes,
+    unpack=lambda stored, rows, bits: bitpack.unpack(stored.T.contiguous(), bits, rows).T,
+)
+
+
+@dataclass(frozen=True)
+class ZeroPointType:
+    """A kind of zero-point: a row of `ZERO_POINTS`. z is None where `storage` is.
+
+    suffix           of the name of a scheme
+    storage          how z is stored; None where there is no zero-point
+
+    Rounding z and weights, for units = weight / scale, float32:
+
+    round(format, z, scale dtype)   the nearest z that can be stored, float32; takes any float dtype
+    nearest(format, units, z)       the values code - z nearest to `units`, float32
+    quantize(format, units, z)      their codes, uint8, and the values
+
+    Searching z, for `mse`:
+
+    step             between candidates, in codes
+    refits           least-squares refits of the winner
+    is_continuous    whether z may lie between codes, so that a refit moves it too
+
+    Kernels, which read z as `kernel_dtype`, where it must be exact:
+
+    why_not_fused    why no fused kernel of a GPU takes it; None where they do
+    why_not_int8     why code - z does not fit an int8 for codes of up to 7 bits; None where it does
+    """
+
+    name: ZeroPoint
+    suffix: str
+    storage: ZeroPointStorage | None
+    round: Callable[[NumberFormat, torch.Tensor, torch.dtype], torch.Tensor]
+    # Any is a format that `why_not` has no reason against, and z, a tensor or None.
+    nearest: Callable[[Any, torch.Tensor, Any], torch.Tensor]
+    quantize: Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
+    step: float = 1.0
+    refits: int = 1
+    is_continuous: bool = False
+    kernel_dtype: torch.dtype = torch.float32
+    why_not_fused: str | None = None
+    why_not_int8: str | None = None
+
+    def why_not(self, number_format: NumberFormat) -> str | None:
+        """Why codes of a format have no such zero-point; None where they can have one."""
+        if self.storage is None or isinstance(number_format, IntFormat):
+            return None
+        return f"format {number_format.name!r} has no zero-point; asymmetric schemes need an int format"
+
+
+def round_to_code(number_format: NumberFormat, z: torch.Tensor, _: torch.dtype) -> torch.Tensor:
+    """The nearest code to `z`, float32."""
+    return torch.round(z).clamp_(0, 2**number_format.bits - 1).float()
+
+
+#: Kinds by the name that files and options use. Adding one is adding a row.
+ZERO_POINTS: dict[str, ZeroPointType] = {
+    kind.name: kind
+    for kind in (
+        ZeroPointType(
+            "none",
+            "",
+            storage=None,
+            round=lambda number_format, z, scale_dtype: z.float(),
+            nearest=lambda number_format, units, z: number_format.round(units),
+            quantize=lambda number_format, units, z: number_format.quantize(units),
+        ),
+        ZeroPointType(
+            "integer",
+            " asym",
+            PACKED_CODES,
+            round=round_to_code,
+            nearest=IntFormat.round_affine,
+            quantize=IntFormat.quantize_affine,
+            # Integers up to 256 are exact.
+            kernel_dtype=torch.bfloat16,
+        ),
+        ZeroPointType(
+            "float",
+            " asym-float",
+            plain_storage(at_least_16_bits),
+            round=lambda number_format, z, scale_dtype: z.to(at_least_16_bits(scale_dtype)).float(),
+            nearest=IntFormat.round_offset,
+            quantize=IntFormat.quantize_offset,
+            step=0.125,
+            refits=3,
+            is_continuous=True,
+            why_not_int8="its weights are integers, and a float zero-point makes them fractions; "
+            "use an integer one",
+        ),
+    )
+}

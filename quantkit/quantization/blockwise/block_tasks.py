@@ -7,10 +7,10 @@ from quantkit.calibrate.data.samples import Samples
 from quantkit.calibrate.steps import Refinement
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError
-from quantkit.model.architectures import DOWN, GATE_UP
+from quantkit.model.architectures import DOWN, GATE_UP, LLAMA_LIKE
 from quantkit.model.blocks import Decoder
 from quantkit.model.names import ExpertPart
-from quantkit.quantization.blockwise.fold_scales import FOLDABLE, FOLDS, Fold
+from quantkit.quantization.blockwise.fold_scales import FOLDS, Fold
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.task import Task, needs_of
 
@@ -140,7 +140,7 @@ def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockT
     count = last + 1 if head is None else len(block_names)
     for at, (name, of_experts) in enumerate(zip(block_names[:count], parts, strict=False)):
         tasks = _as_listed(found[at], of_experts, decoder.parameters(at))
-        folds = _folds(tasks) if model_type in FOLDABLE else ()
+        folds = _folds(tasks) if model_type in LLAMA_LIKE else ()
         stored = {fold.changed: decoder.stored_name(f"{name}.{fold.changed}") for fold in folds}
         changed = {parameter: dense[one] for parameter, one in stored.items() if one is not None}
         blocks.append(BlockTasks(name, tasks, of_experts, folds, changed))

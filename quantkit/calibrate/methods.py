@@ -263,7 +263,7 @@ def _quantize_groups(
         residual = groups - values
         error = _sum_of_squares(residual if importance is None else residual * importance.sqrt())
         return _QuantizedGroups(codes, scales, None, error)
-    grid = parameters.grid(len(groups), groups.device) or method.scale_search.fit(groups, scheme)
+    grid = parameters.scale_zero(len(groups), groups.device) or method.scale_search.fit(groups, scheme)
     empty = grid.scale == 0
     unit = torch.where(empty, 1.0, grid.scale)
     units = groups / unit

@@ -37,8 +37,8 @@ class TensorParameters:
     codebook: tuple[float, ...] | None = None
     scale: float | None = None
 
-    def grid(self, groups: int, device: torch.device) -> ScaleZero | None:
-        """The grid that so many groups have in common; None where each has its own."""
+    def scale_zero(self, groups: int, device: torch.device) -> ScaleZero | None:
+        """The one scale, for each of `groups` groups; None where each group has its own."""
         return None if self.scale is None else ScaleZero(torch.full((groups, 1), self.scale, device=device))
 
     def bind(self, scheme: Scheme) -> Scheme:

@@ -60,7 +60,7 @@ def quantize_calibrated_rows(
     norm = squared_norm(exact)
     bound = parameters.bind(scheme)
     weights = parameters.normalised(method.target(exact, stats) if target is None else target)
-    scale, zero_point = _grid(weights, stats.hessian.importance, bound, method.scale_search)
+    scale, zero_point = _scale_zero(weights, stats.hessian.importance, bound, method.scale_search)
     gridded = Rows(weights, scale, zero_point, bound)
     done = positive_scales(gridded, method.rounding.apply(gridded, stats))
     errors = exact - done.values * gridded.wide(done.scale) / parameters.global_scale
@@ -88,23 +88,23 @@ def stored_nearest(
     parameters = [fit_parameters(partial(iter, [one]), shape, scheme, search.fit) for one in weights]
     pairs = zip(parameters, weights, strict=True)
     normalised = torch.cat([shared.normalised(one) for shared, one in pairs])
-    rows = Rows(normalised, *_grid_of(normalised, importance, scheme, search), scheme)
+    rows = Rows(normalised, *_scale_zero_of(normalised, importance, scheme, search), scheme)
     done = round_nearest(rows)
     stored = (done.values * rows.wide(done.scale)).view(weights.shape)
     return torch.stack([one / shared.global_scale for shared, one in zip(parameters, stored, strict=True)])
 
 
-def _grid(
+def _scale_zero(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, search: ScaleSearch
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and zero-points (or None) of rows [n, K], both float32 [n, G]; `importance` is [K]."""
     at_once = len(weights) if weights.device.type == "cpu" else max(1, GPU_GRID_WEIGHTS // weights.shape[1])
-    found = [_grid_of(rows, importance[None], scheme, search) for rows in torch.split(weights, at_once)]
+    found = [_scale_zero_of(rows, importance[None], scheme, search) for rows in torch.split(weights, at_once)]
     zeros = [zero for _, zero in found if zero is not None]
     return torch.cat([scale for scale, _ in found]), torch.cat(zeros) if zeros else None
 
 
-def _grid_of(
+def _scale_zero_of(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, search: ScaleSearch
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`importance` [C, K] is that of C equal parts of the rows."""
@@ -117,8 +117,8 @@ def _grid_of(
         counted = whole_importance(counted + LEAST_IMPORTANCE * counted.mean(-1, keepdim=True))
         groups = weights[:, span].reshape(-1, width)
         of_rows = counted.expand(-1, count // parts, -1, -1)
-        grid = search.fit(groups, scheme, of_rows.reshape(-1, width))
-        scales.append(grid.scale.view(count, -1))
-        if grid.zero_point is not None:
-            zeros.append(grid.zero_point.view(count, -1))
+        fitted = search.fit(groups, scheme, of_rows.reshape(-1, width))
+        scales.append(fitted.scale.view(count, -1))
+        if fitted.zero_point is not None:
+            zeros.append(fitted.zero_point.view(count, -1))
     return torch.cat(scales, 1), torch.cat(zeros, 1) if zeros else None

@@ -1,4 +1,4 @@
-"""Rounding with compensation: codes that make the error of a linear's outputs small, not that of its weights.
+"""GPTQ and coordinate descent: codes for a small error of a linear's outputs, not of its weights.
 
 For weights W [N, K], stored values Q and the Hessian H of the inputs (`calibrate/hessian.py`), the
 squared error of the outputs is a quadratic of the error E = W - Q, row by row:
@@ -275,7 +275,7 @@ class NearestRefitted(Rounding):
 
 @dataclass(frozen=True)
 class Gptq(Rounding):
-    """GPTQ, and then so many `sweeps` of coordinate descent; to nearest where H is singular."""
+    """GPTQ, then `sweeps` rounds of coordinate descent; to nearest where H is singular."""
 
     sweeps: int = 0
 

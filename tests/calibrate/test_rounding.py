@@ -1,4 +1,4 @@
-"""Rounding with compensation, against optimal brain surgeon column by column and against brute force."""
+"""GPTQ and coordinate descent, against optimal brain surgeon column by column and against brute force."""
 
 import itertools
 
@@ -68,7 +68,7 @@ def damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
 
 
 def copied(rounded: Rounded) -> Rounded:
-    """In memory that polishing may use."""
+    """In memory that coordinate descent may use."""
     return Rounded(rounded.values.clone(), rounded.scale, rounded.errors.clone())
 
 
@@ -163,13 +163,13 @@ def test_polishing_comes_close_to_the_best_of_all_codes() -> None:
     combinations = torch.tensor(list(itertools.product((-1.0, 0.0, 1.0), repeat=6)))
     errors = rows.weights[:, None] - combinations * rows.scale[:, :, None]
     best = ((errors.double() @ target.double()) * errors).sum(-1).amin(1)
-    rounded, compensated = (loss(d.errors, target) for d in (round_nearest(rows), gptq_round(rows, factor)))
-    assert (compensated >= best * (1 - 1e-5)).all() and compensated.sum() < rounded.sum()
+    plain, gptq = (loss(d.errors, target) for d in (round_nearest(rows), gptq_round(rows, factor)))
+    assert (gptq >= best * (1 - 1e-5)).all() and gptq.sum() < plain.sum()
     done = coordinate_descent(
         rows, gptq_round(rows, factor), DampedHessian.of(hessian, factor.damping), factor.order, 4
     )
-    polished = loss(done.errors, target)
-    assert polished.sum() < 1.1 * best.sum()
+    descended = loss(done.errors, target)
+    assert descended.sum() < 1.1 * best.sum()
 
 
 @pytest.mark.parametrize("columns", [16, 70, 160])

@@ -1,11 +1,11 @@
-"""Moments of an expert with few tokens: the table of docs/methods.md.
+"""Hessian of an expert with few tokens: the table of docs/methods.md.
 
     python benchmarks/expert_moments.py MODEL TEXTS.jsonl [--layers 1,5]
 
 Shares out the inputs of gate and down projections of a dense model to clusters, two to a token, as a router
-does to experts. Rounds rows of the weights with gptq to int3 in groups of 64 by moments of n tokens of a
+does to experts. Rounds rows of the weights with gptq to int3 in groups of 64 by the Hessian of n tokens of a
 cluster joined with those of all tokens, which count as m. Measures the error of the outputs on other tokens
-of the cluster, relative to that with the moments of all tokens alone. Prints a row per n and a column per m,
+of the cluster, relative to that with the Hessian of all tokens alone. Prints a row per n and a column per m,
 both in tokens per feature.
 """
 
@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.calibrate.data.documents import read_documents
 from quantkit.calibrate.data.samples import draw
-from quantkit.calibrate.hessian import Moments, gram
+from quantkit.calibrate.hessian import Hessian, gram
+from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.parameters import TensorParameters
-from quantkit.calibrate.quantize_with_hessian import Inputs, quantize_calibrated_rows
+from quantkit.calibrate.quantize_with_hessian import quantize_calibrated_rows
 from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -95,27 +96,27 @@ def clusters(inputs: torch.Tensor) -> torch.Tensor:
 def measure(name: str, weight: torch.Tensor, inputs: torch.Tensor, chosen: torch.Tensor, found) -> None:
     """Adds relative errors of one weight by name, n per feature and prior."""
     half, features = len(inputs) // 2, inputs.shape[1]
-    everyone = Moments(gram(inputs[:half]) / half, half)
+    everyone = Hessian(gram(inputs[:half]) / half, half)
     for cluster in TRIED:
         member = (chosen == cluster).any(1)
         own, unseen = inputs[:half][member[:half]], inputs[half:][member[half:]]
         own = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(1))]
-        judge = Moments(gram(unseen) / len(unseen), len(unseen))
+        judge = Hessian(gram(unseen) / len(unseen), len(unseen))
         base = output_error(weight, everyone, judge)
         for per_feature in OWN:
             count = int(per_feature * features)
             if count > len(own):
                 continue
-            few = Moments(gram(own[:count]) / count, count)
+            few = Hessian(gram(own[:count]) / count, count)
             for prior in PRIORS:
-                moments = everyone.joined(few, prior * features) if prior else few
-                found[name, per_feature, prior].append(output_error(weight, moments, judge) / base)
+                hessian = everyone.joined(few, prior * features) if prior else few
+                found[name, per_feature, prior].append(output_error(weight, hessian, judge) / base)
 
 
-def output_error(weight: torch.Tensor, moments: Moments, judge: Moments) -> float:
+def output_error(weight: torch.Tensor, hessian: Hessian, judge: Hessian) -> float:
     four = scheme("int3", group_size=64).for_columns(weight.shape[1])
     done = quantize_calibrated_rows(
-        weight, four, METHOD, TensorParameters(), Inputs.prepare(moments, [METHOD])
+        weight, four, METHOD, TensorParameters(), LinearStats.prepare(hessian, METHOD.needs)
     )
     parts = {"packed": done.rows.words, "scale": done.rows.scale, "zero_point": None}
     stored = PackedTensor.from_parts(parts, four, tuple(weight.shape)).dequantize()

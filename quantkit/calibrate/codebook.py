@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from quantkit.calibrate.scale_search import Grid, global_scale
+from quantkit.calibrate.scale_search import ScaleZero, global_scale
 from quantkit.packing.formats import FittedFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import quantize_units
@@ -33,7 +33,7 @@ class Fit(Protocol):
 
     def __call__(
         self, groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None
-    ) -> Grid: ...
+    ) -> ScaleZero: ...
 
 
 def fit_codebook(rows: torch.Tensor, scheme: Scheme, absmax: float, fit: Fit) -> tuple[float, ...]:

@@ -1,11 +1,11 @@
-"""Second moments of a linear's inputs: all that calibrated methods know of the data.
+"""The Hessian of a linear's inputs: all that calibrated methods know of the data.
 
 For inputs X [T, K] of a linear, H = X^T X / T. The squared error of the linear's outputs under stored weights
 Q is tr((W - Q) H (W - Q)^T), so that q, k and v projections, which have one input, share one H.
 
 Inputs come from the part of the model that is quantized already, so they differ from those of the original,
-F. With the drift D = (F - X)^T X / T, the weights that bring W F closest from X are W + W D H^-1 (QEP, arXiv
-2504.09629).
+F. With the input error D = (F - X)^T X / T, the weights that bring W F closest from X are W + W D H^-1 (QEP,
+arXiv 2504.09629).
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from quantkit.errors import FormatError
 #: Columns of H computed at a time, by device: H is symmetric, and tiles below the diagonal are those above.
 TILE = {"cpu": 128, "cuda": 2048}
 #: Rows of D computed at a time: what a GPU adds to a sum is in memory so many rows at a time.
-DRIFT_ROWS = 2048
+INPUT_ERROR_ROWS = 2048
 #: Columns of H factored at a time.
 CHOLESKY_COLUMNS = 4096
 #: Rows of D that are divided by H at a time, in float64.
@@ -27,43 +27,43 @@ CORRECTION_ROWS = 1024
 RUNS = 8
 #: Added to the diagonal of H, in parts of its mean; a factorization that fails tries the next.
 DAMPINGS = (0.01, 0.04, 0.16, 0.64)
-#: How far weights move to make good for the drift. All the way fits the calibration data too closely.
+#: How far weights move to make good for the input error. All the way fits the calibration data too closely.
 CORRECTION = 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
+class Hessian:
     """H [K, K] and, where it was asked for, D [K, K], float32, means over `tokens`.
 
     `largest` is the largest magnitude of each input feature, float32 [K], where it was asked for.
     """
 
-    second: torch.Tensor
+    matrix: torch.Tensor
     tokens: int
-    drift: torch.Tensor | None = None
+    input_error: torch.Tensor | None = None
     largest: torch.Tensor | None = None
 
     @property
     def importance(self) -> torch.Tensor:
         """The mean square of each input feature, float32 [K]."""
-        return self.second.diagonal()
+        return self.matrix.diagonal()
 
-    def joined(self, other: "Moments | None", weight: float) -> "Moments":
+    def joined(self, other: "Hessian | None", weight: float) -> "Hessian":
         """These as if they were of `weight` tokens, together with those of others, which have what these
-        have. The drift is in memory of its own.
+        have. The input error is in memory of its own.
         """
         if other is None:
-            return replace(self, drift=None if self.drift is None else self.drift.clone())
+            return replace(self, input_error=None if self.input_error is None else self.input_error.clone())
         share = weight / (weight + other.tokens)
         shift = None
-        if self.drift is not None:
-            assert other.drift is not None
-            shift = torch.lerp(other.drift, self.drift, share)
+        if self.input_error is not None:
+            assert other.input_error is not None
+            shift = torch.lerp(other.input_error, self.input_error, share)
         most = None
         if self.largest is not None:
             assert other.largest is not None
             most = torch.maximum(other.largest, self.largest)
-        return Moments(torch.lerp(other.second, self.second, share), other.tokens, shift, most)
+        return Hessian(torch.lerp(other.matrix, self.matrix, share), other.tokens, shift, most)
 
     def output_energy(self, rows: torch.Tensor) -> float:
         """The mean squared output of weights `rows` ([n, K] float32), summed over them: tr(rows H rows^T)."""
@@ -72,15 +72,15 @@ class Moments:
     def output_energies(self, parts: torch.Tensor) -> list[float]:
         """`output_energy` of each of some `parts` ([C, n, K] float32)."""
         rows = parts.flatten(0, 1)
-        products = (rows @ self.second).double().mul_(rows).view(parts.shape)
+        products = (rows @ self.matrix).double().mul_(rows).view(parts.shape)
         return torch.stack([part.sum() for part in products]).tolist()
 
-    def scaled(self, factors: torch.Tensor) -> "Moments":
-        """The moments of inputs divided by `factors` ([K])."""
+    def scaled(self, factors: torch.Tensor) -> "Hessian":
+        """The Hessian of inputs divided by `factors` ([K])."""
         outer = factors[:, None] * factors[None, :]
-        shift = None if self.drift is None else self.drift / outer
+        shift = None if self.input_error is None else self.input_error / outer
         most = None if self.largest is None else self.largest / factors
-        return Moments(self.second / outer, self.tokens, shift, most)
+        return Hessian(self.matrix / outer, self.tokens, shift, most)
 
 
 def run_of(piece: int, count: int) -> int:
@@ -90,7 +90,10 @@ def run_of(piece: int, count: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Inputs X [T, K] in a run, for drift the original's F, and whether to find the largest magnitudes."""
+    """Inputs X [T, K] in a run; for the input error the original's F.
+
+    `find_largest` asks for the largest magnitudes.
+    """
 
     run: int
     inputs: torch.Tensor
@@ -107,11 +110,11 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class PartialSum:
+class HessianSum:
     """X^T X over `tokens` of inputs, float32; where they were asked for, the largest magnitudes [K] and
     (F - X)^T X [K, K].
 
-    These are some pieces of one run, or all of the runs from `first` to `last`. X^T X is symmetric: `second`
+    These are some pieces of one run, or all of the runs from `first` to `last`. X^T X is symmetric: `strips`
     has the strips of `_strips`, one after the other.
     """
 
@@ -119,12 +122,12 @@ class PartialSum:
     last: int
     tokens: int
     columns: int
-    second: torch.Tensor
+    strips: torch.Tensor
     largest: torch.Tensor | None = None
-    drift: torch.Tensor | None = None
+    input_error: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, piece: Piece) -> "PartialSum":
+    def of(cls, piece: Piece) -> "HessianSum":
         """Of one piece."""
         columns, device = piece.inputs.shape[1], piece.inputs.device
         return cls(
@@ -137,7 +140,7 @@ class PartialSum:
             None if piece.exact is None else torch.zeros(columns, columns, device=device),
         ).plus(piece)
 
-    def plus(self, following: "PartialSum | Piece") -> "PartialSum":
+    def plus(self, following: "HessianSum | Piece") -> "HessianSum":
         """With what comes after these; the memory of these is used.
 
         The products of a piece are added some rows at a time, so that they are nowhere as a whole.
@@ -145,79 +148,79 @@ class PartialSum:
         most, last = self.largest, following.first
         if isinstance(following, Piece):
             wide = _widened(following.inputs)
-            _add_gram(self.second, wide)
-            if self.drift is not None:
+            _add_gram(self.strips, wide)
+            if self.input_error is not None:
                 assert following.exact is not None
-                _add_drift(self.drift, following.exact, wide)
+                _add_input_error(self.input_error, following.exact, wide)
             if most is not None:
                 most = torch.maximum(most, largest(following.inputs))
         else:
             last = following.last
-            self.second.add_(following.second)
-            if self.drift is not None:
-                assert following.drift is not None
-                self.drift.add_(following.drift)
+            self.strips.add_(following.strips)
+            if self.input_error is not None:
+                assert following.input_error is not None
+                self.input_error.add_(following.input_error)
             if most is not None:
                 assert following.largest is not None
                 most = torch.maximum(most, following.largest)
         return replace(self, last=last, tokens=self.tokens + following.tokens, largest=most)
 
-    def moments(self) -> Moments:
+    def hessian(self) -> Hessian:
         """The means; the memory of these is used."""
-        shift = None if self.drift is None else self.drift.div_(self.tokens)
-        second = _mirrored(self.second.div_(self.tokens), self.columns)
-        return Moments(second, self.tokens, shift, self.largest)
+        shift = None if self.input_error is None else self.input_error.div_(self.tokens)
+        matrix = _mirrored(self.strips.div_(self.tokens), self.columns)
+        return Hessian(matrix, self.tokens, shift, self.largest)
 
 
 class RunSum:
-    """The moments of pieces of inputs that come in order: each run summed by itself, then run by run.
+    """The Hessian of pieces of inputs that come in order: each run summed by itself, then run by run.
 
     So whole runs can be summed apart, and adding their `parts` in order gives the same bits as all pieces at
     once, which takes the memory of two sums.
     """
 
     def __init__(self) -> None:
-        self.parts: list[PartialSum] = []
+        self.parts: list[HessianSum] = []
 
-    def add(self, part: PartialSum | Piece) -> None:
+    def add(self, part: HessianSum | Piece) -> None:
         """Add what comes next."""
         if self.parts and self.parts[-1].last == part.first:
             self.parts.append(self.parts.pop().plus(part))
             return
         if len(self.parts) == 2 and self.parts[0].first == 0:
             self.parts = [self.parts[0].plus(self.parts[1])]
-        self.parts.append(PartialSum.of(part) if isinstance(part, Piece) else part)
+        self.parts.append(HessianSum.of(part) if isinstance(part, Piece) else part)
 
-    def moments(self) -> Moments:
+    def hessian(self) -> Hessian:
         """Those of all that was added, at least one piece; nothing can be added any more."""
         total = self.parts.pop(0)
         while self.parts:
             total = total.plus(self.parts.pop(0))
-        return total.moments()
+        return total.hessian()
 
 
 def gram(inputs: torch.Tensor) -> torch.Tensor:
     """X^T X of inputs [T, K], float32, exactly symmetric. Products of 16-bit inputs are exact."""
     columns = inputs.shape[1]
-    second = torch.zeros(strip_entries(columns, inputs.device), device=inputs.device)
-    _add_gram(second, _widened(inputs))
-    return _mirrored(second, columns)
+    strips = torch.zeros(strip_entries(columns, inputs.device), device=inputs.device)
+    _add_gram(strips, _widened(inputs))
+    return _mirrored(strips, columns)
 
 
-def _add_gram(second: torch.Tensor, wide: torch.Tensor) -> None:
+def _add_gram(strips: torch.Tensor, wide: torch.Tensor) -> None:
     """Add X^T X of widened inputs [T, K] to its strips."""
-    for at, strip in _strips(second, wide.shape[1]):
+    for at, strip in _strips(strips, wide.shape[1]):
         strip.add_(_product(wide[:, at : at + len(strip)], wide[:, at:]))
 
 
-def _strips(second: torch.Tensor, columns: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _strips(strips: torch.Tensor, columns: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Rows of a symmetric matrix [K, K] from their tile on the diagonal to the right, [n, K - at], some at a
-    time with the number of the first; they are in `second`, one after the other.
+    time with the number of the first; they are in `strips`, one after the other.
     """
-    most, start = TILE[second.device.type], 0
+    most, start = TILE[strips.device.type], 0
     for at in range(0, columns, most):
         shape = (min(most, columns - at), columns - at)
-        yield at, second[start : start + shape[0] * shape[1]].view(shape)
+        yield at, strips[start : start + shape[0] * shape[1]].view(shape)
         start += shape[0] * shape[1]
 
 
@@ -227,10 +230,10 @@ def strip_entries(columns: int, device: torch.device) -> int:
     return sum(min(most, columns - at) * (columns - at) for at in range(0, columns, most))
 
 
-def _mirrored(second: torch.Tensor, columns: int) -> torch.Tensor:
+def _mirrored(strips: torch.Tensor, columns: int) -> torch.Tensor:
     """The whole symmetric matrix [K, K] of its strips."""
-    out = torch.empty(columns, columns, device=second.device)
-    for at, strip in _strips(second, columns):
+    out = torch.empty(columns, columns, device=strips.device)
+    for at, strip in _strips(strips, columns):
         stop = at + len(strip)
         out[at:stop, stop:] = strip[:, stop - at :]
         out[stop:, at:stop] = strip[:, stop - at :].T
@@ -255,23 +258,23 @@ def largest(inputs: torch.Tensor) -> torch.Tensor:
     return torch.maximum(inputs.amax(0), -inputs.amin(0)).to(torch.float32)
 
 
-def drift(exact: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+def input_error(exact: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """(F - X)^T X of the original's inputs F and the quantized model's X, both [T, K]: float32 [K, K]."""
     columns = inputs.shape[1]
     total = torch.zeros(columns, columns, device=inputs.device)
-    _add_drift(total, exact, _widened(inputs))
+    _add_input_error(total, exact, _widened(inputs))
     return total
 
 
-def _add_drift(total: torch.Tensor, exact: torch.Tensor, wide: torch.Tensor) -> None:
-    """Add `drift` of widened inputs [T, K] to a sum of it."""
-    for at in range(0, len(total), DRIFT_ROWS):
-        columns = slice(at, at + DRIFT_ROWS)
+def _add_input_error(total: torch.Tensor, exact: torch.Tensor, wide: torch.Tensor) -> None:
+    """Add `input_error` of widened inputs [T, K] to a sum of it."""
+    for at in range(0, len(total), INPUT_ERROR_ROWS):
+        columns = slice(at, at + INPUT_ERROR_ROWS)
         total[columns].add_(_product(_widened(exact[:, columns]) - wide[:, columns], wide))
 
 
 @dataclass(frozen=True, eq=False)
-class Factor:
+class CholeskyFactor:
     """H, damped and factored: columns in the order they are rounded in, and how errors couple.
 
     order     int64 [K], by falling mean square
@@ -285,30 +288,30 @@ class Factor:
     damping: float
 
 
-def factorize(second: torch.Tensor) -> Factor | None:
+def factorize(hessian: torch.Tensor) -> CholeskyFactor | None:
     """The factor of H (float32 [K, K]) with the smallest of `DAMPINGS` that works; None if none does.
 
     H = L D L^T from the last column to round to the first, in float64, of which the lower triangle is in
     memory. A feature that is always zero couples with none, and is rounded to nearest.
     """
-    # Stable, so that equal moments keep one order everywhere.
-    order = torch.argsort(second.diagonal(), descending=True, stable=True)
+    # Stable, so that equal hessian keep one order everywhere.
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     backwards = order.flip(0)
     for damping in DAMPINGS:
-        panels = _panels(second, backwards, damping)
+        panels = _panels(hessian, backwards, damping)
         if cholesky_(panels):
-            return Factor(order, _coupling(panels), damping)
+            return CholeskyFactor(order, _coupling(panels), damping)
     return None
 
 
-def _panels(second: torch.Tensor, order: torch.Tensor, damping: float) -> list[torch.Tensor]:
+def _panels(hessian: torch.Tensor, order: torch.Tensor, damping: float) -> list[torch.Tensor]:
     """H with both dimensions in `order`, and what damps it on the diagonal: the panels of `cholesky_`."""
-    diagonal = second.diagonal()[order].double()
+    diagonal = hessian.diagonal()[order].double()
     added = damping * diagonal.mean()
     panels = []
     for at in range(0, len(order), CHOLESKY_COLUMNS):
         stop = min(at + CHOLESKY_COLUMNS, len(order))
-        panel = second.index_select(0, order[at:stop]).index_select(1, order[:stop]).double()
+        panel = hessian.index_select(0, order[at:stop]).index_select(1, order[:stop]).double()
         panel.diagonal(at).add_(added)
         panels.append(panel)
     return panels
@@ -339,7 +342,7 @@ def cholesky_(panels: Sequence[torch.Tensor]) -> bool:
 
 
 def _coupling(panels: list[torch.Tensor]) -> torch.Tensor:
-    """`Factor.coupling` of the factor of H in panels, which are used up."""
+    """`CholeskyFactor.coupling` of the factor of H in panels, which are used up."""
     columns = panels[-1].shape[1]
     diagonal = torch.cat([panel.diagonal(panel.shape[1] - len(panel)) for panel in panels])
     units = []
@@ -355,41 +358,41 @@ def _coupling(panels: list[torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Damped:
+class DampedHessian:
     """H [K, K] float32 with `added` on its diagonal: parts of it are made where they are needed."""
 
-    second: torch.Tensor
+    matrix: torch.Tensor
     added: torch.Tensor
 
     @classmethod
-    def of(cls, second: torch.Tensor, damping: float) -> "Damped":
+    def of(cls, matrix: torch.Tensor, damping: float) -> "DampedHessian":
         """H with `damping` times the mean of its diagonal added there."""
-        return cls(second, damping * second.diagonal().mean())
+        return cls(matrix, damping * matrix.diagonal().mean())
 
     def columns(self, span: slice) -> torch.Tensor:
         """Columns of it, [K, n]."""
-        found = self.second[:, span].clone()
+        found = self.matrix[:, span].clone()
         found[span].diagonal().add_(self.added)
         return found
 
     def ordered(self, order: torch.Tensor, span: slice) -> torch.Tensor:
         """Rows of it with both dimensions in `order` (int64 [K]): [n, K]."""
-        found = self.second.index_select(0, order[span]).index_select(1, order)
+        found = self.matrix.index_select(0, order[span]).index_select(1, order)
         found[:, span].diagonal().add_(self.added)
         return found
 
 
-def correction_(moments: Moments, strength: float = CORRECTION) -> torch.Tensor | None:
-    """P float32 [K, K] such that W + W P makes good for the drift, in whose memory it is.
+def correction_(hessian: Hessian, strength: float = CORRECTION) -> torch.Tensor | None:
+    """P float32 [K, K] such that W + W P makes good for the input error, in whose memory it is.
 
-    None without drift, or if H is singular whatever of `DAMPINGS` is added to it.
+    None without an input error, or if H is singular whatever of `DAMPINGS` is added to it.
     """
-    total = moments.drift
+    total = hessian.input_error
     if total is None:
         return None
     natural = torch.arange(len(total), device=total.device)
     for damping in DAMPINGS:
-        panels = _panels(moments.second, natural, damping)
+        panels = _panels(hessian.matrix, natural, damping)
         if cholesky_(panels):
             break
     else:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from quantkit.calibrate.scale_search import Grid, rtn, storable
+from quantkit.calibrate.scale_search import ScaleZero, rtn, storable
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, IntFormat
 from quantkit.packing.schemes import Scheme
@@ -36,7 +36,7 @@ _Residual = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Ten
 _Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> Grid:
+def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> ScaleZero:
     """The grid of each group (float32 [R, g]) that half-quadratic splitting finds from plain rounding.
 
     Its l_p error is never above that of plain rounding. A group stops as soon as its own error does not
@@ -55,13 +55,13 @@ def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
     plain = rtn(groups, scheme)
     if plain.zero_point is None:
         residual, update = _symmetric(number_format, scheme)
-        return Grid(_alternate(groups, plain.scale, plain.scale, residual, update))
+        return ScaleZero(_alternate(groups, plain.scale, plain.scale, residual, update))
     residual, update = _with_zero_point(number_format)
     zero_point = _alternate(groups, plain.scale, plain.zero_point, residual, update)
     zero_point = scheme.zero_point_type.round(number_format, zero_point, scheme.scale_dtype)
     # Rounding may have cost more than the steps had won.
     errors = (_lp(residual(groups, plain.scale, zero)[1]) for zero in (zero_point, plain.zero_point))
-    return Grid(plain.scale, torch.where(next(errors) < next(errors), zero_point, plain.zero_point))
+    return ScaleZero(plain.scale, torch.where(next(errors) < next(errors), zero_point, plain.zero_point))
 
 
 def lp_error(errors: torch.Tensor) -> torch.Tensor:

@@ -1,24 +1,26 @@
 """Methods: from a weight to codes, scales and zero-points.
 
 A method is a composition of steps, one row of `METHODS`. Those that need no data quantize any weight at any
-time, here. Those that do see the second moments of a linear's inputs, in
+time, here. Those that do see the Hessian of a linear's inputs, in
 `calibrate/quantize_with_hessian.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from quantkit.calibrate import rank_one, residual_terms, tensor_scale
-from quantkit.calibrate.codebook import Fit
 from quantkit.calibrate.hqq import hqq
-from quantkit.calibrate.parameters import FitTensor, TensorParameters, fit_parameters
-from quantkit.calibrate.scale_search import Grid, mse, rounded_scale, rtn
-from quantkit.calibrate.scaling import AWQ, SMOOTHQUANT, Scaling
+from quantkit.calibrate.input_error import InputErrorCorrection
+from quantkit.calibrate.linear_stats import LinearStats, Need
+from quantkit.calibrate.parameters import TensorParameters, fit_parameters
+from quantkit.calibrate.rounding import NEAREST, Gptq, Nearest, NearestRefitted
+from quantkit.calibrate.scale_search import ScaleZero, mse, rounded_scale, rtn
+from quantkit.calibrate.scaling import AWQ, SMOOTHQUANT, InputScaling
+from quantkit.calibrate.signround import SignRound
+from quantkit.calibrate.steps import Refinement, Rounding, ScaleSearch, Step, Transform
 from quantkit.errors import FormatError, UsageError
-from quantkit.packing.formats import IntFormat
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
@@ -32,91 +34,95 @@ GPU_CHUNK_WEIGHTS = 1 << 23
 #: Of a tensor whose rows share nothing.
 ALONE = TensorParameters()
 
-
-Statistics = Literal["none", "moments", "moments and drift"]
+#: Statistics that `quantkit methods` names.
+_STATISTICS: dict[Need, str] = {
+    "hessian": "Hessian",
+    "largest_input": "largest input",
+    "input_error": "input error",
+}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to quantize a linear: which statistics of its inputs it takes, which grids, and how it rounds.
+    """A way to quantize a linear: the steps it is composed of (`calibrate/steps.py`).
 
-    `grid` names how scales are chosen, and `fit` maps groups (float32 [R, g]) to their `Grid`. `fit_planes`
-    maps them, and the importance of each weight or None, to the scales of additive planes, float32 [R,
-    planes]; None where it has none. `fit_tensor` maps the values of a whole tensor to its one scale; None
-    where it has none. `scaling` scales input features first (`calibrate/scaling.py`). `compensates` rounds
-    each column with the errors of those before it in mind (`calibrate/rounding.py`), and `sweeps` rounds of
-    coordinate descent follow. `refits` keeps codes and refits scales to the outputs. With drift in the
-    statistics, weights are first corrected for what quantization made of the inputs. `learns` goes on with
-    the codes of all linears of a block together (`quantization/blockwise/signround.py`); it takes drift in
-    the statistics.
+    `transforms` change the weights, `scale_search` chooses scales and zero-points, `rounding` codes, and
+    `refine` goes on with the codes of all linears of a block together. A rounding other than to nearest
+    needs data.
     """
 
     name: str
     summary: str
-    grid: str
-    fit: Fit
-    fit_planes: Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor] | None = None
-    fit_tensor: FitTensor | None = None
-    statistics: Statistics = "none"
-    scaling: Scaling | None = None
-    compensates: bool = False
-    refits: bool = False
-    sweeps: int = 0
-    learns: bool = False
+    scale_search: ScaleSearch
+    rounding: Rounding = NEAREST
+    transforms: tuple[Transform, ...] = ()
+    refine: Refinement | None = None
+
+    def __post_init__(self) -> None:
+        assert self.rounding.needs or isinstance(self.rounding, Nearest), "quantize_rows rounds to nearest"
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps, in order."""
+        last = () if self.refine is None else (self.refine,)
+        return (*self.transforms, self.scale_search, self.rounding, *last)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the steps need of calibration data."""
+        return frozenset(need for step in self.steps for need in step.needs)
 
     @property
     def needs_data(self) -> bool:
         """Whether it can only quantize a linear whose inputs are known."""
-        return self.statistics != "none"
+        return bool(self.needs)
 
     @property
-    def corrects(self) -> bool:
-        """Whether weights are corrected for the drift of their inputs."""
-        return self.statistics == "moments and drift"
+    def input_scaling(self) -> InputScaling | None:
+        """The transform that scales input features, if there is one."""
+        return next((step for step in self.transforms if isinstance(step, InputScaling)), None)
 
-    @property
-    def steps(self) -> dict[str, str]:
-        """The composition in words, by step."""
-        rounding = "nearest" + (", scales refitted" if self.refits else "")
-        if self.compensates:
-            rounding = "gptq" + (f", {self.sweeps} sweeps of coordinate descent" if self.sweeps else "")
-        if self.learns:
-            rounding += ", learned by block"
-        transforms = [*([self.scaling.name] if self.scaling else []), *["drift correction"] * self.corrects]
+    def changes_target(self, stats: LinearStats) -> bool:
+        """Whether `target` differs from the rows that it is given."""
+        return any(step.changes_target(stats) for step in self.transforms)
+
+    def target(self, rows: torch.Tensor, stats: LinearStats) -> torch.Tensor:
+        """The weights (float32 [n, K]) that are quantized in place of `rows`."""
+        for step in self.transforms:
+            rows = step.target(rows, stats)
+        return rows
+
+    def note(self, stats: LinearStats) -> str | None:
+        """What the last step that did not do all of its work left out, and why; None if all did."""
+        notes = (step.note(stats) for step in reversed(self.steps))
+        return next((note for note in notes if note is not None), None)
+
+    def in_words(self) -> dict[str, str]:
+        """The composition as `quantkit methods` prints it."""
+        last = [] if self.refine is None else [str(self.refine)]
         return {
-            "transform": ", ".join(transforms) or "none",
-            "statistics": self.statistics,
-            "grid": self.grid + (", weighted" if self.needs_data else ""),
-            "rounding": rounding,
+            "transform": ", ".join(step.name for step in self.transforms) or "none",
+            "statistics": " and ".join(text for need, text in _STATISTICS.items() if need in self.needs)
+            or "none",
+            "grid": str(self.scale_search),
+            "rounding": ", ".join([str(self.rounding), *last]),
         }
+
+    def lacks(self, chosen: Scheme) -> list[str]:
+        """Which properties of a scheme a step has no way to choose, in words."""
+        return [what for step in self.steps for what in step.lacks(chosen)]
 
     def check(self, chosen: Scheme) -> None:
         """`FormatError` if the method cannot quantize to a scheme."""
-        for what, asks, able in _ABILITIES:
-            if asks(chosen) and not able(self):
-                known = ", ".join(row.name for row in METHODS.values() if able(row))
-                raise FormatError(
-                    f"method {self.name!r} has no way to choose {what}, which {chosen} has; take one of "
-                    f"{known}."
-                )
+        for what in self.lacks(chosen):
+            known = ", ".join(row.name for row in METHODS.values() if what not in row.lacks(chosen))
+            raise FormatError(
+                f"method {self.name!r} has no way to choose {what}, which {chosen} has; take one of {known}."
+            )
 
 
-#: What not every method can choose: its name, which schemes ask for it, and which methods have it.
-_ABILITIES: tuple[tuple[str, Callable[[Scheme], bool], Callable[[Method], bool]], ...] = (
-    ("several planes", lambda scheme: scheme.planes > 1, lambda method: method.fit_planes is not None),
-    ("one scale per tensor", lambda scheme: scheme.per_tensor, lambda method: method.fit_tensor is not None),
-    ("column scales", lambda scheme: scheme.column_scale, lambda method: not method.needs_data),
-    (
-        "values that are not evenly spaced",
-        lambda scheme: not isinstance(scheme.format, IntFormat),
-        lambda method: method.fit is not hqq,
-    ),
-    (
-        "between steps of unequal size",
-        lambda scheme: scheme.format.even_step is None,
-        lambda method: not method.learns,
-    ),
-)
+_MSE = ScaleSearch("mse", mse, residual_terms.search, tensor_scale.search)
+_WEIGHTED_MSE = ScaleSearch("mse", mse, weighted=True)
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -124,72 +130,48 @@ METHODS: dict[str, Method] = {
         Method(
             "rtn",
             "plain rounding to nearest, one pass",
-            "rtn",
-            rtn,
-            residual_terms.plain,
-            tensor_scale.plain,
+            ScaleSearch("rtn", rtn, residual_terms.plain, tensor_scale.plain),
         ),
+        Method("mse", "scales searched for the smallest squared error, data-free", _MSE),
         Method(
-            "mse",
-            "scales searched for the smallest squared error, data-free",
-            "mse",
-            mse,
-            residual_terms.search,
-            tensor_scale.search,
+            "hqq",
+            "half-quadratic search for a small l_0.7 error, data-free, int formats only",
+            ScaleSearch("hqq", hqq, ints_only=True),
         ),
-        Method(
-            "hqq", "half-quadratic search for a small l_0.7 error, data-free, int formats only", "hqq", hqq
-        ),
-        Method(
-            "imatrix",
-            "as mse, errors weighed by the mean square of their input",
-            "mse",
-            mse,
-            statistics="moments",
-        ),
+        Method("imatrix", "as mse, errors weighed by the mean square of their input", _WEIGHTED_MSE),
         Method(
             "awq",
             "as imatrix on weights whose input features are scaled by how much they matter",
-            "mse",
-            mse,
-            statistics="moments",
-            scaling=AWQ,
-            refits=True,
+            _WEIGHTED_MSE,
+            NearestRefitted(),
+            transforms=(AWQ,),
         ),
         Method(
             "smoothquant",
             "as imatrix on weights whose input features are scaled by the largest magnitudes of both",
-            "mse",
-            mse,
-            statistics="moments",
-            scaling=SMOOTHQUANT,
+            _WEIGHTED_MSE,
+            transforms=(SMOOTHQUANT,),
         ),
         Method(
             "gptq",
             "as imatrix, each column rounded to make good for the errors before it",
-            "mse",
-            mse,
-            statistics="moments",
-            compensates=True,
+            _WEIGHTED_MSE,
+            Gptq(),
         ),
         Method(
             "best",
-            "gptq on weights corrected for drift, then coordinate descent on codes and scales",
-            "mse",
-            mse,
-            statistics="moments and drift",
-            compensates=True,
-            sweeps=3,
+            "gptq on weights corrected for the input error, then coordinate descent on codes and scales",
+            _WEIGHTED_MSE,
+            Gptq(sweeps=3),
+            transforms=(InputErrorCorrection(),),
         ),
         Method(
             "signround",
             "as best, then the codes of a block learned from its outputs, evenly spaced formats only",
-            "mse",
-            mse,
-            statistics="moments and drift",
-            compensates=True,
-            sweeps=3,
-            learns=True,
+            _WEIGHTED_MSE,
+            Gptq(sweeps=3),
+            transforms=(InputErrorCorrection(),),
+            refine=SignRound(),
         ),
     )
 }
@@ -276,13 +258,13 @@ def _quantize_groups(
     """Quantize groups (float32 [R, g]); each squared error counts `importance` ([R, g]; None for 1)."""
     if scheme.planes > 1:
         method.check(scheme)
-        assert method.fit_planes is not None
-        scales = method.fit_planes(groups, scheme, importance)
+        assert method.scale_search.fit_planes is not None
+        scales = method.scale_search.fit_planes(groups, scheme, importance)
         codes, values = residual_terms.encode(groups, scales, scheme)
         residual = groups - values
         error = _sum_of_squares(residual if importance is None else residual * importance.sqrt())
         return _QuantizedGroups(codes, scales, None, error)
-    grid = parameters.grid(len(groups), groups.device) or method.fit(groups, scheme)
+    grid = parameters.scale_zero(len(groups), groups.device) or method.scale_search.fit(groups, scheme)
     empty = grid.scale == 0
     unit = torch.where(empty, 1.0, grid.scale)
     units = groups / unit
@@ -295,7 +277,9 @@ def _quantize_groups(
     return _refitted(groups, importance, grid, scheme)
 
 
-def _refitted(groups: torch.Tensor, importance: torch.Tensor, grid: Grid, scheme: Scheme) -> _QuantizedGroups:
+def _refitted(
+    groups: torch.Tensor, importance: torch.Tensor, grid: ScaleZero, scheme: Scheme
+) -> _QuantizedGroups:
     """Groups on `grid`, or with its scale refitted to weighted errors where that is better."""
 
     def quantized(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -397,9 +381,8 @@ def quantize_tensor(
             "quantize the model with calibration data, or take a method without data, such as mse."
         )
     chunks = torch.split(weight.detach(), max(1, limit // columns))
-    shared = fit_parameters(
-        lambda: iter(chunks), (rows, columns), chosen, chosen_method.fit, chosen_method.fit_tensor
-    )
+    search = chosen_method.scale_search
+    shared = fit_parameters(lambda: iter(chunks), (rows, columns), chosen, search.fit, search.fit_tensor)
     done = [quantize_rows(chunk, chosen, chosen_method, shared) for chunk in chunks]
     return packed_rows(done, shared, chosen, (rows, columns))
 

@@ -12,7 +12,7 @@ import torch
 
 from quantkit.calibrate.codebook import Fit, bind, fit_codebook
 from quantkit.calibrate.rank_one import Chunks, fit_column_scale
-from quantkit.calibrate.scale_search import Grid, global_scale
+from quantkit.calibrate.scale_search import ScaleZero, global_scale
 from quantkit.calibrate.tensor_scale import ValueCounts, count_values
 from quantkit.packing.schemes import Scheme
 
@@ -37,9 +37,9 @@ class TensorParameters:
     codebook: tuple[float, ...] | None = None
     scale: float | None = None
 
-    def grid(self, groups: int, device: torch.device) -> Grid | None:
-        """The grid that so many groups have in common; None where each has its own."""
-        return None if self.scale is None else Grid(torch.full((groups, 1), self.scale, device=device))
+    def scale_zero(self, groups: int, device: torch.device) -> ScaleZero | None:
+        """The one scale, for each of `groups` groups; None where each group has its own."""
+        return None if self.scale is None else ScaleZero(torch.full((groups, 1), self.scale, device=device))
 
     def bind(self, scheme: Scheme) -> Scheme:
         """`scheme` with the values of its codes known."""

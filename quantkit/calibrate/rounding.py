@@ -1,6 +1,6 @@
-"""Rounding with compensation: codes that make the error of a linear's outputs small, not that of its weights.
+"""GPTQ and coordinate descent: codes for a small error of a linear's outputs, not of its weights.
 
-For weights W [N, K], stored values Q and the second moments H of the inputs (`calibrate/hessian.py`), the
+For weights W [N, K], stored values Q and the Hessian H of the inputs (`calibrate/hessian.py`), the
 squared error of the outputs is a quadratic of the error E = W - Q, row by row:
 
     tr(E H E^T) = sum over rows of e H e^T.
@@ -15,22 +15,23 @@ Columns come in the order of falling mean square of their feature (GPTQ's activa
 first has all others to make good for it. Scales were chosen before, in the original order, so groups stay
 whole.
 
-`polish` goes on by coordinate descent on the same quadratic. Given the errors of all other columns the best
-target is
+`coordinate_descent` goes on with the same quadratic. Given the errors of all other columns the best target is
 
     w_j + sum_{k != j} e_k H_kj / H_jj,
 
 and the best scale of a group for its codes v is s + (v H_g e) / (v H_gg v). Neither step can raise the error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from quantkit.calibrate.hessian import Damped, Factor
+from quantkit.calibrate.hessian import CholeskyFactor, DampedHessian
+from quantkit.calibrate.linear_stats import LinearStats, Need
 from quantkit.calibrate.scale_search import nearest, rounded_scale
+from quantkit.calibrate.steps import SINGULAR, Rounded, Rounding, Rows
 from quantkit.packing.schemes import Scheme
 
 #: Columns whose targets are computed together from the errors before them, by one matrix product.
@@ -42,31 +43,6 @@ PRODUCT_COLUMNS = 4096
 REFIT_COLUMNS = {"cpu": 1, "cuda": 1024}
 
 
-@dataclass(frozen=True, eq=False)
-class Rounded:
-    """Values [n, K] in units of their scale, scales [n, G], and errors W - Q [n, K], all float32."""
-
-    values: torch.Tensor
-    scale: torch.Tensor
-    errors: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Weights float32 [n, K] with the grid of each: scales and zero-points (or None) [n, G]."""
-
-    weights: torch.Tensor
-    scale: torch.Tensor
-    zero_point: torch.Tensor | None
-    scheme: Scheme
-
-    def wide(self, per_group: torch.Tensor) -> torch.Tensor:
-        """One value per group as one per weight: [n, G] -> [n, K]."""
-        columns = self.weights.shape[1]
-        size = self.scheme.group_columns(columns)
-        return per_group.repeat_interleave(size, dim=1)[:, :columns]
-
-
 def round_nearest(rows: Rows) -> Rounded:
     """Every weight to its nearest value."""
     scale = rows.wide(rows.scale)
@@ -75,14 +51,14 @@ def round_nearest(rows: Rows) -> Rounded:
     return Rounded(values, rows.scale, rows.weights - values * scale)
 
 
-def round_refitted(rows: Rows, second: Damped) -> Rounded:
+def round_refitted(rows: Rows, hessian: DampedHessian) -> Rounded:
     """Every weight to its nearest value, and scales refitted to the outputs; twice, where that is better for
     a row.
     """
-    first = refit_scales(rows, round_nearest(rows), second)
+    first = refit_scales(rows, round_nearest(rows), hessian)
     moved = Rows(rows.weights, first.scale, rows.zero_point, rows.scheme)
-    again = refit_scales(rows, round_nearest(moved), second)
-    better = _output_error(again, second) < _output_error(first, second)
+    again = refit_scales(rows, round_nearest(moved), hessian)
+    better = _output_error(again, hessian) < _output_error(first, hessian)
     return Rounded(
         torch.where(better, again.values, first.values),
         torch.where(better, again.scale, first.scale),
@@ -90,41 +66,43 @@ def round_refitted(rows: Rows, second: Damped) -> Rounded:
     )
 
 
-def _output_error(rounded: Rounded, second: Damped) -> torch.Tensor:
+def _output_error(rounded: Rounded, hessian: DampedHessian) -> torch.Tensor:
     """float64 [n, 1]."""
     columns = rounded.errors.shape[1]
     spans = (slice(at, min(at + PRODUCT_COLUMNS, columns)) for at in range(0, columns, PRODUCT_COLUMNS))
-    products = torch.cat([rounded.errors @ second.columns(span) for span in spans], 1)
+    products = torch.cat([rounded.errors @ hessian.columns(span) for span in spans], 1)
     return products.double().mul_(rounded.errors).sum(1, keepdim=True)
 
 
-def compensate(rows: Rows, factor: Factor) -> Rounded:
+def gptq_round(rows: Rows, factor: CholeskyFactor) -> Rounded:
     """GPTQ: each column rounded at its weight plus what the errors of the columns before it ask for."""
     start = Rounded(torch.zeros_like(rows.weights), rows.scale, torch.zeros_like(rows.weights))
     _sweep(rows, start, lambda span: factor.coupling[:, span].T, factor.order)
     return start
 
 
-def polish(rows: Rows, start: Rounded, second: Damped, order: torch.Tensor, sweeps: int) -> Rounded:
-    """`start` after so many rounds of scales and codes by coordinate descent; its memory is used.
+def coordinate_descent(
+    rows: Rows, start: Rounded, hessian: DampedHessian, order: torch.Tensor, sweeps: int
+) -> Rounded:
+    """`start` after `sweeps` rounds of scales and codes by coordinate descent; its memory is used.
 
     Columns are taken in `order` (int64 [K]). Scales stay exact in the scale dtype.
     """
 
     def coupling(span: slice) -> torch.Tensor:
-        found = second.ordered(order, span)
+        found = hessian.ordered(order, span)
         own = found[:, span].diagonal()
         found.div_(own.clone()[:, None])
         own.zero_()
         return found
 
     for _ in range(sweeps):
-        start = refit_scales(rows, start, second)
+        start = refit_scales(rows, start, hessian)
         _sweep(rows, start, coupling, order)
-    return refit_scales(rows, start, second) if sweeps else start
+    return refit_scales(rows, start, hessian) if sweeps else start
 
 
-def refit_scales(rows: Rows, start: Rounded, second: Damped) -> Rounded:
+def refit_scales(rows: Rows, start: Rounded, hessian: DampedHessian) -> Rounded:
     """The codes of `start` with the scale of each group refitted, one group after the other; its memory is
     used for values and errors.
 
@@ -136,7 +114,7 @@ def refit_scales(rows: Rows, start: Rounded, second: Damped) -> Rounded:
     together = size * max(1, REFIT_COLUMNS[values.device.type] // size)
     for first in range(0, columns, together):
         block = slice(first, min(first + together, columns))
-        seen = second.columns(block)
+        seen = hessian.columns(block)
         outputs = errors @ seen
         for at in range(first, block.stop, size):
             span, group = slice(at, min(at + size, columns)), at // size
@@ -264,3 +242,58 @@ class _Captured:
         with torch.cuda.device(columns.targets.device):
             self._graph.replay()
         return self._values
+
+
+@dataclass(frozen=True)
+class Nearest(Rounding):
+    """Every weight to its nearest value; the only rounding that needs no data."""
+
+    def apply(self, rows: Rows, stats: LinearStats) -> Rounded:
+        return round_nearest(rows)
+
+    def __str__(self) -> str:
+        return "nearest"
+
+
+NEAREST = Nearest()
+
+
+@dataclass(frozen=True)
+class NearestRefitted(Rounding):
+    """Every weight to its nearest value, with scales refitted to the outputs."""
+
+    @property
+    def needs(self) -> Set[Need]:
+        return frozenset({"hessian", "damped_hessian"})
+
+    def apply(self, rows: Rows, stats: LinearStats) -> Rounded:
+        return round_refitted(rows, stats.damped)
+
+    def __str__(self) -> str:
+        return "nearest, scales refitted"
+
+
+@dataclass(frozen=True)
+class Gptq(Rounding):
+    """GPTQ, then `sweeps` rounds of coordinate descent; to nearest where H is singular."""
+
+    sweeps: int = 0
+
+    @property
+    def needs(self) -> Set[Need]:
+        factored = frozenset[Need]({"hessian", "cholesky"})
+        return factored | frozenset[Need]({"damped_hessian"}) if self.sweeps else factored
+
+    def apply(self, rows: Rows, stats: LinearStats) -> Rounded:
+        if stats.factor is None:
+            return round_nearest(rows)
+        done = gptq_round(rows, stats.factor)
+        if not self.sweeps:
+            return done
+        return coordinate_descent(rows, done, stats.damped, stats.factor.order, self.sweeps)
+
+    def note(self, stats: LinearStats) -> str | None:
+        return None if stats.factor is not None else SINGULAR + "its weights were rounded to nearest"
+
+    def __str__(self) -> str:
+        return "gptq" + (f", {self.sweeps} sweeps of coordinate descent" if self.sweeps else "")

@@ -1,9 +1,9 @@
 """Grids: which scale, and which zero-point, a group of weights gets.
 
-A method sees groups, float32 [R, g], one group a row, and answers with a `Grid`. Where there is calibration
-data, it also sees the `importance` of every weight, float32 [R, g]: whole numbers that its squared error
-counts by. Scales are computed in float32 and rounded to the dtype they are stored in before anything is
-measured with them, so what was searched is what is stored.
+A method sees groups, float32 [R, g], one group a row, and answers with a `ScaleZero`. Where there is
+calibration data, it also sees the `importance` of every weight, float32 [R, g]: whole numbers that its
+squared error counts by. Scales are computed in float32 and rounded to the dtype they are stored in before
+anything is measured with them, so what was searched is what is stored.
 
 `mse` minimises the squared error of every group. It does not round the weights once per candidate.
 It counts each group into a histogram of `bins` cells over [-absmax, absmax], in which the error of all
@@ -62,7 +62,7 @@ MOST_IMPORTANT = 1 << 12
 
 
 @dataclass(frozen=True)
-class Grid:
+class ScaleZero:
     """Scales, float32 [R, 1], exact in the scale dtype; zero-point codes, float32 [R, 1], or None."""
 
     scale: torch.Tensor
@@ -79,7 +79,7 @@ def whole_importance(importance: torch.Tensor) -> torch.Tensor:
     return scaled.round_().clamp_(1, MOST_IMPORTANT).float()
 
 
-def rtn(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> Grid:
+def rtn(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> ScaleZero:
     """Plain rounding: the scale maps the group's absmax (or range, or mean magnitude) to the format's.
 
     It knows no `importance`.
@@ -96,7 +96,7 @@ def rtn(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
     if scheme.scale_type.digits == 1:
         # OCP MX v1.0, 6.3: both are rounded down to powers of two.
         statistic, largest = _power_below(statistic), 2.0 ** math.floor(math.log2(largest))
-    return Grid(storable(statistic / largest, scheme))
+    return ScaleZero(storable(statistic / largest, scheme))
 
 
 def _power_below(x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def global_scale(absmax: float, scheme: Scheme) -> float:
     return min(scheme.scale_type.max * scheme.format.absmax / absmax, LARGEST_FACTOR)
 
 
-def mse(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> Grid:
+def mse(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> ScaleZero:
     """The grid with the smallest squared error per group, each weight's times its `importance`."""
     if scheme.scale_type.digits == 1:
         return _search_exponent(groups, scheme, importance)
@@ -130,20 +130,22 @@ def mse(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
         for at in range(0, len(groups), step)
     ]
     zeros = [grid.zero_point for grid in grids if grid.zero_point is not None]
-    return Grid(torch.cat([grid.scale for grid in grids]), torch.cat(zeros) if zeros else None)
+    return ScaleZero(torch.cat([grid.scale for grid in grids]), torch.cat(zeros) if zeros else None)
 
 
-def _search_exponent(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None) -> Grid:
+def _search_exponent(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None) -> ScaleZero:
     """Powers of two leave no choice but the plain one and its neighbours."""
     plain = rtn(groups, scheme)
-    rivals = [Grid(rounded_scale(plain.scale * factor, scheme), plain.zero_point) for factor in (0.5, 2.0)]
+    rivals = [
+        ScaleZero(rounded_scale(plain.scale * factor, scheme), plain.zero_point) for factor in (0.5, 2.0)
+    ]
     unit = unit_of(groups)
     return _best(groups / unit, unit, plain, rivals, scheme, importance)
 
 
 def _search(
     groups: torch.Tensor, table: "_SearchTable", scheme: Scheme, importance: torch.Tensor | None
-) -> Grid:
+) -> ScaleZero:
     unit = unit_of(groups)
     units = groups / unit
     errors = _histogram(units, table.errors, importance) @ table.errors
@@ -157,7 +159,7 @@ def _search(
     for rank in range(choices.shape[1]):
         choice = choices[:, rank, None]
         zero_point = None if table.zero_points is None else table.zero_points[choice]
-        rivals.append(Grid(rounded_scale(table.scales[choice] * unit, scheme), zero_point))
+        rivals.append(ScaleZero(rounded_scale(table.scales[choice] * unit, scheme), zero_point))
     refitted = rivals[0]
     for _ in range(scheme.zero_point_type.refits):
         refitted = _refit(units, refitted, unit, scheme, importance)
@@ -174,11 +176,11 @@ def unit_of(groups: torch.Tensor) -> torch.Tensor:
 def _best(
     units: torch.Tensor,
     unit: torch.Tensor,
-    best: Grid,
-    rivals: Sequence[Grid],
+    best: ScaleZero,
+    rivals: Sequence[ScaleZero],
     scheme: Scheme,
     importance: torch.Tensor | None,
-) -> Grid:
+) -> ScaleZero:
     """For each group the first grid with the smallest squared error, measured exactly."""
     best_error = squared_error(units, best, unit, scheme, importance)
     for rival in rivals:
@@ -190,11 +192,11 @@ def _best(
     return best
 
 
-def _select(where: torch.Tensor, one: Grid, other: Grid) -> Grid:
+def _select(where: torch.Tensor, one: ScaleZero, other: ScaleZero) -> ScaleZero:
     scale = torch.where(where, one.scale, other.scale)
     if one.zero_point is None or other.zero_point is None:
-        return Grid(scale)
-    return Grid(scale, torch.where(where, one.zero_point, other.zero_point))
+        return ScaleZero(scale)
+    return ScaleZero(scale, torch.where(where, one.zero_point, other.zero_point))
 
 
 def storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -226,7 +228,7 @@ def nearest(units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
 
 def squared_error(
     units: torch.Tensor,
-    grid: Grid,
+    grid: ScaleZero,
     unit: torch.Tensor,
     scheme: Scheme,
     importance: torch.Tensor | None = None,
@@ -240,18 +242,18 @@ def squared_error(
     return squares.sum(-1, keepdim=True, dtype=torch.float64)
 
 
-def _min_max(groups: torch.Tensor, scheme: Scheme) -> Grid:
+def _min_max(groups: torch.Tensor, scheme: Scheme) -> ScaleZero:
     levels = 2**scheme.format.bits - 1
     low = groups.amin(-1, keepdim=True).clamp_(max=0)
     high = groups.amax(-1, keepdim=True).clamp_(min=0)
     # Divided apart: the range of weights near the float32 limit overflows, its levels do not.
     scale = storable(high / levels - low / levels, scheme)
-    return Grid(scale, scheme.zero_point_type.round(scheme.format, -low / scale, scheme.scale_dtype))
+    return ScaleZero(scale, scheme.zero_point_type.round(scheme.format, -low / scale, scheme.scale_dtype))
 
 
 def _refit(
-    units: torch.Tensor, grid: Grid, unit: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
-) -> Grid:
+    units: torch.Tensor, grid: ScaleZero, unit: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
+) -> ScaleZero:
     """The least-squares grid for the codes that `grid` gives: its scale, and a continuous zero-point."""
     scale = grid.scale / unit
     x = units.double()
@@ -268,7 +270,7 @@ def _refit(
         assert zero_point is not None
         shifted = zero_point + (mean_v - mean_x / fitted)
         zero_point = scheme.zero_point_type.round(scheme.format, shifted, scheme.scale_dtype)
-    return Grid(rounded_scale(fitted.float() * unit, scheme), zero_point)
+    return ScaleZero(rounded_scale(fitted.float() * unit, scheme), zero_point)
 
 
 def _mean(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:

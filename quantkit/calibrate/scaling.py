@@ -2,21 +2,23 @@
 
 A linear computes the same if the columns of its weights are multiplied by s and its inputs divided by it,
 which the operation before it can do for free. Rounding W s moves error away from features with a large s.
-A `Scaling` says which s are tried; of several the one with the smallest error of the outputs is taken.
+An `InputScaling` says which s are tried; of several the one with the smallest error of the outputs is taken.
 
 AWQ (arXiv 2306.00978) tries s = a^r, a the magnitude of the features, and s = a^r / w^(1 - r), w that of the
-weights in them relative to their group, and runs the layer for each. With the second moments H of the inputs
+weights in them relative to their group, and runs the layer for each. With the Hessian H of the inputs
 no layer is run: the error of the outputs is tr(E H E^T), E = Q(W s) / s - W.
 
 SmoothQuant (arXiv 2211.10438) has s = max|x|^a / max|w|^(1 - a) and tries no other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 
-from quantkit.calibrate.hessian import Moments
+from quantkit.calibrate.hessian import Hessian
+from quantkit.calibrate.linear_stats import Need
+from quantkit.calibrate.steps import Transform
 from quantkit.packing.schemes import Scheme
 
 #: Exponents that are tried.
@@ -50,23 +52,32 @@ class Consumer:
         return self.weight[:: -(-len(self.weight) // SAMPLE_ROWS)]
 
 
-#: (consumers, moments of their inputs, shared) -> scales to try, float32 [S] each. `shared` (int64 [K]) maps
+#: (consumers, Hessian of their inputs, shared) -> scales to try, float32 [S] each. `shared` (int64 [K]) maps
 #: input features to the S scales: under grouped-query attention some features have one.
-Candidates = Callable[[Sequence[Consumer], Moments, torch.Tensor], list[torch.Tensor]]
+Candidates = Callable[[Sequence[Consumer], Hessian, torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """A way to choose scales, and its name in the table of methods."""
+class InputScaling(Transform):
+    """Scales the input features; `quantization/blockwise/awq.py` takes the best candidate for a block's
+    linears.
+
+    `statistics` are what `candidates` needs beside H.
+    """
 
     name: str
     candidates: Candidates
+    statistics: Set[Need] = frozenset()
+
+    @property
+    def needs(self) -> Set[Need]:
+        return frozenset[Need]({"hessian"}) | self.statistics
 
 
-def searched(consumers: Sequence[Consumer], moments: Moments, shared: torch.Tensor) -> list[torch.Tensor]:
+def searched(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tensor) -> list[torch.Tensor]:
     """AWQ's scales for all exponents; the first is 1."""
     count = int(shared.max()) + 1
-    activations = _mean_of(moments.importance, shared, count).sqrt().clamp_min(1e-6)
+    activations = _mean_of(hessian.importance, shared, count).sqrt().clamp_min(1e-6)
     magnitudes = torch.stack([_relative_magnitude(one) for one in consumers]).mean(0)
     weights = _mean_of(magnitudes, shared, count).clamp_min(1e-4)
     found = [torch.ones(count, device=shared.device)]
@@ -76,14 +87,14 @@ def searched(consumers: Sequence[Consumer], moments: Moments, shared: torch.Tens
     return found
 
 
-def smoothed(consumers: Sequence[Consumer], moments: Moments, shared: torch.Tensor) -> list[torch.Tensor]:
+def smoothed(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tensor) -> list[torch.Tensor]:
     """SmoothQuant's scales. A factor that all have in common changes nothing and is left out."""
-    assert moments.largest is not None
+    assert hessian.largest is not None
     count = int(shared.max()) + 1
     weights = torch.stack([one.weight.abs().amax(0) for one in consumers]).amax(0)
     activations, weights = (
         torch.zeros(count, device=shared.device).scatter_reduce_(0, shared, of, "amax").clamp_min(1e-5)
-        for of in (moments.largest, weights)
+        for of in (hessian.largest, weights)
     )
     return [_centred(activations**SMOOTHING / weights ** (1 - SMOOTHING))]
 
@@ -92,8 +103,8 @@ def _centred(scales: torch.Tensor) -> torch.Tensor:
     return (scales / scales.log().mean().exp()).clamp(1 / LARGEST, LARGEST)
 
 
-AWQ = Scaling("scaling", searched)
-SMOOTHQUANT = Scaling("smoothing", smoothed)
+AWQ = InputScaling("scaling", searched)
+SMOOTHQUANT = InputScaling("smoothing", smoothed, frozenset({"largest_input"}))
 
 
 def measured_at_once(columns: int, device: torch.device) -> int:
@@ -102,17 +113,17 @@ def measured_at_once(columns: int, device: torch.device) -> int:
 
 
 def output_errors(
-    consumers: Sequence[Consumer], moments: Moments, scales: torch.Tensor, stored: Stored
+    consumers: Sequence[Consumer], hessian: Hessian, scales: torch.Tensor, stored: Stored
 ) -> list[float]:
     """The squared errors of the outputs of sampled rows if columns are multiplied by each of `scales`
     ([C, K]) and rounded.
     """
-    importance, factors = moments.importance / scales.square(), scales[:, None]
+    importance, factors = hessian.importance / scales.square(), scales[:, None]
     totals = [0.0] * len(scales)
     for one in consumers:
         scaled = one.sample * factors
         errors = (stored(scaled, importance, one.scheme) - scaled) / factors
-        totals = [total + found for total, found in zip(totals, moments.output_energies(errors), strict=True)]
+        totals = [total + found for total, found in zip(totals, hessian.output_energies(errors), strict=True)]
     return totals
 
 

@@ -20,7 +20,7 @@ class Measured:
 
     `relative_error` is the sum of (weight - stored)^2 over that of weight^2, `output_error` the same of its
     outputs on the calibration data, None without data. `damping` is what was added to the diagonal of the
-    second moments, in parts of its mean, None where they were not factored. `note` says what was not done as
+    Hessian, in parts of its mean, None where it was not factored. `note` says what was not done as
     the method says. `expert_tokens` is how many calibration tokens chose each expert, None for all but
     experts with data. `block_error` is the sum of (original - output)^2 over that of original^2 of the
     outputs of its block, before its rounding was learned and after it; None where it was not.

@@ -1,4 +1,7 @@
-"""Which modules of a model can be packed: linears, and fused experts that compute down(act(gate) * up)."""
+"""Which modules of a model can be packed, and which families have the blocks of Llama.
+
+Packable are linears, and fused experts that compute down(act(gate) * up).
+"""
 
 import copy
 from typing import Any, Protocol
@@ -8,6 +11,18 @@ from torch import nn
 
 GATE_UP = "gate_up_proj"
 DOWN = "down_proj"
+
+#: Families whose blocks are Llama's. Norms multiply by their weight, and nothing stands between a norm or
+#: linear and the linears that see its outputs, so scales of input features fold into it
+#: (`quantization/blockwise/fold_scales.py`). Only linears and norms touch the residual stream, and values go
+#: from v to o unchanged, so it can be rotated (`quantization/rotated_checkpoint.py`). Tests fold and rotate
+#: each.
+LLAMA_LIKE = frozenset(
+    {
+        *("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "phi3", "glm"),
+        *("mixtral", "qwen2_moe", "qwen3_moe"),
+    }
+)
 
 
 class FusedExperts(Protocol):

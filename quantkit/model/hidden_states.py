@@ -73,7 +73,7 @@ def choose_home(needed: int, columns: int, device: torch.device, ranks: Ranks, d
 class States:
     """Hidden states [B, T, d], at `home`, of this rank's micro-batches, and the `runs` that these are in.
 
-    And those of the original where a method asks for drift.
+    And those of the original where a method asks for the input error.
     """
 
     runs: tuple[int, ...]
@@ -82,9 +82,9 @@ class States:
     exact: list[torch.Tensor] | None
 
     @classmethod
-    def of(cls, runs: tuple[int, ...], home: Home, hidden: list[torch.Tensor], corrects: bool) -> "States":
-        """Those before the first block, which are the original's too where a method `corrects` for drift."""
-        return cls(runs, home, hidden, [home.hold(one.clone()) for one in hidden] if corrects else None)
+    def of(cls, runs: tuple[int, ...], home: Home, hidden: list[torch.Tensor], original: bool) -> "States":
+        """The states before the first block; if `original`, a copy of them as the original model's."""
+        return cls(runs, home, hidden, [home.hold(one.clone()) for one in hidden] if original else None)
 
     def after(self, hidden: list[torch.Tensor], exact: list[torch.Tensor] | None) -> "States":
         """Those after a block."""

@@ -5,13 +5,14 @@ and per token were counted on a CPU, where a test compares the bound with the by
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from quantkit.calibrate.hessian import DRIFT_ROWS, TILE, strip_entries
-from quantkit.calibrate.methods import GPU_CHUNK_WEIGHTS, Method
+from quantkit.calibrate.hessian import INPUT_ERROR_ROWS, TILE, strip_entries
+from quantkit.calibrate.linear_stats import OF_ORIGINAL
+from quantkit.calibrate.methods import GPU_CHUNK_WEIGHTS
 from quantkit.calibrate.quantize_with_hessian import GPU_GRID_WEIGHTS, chunk_rows
 from quantkit.calibrate.scale_search import (
     BINS_PER_CODE,
@@ -32,13 +33,13 @@ from quantkit.quantization.blockwise.moe_calibration import WORK_BYTES
 from quantkit.quantization.blockwise.pipeline import batch_size, compute_dtype
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.stream import CHUNK_BYTES, worker_count
-from quantkit.quantization.task import Task
+from quantkit.quantization.task import Task, needs_of
 
 #: Bytes of a weight that is rounded: to evenly spaced values, and to others, which are looked up.
 ROUND_BYTES = {True: 35, False: 52}
 #: Of a weight whose scale is searched for, beside histograms, by the name of the grid.
 SEARCH_BYTES = {"rtn": 0, "mse": 48, "hqq": 88}
-#: Matrices of K x K in float32 while H is factored, and while the drift is corrected (docs/methods.md).
+#: Matrices of K x K in float32 while H is factored, and while the input error is corrected (docs/methods.md).
 FACTOR, CORRECTION = 2.7, 3.2
 #: Values for each token in a pass through a block: of the hidden size, and of the widest linear. Then those
 #: of a pass whose gradients are taken.
@@ -77,7 +78,7 @@ def gpu_memory(
 
 def streamed_bytes(planned: Plan, device: torch.device) -> int:
     """What the workers hold that quantize without data: a piece of a tensor, and its packed rows so far."""
-    tasks = [task for task in _packing(planned) if not _any([task], lambda method: method.needs_data)]
+    tasks = [task for task in _packing(planned) if not task.needs]
     most = max((_rows_bytes(t, min(GPU_CHUNK_WEIGHTS, t.source.elements), device) for t in tasks), default=0)
     return worker_count(device.type) * (most + CHUNK_BYTES[device.type])
 
@@ -87,13 +88,13 @@ def calibrated_bytes(
 ) -> int:
     """What blocks take that are quantized with samples of this `shape`, [count, length]; 0 without data."""
     tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
-    if not _any(tasks, lambda method: method.needs_data):
+    if not needs_of(tasks):
         return 0
     hidden, widest = _hidden_size(checkpoint), max(max(task.source.shape) for task in tasks)
-    learns = _any(tasks, lambda method: method.learns)
-    twice = 1 + _any(tasks, lambda method: method.corrects)
+    refines = any(_refines(task) for task in tasks)
+    twice = 1 + bool(OF_ORIGINAL & needs_of(tasks))
     experts = {layer.linear.module for layer in planned.layers if layer.linear.kind == "experts"}
-    tokens = batch_size(shape, learns, widest, device.type) * shape[1]
+    tokens = batch_size(shape, refines, widest, device.type) * shape[1]
     through, back = (tokens * itemsize * (a * hidden + b * widest) for a, b in (PASS, BACK))
     states = twice * shape[0] * shape[1] * hidden * itemsize
     room = HIDDEN_BYTES - 4 * max(task.source.shape[1] for task in tasks) ** 2
@@ -107,29 +108,31 @@ def calibrated_bytes(
         work = [through, _scaled_bytes(of_block, tokens * itemsize, through, device)]
         for stage in _stages(of_block):
             if stage[0].module in experts:
-                # Of two experts; without drift each has half as many matrices.
+                # Of two experts; without input error each has half as many matrices.
                 matrices = max(twice * WORK_BYTES * t.source.shape[1] ** 2 for t in stage)
                 rows = max(_rows_bytes(t, t.source.elements, device) for t in stage)
                 work.append(called + max(called, matrices + rows))
             else:
                 work.append(_stage_bytes(stage, tokens, tokens * itemsize, through, device))
-        learned = sum(t.source.elements for t in of_block if _any([t], lambda method: method.learns))
+        learned = sum(t.source.elements for t in of_block if _refines(t))
         work.append(learned and LEARNED_BYTES * learned + back)
         peaks.append(twice * stored.get(prefix, 0) + max(work))
     return held + max(peaks)
 
 
 def _stage_bytes(stage: Sequence[Task], tokens: int, feature: int, through: int, device: torch.device) -> int:
-    """The most of summing moments, factoring them and rounding rows, for linears of one input, of which each
+    """The most of summing Hessians, factoring them and rounding rows, for linears of one input, of which each
     `feature` has so many bytes.
     """
     columns = stage[0].source.shape[1]
     matrix, strips = 4 * columns**2, 4 * strip_entries(columns, device)
     tile = 4 * columns * min(columns, TILE[device.type])
-    corrects = _any(stage, lambda method: method.corrects)
-    compensates = _any(stage, lambda method: method.compensates)
-    inputs = (1 + corrects) * columns * feature + tile + corrects * 4 * tokens * min(columns, DRIFT_ROWS)
-    wide = sum(4 * t.source.elements for t in stage if _any([t], lambda m: m.corrects or bool(m.scaling)))
+    needs = needs_of(stage)
+    corrects, factors = "input_error" in needs, "cholesky" in needs
+    inputs = (
+        (1 + corrects) * columns * feature + tile + corrects * 4 * tokens * min(columns, INPUT_ERROR_ROWS)
+    )
+    wide = sum(4 * t.source.elements for t in stage if t.method is not None and t.method.transforms)
     rows = max(
         _rows_bytes(t, min(t.source.shape[0], chunk_rows(columns, device)) * columns, device) for t in stage
     )
@@ -137,15 +140,15 @@ def _stage_bytes(stage: Sequence[Task], tokens: int, feature: int, through: int,
         2 * strips + corrects * 2 * matrix + max(through, inputs),
         strips + (1 + corrects) * matrix + tile,
         int(corrects * CORRECTION * matrix),
-        int(compensates * FACTOR * matrix) + wide,
+        int(factors * FACTOR * matrix) + wide,
         # Scales are refitted with some columns of H at a time.
-        (1 + compensates) * matrix + wide + rows + _any(stage, lambda m: m.refits or m.sweeps > 0) * 2 * tile,
+        (1 + factors) * matrix + wide + rows + ("damped_hessian" in needs) * 2 * tile,
     )
 
 
 def _scaled_bytes(tasks: Sequence[Task], feature: int, through: int, device: torch.device) -> int:
-    """What choosing the scales of input features takes: the moments of all of them, and candidates."""
-    stages = _stages(task for task in tasks if _any([task], lambda method: bool(method.scaling)))
+    """What choosing the scales of input features takes: the Hessians of all of them, and candidates."""
+    stages = _stages(task for task in tasks if task.method is not None and task.method.input_scaling)
     widths = [stage[0].source.shape[1] for stage in stages]
     strips, whole = (
         4 * sum(size) for size in ([strip_entries(w, device) for w in widths], [w**2 for w in widths])
@@ -162,7 +165,7 @@ def _scaled_bytes(tasks: Sequence[Task], feature: int, through: int, device: tor
 def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
     """What quantizing so many weights together takes; with data, scales are searched for some at a time."""
     assert task.scheme is not None and task.method is not None
-    scheme, data = task.scheme, task.method.needs_data
+    scheme, data, name = task.scheme, bool(task.needs), task.method.scale_search.name
     group, bits, offset = (
         scheme.group_columns(task.source.shape[1]),
         scheme.format.bits,
@@ -171,9 +174,9 @@ def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
     bins = min(max(BINS_PER_CODE << bits, BINS_RANGE[0]), BINS_RANGE[1])
     zeros = min(ZERO_CANDIDATES, int(2**bits / scheme.zero_point_type.step))
     candidates = CANDIDATES * (zeros if offset else 4)
-    histograms = (8 if data else 4) * (bins + candidates) // group if task.method.grid == "mse" else 0
+    histograms = (8 if data else 4) * (bins + candidates) // group if name == "mse" else 0
     some = min(weights, GPU_GRID_WEIGHTS if data else weights, HISTOGRAM_CELLS[device.type] // bins * group)
-    search = (SEARCH_BYTES[task.method.grid] + histograms) * some + 8 * data * weights
+    search = (SEARCH_BYTES[name] + histograms) * some + 8 * data * weights
     return max(search, (ROUND_BYTES[isinstance(scheme.format, IntFormat)] + 4 * offset) * weights)
 
 
@@ -184,7 +187,7 @@ def _sensitivity_bytes(checkpoint: Checkpoint, planned: Plan, length: int) -> in
     back = 4 * min(BATCH * length, TOKENS) * (BACK[0] * _hidden_size(checkpoint) + BACK[1] * widest)
     peaks = [2 * stored.get("", 0) + 24 * LOGITS]
     for prefix, of_block in _blocks(tasks).items():
-        each = 4 if _any(of_block, lambda method: method.needs_data) else 2
+        each = 4 if needs_of(of_block) else 2
         inputs = {(t.module or "").rpartition(".")[0]: t.source.shape[1] for t in of_block}
         peaks.append(stored.get(prefix, 0) + each * 4 * sum(width**2 for width in inputs.values()) + back)
     return max(peaks)
@@ -194,8 +197,8 @@ def _packing(planned: Plan) -> list[Task]:
     return [task for shard in planned.shards for task in shard.tasks if task.scheme is not None]
 
 
-def _any(tasks: Iterable[Task], has: Callable[[Method], bool]) -> bool:
-    return any(task.method is not None and has(task.method) for task in tasks)
+def _refines(task: Task) -> bool:
+    return task.method is not None and task.method.refine is not None
 
 
 def _block_of(name: str) -> str:
@@ -217,7 +220,7 @@ def _stages(tasks: Iterable[Task]) -> list[list[Task]]:
     """Linears that may have one input: those in one module with as many columns, if they take data."""
     found: dict[tuple[str, int], list[Task]] = {}
     for task in tasks:
-        if _any([task], lambda method: method.needs_data):
+        if task.needs:
             found.setdefault(((task.module or "").rpartition(".")[0], task.source.shape[1]), []).append(task)
     return list(found.values())
 

@@ -20,21 +20,13 @@ from quantkit.calibrate.methods import CHUNK_WEIGHTS
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
+from quantkit.model.architectures import LLAMA_LIKE
 from quantkit.model.structure import (
     NOT_A_PARAMETER,
     QUANTIZABLE_DTYPES,
     Structure,
     model_config,
     read_structure,
-)
-
-#: Families whose residual stream is touched by tensors of the names below alone, through norms that multiply
-#: by their weight, and whose values go from v to o unchanged. A test rotates each.
-ROTATABLE = frozenset(
-    {
-        *("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "phi3", "glm"),
-        *("mixtral", "qwen2_moe", "qwen3_moe"),
-    }
 )
 
 Space = Literal["residual", "heads"]
@@ -126,15 +118,15 @@ def rotated(checkpoint: Checkpoint) -> RotatedCheckpoint:
     """`checkpoint`, under the names of its model, rotated. Reads no weights.
 
     An lm_head that is tied to the embedding becomes a tensor of its own, as only it takes the final norm.
-    `CheckpointError` for a model of another family than `ROTATABLE`, features that no Hadamard matrix is
+    `CheckpointError` for a model of another family than `LLAMA_LIKE`, features that no Hadamard matrix is
     known for, and tensors whose place is unknown.
     """
     kind = checkpoint.config.get("model_type")
-    if kind not in ROTATABLE:
+    if kind not in LLAMA_LIKE:
         raise _refusal(
             checkpoint,
             f"the model_type is {kind!r}, of which it does not know that nothing but linears and RMSNorms "
-            f"touches the residual stream; it does of {', '.join(sorted(ROTATABLE))}",
+            f"touches the residual stream; it does of {', '.join(sorted(LLAMA_LIKE))}",
         )
     structure = read_structure(checkpoint)
     assert structure.embedding is not None

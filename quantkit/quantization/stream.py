@@ -167,8 +167,8 @@ def _fit_parameters(checkpoint: Checkpoint, task: Task, device: torch.device) ->
             lambda: chunks(source),
             (rows, columns),
             task.scheme,
-            task.method.fit,
-            task.method.fit_tensor,
+            task.method.scale_search.fit,
+            task.method.scale_search.fit_tensor,
             lambda: chain.from_iterable(map(chunks, task.beside)),
         )
     except FormatError as error:

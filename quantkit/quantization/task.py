@@ -1,7 +1,9 @@
 """One tensor of a plan: its source, and what is written for it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from quantkit.calibrate.linear_stats import Need
 from quantkit.calibrate.methods import Method
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.packing.schemes import Scheme
@@ -28,3 +30,13 @@ class Task:
     def nbytes(self) -> int:
         """Bytes written."""
         return sum(spec.nbytes for spec in self.outputs)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What its method needs of calibration data."""
+        return frozenset() if self.method is None else self.method.needs
+
+
+def needs_of(tasks: Iterable[Task]) -> frozenset[Need]:
+    """What the methods of `tasks` need of calibration data."""
+    return frozenset(need for task in tasks for need in task.needs)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.calibrate.methods import quantize_tensor
-from quantkit.calibrate.scale_search import Grid, global_scale, mse, rtn
+from quantkit.calibrate.scale_search import ScaleZero, global_scale, mse, rtn
 from quantkit.errors import FormatError
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import encode_groups
@@ -32,14 +32,14 @@ def student_t(rows: int, columns: int, seed: int = 0, freedom: int = 4) -> torch
     return gaussian(rows, columns, seed) / (squares / freedom).sqrt()
 
 
-def stored(groups: torch.Tensor, grid: Grid, scheme: Scheme) -> torch.Tensor:
+def stored(groups: torch.Tensor, grid: ScaleZero, scheme: Scheme) -> torch.Tensor:
     """float64 values that the codes of `groups` on `grid` stand for."""
     codes = encode_groups(groups, grid.scale, grid.zero_point, scheme)
     values = scheme.format.decode(codes) if grid.zero_point is None else codes.float() - grid.zero_point
     return values.double() * grid.scale.double()
 
 
-def errors(groups: torch.Tensor, grid: Grid, scheme: Scheme) -> torch.Tensor:
+def errors(groups: torch.Tensor, grid: ScaleZero, scheme: Scheme) -> torch.Tensor:
     """Squared error of each group, float64 [R]."""
     return (stored(groups, grid, scheme) - groups.double()).square().sum(1)
 
@@ -140,7 +140,7 @@ def exhaustive(groups: torch.Tensor, chosen: Scheme, candidates: int = 400) -> f
         for sign in (1, -1):
             scale = sign * ratio * absmax / max(chosen.format.max, -chosen.format.min)
             scale = scale.to(chosen.scale_dtype).float()
-            best = torch.minimum(best, errors(groups, Grid(scale), chosen))
+            best = torch.minimum(best, errors(groups, ScaleZero(scale), chosen))
     return float(best.sum())
 
 
@@ -187,7 +187,9 @@ def test_nvfp4_has_the_best_of_all_its_scales():
     chosen, groups = scheme("nvfp4"), gaussian(2_000, 16)
     factor = global_scale(float(groups.abs().max()), chosen)
     every = torch.arange(1, 127, dtype=torch.uint8).view(E4M3).float()
-    best = torch.stack([errors(groups * factor, Grid(s.expand(2_000, 1)), chosen) for s in every]).amin(0)
+    best = torch.stack([errors(groups * factor, ScaleZero(s.expand(2_000, 1)), chosen) for s in every]).amin(
+        0
+    )
     found = errors(groups * factor, mse(groups * factor, chosen), chosen)
     assert float(found.sum()) <= 1.005 * float(best.sum())
 

@@ -6,7 +6,7 @@ import torch
 from quantkit.calibrate import hqq as hqq_module
 from quantkit.calibrate.hqq import hqq, lp_error
 from quantkit.calibrate.methods import METHODS, quantize_tensor
-from quantkit.calibrate.scale_search import Grid, rtn
+from quantkit.calibrate.scale_search import ScaleZero, rtn
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, IntFormat
 from quantkit.packing.schemes import SCALE_TYPES, Scheme, scheme
@@ -26,7 +26,7 @@ def student_t(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, columns, generator=generator) / chi
 
 
-def errors(groups: torch.Tensor, grid: Grid, chosen: Scheme) -> torch.Tensor:
+def errors(groups: torch.Tensor, grid: ScaleZero, chosen: Scheme) -> torch.Tensor:
     """Stored values minus weights, in steps of the plain scale: float64 [R, g]."""
     codes = encode_groups(groups, grid.scale, grid.zero_point, chosen)
     if grid.zero_point is None:
@@ -158,7 +158,7 @@ def test_other_formats_are_refused(name):
 
 @pytest.mark.parametrize("zero_point", ZERO_POINTS)
 def test_as_a_method(zero_point):
-    assert METHODS["hqq"].fit is hqq
+    assert METHODS["hqq"].scale_search.fit is hqq
     packed = quantize_tensor(gaussian(33, 172), "int4", group_size=64, method="hqq", zero_point=zero_point)
     error = (packed.dequantize() - gaussian(33, 172)).square().sum() / gaussian(33, 172).square().sum()
     assert float(error) < 0.02

@@ -5,7 +5,7 @@ import torch
 
 from quantkit.calibrate.scale_search import (
     MOST_IMPORTANT,
-    Grid,
+    ScaleZero,
     mse,
     nearest,
     rounded_scale,
@@ -25,7 +25,7 @@ def problem(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return groups, whole_importance(torch.randn(count, size, generator=generator).mul_(2).exp_())
 
 
-def error(groups: torch.Tensor, grid: Grid, chosen: Scheme, importance: torch.Tensor) -> torch.Tensor:
+def error(groups: torch.Tensor, grid: ScaleZero, chosen: Scheme, importance: torch.Tensor) -> torch.Tensor:
     scale = torch.where(grid.scale == 0, 1.0, grid.scale)
     rounded = nearest(groups / scale, grid.zero_point, chosen) * grid.scale
     return ((rounded - groups).double().square() * importance).sum(1)
@@ -54,7 +54,7 @@ def test_the_search_is_within_two_percent_of_an_exhaustive_one(name, options):
     for ratio in torch.linspace(0.08, 1.3, 500).tolist():
         for sign in (1, -1):
             scale = sign * ratio * absmax / max(chosen.format.max, -chosen.format.min)
-            grid = Grid(rounded_scale(scale, chosen))
+            grid = ScaleZero(rounded_scale(scale, chosen))
             best = torch.minimum(best, error(groups, grid, chosen, importance))
     assert found.sum() <= 1.02 * best.sum()
 
@@ -79,7 +79,7 @@ def test_a_weight_of_importance_n_is_n_weights(name):
     unit = unit_of(groups)
     found = squared_error(groups / unit, grid, unit, chosen, importance)
     for row, one in enumerate(repeated):
-        alone = Grid(grid.scale[row : row + 1])
+        alone = ScaleZero(grid.scale[row : row + 1])
         expected = squared_error(one[None] / unit[row], alone, unit[row : row + 1], chosen)
         assert float(found[row]) == pytest.approx(float(expected), rel=1e-6)
 

@@ -8,7 +8,7 @@ import torch
 from quantkit.calibrate import methods
 from quantkit.calibrate.methods import METHODS, quantize_rows, quantize_tensor
 from quantkit.calibrate.parameters import fit_parameters
-from quantkit.calibrate.scale_search import Grid, rtn, squared_error
+from quantkit.calibrate.scale_search import ScaleZero, rtn, squared_error
 from quantkit.calibrate.tensor_scale import count_values, plain, search
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, FittedFormat
@@ -34,7 +34,7 @@ def per_tensor(name: str, scale_dtype: torch.dtype = torch.bfloat16) -> Scheme:
 def error_of(weight: torch.Tensor, scale: float, chosen: Scheme) -> float:
     """The squared error of all weights as one group, by the measure that groups have."""
     groups = weight.float().view(1, -1)
-    return float(squared_error(groups, Grid(torch.tensor([[scale]])), torch.ones(1, 1), chosen))
+    return float(squared_error(groups, ScaleZero(torch.tensor([[scale]])), torch.ones(1, 1), chosen))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -165,7 +165,9 @@ def test_how_a_tensor_is_cut_does_not_change_a_bit(name, method, monkeypatch):
 
 def test_quantized_rows_report_the_error_that_dequantizing_shows():
     weight, chosen, method = weights(20, 172), per_tensor("int4"), METHODS["mse"]
-    shared = fit_parameters(lambda: [weight], (20, 172), chosen, method.fit, method.fit_tensor)
+    shared = fit_parameters(
+        lambda: [weight], (20, 172), chosen, method.scale_search.fit, method.scale_search.fit_tensor
+    )
     rows = quantize_rows(weight, chosen, method, shared)
     stored = quantize_tensor(weight, chosen).dequantize().double()
     assert rows.scale is None
@@ -184,8 +186,8 @@ def test_tensors_beside_share_the_scale():
                     chunks[0],
                     tuple(weight.shape),
                     per_tensor("fp8-e4m3"),
-                    method.fit,
-                    method.fit_tensor,
+                    method.scale_search.fit,
+                    method.scale_search.fit_tensor,
                     chunks[1],
                 ).scale
             )

@@ -15,10 +15,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quantkit import memory
-from quantkit.calibrate.hessian import Moments, drift, gram
+from quantkit.calibrate.hessian import Hessian, gram, input_error
+from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.parameters import TensorParameters
-from quantkit.calibrate.quantize_with_hessian import Inputs, quantize_calibrated_rows
+from quantkit.calibrate.quantize_with_hessian import quantize_calibrated_rows
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, FormatError, OutputError, UsageError
 from quantkit.files import TEMP_PREFIX
@@ -77,12 +78,14 @@ def test_stored_weights_are_those_of_a_twin_with_the_whole_model_in_memory(tmp_p
             for name in stage:
                 full = f"model.layers.{layer}.{name}" if layer < 2 else name
                 x, original = inputs_of(model, full), inputs_of(exact, full)
-                moments = Moments(
-                    gram(x) / len(x), len(x), drift(original, x) / len(x) if chosen.corrects else None
+                hessian = Hessian(
+                    gram(x) / len(x),
+                    len(x),
+                    input_error(original, x) / len(x) if "input_error" in chosen.needs else None,
                 )
                 weight = model.get_submodule(full).weight.data
                 four = scheme("int4", group_size=32).for_columns(weight.shape[1])
-                inputs = Inputs.prepare(moments, [chosen])
+                inputs = LinearStats.prepare(hessian, chosen.needs)
                 rows = quantize_calibrated_rows(weight, four, chosen, TensorParameters(), inputs).rows
                 packed = found.get_submodule(full).packed
                 agree.append((packed.codes() == four.unpack(rows.words, weight.shape[1])).double().mean())

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from quantkit.calibrate.hessian import Moments
+from quantkit.calibrate.hessian import Hessian
+from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import METHODS, quantize_tensor
-from quantkit.calibrate.quantize_with_hessian import Inputs
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.blocks import Decoder
@@ -123,8 +123,8 @@ def test_measured_is_what_a_loop_over_the_experts_of_the_whole_model_finds(
                 seen_by_all = (every if leaf == "gate_up_proj" else experts.act_fn(gate) * up).double()
                 own, prior = len(x), 2 * x.shape[1]
                 mixed = x.T @ x + prior * seen_by_all.T @ seen_by_all / len(seen_by_all)
-                given = Inputs.prepare(
-                    Moments((mixed / (own + prior)).float().detach(), own), [METHODS[method]]
+                given = LinearStats.prepare(
+                    Hessian((mixed / (own + prior)).float().detach(), own), METHODS[method].needs
                 )
             for at, wide in enumerate(row):
                 one = wide.for_columns(weight.shape[1])

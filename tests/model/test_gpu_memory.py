@@ -16,7 +16,7 @@ from quantkit.model import blocks
 from quantkit.model.distributed import Ranks
 from quantkit.packing.schemes import scheme
 from quantkit.quantization import gpu_memory
-from quantkit.quantization.blockwise import awq, layer_quantizer, moe_calibration, pipeline, signround
+from quantkit.quantization.blockwise import awq, layer_quantizer, moe_calibration, pipeline, refine_block
 from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
 from quantkit.quantizing import make_recipe, plan
@@ -65,8 +65,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for table, value in tables:
         monkeypatch.setitem(table, "cpu", value)
     for module, name, by in (
-        (hessian, "DRIFT_ROWS", SHRUNK),
-        (gpu_memory, "DRIFT_ROWS", SHRUNK),
+        (hessian, "INPUT_ERROR_ROWS", SHRUNK),
+        (gpu_memory, "INPUT_ERROR_ROWS", SHRUNK),
         (hessian, "CHOLESKY_COLUMNS", SHRUNK),
         (hessian, "CORRECTION_ROWS", SHRUNK),
         (rounding, "PRODUCT_COLUMNS", SHRUNK),
@@ -96,7 +96,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     # What other threads make is not counted.
     monkeypatch.setattr(blocks, "ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr(signround, "STEPS", 2)
+    monkeypatch.setattr(refine_block, "STEPS", 2)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -162,8 +162,12 @@ def test_rows_without_data_hold_what_the_plan_says(
     chosen = scheme(format, **options).for_columns(256)
     if method == "hqq" and not chosen.format.name.startswith("int"):
         return
-    task: Any = type("", (), {"scheme": chosen, "method": METHODS[method], "source": weights})
-    shared = fit_parameters(lambda: iter([weights]), (1024, 256), chosen, METHODS[method].fit)
+    task: Any = type(
+        "",
+        (),
+        {"scheme": chosen, "method": METHODS[method], "source": weights, "needs": METHODS[method].needs},
+    )
+    shared = fit_parameters(lambda: iter([weights]), (1024, 256), chosen, METHODS[method].scale_search.fit)
     with LiveBytes() as live:
         quantize_rows(weights, chosen, METHODS[method], shared)
     # On a GPU the rows are copied to float32 first.

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from quantkit.calibrate.methods import METHODS, quantize_tensor
+from quantkit.calibrate.signround import Offsets
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.model.blocks import Block
 from quantkit.model.distributed import Ranks
 from quantkit.packing.tensor import PackedTensor
-from quantkit.quantization.blockwise import calibration, pipeline, signround
+from quantkit.quantization.blockwise import calibration, pipeline, refine_block
 from quantkit.quantization.blockwise.layer_quantizer import Solver
-from quantkit.quantization.blockwise.signround import Learned, Offsets, learn_rounding
+from quantkit.quantization.blockwise.refine_block import Learned, learn_rounding
 from quantkit.quantizing import quantize
 from quantkit.verification.verify import verify
 
@@ -68,8 +69,9 @@ def learned(module: Gated, linears: Any, inputs: Any, targets: Any, workers: int
         parameter.requires_grad_(False)
     with ThreadPoolExecutor(workers) as pool:
         solver = Solver(lambda name: torch.empty(0), torch.device("cpu"), pool, workers, Ranks())
+        offsets = {name: Offsets(weight, packed) for name, (weight, packed) in linears.items()}
         return learn_rounding(
-            Block("block", module, {}), linears, inputs, targets, solver, "seed", lambda _: None
+            Block("block", module, {}), offsets, inputs, targets, solver, "seed", lambda _: None
         )
 
 
@@ -88,8 +90,8 @@ class Through(torch.autograd.Function):
 
 @pytest.mark.parametrize("options", SCHEMES, ids=str)
 def test_codes_are_those_of_a_plain_autograd_loop(monkeypatch, options):
-    monkeypatch.setattr(signround, "STEPS", 12)
-    monkeypatch.setattr(signround, "CHECK_EVERY", 1)
+    monkeypatch.setattr(refine_block, "STEPS", 12)
+    monkeypatch.setattr(refine_block, "CHECK_EVERY", 1)
     module, linears, inputs, targets = problem(options)
     found = learned(module, linears, inputs, targets)
     parameters, state = [], {}
@@ -122,7 +124,7 @@ def test_codes_are_those_of_a_plain_autograd_loop(monkeypatch, options):
     energy = sum(target.square().sum() for target in targets)
     errors = [float((error(range(5)) / energy).detach())]
     kept = [weights()]
-    for at, drawn in enumerate(signround._draws("seed", 5)):
+    for at, drawn in enumerate(refine_block._draws("seed", 5)):
         assert len(drawn) == 2 and drawn == sorted(set(drawn))
         gradients = torch.autograd.grad(error(drawn), parameters)
         with torch.no_grad():
@@ -141,10 +143,10 @@ def test_codes_are_those_of_a_plain_autograd_loop(monkeypatch, options):
 
 
 def test_every_micro_batch_is_seen_as_often():
-    drawn = list(itertools.chain.from_iterable(signround._draws("any", 10)))
+    drawn = list(itertools.chain.from_iterable(refine_block._draws("any", 10)))
     assert {drawn.count(at) for at in range(10)} == {len(drawn) // 10}
-    assert list(signround._draws("any", 1)) == [[0]] * signround.STEPS
-    assert list(signround._draws("any", 10)) != list(signround._draws("other", 10))
+    assert list(refine_block._draws("any", 1)) == [[0]] * refine_block.STEPS
+    assert list(refine_block._draws("any", 10)) != list(refine_block._draws("other", 10))
 
 
 @pytest.mark.parametrize("options", SCHEMES, ids=str)
@@ -177,8 +179,8 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signround, "STEPS", 6)
-    monkeypatch.setattr(signround, "CHECK_EVERY", 3)
+    monkeypatch.setattr(refine_block, "STEPS", 6)
+    monkeypatch.setattr(refine_block, "CHECK_EVERY", 3)
 
 
 def test_blocks_come_closer_to_the_original_and_the_manifest_says_so(tmp_path, text):

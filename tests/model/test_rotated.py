@@ -13,11 +13,12 @@ from quantkit.calibrate.hadamard import Rotation
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, OutputError, UsageError
+from quantkit.model.architectures import LLAMA_LIKE
 from quantkit.quantization import rotated_checkpoint as rotating
 from quantkit.quantization import stream
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.allocate.sensitivity_cache import cache_key
-from quantkit.quantization.rotated_checkpoint import ROTATABLE, rotated
+from quantkit.quantization.rotated_checkpoint import rotated
 from quantkit.quantizing import make_recipe, plan, quantize
 from quantkit.recipes.recipe import Choice, Recipe, read_recipe
 from quantkit.runtime.load import load
@@ -55,7 +56,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> Path:
 
 def test_every_family_that_is_rotated_is_tested():
     types = {getattr(transformers, CONFIGS[family][0]).model_type for family in FAMILIES}
-    assert types == ROTATABLE
+    assert types == LLAMA_LIKE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibrate.hessian import Moments
-from quantkit.calibrate.quantize_with_hessian import Inputs
+from quantkit.calibrate.hessian import Hessian
+from quantkit.calibrate.quantize_with_hessian import LinearStats
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.errors import CheckpointError, UsageError
@@ -58,15 +58,15 @@ def calls_of(model: Any, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch
     ("family", "method", "everyone"),
     [("mixtral", "best", 16), ("qwen3_moe", "gptq", 1), ("qwen2_moe", "best", 1)],
 )
-def test_moments_are_those_of_a_loop_over_tokens(tmp_path, text, monkeypatch, family, method, everyone):
+def test_hessians_are_those_of_a_loop_over_tokens(tmp_path, text, monkeypatch, family, method, everyone):
     source, out = write(tmp_path, family, num_hidden_layers=2), tmp_path / "out"
-    found: dict[str, Moments] = {}
+    found: dict[str, Hessian] = {}
     prepare = Solver.prepare
 
-    def keep(solver: Any, moments: Any, methods: Any) -> Any:
-        # What is prepared uses the drifts up.
-        found.update({name: one.joined(None, 1.0) for name, one in moments.items()})
-        return prepare(solver, moments, methods)
+    def keep(solver: Any, hessians: Any, methods: Any) -> Any:
+        # What is prepared uses the input errors up.
+        found.update({name: one.joined(None, 1.0) for name, one in hessians.items()})
+        return prepare(solver, hessians, methods)
 
     monkeypatch.setattr(Solver, "prepare", keep)
     monkeypatch.setattr(moe_calibration, "TOKENS", 50)
@@ -85,24 +85,24 @@ def test_moments_are_those_of_a_loop_over_tokens(tmp_path, text, monkeypatch, fa
             into_down = [packed.act_fn(gate @ token) * (up @ token) for token in x]
             original_into_down = [packed.act_fn(wide @ token) * (tall @ token) for token in f]
             for matrix, seen, wanted in (("gate", x, f), ("down", into_down, original_into_down)):
-                moments = found[f"model.layers.{layer}.mlp.experts.{expert}.{matrix}"]
+                hessian = found[f"model.layers.{layer}.mlp.experts.{expert}.{matrix}"]
                 second, shift = loop_over_tokens(expert, chosen, seen, wanted, everyone)
-                torch.testing.assert_close(moments.second, second, rtol=1e-3, atol=1e-5)
-                assert (moments.drift is None) == (method == "gptq")
-                if moments.drift is not None:
-                    torch.testing.assert_close(moments.drift, shift, rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(hessian.matrix, second, rtol=1e-3, atol=1e-5)
+                assert (hessian.input_error is None) == (method == "gptq")
+                if hessian.input_error is not None:
+                    torch.testing.assert_close(hessian.input_error, shift, rtol=1e-3, atol=1e-4)
 
 
 def test_corrections_are_gone_before_there_are_factors(tmp_path, text, monkeypatch):
     gone = []
-    factorize = Inputs.factorize
+    factorize = LinearStats.factorize
 
-    def watch(inputs: Inputs) -> None:
+    def watch(inputs: LinearStats) -> None:
         correction = weakref.ref(inputs.correction)
         factorize(inputs)
         gone.append(correction() is None)
 
-    monkeypatch.setattr(Inputs, "factorize", watch)
+    monkeypatch.setattr(LinearStats, "factorize", watch)
     source = write(tmp_path, "mixtral")
     quantize(source, tmp_path / "out", group_size=32, method="best", calibration=data(text, samples=2))
     assert len(gone) >= 8 and all(gone)
@@ -154,7 +154,7 @@ def test_outputs_of_experts_are_closer_than_without_data(tmp_path, text, family)
 
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("method", ["gptq", "best"])
-def test_an_expert_without_tokens_gets_the_moments_of_all_and_a_note(tmp_path, text, method):
+def test_an_expert_without_tokens_gets_the_hessian_of_all_and_a_note(tmp_path, text, method):
     source, out = without_expert_3(write(tmp_path, "qwen3_moe")), tmp_path / "out"
     result = quantize(source, out, format="int3", group_size=32, method=method, calibration=data(text))
     quantize(source, tmp_path / "mse", format="int3", group_size=32, method="mse")
@@ -186,7 +186,7 @@ def test_an_expert_without_tokens_gets_the_moments_of_all_and_a_note(tmp_path, t
 
 
 @pytest.mark.fault(54)
-def test_an_expert_whose_moments_are_singular_is_named(tmp_path, text):
+def test_an_expert_whose_hessian_is_singular_is_named(tmp_path, text):
     source, out = write(tmp_path, "mixtral", num_hidden_layers=1), tmp_path / "out"
     tensors = load_file(source / "model.safetensors")
     name = next(one for one in tensors if one.endswith("experts.2.w3.weight"))

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from quantkit.calibrate.hessian import Moments
+from quantkit.calibrate.hessian import Hessian
+from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import METHODS, quantize_tensor
-from quantkit.calibrate.quantize_with_hessian import Inputs
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model.blocks import Decoder
@@ -119,8 +119,8 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
         weight = model.get_submodule(name).weight.detach()
         given = None
         if METHODS[method].needs_data:
-            moments = Moments((x.T @ x / len(x)).float(), len(x))
-            given = Inputs.prepare(moments, [METHODS[method]])
+            hessian = Hessian((x.T @ x / len(x)).float(), len(x))
+            given = LinearStats.prepare(hessian, METHODS[method].needs)
         for loss, wide in zip(found[name], row, strict=True):
             one = wide.for_columns(weight.shape[1])
             if given is None:

@@ -208,11 +208,11 @@ FAULTS: dict[str, dict[int, Fault]] = {
         53: Fault(
             "an expert that no token chooses",
             "fallback",
-            "gets the moments of all tokens of its layer, which is closer than plain rounding; in a note "
+            "gets the Hessian of all tokens of its layer, which is closer than plain rounding; in a note "
             "and the manifest",
         ),
         54: Fault(
-            "moments without a Cholesky factor",
+            "a Hessian without a Cholesky factor",
             "fallback",
             "damping grows to its limit, then weights are rounded to nearest; in a note and the manifest",
         ),

@@ -1,4 +1,4 @@
-"""Texts, tokenizers and moments that calibration and evaluation cannot use: rows 49 to 56."""
+"""Texts, tokenizers and Hessians that calibration and evaluation cannot use: rows 49 to 56."""
 
 import json
 import tracemalloc
@@ -202,7 +202,7 @@ def test_an_expert_that_no_token_chooses(run: Run, tmp_path: Path, out: Path, te
 
 
 @pytest.mark.fault(54)
-def test_moments_without_a_cholesky_factor(run: Run, source: Path, out: Path) -> None:
+def test_a_hessian_without_a_cholesky_factor(run: Run, source: Path, out: Path) -> None:
     """An up_proj of zeros: all inputs of the down_proj behind it are zero."""
     name = "model.layers.1.mlp.up_proj.weight"
     edit_tensors(source / WEIGHTS, lambda tensors: tensors[name].zero_())

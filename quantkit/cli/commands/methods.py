@@ -11,7 +11,7 @@ def methods(json: options.Json = False) -> None:
     """
     from quantkit.calibrate.methods import METHODS
 
-    rows = {name: {"summary": method.summary, **method.steps} for name, method in METHODS.items()}
+    rows = {name: {"summary": method.summary, **method.in_words()} for name, method in METHODS.items()}
     if json:
         print_json(rows)
         return

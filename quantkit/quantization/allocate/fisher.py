@@ -1,4 +1,4 @@
-"""What passes forward and back show of linears: second moments of inputs and gradients, over tokens.
+"""What passes forward and back show of linears: Hessians of inputs, and squares of gradients, over tokens.
 
 The gradients are those of the log probability of tokens that the model draws, so that their squares are the
 Fisher information (`quantization/allocate/sensitivity.py`).
@@ -11,7 +11,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 
-from quantkit.calibrate.hessian import Moments, check_finite, gram
+from quantkit.calibrate.hessian import Hessian, check_finite, gram
 from quantkit.errors import CheckpointError
 from quantkit.model.architectures import DOWN, GATE_UP, FusedExperts
 from quantkit.quantization.blockwise.moe_calibration import PRIOR, Routed, gated, intermediate
@@ -58,7 +58,7 @@ class Seen:
         squares = {name: one.add_(other.squares[name]) for name, one in self.squares.items()}
         return type(self)(self.weighted.add_(other.weighted), self.weight + other.weight, inputs, squares)
 
-    def second(self) -> torch.Tensor:
+    def weighted_hessian(self) -> torch.Tensor:
         """H float32 [K, K], in which a token counts by its gradient; takes the memory of `weighted`."""
         return self.weighted.div_(self.weight) if self.weight else self.weighted
 
@@ -141,25 +141,25 @@ class RoutedGradients:
             DOWN: Seen.of(name, middle.detach(), {DOWN: slopes}, unweighted=False),
         }
 
-    def everyone(self) -> Moments:
-        """The moments of what all tokens bring to `gate_up_proj`, whichever expert they chose."""
-        return _moments(self._inputs(self.routed.everyone(self.routed.inputs.shape[1])))
+    def everyone(self) -> Hessian:
+        """The Hessian of what all tokens bring to `gate_up_proj`, whichever expert they chose."""
+        return _hessian(self._inputs(self.routed.everyone(self.routed.inputs.shape[1])))
 
-    def moments(self, expert: int, leaf: str, everyone: Moments) -> Moments:
-        """The moments of the inputs of an expert's matrix (`quantization/blockwise/moe_calibration.py`)."""
+    def hessian(self, expert: int, leaf: str, everyone: Hessian) -> Hessian:
+        """The Hessian of the inputs of an expert's matrix (`quantization/blockwise/moe_calibration.py`)."""
         tokens = self.routed.tokens(expert)
 
         def read(some: torch.Tensor) -> torch.Tensor:
             inputs = self._inputs(some)
             return intermediate(self.experts, expert, inputs) if leaf == DOWN else inputs
 
-        features = len(self.experts.down_proj[expert].T) if leaf == DOWN else len(everyone.second)
-        every = _moments(read(self.routed.everyone(features))) if leaf == DOWN else everyone
-        return every.joined(_moments(read(tokens)) if len(tokens) else None, PRIOR * features)
+        features = len(self.experts.down_proj[expert].T) if leaf == DOWN else len(everyone.matrix)
+        every = _hessian(read(self.routed.everyone(features))) if leaf == DOWN else everyone
+        return every.joined(_hessian(read(tokens)) if len(tokens) else None, PRIOR * features)
 
     def _inputs(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.routed.inputs[tokens].to(self.experts.down_proj.device)
 
 
-def _moments(inputs: torch.Tensor) -> Moments:
-    return Moments(gram(inputs).div_(len(inputs)), len(inputs))
+def _hessian(inputs: torch.Tensor) -> Hessian:
+    return Hessian(gram(inputs).div_(len(inputs)), len(inputs))

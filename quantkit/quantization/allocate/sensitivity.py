@@ -31,10 +31,11 @@ import torch
 from torch import nn
 
 from quantkit.calibrate.data.samples import micro_batch
-from quantkit.calibrate.hessian import Moments
+from quantkit.calibrate.hessian import Hessian
+from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import Method, packed_rows, quantize_tensor
 from quantkit.calibrate.parameters import fit_parameters
-from quantkit.calibrate.quantize_with_hessian import Inputs, quantize_calibrated_rows
+from quantkit.calibrate.quantize_with_hessian import quantize_calibrated_rows
 from quantkit.errors import FormatError
 from quantkit.memory import trim_cache
 from quantkit.model.architectures import is_fused_experts
@@ -204,17 +205,17 @@ class _Measurement:
         self, block: Block, stage: tuple[str, ...], seen: Seen, wanted: "_Wanted", tokens: int
     ) -> dict[str, tuple[float, ...]]:
         """The losses of linears that share an input."""
-        inputs = None
+        stats = None
         if seen.inputs is not None:
-            moments = Moments(seen.inputs.div_(tokens), tokens)
-            inputs = self._workers.submit(Inputs.prepare, moments, [self._method]).result()
-        second, losses = seen.second(), {}
+            of_inputs = Hessian(seen.inputs.div_(tokens), tokens)
+            stats = self._workers.submit(LinearStats.prepare, of_inputs, self._method.needs).result()
+        hessian, losses = seen.weighted_hessian(), {}
         for name in stage:
             weight = block.module.get_submodule(name).weight
             assert isinstance(weight, torch.Tensor)
             full = f"{block.name}.{name}"
             importance = seen.squares[name] / tokens
-            trials = self._trials(full, weight, second, importance, wanted.linears[name], inputs, self._rows)
+            trials = self._trials(full, weight, hessian, importance, wanted.linears[name], stats, self._rows)
             tried = [self._workers.submit(trial) for trial in trials]
             losses[full] = tuple(one.result() for one in tried)
         return losses
@@ -233,13 +234,15 @@ class _Measurement:
             for leaf, seen in routed.seen(expert).items():
                 if leaf not in schemes:
                     continue
-                inputs = None
+                stats = None
                 if everyone is not None:
-                    inputs = Inputs.prepare(routed.moments(expert, leaf, everyone), [self._method])
+                    stats = LinearStats.prepare(routed.hessian(expert, leaf, everyone), self._method.needs)
                 weight = getattr(routed.experts, leaf)[expert]
                 name = f"{routed.name}.{expert}.{leaf}"
                 importance = seen.squares[leaf] / tokens
-                trials = self._trials(name, weight, seen.second(), importance, schemes[leaf], inputs, rows)
+                trials = self._trials(
+                    name, weight, seen.weighted_hessian(), importance, schemes[leaf], stats, rows
+                )
                 losses[leaf] = [trial() for trial in trials]
             return losses
 
@@ -257,10 +260,10 @@ class _Measurement:
         self,
         name: str,
         weight: torch.Tensor,
-        second: torch.Tensor,
+        hessian: torch.Tensor,
         importance: torch.Tensor,
         schemes: Sequence[Scheme],
-        inputs: Inputs | None,
+        stats: LinearStats | None,
         most: int,
     ) -> list[Callable[[], float]]:
         """For each scheme, what finds the loss of a weight [N, K], whose outputs have `importance` [N], by at
@@ -268,11 +271,11 @@ class _Measurement:
         """
         rows = torch.arange(0, len(weight), -(-len(weight) // most), device=weight.device)
         # Rows that are larger or matter more lose more: the sample stands for all in that measure.
-        energy = importance * (weight.square() @ second.diagonal())
+        energy = importance * (weight.square() @ hessian.diagonal())
         share = energy[rows].double().sum() / energy.double().sum().clamp_min(1e-300)
         importance = importance[rows] / float(share.clamp_min(1e-30))
         return [
-            partial(self._loss, name, weight[rows], importance, second, scheme, inputs) for scheme in schemes
+            partial(self._loss, name, weight[rows], importance, hessian, scheme, stats) for scheme in schemes
         ]
 
     def _pass(
@@ -327,16 +330,16 @@ class _Measurement:
         name: str,
         rows: torch.Tensor,
         importance: torch.Tensor,
-        second: torch.Tensor,
+        hessian: torch.Tensor,
         scheme: Scheme,
-        inputs: Inputs | None,
+        stats: LinearStats | None,
     ) -> float:
-        """Half the sum over rows [n, K] of `importance` [n] times the row's error in H = `second`."""
+        """Half the sum over rows [n, K] of `importance` [n] times the row's error in H = `hessian`."""
         try:
-            errors = rows - _stored(rows, scheme, self._method, inputs)
+            errors = rows - _stored(rows, scheme, self._method, stats)
         except FormatError as error:
             raise FormatError(f"'{name}.weight': {error}") from error
-        found = ((errors @ second) * errors).double().sum(-1)
+        found = ((errors @ hessian) * errors).double().sum(-1)
         self._step(1, name)
         return max(0.0, 0.5 * float((found * importance).sum()))
 
@@ -371,18 +374,21 @@ class _Wanted:
         return cls(linears, experts, trials)
 
 
-def _stored(rows: torch.Tensor, scheme: Scheme, method: Method, inputs: Inputs | None) -> torch.Tensor:
+def _stored(rows: torch.Tensor, scheme: Scheme, method: Method, stats: LinearStats | None) -> torch.Tensor:
     """What rows [n, K], float32, are as the method stores them."""
+    search = method.scale_search
     if scheme.is_fitted:
         # Few weights show how they are spread.
         some = rows[::FITTED]
-        book = fit_parameters(lambda: iter([some]), (len(some), rows.shape[1]), scheme, method.fit)
+        book = fit_parameters(
+            lambda: iter([some]), (len(some), rows.shape[1]), scheme, method.scale_search.fit
+        )
         scheme = book.bind(scheme)
-    if inputs is None:
+    if stats is None:
         return quantize_tensor(rows, scheme, method=method.name).dequantize(torch.float32)
     shape = (rows.shape[0], rows.shape[1])
     parameters = fit_parameters(
-        lambda: iter([inputs.target(rows, method)]), shape, scheme, method.fit, method.fit_tensor
+        lambda: iter([method.target(rows, stats)]), shape, scheme, search.fit, search.fit_tensor
     )
-    done: Any = quantize_calibrated_rows(rows, scheme, method, parameters, inputs).rows
+    done: Any = quantize_calibrated_rows(rows, scheme, method, parameters, stats).rows
     return packed_rows([done], parameters, scheme, shape).dequantize(torch.float32)

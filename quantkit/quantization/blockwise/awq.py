@@ -1,6 +1,6 @@
 """The scales of a block's input features: of those that a method tries, the best for what its linears see.
 
-How candidates are made and measured is in `calibrate/scaling.py`, and where scales go in `folding.py`.
+How candidates are made and measured is in `calibrate/scaling.py`, and where scales go in `fold_scales.py`.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.hessian import Moments
+from quantkit.calibrate.hessian import Hessian
 from quantkit.calibrate.quantize_with_hessian import stored_nearest
 from quantkit.calibrate.scaling import Consumer, measured_at_once, output_errors
 from quantkit.model.blocks import Block
@@ -19,7 +19,7 @@ from quantkit.quantization.blockwise.block_tasks import BlockTasks
 from quantkit.quantization.blockwise.fold_scales import Factors, Fold, fold_into, shared_rows
 from quantkit.quantization.blockwise.input_groups import Forwards
 from quantkit.quantization.blockwise.layer_quantizer import Named, Solver, named_piece
-from quantkit.quantization.task import Task
+from quantkit.quantization.task import Task, needs_of
 
 
 def scale_features(
@@ -32,6 +32,7 @@ def scale_features(
     stops = [fold.consumers[0] for fold in todo.folds]
     if not stops:
         return changed
+    find_largest = "largest_input" in needs_of(todo.tasks[name] for name in stops)
     with Forwards(block, states.hidden, stops, solver.device, suspend=False) as forwards:
 
         def one(lane: int) -> list[Named]:
@@ -39,14 +40,16 @@ def scale_features(
             forwards.visit(
                 lane,
                 lambda name, inputs: found.append(
-                    named_piece(f"{block.name}.{name}", states.runs[lane], inputs, find_largest=True)
+                    named_piece(f"{block.name}.{name}", states.runs[lane], inputs, find_largest=find_largest)
                 ),
             )
             return found
 
-        moments = solver.moments_of_all(one, range(len(states.hidden)))
+        hessians = solver.hessians_of_all(one, range(len(states.hidden)))
     for fold in todo.folds:
-        scales, shared = _scales(fold, todo, moments.pop(f"{block.name}.{fold.consumers[0]}"), solver, config)
+        scales, shared = _scales(
+            fold, todo, hessians.pop(f"{block.name}.{fold.consumers[0]}"), solver, config
+        )
         if fold.changed in todo.changed:
             stored = solver.read(todo.changed[fold.changed].source.name)
             changed[fold.changed], exact = fold_into(stored, scales)
@@ -60,7 +63,7 @@ def scale_features(
 
 
 def _scales(
-    fold: Fold, todo: BlockTasks, moments: Moments, solver: Solver, config: Mapping[str, Any]
+    fold: Fold, todo: BlockTasks, hessian: Hessian, solver: Solver, config: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best of the candidates, float32 [S], and which of them each input feature has."""
     consumers = []
@@ -77,13 +80,13 @@ def _scales(
     rows = columns if fold.is_norm else todo.tasks[fold.producer].source.shape[0]
     shared = shared_rows(fold, rows, columns, config).to(solver.device)
     method = tasks[0].method
-    assert method is not None and method.scaling is not None
-    stored = partial(stored_nearest, method=method)
-    tried = method.scaling.candidates(consumers, moments, shared)
+    assert method is not None and method.input_scaling is not None
+    stored = partial(stored_nearest, search=method.scale_search)
+    tried = method.input_scaling.candidates(consumers, hessian, shared)
     mine = [tried[at] for at in solver.ranks.share(len(tried))]
     some = measured_at_once(columns, solver.device)
     found = solver.workers.map(
-        lambda at: output_errors(consumers, moments, torch.stack(mine[at : at + some])[:, shared], stored),
+        lambda at: output_errors(consumers, hessian, torch.stack(mine[at : at + some])[:, shared], stored),
         range(0, len(mine), some),
     )
     met = solver.ranks.meet(list(chain.from_iterable(found)))

@@ -4,14 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quantkit.calibrate.data.samples import Samples
+from quantkit.calibrate.steps import Refinement
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError
-from quantkit.model.architectures import DOWN, GATE_UP
+from quantkit.model.architectures import DOWN, GATE_UP, LLAMA_LIKE
 from quantkit.model.blocks import Decoder
 from quantkit.model.names import ExpertPart
-from quantkit.quantization.blockwise.fold_scales import FOLDABLE, FOLDS, Fold
+from quantkit.quantization.blockwise.fold_scales import FOLDS, Fold
 from quantkit.quantization.plan import Plan
-from quantkit.quantization.task import Task
+from quantkit.quantization.task import Task, needs_of
 
 #: The matrices of an expert, by the fused parameter that they are parts of, from the top.
 MATRICES = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
@@ -58,14 +59,19 @@ class BlockTasks:
     @property
     def calibrated(self) -> dict[str, Task]:
         """Those with a method that takes data."""
-        return {name: task for name, task in self.tasks.items() if _needs_data(task)}
+        return {name: task for name, task in self.tasks.items() if task.needs}
 
     @property
-    def learns(self) -> tuple[str, ...]:
-        """The linears whose rounding is learned with that of the others: no matrices of experts, no head."""
+    def refined(self) -> dict[str, Refinement]:
+        """What refines the codes of linears together, by linear: no matrices of experts, no head."""
         if self.is_head:
-            return ()
-        return tuple(name for name, task in self.tasks.items() if _learns(task) and name not in self.parts)
+            return {}
+        refinements = {
+            name: None if task.method is None else task.method.refine for name, task in self.tasks.items()
+        }
+        return {
+            name: step for name, step in refinements.items() if step is not None and name not in self.parts
+        }
 
     @property
     def experts(self) -> dict[str, tuple[int, ...]]:
@@ -78,9 +84,7 @@ class BlockTasks:
     def of_expert(self, module: str, expert: int, leaf: str) -> dict[str, Task]:
         """The matrices of an expert in a fused parameter, as far as they have a method that takes data."""
         names = (f"{module}.{expert}.{matrix}" for matrix in MATRICES[leaf])
-        return {
-            name: self.tasks[name] for name in names if name in self.tasks and _needs_data(self.tasks[name])
-        }
+        return {name: self.tasks[name] for name in names if name in self.tasks and self.tasks[name].needs}
 
     def of_experts(self, module: str) -> dict[str, Task]:
         """The matrices of all its experts that have a method that takes data."""
@@ -93,7 +97,7 @@ class BlockTasks:
 
 def needs_data(planned: Plan) -> bool:
     """Whether a linear of the plan has a method that takes calibration data."""
-    return any(_needs_data(task) for task in _packing(planned))
+    return bool(needs_of(_packing(planned)))
 
 
 def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockTasks]:
@@ -112,12 +116,12 @@ def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockT
         assert module is not None
         at = next((i for i, name in enumerate(block_names) if module.startswith(f"{name}.")), None)
         if at is None:
-            if _needs_data(task) and kinds[module] != "lm_head":
+            if task.needs and kinds[module] != "lm_head":
                 raise UsageError(_no_inputs(module, "a linear outside the decoder's blocks", task))
-            if _needs_data(task):
+            if task.needs:
                 head = BlockTasks(module, {module: task}, is_head=True)
             continue
-        if _needs_data(task):
+        if task.needs:
             last = max(last, at)
         name = module.removeprefix(f"{block_names[at]}.")
         if kinds[module] == "experts":
@@ -136,7 +140,7 @@ def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockT
     count = last + 1 if head is None else len(block_names)
     for at, (name, of_experts) in enumerate(zip(block_names[:count], parts, strict=False)):
         tasks = _as_listed(found[at], of_experts, decoder.parameters(at))
-        folds = _folds(tasks) if model_type in FOLDABLE else ()
+        folds = _folds(tasks) if model_type in LLAMA_LIKE else ()
         stored = {fold.changed: decoder.stored_name(f"{name}.{fold.changed}") for fold in folds}
         changed = {parameter: dense[one] for parameter, one in stored.items() if one is not None}
         blocks.append(BlockTasks(name, tasks, of_experts, folds, changed))
@@ -174,18 +178,10 @@ def _folds(tasks: Mapping[str, Task]) -> tuple[Fold, ...]:
 
     def scaled(fold: Fold) -> bool:
         methods = [tasks[name].method for name in fold.consumers if name in tasks]
-        scalings = {None if method is None else method.scaling for method in methods}
+        scalings = {None if method is None else method.input_scaling for method in methods}
         return len(methods) == len(fold.consumers) and len(scalings) == 1 and None not in scalings
 
     return tuple(fold for fold in FOLDS if scaled(fold) and (fold.is_norm or fold.producer in tasks))
-
-
-def _learns(task: Task) -> bool:
-    return task.method is not None and task.method.learns
-
-
-def _needs_data(task: Task) -> bool:
-    return task.method is not None and task.method.needs_data
 
 
 def _packing(planned: Plan) -> Iterator[Task]:

@@ -6,15 +6,6 @@ from typing import Any
 
 import torch
 
-#: Families whose blocks have some of the names below, norms that multiply by their weight, and nothing else
-#: between a producer and its consumers. A test folds each.
-FOLDABLE = frozenset(
-    {
-        *("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "phi3", "glm"),
-        *("mixtral", "qwen2_moe", "qwen3_moe"),
-    }
-)
-
 
 @dataclass(frozen=True)
 class Fold:
@@ -33,6 +24,7 @@ class Fold:
         return f"{self.producer}.{'weight' if self.is_norm else 'bias'}"
 
 
+#: Where scales may go in the blocks of `LLAMA_LIKE` families.
 FOLDS = (
     Fold("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), True),
     Fold("input_layernorm", ("self_attn.qkv_proj",), True),

@@ -1,7 +1,7 @@
 """Quantizing linears whose inputs are known: on some workers, whose results are put together in one order."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.hessian import Moments, PartialSum, Piece, RunSum, check_finite, run_of
-from quantkit.calibrate.methods import Method, packed_rows, quantize_rows
+from quantkit.calibrate.hessian import Hessian, HessianSum, Piece, RunSum, check_finite, run_of
+from quantkit.calibrate.linear_stats import LinearStats, Need
+from quantkit.calibrate.methods import packed_rows, quantize_rows
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.calibrate.quantize_with_hessian import (
     CalibratedRows,
-    Inputs,
     chunk_rows,
     quantize_calibrated_rows,
 )
@@ -24,9 +24,9 @@ from quantkit.memory import in_pieces, trim_cache
 from quantkit.model.distributed import Ranks, Record
 from quantkit.packing.tensor import PackedTensor
 from quantkit.quantization.blockwise.fold_scales import Factors
-from quantkit.quantization.task import Task
+from quantkit.quantization.task import Task, needs_of
 
-#: Reads inputs [T, K] of a linear, and those of the original model for methods that correct for drift.
+#: Reads inputs [T, K] of a linear, and those of the original model where a method needs the input error.
 ReadInputs = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -40,7 +40,7 @@ class Solver:
     and `ranks` share the work.
 
     `factors` are what weights are multiplied by first, by their stored name: those of the block in work.
-    `seen` are the moments of the inputs of its linears whose rounding will be learned, by stored name.
+    `seen` are the Hessians of the inputs of its linears whose rounding will be learned, by stored name.
     """
 
     read: Callable[[str], torch.Tensor]
@@ -49,23 +49,23 @@ class Solver:
     lanes: int
     ranks: Ranks
     factors: dict[str, Factors] = field(default_factory=dict)
-    seen: dict[str, Moments] = field(default_factory=dict)
+    seen: dict[str, Hessian] = field(default_factory=dict)
 
-    def moments(self, pieces: Mapping[str, Sequence[ReadInputs]]) -> dict[str, Moments]:
-        """The moments of the inputs of some linears, by name, for those with any pieces of inputs."""
+    def hessians(self, pieces: Mapping[str, Sequence[ReadInputs]]) -> dict[str, Hessian]:
+        """The Hessians of the inputs of some linears, by name, for those with any pieces of inputs."""
         jobs = [
             (name, run_of(at, len(reads)), read)
             for name, reads in pieces.items()
             for at, read in enumerate(reads)
         ]
-        return {name: found.moments() for name, found in self._sums(_read_piece, jobs).items()}
+        return {name: found.hessian() for name, found in self._sums(_read_piece, jobs).items()}
 
-    def moments_of_all(
+    def hessians_of_all(
         self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]
-    ) -> dict[str, Moments]:
-        """The moments by name of what `function` finds for the `items` of all ranks, each with its own."""
+    ) -> dict[str, Hessian]:
+        """The Hessians by name of what `function` finds for the `items` of all ranks, each with its own."""
         sums = self._sums_of_all(self._sums(function, items))
-        return {name: found.moments() for name, found in sums.items()}
+        return {name: found.hessian() for name, found in sums.items()}
 
     def _sums_of_all(self, mine: Mapping[str, RunSum]) -> dict[str, RunSum]:
         """What all ranks have summed; the memory of `mine` is used."""
@@ -73,13 +73,13 @@ class Solver:
         sums: dict[str, RunSum] = {}
         for record in self.ranks.each(records, self.device):
             name, first, last, tokens, columns = record.facts
-            sums.setdefault(name, RunSum()).add(PartialSum(first, last, tokens, columns, **record.tensors))
+            sums.setdefault(name, RunSum()).add(HessianSum(first, last, tokens, columns, **record.tensors))
         return sums
 
     def _sums(self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]) -> dict[str, RunSum]:
         sums: dict[str, RunSum] = {}
 
-        def add(parts: Sequence[tuple[str, PartialSum | Piece]]) -> None:
+        def add(parts: Sequence[tuple[str, HessianSum | Piece]]) -> None:
             for name, part in parts:
                 sums.setdefault(name, RunSum()).add(part)
 
@@ -88,7 +88,7 @@ class Solver:
             done = self.in_order(lambda item: add(function(item)), items)
         else:
             found = self.in_order(
-                lambda item: [(name, PartialSum.of(piece)) for name, piece in function(item)], items
+                lambda item: [(name, HessianSum.of(piece)) for name, piece in function(item)], items
             )
             # A function, as a loop would keep what was added until it has the next: a sum more in memory.
             done = map(add, found)
@@ -106,33 +106,34 @@ class Solver:
             yield running.popleft().result()
 
     def prepare(
-        self, moments: Mapping[str, Moments], methods: Mapping[str, Sequence[Method]]
-    ) -> dict[str, Inputs]:
-        """What the `methods` of the linears that have these moments, by the same names, make of them: all
-        that targets take. The drifts are used up.
-        """
-        found = self.workers.map(lambda name: Inputs.corrected(moments[name], methods[name]), moments)
-        return dict(zip(moments, found, strict=True))
+        self, hessians: Mapping[str, Hessian], needs: Mapping[str, Set[Need]]
+    ) -> dict[str, LinearStats]:
+        """What targets take of Hessians, whose linears' methods need `needs`, by the same names.
 
-    def solve(self, tasks: Mapping[str, Task], inputs: Mapping[str, Inputs]) -> "dict[str, Quantized]":
+        The input errors are used up.
+        """
+        found = self.workers.map(lambda name: LinearStats.corrected(hessians[name], needs[name]), hessians)
+        return dict(zip(hessians, found, strict=True))
+
+    def solve(self, tasks: Mapping[str, Task], stats: Mapping[str, LinearStats]) -> "dict[str, Quantized]":
         """Quantize some linears with what is known of their inputs, nothing for methods without data."""
-        # What sums of moments leave free fits few of the rows, and what factors leave as few.
+        # What sums of Hessians leave free fits few of the rows, and what factors leave as few.
         trim_cache(self.device)
         weights = {name: self.weight(task.source.name) for name, task in tasks.items()}
         fits = {
-            name: self.workers.submit(self.fit, task, weights[name], inputs.get(name))
+            name: self.workers.submit(self.fit, task, weights[name], stats.get(name))
             for name, task in tasks.items()
         }
         parameters = {name: fit.result() for name, fit in fits.items()}
-        pieces = {name: self._pieces(weights[name], task, inputs.get(name)) for name, task in tasks.items()}
+        pieces = {name: self._pieces(weights[name], task, stats.get(name)) for name, task in tasks.items()}
         # Once for all linears that have an input.
-        list(self.workers.map(Inputs.factorize, dict.fromkeys(inputs.values())))
+        list(self.workers.map(LinearStats.factorize, dict.fromkeys(stats.values())))
         trim_cache(self.device)
         chunks = {
             name: [
                 self.workers.submit(
                     in_pieces,
-                    partial(_rows, task=task, parameters=parameters[name], inputs=inputs.get(name)),
+                    partial(_rows, task=task, parameters=parameters[name], stats=stats.get(name)),
                     rows,
                     repr(task.source.name),
                 )
@@ -145,22 +146,22 @@ class Solver:
                 [rows for chunk in chunks[name] for rows in chunk.result()],
                 parameters[name],
                 task,
-                inputs.get(name),
+                stats.get(name),
             )
             for name, task in tasks.items()
         }
 
     def _pieces(
-        self, weight: torch.Tensor, task: Task, inputs: Inputs | None
+        self, weight: torch.Tensor, task: Task, stats: LinearStats | None
     ) -> list[tuple[torch.Tensor, ...]]:
         """Rows of a weight some at a time, and their targets, where those are others."""
         method, chunks = task.method, self._chunks(weight)
         assert method is not None
-        if inputs is None or not (inputs.corrects and method.corrects):
+        if stats is None or not method.changes_target(stats):
             return [(rows,) for rows in chunks]
 
         def with_target(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return rows, inputs.target(rows.to(torch.float32), method)
+            return rows, method.target(rows.to(torch.float32), stats)
 
         what = repr(task.source.name)
         found = self.workers.map(lambda rows: in_pieces(with_target, [rows], what), chunks)
@@ -173,16 +174,15 @@ class Solver:
         their runs.
         """
         jobs = [(name, run, read) for run, read in share]
-        moments = self.moments_of_all(_read_piece, jobs)
+        hessians = self.hessians_of_all(_read_piece, jobs)
 
-        learning = [task for task in tasks.values() if task.method is not None and task.method.learns]
-        self.seen.update({task.source.name: replace(moments[name], drift=None) for task in learning})
+        learning = [task for task in tasks.values() if task.method is not None and task.method.refine]
+        self.seen.update({task.source.name: replace(hessians[name], input_error=None) for task in learning})
 
         def solve(mine: Mapping[str, Task]) -> dict[str, Quantized]:
-            methods = [task.method for task in mine.values() if task.method is not None]
-            inputs = self.prepare(moments, {name: methods})[name]
-            moments.clear()
-            return self.solve(mine, dict.fromkeys(mine, inputs))
+            stats = self.prepare(hessians, {name: needs_of(mine.values())})[name]
+            hessians.clear()
+            return self.solve(mine, dict.fromkeys(mine, stats))
 
         return self.divide(tasks, solve)
 
@@ -217,14 +217,14 @@ class Solver:
     def _chunks(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
         return torch.split(weight, chunk_rows(weight.shape[1], self.device))
 
-    def fit(self, task: Task, weight: torch.Tensor, inputs: Inputs | None) -> TensorParameters:
+    def fit(self, task: Task, weight: torch.Tensor, stats: LinearStats | None) -> TensorParameters:
         """What the rows of a weight share."""
         assert task.scheme is not None and task.method is not None
-        method = task.method
+        method, search = task.method, task.method.scale_search
 
         def target(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             for rows in self._chunks(tensor):
-                yield rows if inputs is None else inputs.target(rows.to(torch.float32), method)
+                yield rows if stats is None else method.target(rows.to(torch.float32), stats)
 
         def beside() -> Iterator[torch.Tensor]:
             for other in task.beside:
@@ -233,7 +233,7 @@ class Solver:
         try:
             rows, columns = weight.shape
             return fit_parameters(
-                lambda: target(weight), (rows, columns), task.scheme, method.fit, method.fit_tensor, beside
+                lambda: target(weight), (rows, columns), task.scheme, search.fit, search.fit_tensor, beside
             )
         except FormatError as error:
             raise FormatError(f"{task.source.name!r}: {error}") from error
@@ -260,8 +260,8 @@ def _read_piece(job: tuple[str, int, ReadInputs]) -> list[Named]:
     return [named_piece(name, run, *read())]
 
 
-def _record(name: str, part: PartialSum) -> Record:
-    tensors = {"second": part.second, "largest": part.largest, "drift": part.drift}
+def _record(name: str, part: HessianSum) -> Record:
+    tensors = {"strips": part.strips, "largest": part.largest, "input_error": part.input_error}
     given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     return Record(given, [name, part.first, part.last, part.tokens, part.columns])
 
@@ -272,13 +272,13 @@ def _rows(
     *,
     task: Task,
     parameters: TensorParameters,
-    inputs: Inputs | None,
+    stats: LinearStats | None,
 ) -> CalibratedRows:
     assert task.scheme is not None and task.method is not None
     try:
-        if inputs is None:
+        if stats is None:
             return CalibratedRows(quantize_rows(rows, task.scheme, task.method, parameters), 0.0, 0.0)
-        return quantize_calibrated_rows(rows, task.scheme, task.method, parameters, inputs, target)
+        return quantize_calibrated_rows(rows, task.scheme, task.method, parameters, stats, target)
     except FormatError as error:
         raise FormatError(f"{task.source.name!r}: {error}") from error
 
@@ -296,7 +296,7 @@ class Quantized:
         chunks: Sequence[CalibratedRows],
         parameters: TensorParameters,
         task: Task,
-        inputs: Inputs | None,
+        stats: LinearStats | None,
     ) -> "Quantized":
         assert task.scheme is not None and task.method is not None
         rows = [chunk.rows for chunk in chunks]
@@ -304,13 +304,13 @@ class Quantized:
         detail: dict[str, Any] = {
             "squared": [sum(row.squared_error for row in rows), sum(row.squared_norm for row in rows)]
         }
-        if inputs is not None:
+        if stats is not None:
             detail["output"] = [
                 sum(chunk.output_error for chunk in chunks),
                 sum(chunk.output_energy for chunk in chunks),
             ]
-            detail["damping"] = None if inputs.factor is None else inputs.factor.damping
-            detail["note"] = inputs.note(task.method)
+            detail["damping"] = None if stats.factor is None else stats.factor.damping
+            detail["note"] = task.method.note(stats)
         return cls(packed_rows(rows, parameters, task.scheme, shape), detail)
 
     def part(self, name: str, task: Task) -> torch.Tensor:
@@ -322,7 +322,7 @@ class Quantized:
         return found
 
     def learned(
-        self, packed: PackedTensor, weight: torch.Tensor, inputs: Moments, block_error: Sequence[float]
+        self, packed: PackedTensor, weight: torch.Tensor, inputs: Hessian, block_error: Sequence[float]
     ) -> "Quantized":
         """With the codes that were learned; `weight` is what was quantized, and `inputs` what it saw."""
         errors = weight.float() - packed.dequantize()

@@ -1,6 +1,7 @@
 """Calibrating fused experts: each with the tokens that chose it, and with all to a part.
 
-An expert sees a part of the tokens, often fewer than moments of so many features ask for. So its moments are
+An expert sees a part of the tokens, often fewer than a Hessian of all its features asks for. So its Hessian
+is
 
     H = (n H_own + m H_all) / (n + m),
 
@@ -18,7 +19,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from quantkit.calibrate.hessian import Moments
+from quantkit.calibrate.hessian import Hessian
 from quantkit.calibrate.methods import Method
 from quantkit.errors import CheckpointError
 from quantkit.model.architectures import DOWN, FusedExperts
@@ -30,7 +31,7 @@ from quantkit.quantization.task import Task
 PRIOR = 2
 #: Tokens per feature, evenly spaced, that stand for all: each goes through every expert for what down sees.
 EVERYONE = 16
-#: Tokens whose moments are computed at a time.
+#: Tokens whose Hessian is computed at a time.
 TOKENS = 4096
 #: Bytes of an expert in work by the square of the features of its inputs: H, its factors and what they are
 #: made from.
@@ -41,7 +42,7 @@ WORK_BYTES = 56
 class Routed:
     """What fused experts are called with: inputs [T, K] and the experts that each token chose, int64 [T, k].
 
-    `originals` are the inputs [T, K] in the original model, where a method corrects for drift.
+    `originals` are the inputs [T, K] in the original model, where a method corrects for the input error.
     """
 
     inputs: torch.Tensor
@@ -52,7 +53,7 @@ class Routed:
     def of(
         cls, calls: Sequence[tuple[torch.Tensor, ...]], originals: Sequence[torch.Tensor], name: str
     ) -> "Routed":
-        """Of the calls with all micro-batches; `originals` are empty without drift.
+        """Of the calls with all micro-batches; `originals` are empty without input error.
 
         `CheckpointError` if they are not inputs and choices.
         """
@@ -92,7 +93,7 @@ def quantize_experts(
 ) -> None:
     """Quantize the experts of the module called `name` that take data, some at a time, as `free` bytes allow.
 
-    `store` makes what is finished the weights of `experts`; `originals` keep theirs, for drift.
+    `store` makes what is finished the weights of `experts`; `originals` keep theirs, for the input error.
     """
     numbers = todo.experts[name]
     kinds = [
@@ -110,7 +111,7 @@ def quantize_experts(
 
 
 class _Kind:
-    """The matrices of one fused parameter, which have one method, and their moments."""
+    """The matrices of one fused parameter, which have one method, and their Hessians."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class _Kind:
         assert first.method is not None
         self._method: Method = first.method
         self.features = first.source.shape[1]
-        self._shared: Moments | None = None
+        self._shared: Hessian | None = None
 
     def solve(self, block: str, group: Sequence[int]) -> dict[str, Quantized]:
         """Quantize the matrices of some experts, each rank those of its share."""
@@ -138,17 +139,17 @@ class _Kind:
     def _solve(self, block: str, group: Sequence[int]) -> dict[str, Quantized]:
         solver = self._solver
         names = {expert: f"{block}.{next(iter(self._tasks[expert]))}" for expert in group}
-        own = self._moments({names[expert]: (expert, self._routed.tokens(expert)) for expert in group})
-        moments = {
+        own = self._hessians({names[expert]: (expert, self._routed.tokens(expert)) for expert in group})
+        hessians = {
             name: every.joined(own.get(name), PRIOR * self.features)
             for name, every in self._everyone(names).items()
         }
-        inputs = solver.prepare(moments, {name: [self._method] for name in moments})
-        # Their drifts are the corrections, which are let go before the factors come.
-        moments.clear()
+        stats = solver.prepare(hessians, dict.fromkeys(hessians, self._method.needs))
+        # Their input errors are the corrections, which are let go before the factors come.
+        hessians.clear()
         tasks = {matrix: task for expert in group for matrix, task in self._tasks[expert].items()}
         owners = {matrix: names[expert] for expert in group for matrix in self._tasks[expert]}
-        finished = solver.solve(tasks, {matrix: inputs[owner] for matrix, owner in owners.items()})
+        finished = solver.solve(tasks, {matrix: stats[owner] for matrix, owner in owners.items()})
 
         def measure(matrix: str) -> list[float]:
             mine = own.get(owners[matrix])
@@ -158,24 +159,24 @@ class _Kind:
             finished[matrix].detail["output"] = output
         return finished
 
-    def _everyone(self, names: Mapping[int, str]) -> dict[str, Moments]:
-        """The moments of all tokens for each expert; gate and up of all experts see the same."""
+    def _everyone(self, names: Mapping[int, str]) -> dict[str, Hessian]:
+        """The Hessians of all tokens for each expert; gate and up of all experts see the same."""
         tokens = self._routed.everyone(self.features)
         if self._leaf == DOWN:
-            return self._moments({name: (expert, tokens) for expert, name in names.items()})
+            return self._hessians({name: (expert, tokens) for expert, name in names.items()})
         if self._shared is None:
             expert, name = next(iter(names.items()))
-            self._shared = self._moments({name: (expert, tokens)})[name]
+            self._shared = self._hessians({name: (expert, tokens)})[name]
         return dict.fromkeys(names.values(), self._shared)
 
-    def _moments(self, wanted: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, Moments]:
-        """The moments of experts from tokens, by name, for those with any."""
+    def _hessians(self, wanted: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, Hessian]:
+        """The Hessians of experts from tokens, by name, for those with any."""
         pieces: dict[str, list[ReadInputs]] = {
             name: [partial(self._read, expert, some) for some in torch.split(tokens, TOKENS)]
             for name, (expert, tokens) in wanted.items()
             if len(tokens)
         }
-        return self._solver.moments(pieces)
+        return self._solver.hessians(pieces)
 
     @torch.no_grad()
     def _read(self, expert: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -186,13 +187,13 @@ class _Kind:
             return intermediate(module, expert, found) if self._leaf == DOWN else found
 
         seen = of(self._experts, self._routed.inputs)
-        if not self._method.corrects:
+        if "input_error" not in self._method.needs:
             return seen, None
         assert self._originals is not None and self._routed.originals is not None
         return seen, of(self._originals, self._routed.originals)
 
 
-def _output(solver: Solver, task: Task, quantized: Quantized, own: Moments) -> list[float]:
+def _output(solver: Solver, task: Task, quantized: Quantized, own: Hessian) -> list[float]:
     """The squared error of the outputs, summed over the tokens that chose an expert, and their square."""
     weight = solver.weight(task.source.name).to(torch.float32)
     errors = weight - quantized.packed.dequantize(torch.float32)

@@ -2,7 +2,7 @@
 make.
 
 The linears of a block are quantized in the order they run, those with one input together. In memory are the
-weights of one block, twice where a method corrects for drift, and the hidden states of all samples. A
+weights of one block, twice where a step needs the original's, and the hidden states of all samples. A
 finished block goes to a work file in the output directory, from which the shards take its bytes once all
 blocks are done.
 
@@ -13,7 +13,7 @@ Arithmetic on a CPU is in float32, in workers of one thread each whose results a
 what is stored depends neither on their number nor on where a run was interrupted.
 
 Several ranks (`model/distributed.py`) each run the passes of their share of the samples and quantize their
-share of the linears. Moments are summed as in one process, and all ranks see the same quantized weights, so
+share of the linears. Hessians are summed as in one process, and all ranks see the same quantized weights, so
 that the number of ranks changes nothing either.
 """
 
@@ -29,6 +29,7 @@ import torch
 
 from quantkit.calibrate.data.samples import Samples, micro_batch
 from quantkit.calibrate.hessian import run_of
+from quantkit.calibrate.linear_stats import OF_ORIGINAL
 from quantkit.checkpoint.output.work_files import WorkFile, WorkFiles
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.memory import free_share, trim_cache
@@ -41,8 +42,8 @@ from quantkit.quantization.blockwise.block_tasks import BlockTasks
 from quantkit.quantization.blockwise.input_groups import Forwards, stages_of
 from quantkit.quantization.blockwise.layer_quantizer import Quantized, ReadInputs, Solver, merged, packed_of
 from quantkit.quantization.blockwise.moe_calibration import Routed, coverage, quantize_experts
-from quantkit.quantization.blockwise.signround import learn_rounding
-from quantkit.quantization.task import Task
+from quantkit.quantization.blockwise.refine_block import learn_rounding
+from quantkit.quantization.task import Task, needs_of
 
 #: Samples that go through a block at a time at most, by device, their tokens, and the features of those where
 #: a linear has the most: an MLP has several tensors of so many.
@@ -106,11 +107,11 @@ def quantize_blocks(
     share = [at for at, run in enumerate(runs_of_all) if run in ranks.share(runs_of_all[-1] + 1)]
     runs = tuple(runs_of_all[at] for at in share)
     mine = [batches[at] for at in share]
-    corrects = any(_corrects(block.tasks) for block in blocks)
+    runs_original = bool(OF_ORIGINAL & needs_of(task for block in blocks for task in block.tasks.values()))
     stored = next((i for i in reversed(range(done)) if output.is_done(blocks[i].hidden_filename)), None)
     # With experts all ranks have what those of all samples are called with.
     experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
-    tokens = (len(mine) * batches[0].numel() + experts) * (2 if corrects else 1)
+    tokens = (len(mine) * batches[0].numel() + experts) * (2 if runs_original else 1)
     needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
     columns = max((columns for _, columns in shapes), default=1)
     home = choose_home(needed, columns, decoder.device, ranks, output.path)
@@ -118,7 +119,7 @@ def quantize_blocks(
     hidden, modules = decoder.embed(mine if mine and stored is None else batches[:1], home)
     if stored is None:
         hidden = hidden[: len(mine)]
-        states = States.of(runs, home, hidden, corrects)
+        states = States.of(runs, home, hidden, runs_original)
     else:
         states = States.read(output, blocks[stored].hidden_filename, share, runs, len(batches[0]), home)
     worker = _Worker(decoder, Solver(decoder.read, decoder.device, workers, lanes, ranks), samples.digest)
@@ -149,15 +150,15 @@ def _micro_batches(
     samples: Samples, blocks: Sequence[BlockTasks], widest: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """The tokens [B, T] that go through a block at a time; `widest` is the most features of a linear."""
-    learns = any(block.learns for block in blocks)
-    return torch.split(samples.tokens, batch_size(samples.tokens.shape, learns, widest, device.type))
+    refines = any(block.refined for block in blocks)
+    return torch.split(samples.tokens, batch_size(samples.tokens.shape, refines, widest, device.type))
 
 
-def batch_size(shape: Sequence[int], learns: bool, widest: int, kind: str) -> int:
+def batch_size(shape: Sequence[int], refines: bool, widest: int, kind: str) -> int:
     """How many samples of `shape` [count, length] go through a block at a time on this kind of device."""
     count, length = shape
     tokens = min(BATCH_TOKENS, BATCH_FEATURES // widest)
-    return micro_batch(count, max(1, min((LEARNING_BATCH if learns else BATCH)[kind], tokens // length)))
+    return micro_batch(count, max(1, min((LEARNING_BATCH if refines else BATCH)[kind], tokens // length)))
 
 
 class _Output:
@@ -248,7 +249,7 @@ class _Worker:
             def store(quantized: Mapping[str, Quantized]) -> None:
                 for name, one in quantized.items():
                     self._set(block, todo, name, one.packed.dequantize(self.decoder.dtype))
-                learning.update({name: quantized[name] for name in todo.learns if name in quantized})
+                learning.update({name: quantized[name] for name in todo.refined if name in quantized})
                 finished.write({name: one for name, one in quantized.items() if name not in learning})
 
             # The original's passes first: their block takes the weights before any is replaced.
@@ -282,7 +283,7 @@ class _Worker:
                     hidden = list(run(forwards.finish, lanes))
             original = None if exact is None else list(run(exact.finish, lanes))
             if hidden is None:
-                assert original is not None, "methods that learn take the original's states"
+                assert original is not None, "refinements need the original's states"
                 finished.write(self._learned(block, todo, learning, states.hidden, original, report))
                 hidden = self._finished(block, states.hidden)
             finished.close(covered)
@@ -320,7 +321,7 @@ class _Worker:
         weights = {name: self.solver.weight(todo.tasks[name].source.name) for name in found}
         learned = learn_rounding(
             block,
-            {name: (weights[name], one.packed) for name, one in found.items()},
+            {name: todo.refined[name].start(weights[name], one.packed) for name, one in found.items()},
             inputs,
             targets,
             self.solver,
@@ -347,7 +348,7 @@ class _Worker:
         exact = None if states.exact is None else self.decoder.head_inputs(batches, states.exact)
         (task,) = todo.tasks.values()
         assert task.method is not None
-        corrects, device = task.method.corrects, self.decoder.device
+        corrects, device = "input_error" in task.needs, self.decoder.device
 
         def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             original = None if exact is None or not corrects else exact[lane].to(device)
@@ -374,7 +375,7 @@ class _Worker:
         """Quantize experts; by module, how many tokens chose each, and a note where those were too few."""
         home, ranks = states.home.device, self.solver.ranks
         tasks = todo.of_experts(name)
-        corrects = _corrects(tasks)
+        corrects = "input_error" in needs_of(tasks.values())
 
         def call(lane: int) -> Record:
             found = {str(at): one.to(home) for at, one in enumerate(forwards.step(lane))}
@@ -425,22 +426,17 @@ def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
     scaled = {name for fold in todo.folds for name in fold.consumers}
     for name, task in todo.calibrated.items():
         assert task.module is not None and task.method is not None
-        if task.method.scaling and name not in scaled:
+        if task.method.input_scaling and name not in scaled:
             yield task.module, NOT_SCALED
-        if task.method.learns and name not in todo.learns:
+        if task.method.refine and name not in todo.refined:
             yield task.module, NOT_LEARNED
-
-
-def _corrects(tasks: Mapping[str, Task]) -> bool:
-    """Whether a method of theirs corrects for drift."""
-    return any(task.method is not None and task.method.corrects for task in tasks.values())
 
 
 def _reading(
     forwards: Forwards, exact: Forwards | None, runs: Sequence[int], tasks: Mapping[str, Task]
 ) -> list[tuple[int, ReadInputs]]:
     """The run of each micro-batch, and what takes it to its next stage: inputs there, and the original's."""
-    corrects = _corrects(tasks)
+    corrects = "input_error" in needs_of(tasks.values())
 
     def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = forwards.step(lane)[0]

@@ -1,4 +1,4 @@
-"""Second moments, their factor and the drift correction, against the definitions in float64."""
+"""The Hessian, its factor and the correction for the input error, against the definitions in float64."""
 
 import itertools
 
@@ -11,17 +11,17 @@ from quantkit.calibrate.hessian import (
     DAMPINGS,
     RUNS,
     TILE,
-    Damped,
-    Moments,
-    PartialSum,
+    DampedHessian,
+    Hessian,
+    HessianSum,
     Piece,
     RunSum,
     check_finite,
     cholesky_,
     correction_,
-    drift,
     factorize,
     gram,
+    input_error,
     largest,
     run_of,
 )
@@ -53,15 +53,15 @@ def test_gram_is_the_product_and_symmetric(columns: int, dtype: torch.dtype) -> 
     assert ((found.double() - expected).abs() <= 2e-6 * limit[:, None] * limit).all()
 
 
-def test_drift_is_the_product_with_the_difference() -> None:
+def test_the_input_error_is_the_product_with_the_difference() -> None:
     exact, x = inputs(60, 33), inputs(60, 33) + 0.1 * inputs(60, 33, 1)
     expected = (exact.double() - x.double()).T @ x.double()
-    assert torch.allclose(drift(exact, x).double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(input_error(exact, x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("columns", [1, 8, 9, 61])
 def test_cholesky_in_panels_is_that_of_the_library(columns: int) -> None:
-    matrix = Damped.of(gram(inputs(400, columns)) / 400, 0.01).columns(slice(None)).double()
+    matrix = DampedHessian.of(gram(inputs(400, columns)) / 400, 0.01).columns(slice(None)).double()
 
     def panels() -> list[torch.Tensor]:
         ends = range(8, columns + 8, 8)
@@ -79,31 +79,31 @@ def test_cholesky_in_panels_is_that_of_the_library(columns: int) -> None:
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Panels that are a small part of matrices of 512 columns, as on a GPU."""
     monkeypatch.setattr(hessian, "TILE", {"cpu": 16})
-    for name in ("CHOLESKY_COLUMNS", "CORRECTION_ROWS", "DRIFT_ROWS"):
+    for name in ("CHOLESKY_COLUMNS", "CORRECTION_ROWS", "INPUT_ERROR_ROWS"):
         monkeypatch.setattr(hessian, name, 16)
 
 
 @pytest.mark.usefixtures("narrow")
 def test_factoring_holds_less_than_two_matrices() -> None:
-    """The lower triangle in float64, and what it becomes, beside the moments."""
-    second = gram(inputs(600, 512)) / 600
+    """The lower triangle in float64, and what it becomes, beside the Hessian."""
+    hessian = gram(inputs(600, 512)) / 600
     with LiveBytes() as live:
-        assert factorize(second) is not None
-    assert second.nbytes < live.most < 1.8 * second.nbytes
+        assert factorize(hessian) is not None
+    assert hessian.nbytes < live.most < 1.8 * hessian.nbytes
 
 
 @pytest.mark.usefixtures("narrow")
 def test_the_correction_holds_the_lower_triangle() -> None:
-    """In float64, beside the moments; what it finds is in the memory of the drift."""
+    """In float64, beside the Hessian; what it finds is in the memory of the input error."""
     x = inputs(600, 512)
-    given = Moments(gram(x) / 600, 600, drift(x + 0.1 * inputs(600, 512, 1), x) / 600)
+    given = Hessian(gram(x) / 600, 600, input_error(x + 0.1 * inputs(600, 512, 1), x) / 600)
     with LiveBytes() as live:
-        assert correction_(given) is given.drift
-    assert 2 * given.second.nbytes < live.most < 2.4 * given.second.nbytes
+        assert correction_(given) is given.input_error
+    assert 2 * given.matrix.nbytes < live.most < 2.4 * given.matrix.nbytes
 
 
 @pytest.mark.usefixtures("narrow")
-def test_sums_of_pieces_hold_two_halves_and_two_drifts() -> None:
+def test_sums_of_pieces_hold_two_halves_and_two_input_errors() -> None:
     """What came before and the run in work; a piece is nowhere as a whole."""
     x, exact = inputs(32, 512), inputs(32, 512, 1)
     with LiveBytes() as live:
@@ -111,58 +111,58 @@ def test_sums_of_pieces_hold_two_halves_and_two_drifts() -> None:
         for piece in range(32):
             rows = slice(piece, piece + 1)
             found.add(Piece(run_of(piece, 32), x[rows], exact[rows]))
-        whole = found.moments()
-    assert whole.drift is not None
-    assert 3 * whole.drift.nbytes < live.most < 3.4 * whole.drift.nbytes
+        whole = found.hessian()
+    assert whole.input_error is not None
+    assert 3 * whole.input_error.nbytes < live.most < 3.4 * whole.input_error.nbytes
 
 
-@pytest.mark.parametrize("drifts", [False, True])
+@pytest.mark.parametrize("has_input_error", [False, True])
 @pytest.mark.parametrize("pieces", [1, 2, 3, 7, 8, 13, 32])
-def test_sums_of_parts_are_the_sum_of_all(pieces: int, drifts: bool) -> None:
+def test_sums_of_parts_are_the_sum_of_all(pieces: int, has_input_error: bool) -> None:
     x, exact = inputs(10 * pieces, 9), inputs(10 * pieces, 9, 1)
 
-    def total(edges: list[int], multiplied: bool = True) -> Moments:
+    def total(edges: list[int], multiplied: bool = True) -> Hessian:
         """Summed apart between the edges, and then together."""
         found = RunSum()
         for start, stop in itertools.pairwise(edges):
             part = RunSum()
             for at in range(pieces):
                 run, rows = run_of(at, pieces), slice(10 * at, 10 * at + 10)
-                piece = Piece(run, x[rows], exact[rows] if drifts else None, find_largest=True)
+                piece = Piece(run, x[rows], exact[rows] if has_input_error else None, find_largest=True)
                 if start <= run < stop:
-                    part.add(PartialSum.of(piece) if multiplied else piece)
+                    part.add(HessianSum.of(piece) if multiplied else piece)
             for one in part.parts:
                 found.add(one)
             assert len(found.parts) <= 2
-        return found.moments()
+        return found.hessian()
 
     runs = min(pieces, RUNS)
     whole = total([0, runs])
     expected = x.double().T @ x.double() / len(x)
-    torch.testing.assert_close(whole.second.double(), expected, rtol=1e-5, atol=1e-5)
-    assert whole.tokens == len(x) and (whole.drift is not None) == drifts
+    torch.testing.assert_close(whole.matrix.double(), expected, rtol=1e-5, atol=1e-5)
+    assert whole.tokens == len(x) and (whole.input_error is not None) == has_input_error
     every = [[0, runs], [0, 1, runs], [0, runs // 2, runs], [0, 0, runs // 3, 2 * runs // 3, runs]]
     for edges, multiplied in itertools.product(every, (False, True)):
         apart = total(edges, multiplied)
-        assert torch.equal(apart.second, whole.second) and apart.tokens == whole.tokens
+        assert torch.equal(apart.matrix, whole.matrix) and apart.tokens == whole.tokens
         assert apart.largest is not None and torch.equal(apart.largest, x.abs().amax(0))
-        if whole.drift is not None and apart.drift is not None:
-            assert torch.equal(apart.drift, whole.drift)
-            assert torch.allclose(whole.drift, drift(exact, x) / len(x), rtol=1e-3, atol=1e-3)
+        if whole.input_error is not None and apart.input_error is not None:
+            assert torch.equal(apart.input_error, whole.input_error)
+            assert torch.allclose(whole.input_error, input_error(exact, x) / len(x), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 64, 130])
-def test_the_factor_rebuilds_the_damped_moments(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_factor_rebuilds_the_damped_hessian(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hessian, "CHOLESKY_COLUMNS", 32)
-    second = gram(inputs(400, columns)) / 400
-    factor = factorize(second)
+    h = gram(inputs(400, columns)) / 400
+    factor = factorize(h)
     assert factor is not None and factor.damping == DAMPINGS[0]
     assert torch.equal(factor.order.sort().values, torch.arange(columns))
-    diagonal = second.diagonal()[factor.order]
+    diagonal = h.diagonal()[factor.order]
     assert (diagonal.diff() <= 0).all()
     # U D U^T with U = 1 + coupling in the order of rounding.
-    ordered = Damped.of(second, factor.damping).ordered(factor.order, slice(None)).double()
-    whole = second + factor.damping * second.diagonal().mean() * torch.eye(columns)
+    ordered = DampedHessian.of(h, factor.damping).ordered(factor.order, slice(None)).double()
+    whole = h + factor.damping * h.diagonal().mean() * torch.eye(columns)
     assert torch.equal(ordered.float(), whole[factor.order][:, factor.order])
     unit = torch.eye(columns, dtype=torch.float64) + factor.coupling.double()
     inverse = torch.linalg.inv(unit)
@@ -180,14 +180,14 @@ def test_equal_moments_keep_their_order() -> None:
 
 
 def test_few_tokens_factor_because_of_the_damping() -> None:
-    second = gram(inputs(3, 50)) / 3
-    assert factorize(second) is not None
+    hessian = gram(inputs(3, 50)) / 3
+    assert factorize(hessian) is not None
 
 
 @pytest.mark.fault(54)
 def test_what_is_not_positive_definite_is_damped_more_and_then_refused() -> None:
-    second = torch.tensor([[1.0, 1.06], [1.06, 1.0]])
-    factor = factorize(second)
+    hessian = torch.tensor([[1.0, 1.06], [1.06, 1.0]])
+    factor = factorize(hessian)
     assert factor is not None and factor.damping == 0.16
     assert factorize(torch.tensor([[1.0, 9.0], [9.0, 1.0]])) is None
     assert factorize(torch.zeros(4, 4)) is None
@@ -212,7 +212,7 @@ def test_the_correction_is_least_squares_towards_the_original_outputs(
     monkeypatch.setattr(hessian, "DAMPINGS", (1e-9,))
     x, weights = inputs(500, 24), torch.randn(6, 24)
     exact = x + 0.2 * inputs(500, 24, 1)
-    given = Moments(gram(x) / 500, 500, drift(exact, x) / 500)
+    given = Hessian(gram(x) / 500, 500, input_error(exact, x) / 500)
     step = correction_(given.joined(None, 1.0), strength=1.0)
     assert step is not None
     fitted = torch.linalg.lstsq(x.double(), exact.double() @ weights.double().T).solution.T
@@ -222,28 +222,28 @@ def test_the_correction_is_least_squares_towards_the_original_outputs(
     assert half is not None and torch.allclose(half, step / 2, rtol=1e-4, atol=1e-6)
 
 
-def test_no_drift_corrects_nothing() -> None:
-    second = gram(inputs(100, 8)) / 100
-    assert correction_(Moments(second, 100)) is None
-    still = correction_(Moments(second, 100, torch.zeros(8, 8)))
+def test_no_input_error_corrects_nothing() -> None:
+    hessian = gram(inputs(100, 8)) / 100
+    assert correction_(Hessian(hessian, 100)) is None
+    still = correction_(Hessian(hessian, 100, torch.zeros(8, 8)))
     assert still is not None and not still.any()
 
 
 def test_moments_of_scaled_inputs() -> None:
     x, factors = inputs(100, 8), torch.rand(8) + 0.5
-    hessian = Moments(gram(x) / 100, 100, drift(2 * x, x) / 100, largest(x)).scaled(factors)
-    assert hessian.drift is not None and hessian.largest is not None
+    hessian = Hessian(gram(x) / 100, 100, input_error(2 * x, x) / 100, largest(x)).scaled(factors)
+    assert hessian.input_error is not None and hessian.largest is not None
     assert torch.allclose(hessian.largest, (x / factors).abs().amax(0))
     exact = (x.double() / factors).T @ (x.double() / factors) / 100
     # An entry is a sum whose terms may cancel.
     size = (x.double() / factors).abs().T @ (x.double() / factors).abs() / 100
-    for found in (hessian.second, hessian.drift):
+    for found in (hessian.matrix, hessian.input_error):
         assert bool(((found - exact).abs() <= 1e-5 * size).all())
 
 
 def test_the_energy_is_the_mean_square_of_the_outputs() -> None:
     x, rows = inputs(300, 16), torch.randn(5, 16)
-    found = Moments(gram(x) / 300, 300).output_energy(rows)
+    found = Hessian(gram(x) / 300, 300).output_energy(rows)
     assert found == pytest.approx(float((x @ rows.T).double().square().sum() / 300), rel=1e-4)
 
 
@@ -264,16 +264,20 @@ def test_joined_moments_are_those_of_weighed_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     x, f = (torch.randn(60, 7, generator=generator) for _ in range(2))
     own = slice(40, 60)
-    every = Moments(gram(x) / 60, 60, drift(f, x) / 60, largest(x))
-    few = Moments(gram(x[own]) / 20, 20, drift(f[own], x[own]) / 20, largest(x[own]))
+    every = Hessian(gram(x) / 60, 60, input_error(f, x) / 60, largest(x))
+    few = Hessian(gram(x[own]) / 20, 20, input_error(f[own], x[own]) / 20, largest(x[own]))
     weights = torch.full((60,), 15 / 60)
     weights[own] += 1
     found = every.joined(few, 15)
-    assert found.tokens == 20 and found.drift is not None
-    torch.testing.assert_close(found.second, (x.T * weights) @ x / 35)
-    torch.testing.assert_close(found.drift, ((f - x).T * weights) @ x / 35)
+    assert found.tokens == 20 and found.input_error is not None
+    torch.testing.assert_close(found.matrix, (x.T * weights) @ x / 35)
+    torch.testing.assert_close(found.input_error, ((f - x).T * weights) @ x / 35)
     assert found.largest is not None and torch.equal(found.largest, x.abs().amax(0))
     alone = every.joined(None, 15)
-    assert alone.second is every.second and alone.drift is not None and alone.drift is not every.drift
-    assert torch.equal(alone.drift, every.drift)
-    assert Moments(every.second, 60).joined(Moments(few.second, 20), 15).drift is None
+    assert (
+        alone.matrix is every.matrix
+        and alone.input_error is not None
+        and alone.input_error is not every.input_error
+    )
+    assert torch.equal(alone.input_error, every.input_error)
+    assert Hessian(every.matrix, 60).joined(Hessian(few.matrix, 20), 15).input_error is None

@@ -1,0 +1,87 @@
+"""What calibration data says of one linear's inputs, as far as the steps of its method need it.
+
+Linears with the same input share one `LinearStats`.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from quantkit.calibrate.hessian import (
+    DAMPINGS,
+    CholeskyFactor,
+    DampedHessian,
+    Hessian,
+    correction_,
+    factorize,
+)
+
+#: What a step of a method may need:
+#:
+#: hessian         H = X^T X / T of the linear's inputs X [T, K]
+#: cholesky        H factored, `LinearStats.factor`
+#: damped_hessian  columns of H as it was factored, `LinearStats.damped`
+#: input_error     D = (F - X)^T X / T with the original model's inputs F, as `LinearStats.correction`
+#: largest_input   the largest magnitude of each input feature, `Hessian.largest`
+#: block_output    the hidden states after the original block, on its own inputs
+Need = Literal["hessian", "cholesky", "damped_hessian", "input_error", "largest_input", "block_output"]
+
+#: For these the original model runs beside the quantized one.
+OF_ORIGINAL = frozenset[Need]({"input_error", "block_output"})
+
+
+@dataclass(eq=False)
+class LinearStats:
+    """The Hessian of some linears' input, and what the steps of their methods make of it.
+
+    A GPU has no memory for all of it at once. So `corrected` comes first. Once the targets of all weights are
+    known, `factorize` replaces the correction by the factor.
+
+    needs            what the steps of all methods need
+    has_input_error  whether the input error was known; it is not kept
+    corrects         whether weights are corrected for it
+    correction       P of `hessian.correction_`, float32 [K, K], until `factorize`
+    factor           H factored; None where no step needs it, or H is singular with all of `DAMPINGS`
+    """
+
+    hessian: Hessian
+    needs: Set[Need] = frozenset()
+    has_input_error: bool = False
+    corrects: bool = False
+    correction: torch.Tensor | None = None
+    factor: CholeskyFactor | None = None
+
+    @classmethod
+    def prepare(cls, hessian: Hessian, needs: Set[Need]) -> "LinearStats":
+        """All that is needed of `hessian`, whose input error is used up."""
+        found = cls.corrected(hessian, needs)
+        if "cholesky" in needs:
+            found.factor = factorize(hessian.matrix)
+        return found
+
+    @classmethod
+    def corrected(cls, hessian: Hessian, needs: Set[Need]) -> "LinearStats":
+        """What targets need of `hessian`, whose input error is used up."""
+        found = correction_(hessian) if "input_error" in needs else None
+        return cls(
+            replace(hessian, input_error=None),
+            needs,
+            hessian.input_error is not None,
+            found is not None,
+            found,
+        )
+
+    def factorize(self) -> None:
+        """Let the correction go, and find what rounding needs."""
+        self.correction = None
+        if "cholesky" in self.needs:
+            self.factor = factorize(self.hessian.matrix)
+
+    @property
+    def damped(self) -> DampedHessian:
+        """H as it was factored."""
+        return DampedHessian.of(
+            self.hessian.matrix, DAMPINGS[0] if self.factor is None else self.factor.damping
+        )

@@ -451,7 +451,7 @@ def test_numbers_that_torch_refuses_are_those_of_files(tmp_path):
     ("devices", "expected"),
     [(("cuda", "cuda"), 1), (("cuda", "meta"), 1), (("cuda", "cpu"), 2), (("cpu", "meta"), 1)],
 )
-def test_released_words_do_not_hide_that_a_model_is_on_one_device(devices, expected):
+def test_freed_words_do_not_hide_that_a_model_is_on_one_device(devices, expected):
     parameters = {
         str(i): types.SimpleNamespace(device=torch.device(one), is_meta=one == "meta")
         for i, one in enumerate(devices)

@@ -234,7 +234,7 @@ class GraphedForward:
         cache = None if tokens is None else self.cache_for(tokens)
         if cache is not None:
             options[CACHE] = cache
-            if self.defers and async_sampling.is_enough(asked, defaults):
+            if self.defers and async_sampling.is_supported(asked, defaults):
                 options["custom_generate"] = partial(async_sampling.sample, streamer=asked.get("streamer"))
         found = own(*arguments, **options)
         if cache is not None and getattr(found, CACHE, None) is cache:

@@ -4,8 +4,8 @@ transformers reads "all texts have ended" from the GPU after each token and laun
 the GPU idles. Here one step is always in flight while the host reads. If it was one step too many, its token
 is dropped.
 
-host   launch step n+1 | read token n | launch step n+2 | read token n+1
-GPU    step n | step n+1 ...          | step n+2 ...
+    host   launch step n+1 | read token n | launch step n+2 | read token n+1
+    GPU    step n | step n+1 ...          | step n+2 ...
 """
 
 from collections.abc import Callable, Mapping

@@ -24,7 +24,7 @@ def graphs_of(model: Any) -> GraphedForward | None:
         return None
     from quantkit.runtime.cpu_steps.flat_forward import FlatForward
 
-    flat = model.device.type == "cpu" and not capture.records_on(model.device)
+    flat = model.device.type == "cpu" and not capture.captures_on(model.device)
     kind = FlatForward if flat else GraphedForward
     graphs: GraphedForward | None = vars(model).get(GRAPHS_OF)
     # The model may have moved to another device.

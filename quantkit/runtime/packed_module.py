@@ -131,8 +131,8 @@ class PackedModule(nn.Module):
     Where a kernel layout holds the same codes as the words, the words are freed. Their parameter then moves
     to the meta device, so reading it raises an error instead of giving wrong numbers.
 
-    words parameter --build--> kernel layout     words freed, parameter on meta
-    words parameter <-restore- kernel layout     stored_words, state_dict, copies; moves, casts, loading
+        words parameter --build--> kernel layout     words freed, parameter on meta
+        words parameter <-restore- kernel layout     stored_words, state_dict, copies; moves, casts, loading
     """
 
     # Tensor parallelism of transformers passes local shards to forward, not DTensors.

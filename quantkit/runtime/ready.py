@@ -27,7 +27,7 @@ def make_ready(model: Any) -> None:
             shared.build(model.dtype)
         for _, module in packed_modules(model):
             module.build_kernel_layouts(model.dtype)
-    if capture.records_on(model.device):
+    if capture.captures_on(model.device):
         _tell(model)
 
 

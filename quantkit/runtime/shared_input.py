@@ -3,9 +3,9 @@
 They stay separate tensors in a checkpoint and separate modules in a model; only their kernel layouts are
 joined, outside any state dict.
 
-q_proj(x)   one GEMM for q, k and v; returns its part of y, keeps the rest
-k_proj(x)   same tensor x: returns the kept part
-v_proj(z)   another tensor: computes alone
+    q_proj(x)   one GEMM for q, k and v; returns its part of y, keeps the rest
+    k_proj(x)   same tensor x: returns the kept part
+    v_proj(z)   another tensor: computes alone
 """
 
 import sys

@@ -11,11 +11,11 @@ from typing import Any
 from quantkit.model.architectures import is_fused_experts
 from quantkit.runtime.cache.cache_name import renamed
 from quantkit.runtime.cpu_steps.flat_step import flat
-from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded
+from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
 from quantkit.runtime.cuda_graphs.decode import Captured, GraphedForward, why_not
 from quantkit.runtime.fitness import modules_of
 from quantkit.runtime.packed_experts import PackedExperts
-from quantkit.runtime.passes.fused_forward import changed_forward
+from quantkit.runtime.passes.fused_forward import rewritten_forward
 
 
 class FlatForward(GraphedForward):
@@ -33,7 +33,7 @@ class FlatForward(GraphedForward):
         self._here = threading.local()
 
     @property
-    def records(self) -> bool:
+    def captures(self) -> bool:
         return bool(self._model.device.type == "cpu")
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
@@ -60,10 +60,10 @@ class FlatForward(GraphedForward):
     def capture(self, step: Callable[[], Any], given: Inputs, rewind: Callable[[], None]) -> Captured:
         # What is traced is the model's own forward.
         with self._steps(False):
-            run = changed_forward("decoding steps", flat, step, given, rewind)
+            run = rewritten_forward("decoding steps", flat, step, given, rewind)
         if run is step:
             # It would call this forward again, which has the lock.
-            raise NotRecorded("what a step computes is not what torch sees of it")
+            raise NotCaptured("what a step computes is not what torch sees of it")
         return None, run, []
 
     @contextmanager

@@ -21,9 +21,9 @@ from quantkit.kernels.problem import Outline, Problem
 from quantkit.kernels.registry import choose, log_choice
 from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
-from quantkit.runtime.cuda_graphs.capture import NotRecorded
-from quantkit.runtime.passes.fold_constants import held_by, hold_constants
-from quantkit.runtime.passes.patterns import count_at_the_end
+from quantkit.runtime.cuda_graphs.capture import NotCaptured
+from quantkit.runtime.passes.fold_constants import fold_constants, folded_constants
+from quantkit.runtime.passes.patterns import merge_counters
 from quantkit.runtime.passes.trace import META, Memory, part, trace
 
 aten = torch.ops.aten
@@ -62,13 +62,13 @@ def flat(forward: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callabl
     """A function that computes what `forward`, which runs once, does for `inputs` on a CPU, as `trace`
     has it.
 
-    Raises `NotRecorded` where Python decides by numbers in tensors what runs.
+    Raises `NotCaptured` where Python decides by numbers in tensors what runs.
     """
     module = trace(forward, inputs)
     graph, memory = module.graph, Memory(module)
     _refuse_decisions(graph, memory)
-    count_at_the_end(graph, memory)
-    hold_constants(module, memory)
+    merge_counters(graph, memory)
+    fold_constants(module, memory)
     _share_constants(module)
     _run_once(graph, memory)
     for number, node in enumerate(graph.find_nodes(op="call_function", target=OPERATOR)):
@@ -105,7 +105,7 @@ def _without_graph(module: GraphModule) -> Callable[..., Any]:
 
 
 def _refuse_decisions(graph: Graph, memory: Memory) -> None:
-    """Raise `NotRecorded` for an operation of which Python has seen what the inputs are."""
+    """Raise `NotCaptured` for an operation of which Python has seen what the inputs are."""
     given: set[Node] = set()
     for node in graph.nodes:
         depends = node.op == "placeholder" or any(one in given for one in node.all_input_nodes)
@@ -114,12 +114,12 @@ def _refuse_decisions(graph: Graph, memory: Memory) -> None:
             given.add(node)
             tags = set(getattr(node.target, "tags", ()))
             if tags & _DEPENDENT:
-                raise NotRecorded(f"Python decides by numbers of {node.target} what runs")
+                raise NotCaptured(f"Python decides by numbers of {node.target} what runs")
 
 
 def _share_constants(module: GraphModule) -> None:
     """One node for all constants that are one tensor, or hold the same numbers and nobody writes them."""
-    held = {id(tensor) for tensor in held_by(module)}
+    held = {id(tensor) for tensor in folded_constants(module)}
     found: dict[Any, Node] = {}
     for node in list(module.graph.find_nodes(op="get_attr")):
         tensor = getattr(module, str(node.target))

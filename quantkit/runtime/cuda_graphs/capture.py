@@ -13,12 +13,12 @@ from quantkit.runtime.cache.cache_name import CACHE
 Inputs = dict[str, Any]
 
 
-def records_on(device: torch.device) -> bool:
+def captures_on(device: torch.device) -> bool:
     """Whether what runs on `device` can be recorded."""
     return device.type == "cuda"
 
 
-class NotRecorded(Exception):
+class NotCaptured(Exception):
     """Why something could not be recorded."""
 
 
@@ -41,7 +41,7 @@ def capture(
 
     With `rewind`, `step` runs once, for what kernels do when they are first launched, and `rewind` takes that
     back; without, it has run with such shapes. The memory is in `pool`, by default the graph's own. Raises
-    `NotRecorded` for what a graph cannot have, and torch's OutOfMemoryError.
+    `NotCaptured` for what a graph cannot have, and torch's OutOfMemoryError.
     """
     with torch.cuda.device(device):
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ def capture(
                 rewind()
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise NotRecorded(str(error).partition("\n")[0]) from error
+            raise NotCaptured(str(error).partition("\n")[0]) from error
     return output, graph.replay
 
 
@@ -89,11 +89,11 @@ def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None
 
 
 def check_output(output: Mapping[str, Any]) -> None:
-    """Raise `NotRecorded` for an output with more than logits and a cache."""
+    """Raise `NotCaptured` for an output with more than logits and a cache."""
     known = ("logits", CACHE)
     others = [name for name, value in output.items() if value is not None and name not in known]
     if others:
-        raise NotRecorded(f"the model returns {', '.join(others)}")
+        raise NotCaptured(f"the model returns {', '.join(others)}")
 
 
 def own_output(output: Any, cache: Any) -> Any:

@@ -22,11 +22,17 @@ from transformers.cache_utils import StaticLayer
 
 from quantkit.runtime import async_sampling
 from quantkit.runtime.cache.cache_name import CACHE, renamed
-from quantkit.runtime.cache.static_cache import growing, said, static_cache, tokens_of, why_no_static_cache
+from quantkit.runtime.cache.static_cache import (
+    max_tokens,
+    option_of,
+    static_cache,
+    to_dynamic,
+    why_no_static_cache,
+)
 from quantkit.runtime.cuda_graphs import capture, prefill
 from quantkit.runtime.cuda_graphs.capture import (
     Inputs,
-    NotRecorded,
+    NotCaptured,
     check_output,
     cloned,
     copy_tensors,
@@ -37,10 +43,10 @@ from quantkit.runtime.cuda_graphs.capture import (
     why_not_asked,
 )
 from quantkit.runtime.cuda_graphs.prefill import PromptGraphs
-from quantkit.runtime.cuda_graphs.warmup import try_step
+from quantkit.runtime.cuda_graphs.warmup import warm_up
 from quantkit.runtime.fitness import fingerprint, modules_of, why_unfit
 from quantkit.runtime.packed_module import PackedModule
-from quantkit.runtime.passes.fused_forward import fused_forward, held_tensors
+from quantkit.runtime.passes.fused_forward import constants_of, fused_forward
 from quantkit.runtime.ready import make_ready
 from quantkit.runtime.tensor_parallel import all_agree, ranks_of
 from quantkit.runtime.transformers.patches import process_groups
@@ -89,9 +95,9 @@ class GraphedForward:
         return self._reference()
 
     @property
-    def records(self) -> bool:
+    def captures(self) -> bool:
         """Whether steps are recorded where the model is."""
-        return capture.records_on(self._model.device)
+        return capture.captures_on(self._model.device)
 
     def __call__(self, **inputs: Any) -> Any:
         output = self.step(renamed(inputs))
@@ -153,7 +159,7 @@ class GraphedForward:
 
     def _try_step(self, prompt: Inputs) -> None:
         with decode_attention_in(self._model):
-            try_step(self._model, self.plain, prompt)
+            warm_up(self._model, self.plain, prompt)
 
     def _graph_of(self, key: tuple[Any, ...], inputs: Inputs) -> "_Graph | str":
         """The graph for inputs of that key, recorded unless it is there, or why there is none."""
@@ -161,7 +167,7 @@ class GraphedForward:
             try:
                 with decode_attention_in(self._model):
                     self._graphs[key] = _record(self._model, inputs, self.capture)
-            except NotRecorded as error:
+            except NotCaptured as error:
                 # Not the error, whose traceback keeps the inputs and what else the step had.
                 self._graphs[key] = str(error)
             if self._ranks is not None:
@@ -209,7 +215,7 @@ class GraphedForward:
 
         The reason is logged once.
         """
-        if not self.records:
+        if not self.captures:
             return None
         reason = why_unfit(self._model, modules_of(self._model)) or why_no_static_cache(self._model)
         if reason is not None:
@@ -222,15 +228,15 @@ class GraphedForward:
 
         With `disable_compile`, or where the model cannot be recorded, it is as it would have been.
         """
-        if not self.records:
+        if not self.captures:
             return own(*arguments, **options)
         bound = inspect.signature(own).bind_partial(*arguments, **options).arguments
         asked = {**bound.pop("kwargs", {}), **bound}
         defaults = self._model.generation_config
-        if said(asked, defaults, "disable_compile"):
+        if option_of(asked, defaults, "disable_compile"):
             with self._kernel_by_kernel():
                 return own(*arguments, **options)
-        tokens = tokens_of(asked, defaults)
+        tokens = max_tokens(asked, defaults)
         cache = None if tokens is None else self.cache_for(tokens)
         if cache is not None:
             options[CACHE] = cache
@@ -238,7 +244,7 @@ class GraphedForward:
                 options["custom_generate"] = partial(async_sampling.sample, streamer=asked.get("streamer"))
         found = own(*arguments, **options)
         if cache is not None and getattr(found, CACHE, None) is cache:
-            setattr(found, CACHE, growing(cache, self._model))
+            setattr(found, CACHE, to_dynamic(cache, self._model))
         return found
 
     @contextmanager
@@ -263,7 +269,7 @@ class GraphedForward:
             step = fused_forward("decoding steps", step, given, rewind)
         output, run = capture.capture(step, rewind, given["input_ids"].device)
         check_output(output)
-        return output, run, held_tensors(step)
+        return output, run, constants_of(step)
 
 
 @lru_cache(maxsize=1)
@@ -406,7 +412,7 @@ def _record(model: Any, inputs: Inputs, capture: Callable[..., Captured]) -> _Gr
     host = [_host_state(layer) for layer in own.layers]
     output, run, held = capture(step, given, rewind)
     if [_host_state(layer) for layer in own.layers] != host:
-        raise NotRecorded("the cache counts its tokens on the host")
+        raise NotCaptured("the cache counts its tokens on the host")
     return _Graph(given, state, output, run, held, weakref.ref(cache))
 
 

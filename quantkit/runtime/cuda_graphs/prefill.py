@@ -19,9 +19,9 @@ from quantkit.kernels.jit.compile_pool import compiled_first
 from quantkit.kernels.ops.kv_append import fill, slow_fill
 from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs import capture
-from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded
-from quantkit.runtime.passes.fused_forward import fused_forward, held_tensors, warn_unchanged
-from quantkit.runtime.passes.patterns import is_possible
+from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
+from quantkit.runtime.passes.fused_forward import constants_of, fused_forward, warn_unchanged
+from quantkit.runtime.passes.patterns import can_fuse
 
 logger = logging.getLogger("quantkit.model")
 
@@ -91,7 +91,7 @@ class PromptGraphs:
         try:
             device = given["input_ids"].device
             output = compiled_first(device, lambda: _forward(self._forward, given), ahead=lambda _: ahead())
-        except (NotRecorded, torch.OutOfMemoryError) as error:
+        except (NotCaptured, torch.OutOfMemoryError) as error:
             with self._lock:
                 self._refuse(error)
             return None
@@ -105,7 +105,7 @@ class PromptGraphs:
             del self._once[key]
             try:
                 self.graphs[key] = _record(self._forward, given, self._pool)
-            except (NotRecorded, torch.OutOfMemoryError) as error:
+            except (NotCaptured, torch.OutOfMemoryError) as error:
                 self._refuse(error)
             while sum(graph.tokens for graph in self.graphs.values()) > KEPT_TOKENS:
                 self.graphs.popitem(last=False)
@@ -145,7 +145,7 @@ def is_recordable(inputs: Mapping[str, Any], model: Any) -> bool:
     ids = inputs.get("input_ids")
     return (
         torch.is_tensor(ids)
-        and capture.records_on(ids.device)
+        and capture.captures_on(ids.device)
         and ids.device == model.device
         and _is_prompt(ids, model.config)
         and _is_cache(inputs.get(CACHE))
@@ -256,7 +256,7 @@ def _padded_mask(mask: Any, tokens: int, length: int) -> Any:
 def _forward(forward: Callable[..., Any], given: Inputs) -> Any:
     """The output of `forward` for padded inputs, with a cache of keys and values of all tokens.
 
-    Raises `NotRecorded` if it has not the logits of one token.
+    Raises `NotCaptured` if it has not the logits of one token.
     """
     # Without a config it makes no layers of windows, which would keep padding in place of tokens.
     cache = DynamicCache()
@@ -264,7 +264,7 @@ def _forward(forward: Callable[..., Any], given: Inputs) -> Any:
     output = forward(**given, **{CACHE: cache})
     capture.check_output(output)
     if output.logits.shape[:-1] != (len(given["input_ids"]), 1):
-        raise NotRecorded(f"the model returns logits of shape {tuple(output.logits.shape)} for one token")
+        raise NotCaptured(f"the model returns logits of shape {tuple(output.logits.shape)} for one token")
     return output
 
 
@@ -336,7 +336,7 @@ def _fill(layers: Sequence[tuple[Any, States]]) -> None:
     rooms = [part for layer, _ in layers for part in (layer.keys, layer.values)]
     parts = [part for _, states in layers for part in states]
     # What is masked is multiplied with 0, which makes no number of what is none.
-    (fill if is_possible(parts[0].device) else slow_fill)(rooms, parts, clear=bool(new))
+    (fill if can_fuse(parts[0].device) else slow_fill)(rooms, parts, clear=bool(new))
     torch._foreach_add_([layer.cumulative_length for layer, _ in layers], parts[0].shape[2])
 
 
@@ -386,8 +386,8 @@ def _record(forward: Callable[..., Any], given: Inputs, pool: capture.Pool) -> _
     recorded = step
     try:
         recorded = fused_forward("prompts", step, static)
-    except NotRecorded as error:
+    except NotCaptured as error:
         # Whether a mask is all true, say, which transformers does not ask while a graph is recorded.
         warn_unchanged("prompts", str(error))
     output, run = capture.capture(recorded, None, static["input_ids"].device, pool)
-    return _PromptGraph(static, output, run, held_tensors(recorded))
+    return _PromptGraph(static, output, run, constants_of(recorded))

@@ -8,13 +8,13 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs.capture import Inputs, used_layers
-from quantkit.runtime.passes.fused_forward import try_fused
+from quantkit.runtime.passes.fused_forward import warm_up_fused
 
 #: Tokens that its cache gets, and has room for at most: few steps have other kernels with longer ones.
 TOKENS, MOST_TOKENS = 3, 4096
 
 
-def try_step(model: Any, forward: Callable[..., Any], prompt: Inputs) -> None:
+def warm_up(model: Any, forward: Callable[..., Any], prompt: Inputs) -> None:
     """Launch once what a step of `model` does after `prompt`, by `forward`; nothing where it is not recorded.
 
     Its numbers are of no use, and its cache, as long as that of the prompt up to `MOST_TOKENS`, is its own.
@@ -35,7 +35,7 @@ def try_step(model: Any, forward: Callable[..., Any], prompt: Inputs) -> None:
         # A layer has keys and values once it was given some.
         forward(**prepare(ids[:, :1], is_first_iteration=True, **inputs), return_dict=True)
         step = prepare(ids, next_sequence_length=1, **inputs)
-        try_fused(lambda: forward(**step, return_dict=True), step)
+        warm_up_fused(lambda: forward(**step, return_dict=True), step)
     finally:
         # What was traced holds them until Python collects cycles.
         for layer in used_layers(cache):

@@ -1,10 +1,10 @@
-"""The transformers versions that quantkit works with."""
+"""Supported versions of transformers."""
 
 from importlib import metadata
 
 from quantkit.errors import EnvironmentProblem
 
-#: Inclusive and exclusive; pyproject.toml says the same.
+#: Inclusive and exclusive bound, as in pyproject.toml.
 MINIMUM, BELOW = (5, 12), (6, 0)
 
 

@@ -368,5 +368,5 @@ class _FixedOutput(nn.Module):
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        result: torch.Tensor = self.__dict__["here"].hidden
+        result: torch.Tensor = self.__dict__["states"].hidden
         return result

@@ -19,7 +19,7 @@ from quantkit.runtime.cuda_graphs.capture import Inputs
 from quantkit.runtime.host_copy import HostCopy
 from quantkit.runtime.next_inputs import NextInputs
 
-#: Arguments of `generate` that `sample` supports, beside model inputs and fields of a generation config.
+#: Arguments of `generate` that `sample` supports; model inputs and generation config fields it does too.
 _KNOWN = frozenset(
     {"inputs", "input_ids", "attention_mask", "position_ids", "generation_config", "logits_processor"}
     | {"stopping_criteria", "use_model_defaults", "streamer"}
@@ -29,20 +29,20 @@ _KNOWN = frozenset(
 _MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size", "disable_compile", "compile_config")
 
 
-def is_supported(asked: Mapping[str, Any], defaults: Any) -> bool:
-    """Return True if `sample` can serve a call of `generate` with arguments `asked`.
+def is_supported(requested: Mapping[str, Any], defaults: Any) -> bool:
+    """Return True if `sample` can serve a call of `generate` with arguments `requested`.
 
     `defaults` is the generation config of the model.
     """
     from transformers.generation import GenerationMode
 
     config = type(defaults)(**defaults.to_dict())
-    config_argument = asked.get("generation_config")
+    config_argument = requested.get("generation_config")
     if config_argument is not None:
         config.update(
             **{name: value for name, value in config_argument.to_dict().items() if value is not None}
         )
-    unused = config.update(**{name: value for name, value in asked.items() if value is not None})
+    unused = config.update(**{name: value for name, value in requested.items() if value is not None})
     modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
     return (
         unused.keys() <= _KNOWN

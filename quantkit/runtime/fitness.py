@@ -37,9 +37,9 @@ def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
     )
     packed = (module for module in modules if isinstance(module, PackedModule))
     layouts = tuple(address for module in packed for address in module.layout_addresses())
-    # Extra outputs that the config turns on, beside logits.
-    asked = tuple(name for name, value in vars(model.config).items() if value and "output_" in name)
-    return states, tensors, layouts, asked, model.config._attn_implementation, forced_row()
+    # Outputs other than logits that the config turns on.
+    requested = tuple(name for name, value in vars(model.config).items() if value and "output_" in name)
+    return states, tensors, layouts, requested, model.config._attn_implementation, forced_row()
 
 
 def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:

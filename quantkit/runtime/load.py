@@ -100,15 +100,15 @@ def _from_pretrained(directory: Path, **options: Any) -> Any:
     return model
 
 
-def _activation_dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
+def _activation_dtype(requested: torch.dtype | str | None) -> torch.dtype | None:
     """Return the requested dtype, given as dtype or name; None for the dtype of config.json."""
     names: dict[object, torch.dtype | None] = {"auto": None, None: None}
     names |= {str(one).removeprefix("torch."): one for one in ACTIVATION_DTYPES}
     names |= {one: one for one in ACTIVATION_DTYPES}
-    if asked not in names:
+    if requested not in names:
         names_text = ", ".join(map(str, ACTIVATION_DTYPES))
-        raise UsageError(f"dtype is {asked!r}; expected {names_text}, or None for that of config.json.")
-    return names[asked]
+        raise UsageError(f"dtype is {requested!r}; expected {names_text}, or None for that of config.json.")
+    return names[requested]
 
 
 def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:

@@ -149,7 +149,7 @@ class PackedLinear(PackedModule):
         return {**super().__getstate__(), "_shared": None}
 
     def word_and_bias_parameters(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the parameters of words and bias; None where there is none."""
+        """Return the parameters of words and bias; None where one is missing."""
         return self._parameters[self._words_key], self._parameters["bias"]
 
     def token(self) -> str:

@@ -28,41 +28,41 @@ _OWN_CACHE = (
 _NEW_TOKENS = 20
 
 
-def option_of(asked: Mapping[str, Any], defaults: Any, name: str) -> Any:
-    """Return the value of option `name` for a call of `generate` with arguments `asked`.
+def option_of(requested: Mapping[str, Any], defaults: Any, name: str) -> Any:
+    """Return the value of option `name` for a call of `generate` with arguments `requested`.
 
     Looks at the argument first, then at the generation config among the arguments, then at `defaults`, the
     generation config of the model.
     """
-    if name in asked:
-        return asked[name]
-    values = (getattr(asked.get("generation_config"), name, None), getattr(defaults, name, None))
+    if name in requested:
+        return requested[name]
+    values = (getattr(requested.get("generation_config"), name, None), getattr(defaults, name, None))
     return next((value for value in values if value is not None), None)
 
 
-def max_tokens(asked: Mapping[str, Any], defaults: Any) -> int | None:
+def max_tokens(requested: Mapping[str, Any], defaults: Any) -> int | None:
     """Return the maximal length of a sequence, prompt included, for a call of `generate`.
 
-    `asked` are the arguments of the call. None if the call needs a cache that is not static. `defaults` is
+    `requested` are the arguments of the call. None if the call needs another cache. `defaults` is
     the generation config of the model.
     """
     # Old checkpoints with sliding windows say "hybrid"; transformers ignores it.
-    own = [option_of(asked, defaults, name) for name in _OWN_CACHE]
+    own = [option_of(requested, defaults, name) for name in _OWN_CACHE]
     if any(value not in (None, False, "hybrid") for value in own):
         return None
     # use_cache=None as an argument also means no cache.
-    if option_of(asked, defaults, "use_cache") is False or asked.get("use_cache", True) is None:
+    if option_of(requested, defaults, "use_cache") is False or requested.get("use_cache", True) is None:
         return None
-    prompts = [asked.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
+    prompts = [requested.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
     prompt = max((part.shape[1] for part in prompts if part is not None), default=1)
-    new: int | None = option_of(asked, defaults, "max_new_tokens")
+    new: int | None = option_of(requested, defaults, "max_new_tokens")
     tokens = (
         prompt + new
         if new is not None
-        else max(prompt, option_of(asked, defaults, "max_length") or 0) + _NEW_TOKENS
+        else max(prompt, option_of(requested, defaults, "max_length") or 0) + _NEW_TOKENS
     )
     # Stopping criteria of the caller override the length.
-    criteria = asked.get("stopping_criteria") or ()
+    criteria = requested.get("stopping_criteria") or ()
     lengths: list[int] = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
     return max([tokens, *lengths])
 

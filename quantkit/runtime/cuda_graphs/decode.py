@@ -168,7 +168,7 @@ class GraphedForward:
             warm_up(self._model, self.plain, prompt)
 
     def _graph_of(self, key: tuple[Any, ...], inputs: Inputs) -> "_Graph | str":
-        """Return the graph for this key, captured on first use, or the reason why there is none."""
+        """Return the graph for this key, captured on first use, or the reason for none."""
         if key not in self._graphs:
             try:
                 with decode_attention_in(self._model):
@@ -237,17 +237,19 @@ class GraphedForward:
         if not self.captures:
             return own(*arguments, **options)
         bound = inspect.signature(own).bind_partial(*arguments, **options).arguments
-        asked = {**bound.pop("kwargs", {}), **bound}
+        requested = {**bound.pop("kwargs", {}), **bound}
         defaults = self._model.generation_config
-        if option_of(asked, defaults, "disable_compile"):
+        if option_of(requested, defaults, "disable_compile"):
             with self._kernel_by_kernel():
                 return own(*arguments, **options)
-        tokens = max_tokens(asked, defaults)
+        tokens = max_tokens(requested, defaults)
         cache = None if tokens is None else self.cache_for(tokens)
         if cache is not None:
             options[CACHE] = cache
-            if self.defers and async_sampling.is_supported(asked, defaults):
-                options["custom_generate"] = partial(async_sampling.sample, streamer=asked.get("streamer"))
+            if self.defers and async_sampling.is_supported(requested, defaults):
+                options["custom_generate"] = partial(
+                    async_sampling.sample, streamer=requested.get("streamer")
+                )
         output = own(*arguments, **options)
         if cache is not None and getattr(output, CACHE, None) is cache:
             setattr(output, CACHE, to_dynamic(cache, self._model))

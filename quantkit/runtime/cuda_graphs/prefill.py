@@ -41,7 +41,7 @@ _SHAPES = 64
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids")
 #: Options that must be on.
 _NEEDED = ("use_cache", "return_dict")
-#: Cache classes without state beside their layers.
+#: Cache classes whose only state is their layers.
 _CACHES = (Cache, DynamicCache, StaticCache)
 
 

@@ -143,15 +143,15 @@ def _difference(
     return float(torch.stack([_relative(*pair) for pair in zip(*outputs, strict=True)]).max())
 
 
-def _relative(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return norm(found - expected) / norm(expected), a float32 scalar.
+def _relative(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Return norm(actual - expected) / norm(expected), a float32 scalar.
 
     Equal infinities and NaNs count as equal: logits of tokens that are never generated, for example.
     """
-    expected, found = expected.float(), found.float()
-    same = (expected == found) | (expected.isnan() & found.isnan())
+    expected, actual = expected.float(), actual.float()
+    same = (expected == actual) | (expected.isnan() & actual.isnan())
     size: torch.Tensor = torch.linalg.vector_norm(expected.where(expected.isfinite(), 0.0))
-    difference: torch.Tensor = torch.linalg.vector_norm((found - expected).masked_fill(same, 0.0))
+    difference: torch.Tensor = torch.linalg.vector_norm((actual - expected).masked_fill(same, 0.0))
     return difference / size.clamp(min=torch.finfo(torch.float32).tiny)
 
 

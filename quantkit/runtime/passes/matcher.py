@@ -83,7 +83,7 @@ def find_match(graph: Graph, pattern: Pattern, anchor: Node) -> Match | None:
     for output in pattern.outputs[:-1]:
         if output in match.nodes:
             continue
-        matched = [match.nodes.get(other) for other in pattern.outputs]
+        matched = [match.nodes.get(output) for output in pattern.outputs]
         for node in graph.find_nodes(op="call_function", target=output.target):
             attempt = match.copy()
             if node not in matched and _matches(output, node, attempt):
@@ -107,7 +107,7 @@ def _matches(pattern: Any, value: Any, match: Match) -> bool:
         return (
             isinstance(value, list | tuple)
             and len(pattern) == len(value)
-            and all(_matches(one, other, match) for one, other in zip(pattern, value, strict=True))
+            and all(_matches(*pair, match) for pair in zip(pattern, value, strict=True))
         )
     if type(pattern) in (int, float) and pattern in _NAMES:
         return type(value) in (int, float) and match.numbers.setdefault(_NAMES[pattern], value) == value

@@ -55,28 +55,28 @@ class Fusion:
     result_like: Callable[[Shapes], torch.Tensor] | None = None
 
 
-def _takes_rows(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    return given["ids"].numel() > 0
+def _supports_rows(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    return inputs["ids"].numel() > 0
 
 
-def _takes_norm(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    x, weight = given["x"], given["weight"]
-    other = given.get("other", x)
+def _supports_norm(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    x, weight = inputs["x"], inputs["weight"]
+    residual = inputs.get("residual", x)
     return (
-        weight.dtype == x.dtype == other.dtype
-        and other.shape == x.shape
+        weight.dtype == x.dtype == residual.dtype
+        and residual.shape == x.shape
         and weight.shape == x.shape[-1:]
         and x.shape[-1] <= glue.MOST_COLUMNS
     )
 
 
-def _takes_gate(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    x, up = given["x"], given["up"]
+def _supports_gate(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    x, up = inputs["x"], inputs["up"]
     return x.dtype == up.dtype and x.shape == up.shape and x.dim() > 0
 
 
-def _takes_angles(x: torch.Tensor, given: Shapes, numbers: Mapping[str, float]) -> bool:
-    cos, sin = given["cos"], given["sin"]
+def _supports_angles(x: torch.Tensor, inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    cos, sin = inputs["cos"], inputs["sin"]
     return (
         x.dtype == cos.dtype == sin.dtype
         and x.dim() == 4
@@ -87,8 +87,8 @@ def _takes_angles(x: torch.Tensor, given: Shapes, numbers: Mapping[str, float]) 
     )
 
 
-def _takes_positions(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    frequencies, positions = given["frequencies"], given["positions"]
+def _supports_positions(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    frequencies, positions = inputs["frequencies"], inputs["positions"]
     return (
         frequencies.dim() == 1
         and positions.dim() == 2
@@ -97,12 +97,12 @@ def _takes_positions(given: Shapes, numbers: Mapping[str, float]) -> bool:
     )
 
 
-def _takes_rotation(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    return _takes_angles(given["x"], given, numbers)
+def _supports_rotation(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    return _supports_angles(inputs["x"], inputs, numbers)
 
 
-def _takes_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    k, v, keys, values = (given[name] for name in ("k", "v", "keys", "values"))
+def _supports_keys(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    k, v, keys, values = (inputs[name] for name in ("k", "v", "keys", "values"))
     return (
         all(part.dim() == 4 for part in (k, v, keys, values))
         and k.shape[:3] == v.shape[:3]
@@ -111,23 +111,23 @@ def _takes_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
         and keys.shape[:2] == k.shape[:2]
         and (keys.shape[3], values.shape[3]) == (k.shape[3], v.shape[3])
         # Shape [1] in transformers 5.12.1, [] from 5.17 on.
-        and given["held"].shape in ((), (1,))
+        and inputs["held"].shape in ((), (1,))
         and len({part.dtype for part in (k, v, keys, values)}) == 1
         and all(part.stride(-1) == 1 for part in (keys, values))
     )
 
 
-def _takes_rotated_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    q, k = given["q"], given["k"]
+def _supports_rotated_keys(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    q, k = inputs["q"], inputs["k"]
     return (
-        _takes_keys(given, numbers)
-        and all(_takes_angles(part, given, numbers) for part in (q, k))
+        _supports_keys(inputs, numbers)
+        and all(_supports_angles(part, inputs, numbers) for part in (q, k))
         and (q.dtype, q.shape[0], q.shape[2]) == (k.dtype, k.shape[0], k.shape[2])
     )
 
 
-def _takes_small(products: int, given: Shapes, numbers: Mapping[str, float]) -> bool:
-    x, weight = given["x"], given["weight"]
+def _supports_small(products: int, inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    x, weight = inputs["x"], inputs["weight"]
     return (
         x.dim() == weight.dim() == 2
         # The kernel reads it in place, before earlier kernels that might copy it have ended.
@@ -139,13 +139,13 @@ def _takes_small(products: int, given: Shapes, numbers: Mapping[str, float]) -> 
     )
 
 
-def _takes_wide(given: Shapes, numbers: Mapping[str, float]) -> bool:
+def _supports_wide(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
     # float32 needs no conversion, so its reference would match any linear.
-    return given["x"].dtype != torch.float32 and _takes_small(router.WIDE_PRODUCTS, given, numbers)
+    return inputs["x"].dtype != torch.float32 and _supports_small(router.WIDE_PRODUCTS, inputs, numbers)
 
 
-def _takes_logits(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    logits = given["logits"]
+def _supports_logits(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    logits = inputs["logits"]
     return (
         logits.dim() == 2
         and logits.numel() > 0
@@ -154,9 +154,9 @@ def _takes_logits(given: Shapes, numbers: Mapping[str, float]) -> bool:
     )
 
 
-def _takes_scores(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    logits, bias = given["logits"], given["bias"]
-    if not _takes_logits(given, numbers) or bias.shape != logits.shape[1:]:
+def _supports_scores(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    logits, bias = inputs["logits"], inputs["bias"]
+    if not _supports_logits(inputs, numbers) or bias.shape != logits.shape[1:]:
         return False
     experts, groups, kept = logits.shape[1], int(numbers.get("groups", 1)), int(numbers.get("kept", 1))
     return (
@@ -173,8 +173,8 @@ def _slow_padded_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _slow_add_norm(reference: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def add_norm(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> Any:
-        total = x + other
+    def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+        total = x + residual
         return total, reference(total, weight, ANY.eps)
 
     return add_norm
@@ -201,7 +201,7 @@ def _slow_route_of_groups(logits: torch.Tensor, bias: torch.Tensor) -> Any:
 
 
 def _norm(reference: Callable[..., Any], fast: Callable[..., Any], shapes: _Sizes, kind: str) -> Fusion:
-    return Fusion(reference, fast, shapes, _takes_norm, ("eps",), {"kind": kind}, constants=("weight",))
+    return Fusion(reference, fast, shapes, _supports_norm, ("eps",), {"kind": kind}, constants=("weight",))
 
 
 def _fusions() -> Iterator[Fusion]:
@@ -214,17 +214,17 @@ def _fusions() -> Iterator[Fusion]:
         glue.slow_rotate_append,
         glue.rotate_append,
         heads | angles | cache,
-        _takes_rotated_keys,
+        _supports_rotated_keys,
         dtypes={"held": torch.int64},
     )
     written = cache | {name: heads[name] for name in ("k", "v")}
-    yield Fusion(glue.slow_append, glue.append, written, _takes_keys, dtypes={"held": torch.int64})
+    yield Fusion(glue.slow_append, glue.append, written, _supports_keys, dtypes={"held": torch.int64})
     yield Fusion(
         glue.slow_rotate,
         glue.rotate,
         {"x": (2, 4, tokens, size)} | angles,
-        _takes_rotation,
-        result_like=lambda given: glue.empty_heads(given["x"]),
+        _supports_rotation,
+        result_like=lambda inputs: glue.empty_heads(inputs["x"]),
     )
     turns: _Sizes = {"frequencies": (ANY.half,), "positions": (ANY.batch, tokens)}
     for turn in (glue.slow_cos_sin, glue.slow_cos_sin_of_product):
@@ -232,39 +232,39 @@ def _fusions() -> Iterator[Fusion]:
             _slow_cos_sin(turn),
             glue.cos_sin,
             turns,
-            _takes_positions,
+            _supports_positions,
             ("scaling",),
             dtypes={"frequencies": torch.float32, "positions": torch.int64},
             passes_dtype=True,
         )
     table: _Sizes = {"ids": (2, 3), "weight": (53, 20)}
     for embedding in (glue.slow_embed, _slow_padded_embed):
-        yield Fusion(embedding, glue.embed, table, _takes_rows, dtypes={"ids": torch.int64})
+        yield Fusion(embedding, glue.embed, table, _supports_rows, dtypes={"ids": torch.int64})
     norms = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
     x: _Sizes = {"x": (2, 3, 20)}
     weight: _Sizes = {"weight": (20,)}
     for kind, reference in norms.items():
-        shapes = x | {"other": (2, 3, 20)} | weight
+        shapes = x | {"residual": (2, 3, 20)} | weight
         yield _norm(_slow_add_norm(reference), glue.add_norm, shapes, kind)
     for kind, reference in norms.items():
         yield _norm(_slow_norm(reference), glue.norm, x | weight, kind)
     gates = {"silu": glue.slow_silu_gate, "gelu": glue.slow_gelu_gate}
     for kind, gate in gates.items():
-        yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _takes_gate, (), {"kind": kind})
+        yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _supports_gate, (), {"kind": kind})
     small: _Sizes = {"x": (3, 20), "weight": (7, 20)}
     for linear, takes, wide in (
-        (router.slow_wide_linear, _takes_wide, True),
-        (router.slow_small_linear, partial(_takes_small, router.SMALL_PRODUCTS), False),
+        (router.slow_wide_linear, _supports_wide, True),
+        (router.slow_small_linear, partial(_supports_small, router.SMALL_PRODUCTS), False),
     ):
         how = {"wide": wide}
         yield Fusion(linear, router.small_linear, small, takes, options=how, constants=("weight",))
     scores: _Sizes = {"logits": (tokens, ANY.experts), "bias": (ANY.experts,)}
-    for route, found in ((_slow_route_of_groups, ("groups", "kept")), (_slow_route_of_one_group, ())):
-        given = ("slots", "factor", *found)
-        yield Fusion(route, router.route, scores, _takes_scores, given, dtypes={"logits": torch.float32})
+    for route, more in ((_slow_route_of_groups, ("groups", "kept")), (_slow_route_of_one_group, ())):
+        numbers = ("slots", "factor", *more)
+        yield Fusion(route, router.route, scores, _supports_scores, numbers, dtypes={"logits": torch.float32})
     logits: _Sizes = {"logits": (3, 73)}
     for route, options in router.ROUTERS:
-        yield Fusion(_slow_route(route), router.route, logits, _takes_logits, ("slots",), options)
+        yield Fusion(_slow_route(route), router.route, logits, _supports_logits, ("slots",), options)
 
 
 FUSIONS = tuple(_fusions())

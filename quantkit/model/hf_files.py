@@ -40,7 +40,7 @@ def whole_directory(source: str | Path) -> Path:
 
 @contextmanager
 def explained(source: str | Path) -> Iterator[None]:
-    """Turn errors of transformers about inconsistent files into `CheckpointError` in the block.
+    """Context manager: turn errors of transformers about bad files into `CheckpointError`.
 
     Errors of quantkit's own code pass, except those that bad files can cause.
     """

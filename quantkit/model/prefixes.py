@@ -52,9 +52,8 @@ def wrapper(checkpoint: Checkpoint) -> dict[str, str]:
 def _without_wrapper(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure, dict[str, str]] | None:
     """Return the first renaming that gives each parameter a tensor; None without one.
 
-    Returns the renamed checkpoint, its structure, and the removed parts by regex.
-
-    Raises `CheckpointError` for an unmerged adapter.
+    The result is the renamed checkpoint, its structure, and the removed parts by regex. Raises
+    `CheckpointError` for an unmerged adapter.
     """
     for names, removed in _candidates(list(checkpoint.tensors)):
         if len(set(names.values())) == len(names):

@@ -4,8 +4,8 @@ transformers reads "all texts have ended" from the GPU after each token and laun
 the GPU idles. Here one step is always in flight while the host reads. If it was one step too many, its token
 is dropped.
 
-    host   launch step n+1 | read token n | launch step n+2 | read token n+1
-    GPU    step n | step n+1 ...          | step n+2 ...
+    host   launch n+1, wait for token n | launch n+2, wait for token n+1 | ...
+    GPU    step n                       | step n+1                       | step n+2
 """
 
 from collections.abc import Callable, Mapping
@@ -19,14 +19,20 @@ from quantkit.runtime.cuda_graphs.capture import Inputs
 from quantkit.runtime.host_copy import HostCopy
 from quantkit.runtime.next_inputs import NextInputs
 
-#: Arguments of `generate` that `sample` supports; model inputs and generation config fields it does too.
-_KNOWN = frozenset(
+#: Arguments of `generate` that `sample` supports, apart from fields of a generation config.
+_SUPPORTED = frozenset(
     {"inputs", "input_ids", "attention_mask", "position_ids", "generation_config", "logits_processor"}
     | {"stopping_criteria", "use_model_defaults", "streamer"}
 )
 #: Generation config fields that `sample` does not support: other outputs, stop strings, chunked prefill,
 #: compile.
-_MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size", "disable_compile", "compile_config")
+_UNSUPPORTED = (
+    "return_dict_in_generate",
+    "stop_strings",
+    "prefill_chunk_size",
+    "disable_compile",
+    "compile_config",
+)
 
 
 def is_supported(requested: Mapping[str, Any], defaults: Any) -> bool:
@@ -45,9 +51,9 @@ def is_supported(requested: Mapping[str, Any], defaults: Any) -> bool:
     unused = config.update(**{name: value for name, value in requested.items() if value is not None})
     modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
     return (
-        unused.keys() <= _KNOWN
+        unused.keys() <= _SUPPORTED
         and config.get_generation_mode() in modes
-        and not any(getattr(config, name, None) for name in _MORE)
+        and not any(getattr(config, name, None) for name in _UNSUPPORTED)
     )
 
 

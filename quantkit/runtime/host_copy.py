@@ -8,7 +8,7 @@ import torch
 
 @lru_cache(maxsize=64)
 def _copies_of(device: torch.device) -> Any:
-    """Return the CUDA stream of `device` for copies to the host, beside the stream of the kernels.
+    """Return the CUDA stream of `device` for copies to the host; kernels run on others.
 
     It has high priority: torch hands out a few streams per priority in turn, and graphs are captured on
     streams of normal priority.

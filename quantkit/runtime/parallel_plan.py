@@ -69,7 +69,7 @@ class TensorParallelPlan:
         return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self.why_not(ranks) is None)
 
     def check(self, ranks: int) -> None:
-        """Raise `UsageError` unless `ranks` ranks can run the model."""
+        """Raise `UsageError` if `ranks` ranks cannot run the model."""
         reason = self.why_not(ranks)
         if reason is not None:
             raise UsageError(

@@ -114,7 +114,7 @@ def run_prompt(open_model: Callable[[], Any], directory: Path) -> PromptLogits:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Hide progress bars and advice of transformers in the block."""
+    """Context manager: hide progress bars and advice of transformers."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -68,7 +68,7 @@ class FlatForward(GraphedForward):
 
     @contextmanager
     def _steps(self, flat: bool) -> Iterator[None]:
-        """Turn flat steps in `forward` on or off for this thread, in the block."""
+        """Context manager: turn flat steps in `forward` on or off for this thread."""
         before = self._flat
         self._generating.flat = flat
         try:

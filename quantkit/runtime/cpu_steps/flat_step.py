@@ -131,7 +131,7 @@ def _share_constants(module: GraphModule) -> None:
 
 
 def _eliminate_common(graph: Graph, memory: Memory) -> None:
-    """Common subexpression elimination: let the first of several equal nodes compute for all."""
+    """Eliminate common subexpressions: the first of several equal nodes computes for all."""
     written = frozenset().union(*map(memory.written, graph.nodes))
     by_key: dict[Any, Node] = {}
     for node in list(graph.nodes):

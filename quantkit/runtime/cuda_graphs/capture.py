@@ -40,8 +40,9 @@ def capture(
     """Capture `step` as a CUDA graph on `device`; return its output and a function that replays the graph.
 
     With `rewind`, `step` first runs once, because kernels compile at their first launch; `rewind` undoes its
-    writes. Without, `step` must have run with these shapes before. The memory comes from `pool`, by default a
-    pool of its own. Raises `NotCaptured` if a CUDA graph cannot hold `step`, and torch's OutOfMemoryError.
+    writes. Without `rewind`, `step` must have run with these shapes before. The memory comes from `pool`, by
+    default a pool of its own. Raises `NotCaptured` if a CUDA graph cannot hold `step`, and torch's
+    OutOfMemoryError.
     """
     with torch.cuda.device(device):
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -65,11 +65,11 @@ Captured = tuple[Any, Callable[[], Any], list[torch.Tensor]]
 
 
 class GraphedForward:
-    """Forward of `model` with CUDA graphs: one new token per sequence is a step; `forward` also runs prompts.
+    """Forward of `model` with CUDA graphs, for steps of one new token per sequence.
 
-    Call it like the model. A step that cannot be captured runs plainly; its reason is logged once and kept in
-    `refused`. Outputs belong to the caller. Call `renew` before each generation, as the model may have
-    changed. Holds only a weak reference to the model.
+    `forward` also runs prompts. Call it like the model. A step that cannot be captured runs plainly; its
+    reason is logged once and kept in `refused`. Outputs belong to the caller. Call `renew` before each
+    generation, as the model may have changed. Holds only a weak reference to the model.
     """
 
     #: True if `generate` may run one surplus step, so that the host never waits for a step.
@@ -257,7 +257,7 @@ class GraphedForward:
 
     @contextmanager
     def _kernel_by_kernel(self) -> Iterator[None]:
-        """Run the prompts of this thread without graphs in the block."""
+        """Context manager: run the prompts of this thread without graphs."""
         self._thread.plain = True
         try:
             yield

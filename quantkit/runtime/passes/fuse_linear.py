@@ -64,7 +64,7 @@ def fuse_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -> bool:
-    """Return True if `gate` combines the two column halves of `product`, whose kernel supports that."""
+    """Return True if `gate` combines the two column halves of `product`, and its kernel supports that."""
     y = product.meta[META]
     half = y.shape[-1] // 2
     parts = [(one.meta[META], one.meta[OFFSET]) for one in gate.all_input_nodes]

@@ -188,7 +188,7 @@ class Memory:
         return node.target is part or (self.of(node) <= self.read(node) and not self.written(node))
 
     def source(self, node: Node) -> Node:
-        """Return the operation that computed the memory of which `node` may be a view."""
+        """Return `node`, or if it is a view, the operation that computed its memory."""
         while node.op == "call_function" and self.is_view(node):
             node = node.all_input_nodes[0]
         return node

@@ -52,7 +52,7 @@ def is_applied() -> bool:
 
 @contextmanager
 def decode_attention_in(model: nn.Module) -> Iterator[None]:
-    """Let `model` use `decode_attention` instead of SDPA in the block, if Triton is available.
+    """Context manager: `model` uses `decode_attention` instead of SDPA, if Triton is available.
 
     Leaves models alone whose code compares with "sdpa": they make other masks for other names.
     """

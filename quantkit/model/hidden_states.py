@@ -35,7 +35,7 @@ class Home:
     directory: Path | None = None
 
     def store(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `hidden` at this place; page-locked memory and files are copies."""
+        """Return `hidden` [B, T, d] at this place; page-locked memory and files are copies."""
         if self.directory is not None:
             memory = disk_memory(self.directory, hidden.nbytes)
             return torch.frombuffer(memory, dtype=hidden.dtype).view(hidden.shape).copy_(hidden)

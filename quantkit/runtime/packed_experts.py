@@ -141,7 +141,9 @@ class PackedExperts(PackedModule):
         return weigh_pairs(y, top_k_index, top_k_weights, gate_up.experts).to(hidden_states.dtype)
 
     def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
-        """Return True if gradients are needed, and warn: only the loop over experts supports them."""
+        """Return True, and warn, if x [T, H] or `weights` [T, k] need gradients.
+
+        Only the loop over experts supports them."""
         trained = is_transformed(x) or (
             torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
         )

@@ -89,7 +89,7 @@ class PackedLinear(PackedModule):
 
     @property
     def words(self) -> torch.Tensor:
-        """Return the parameter of the words, or its placeholder if the words were freed."""
+        """Return the words, [N, W] int32 or floats of the container, or their placeholder on meta."""
         return self._words("weight")
 
     @property
@@ -178,7 +178,9 @@ class PackedLinear(PackedModule):
         return self._product("weight", 0, self.matrix, x, bias)
 
     def _planned(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute y by the launch plan of a valid layout; None without one, or if gradients are needed."""
+        """Compute y [..., N] of x [..., K] by the launch plan of a valid layout.
+
+        None without such a layout, or if gradients are needed."""
         layout, owner = self._layouts.get(("weight", 0, x.dtype)), self._layout_owners.get("weight")
         if layout is None or owner is None or owner() is not local(self._parameters[self._words_key]):
             return None

@@ -245,7 +245,7 @@ class PackedModule(nn.Module):
         return freed is not None and freed.placeholder is self._words(parameter)
 
     def stored_words(self, parameter: str) -> torch.Tensor:
-        """Return the words of `parameter` as in a checkpoint, restored if they were freed."""
+        """Return the words of `parameter`, [..., N, W] as in a checkpoint; restores freed ones."""
         if not self.is_freed(parameter):
             return self._words(parameter)
         freed = self._freed[parameter]
@@ -284,7 +284,7 @@ class PackedModule(nn.Module):
         return self._entries[parameter][0].name
 
     def _words(self, parameter: str) -> torch.Tensor:
-        """Return the parameter of the words, or its placeholder if they were freed."""
+        """Return the words of `parameter`, [..., N, W], or their placeholder on meta if freed."""
         return self._local(self._words_name(parameter))
 
     def _parts(self, parameter: str) -> tuple[torch.Tensor, ...]:

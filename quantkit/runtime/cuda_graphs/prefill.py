@@ -287,7 +287,7 @@ class _PromptLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _compact(states: torch.Tensor) -> torch.Tensor:
-    """Return `states`, copied if it is a slice of a larger tensor, which it would keep alive."""
+    """Return `states` [B, H, T, D], copied if a view would keep a larger tensor alive."""
     return states if states.untyped_storage().nbytes() == states.nbytes else states.contiguous()
 
 

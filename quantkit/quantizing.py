@@ -28,7 +28,7 @@ from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint, chec
 from quantkit.devices import pick_device
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.memory import enough_memory, free_memory, say_if_short
-from quantkit.model.distributed import Ranks, joined
+from quantkit.model.distributed import Ranks, join_ranks
 from quantkit.model.prefixes import read_names
 from quantkit.model.structure import Structure, read_structure
 from quantkit.packing.packings import PackingName
@@ -300,7 +300,7 @@ def quantize(
         )
     mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
     with enough_memory(str(source)), ExitStack() as stack:
-        ranks = stack.enter_context(joined()) if ranks is None else ranks
+        ranks = stack.enter_context(join_ranks()) if ranks is None else ranks
         target = ranks.device(pick_device(device))
         located = locate(source)
         checkpoint, structure = _open(located.directory, recipe, allow_auto_map)
@@ -312,7 +312,7 @@ def quantize(
             # The first rank allocates, for all.
             allocate = partial(_allocated, checkpoint, structure, recipe, budget, options, target, measuring)
             kept = partial(_kept, Path(out), checkpoint, mode)
-            found = Allocated.from_dict(ranks.from_first(lambda: Allocated.to_dict(kept() or allocate())))
+            found = Allocated.from_dict(ranks.broadcast(lambda: Allocated.to_dict(kept() or allocate())))
             request = {"budget": budget.to_dict(), "asked": recipe.to_dict(), "calibration": vars(options)}
             allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
             recipe = found.recipe
@@ -343,7 +343,7 @@ def quantize(
             record = partial(model_record, located, planned, recipe, calibrated=calibrated)
             unchecked = _write(checkpoint, planned, output, target, report, calibrated, record, check)
         # Read by the first rank while it has the lock: another writer's manifest is not this run's.
-        manifest = ranks.from_first(lambda: read_manifest(Path(out) if output is None else output.path))
+        manifest = ranks.broadcast(lambda: read_manifest(Path(out) if output is None else output.path))
         measured = ModelRecord.from_manifest(manifest).measured
         return QuantizeResult(Path(out), planned, measured, unchecked)
 
@@ -411,7 +411,7 @@ def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration |
     digests = {
         key: sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for key, value in run.items()
     }
-    for rank, other in enumerate(ranks.meet(digests)):
+    for rank, other in enumerate(ranks.all_gather(digests)):
         differing = sorted(key for key in digests.keys() | other.keys() if digests.get(key) != other.get(key))
         if differing:
             raise UsageError(

@@ -66,7 +66,7 @@ def block_losses(
     advance = counting(len(blocks) * (len(blocks) + 5) // 2, progress)
 
     def after(block: Block, states: list[torch.Tensor]) -> list[torch.Tensor]:
-        found = [home.hold(block.run(one.to(where))) for one in states]
+        found = [home.store(block.run(one.to(where))) for one in states]
         advance(1, block.name)
         return found
 

@@ -121,7 +121,7 @@ class _BlockByBlock(Passes):
         for block in blocks:
             with self._model.loaded(block), torch.no_grad():
                 for at, before in enumerate(hidden):
-                    hidden[at] = home.hold(block.run(before.to(self.device)))
+                    hidden[at] = home.store(block.run(before.to(self.device)))
         with self._model.head() as logits:
             for states in hidden:
                 with torch.no_grad():

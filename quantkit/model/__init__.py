@@ -1,1 +1,1 @@
-"""Whole models: what their parameters are, quantizing, the transformers plug-in, loading, generation."""
+"""Models: structure, names, decoder blocks, hidden states, tokenizers, and ranks that share work."""

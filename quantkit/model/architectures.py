@@ -1,4 +1,4 @@
-"""Which modules of a model can be packed, and which families have the blocks of Llama.
+"""Modules that can be packed, and families whose blocks are Llama's.
 
 Packable are linears, and fused experts that compute down(act(gate) * up).
 """
@@ -26,7 +26,7 @@ LLAMA_LIKE = frozenset(
 
 
 class FusedExperts(Protocol):
-    """The experts modules of transformers that `PackedExperts` can replace."""
+    """Fused experts modules of transformers that `PackedExperts` can replace."""
 
     gate_up_proj: torch.Tensor
     down_proj: torch.Tensor
@@ -34,14 +34,14 @@ class FusedExperts(Protocol):
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether `module` keeps all its experts in two parameters, `gate_up_proj` and `down_proj`."""
+    """Return True if `module` has all its experts in two parameters, `gate_up_proj` and `down_proj`."""
     return all(module._parameters.get(name) is not None for name in (GATE_UP, DOWN))
 
 
 def why_not_packable_experts(experts: nn.Module) -> str | None:
-    """None if `PackedExperts` computes what `experts` computes, else the reason it does not.
+    """Return None if `PackedExperts` computes the same as `experts`, else the reason.
 
-    `is_fused_experts(experts)` must hold. Works for modules on the meta device.
+    `is_fused_experts(experts)` must be True. Works for modules on the meta device.
     """
     if set(experts._parameters) != {GATE_UP, DOWN} or experts._buffers:
         return f"{type(experts).__name__} has more than gate_up_proj and down_proj, for example biases"
@@ -58,32 +58,32 @@ def why_not_packable_experts(experts: nn.Module) -> str | None:
         )
     if not isinstance(getattr(experts, "act_fn", None), nn.Module):
         return f"{type(experts).__name__} has no act_fn"
-    return _why_another_function(experts)
+    return _why_other_function(experts)
 
 
-_verdicts: dict[tuple[type, type], str | None] = {}
+_probe_results: dict[tuple[type, type], str | None] = {}
 
 
-def _why_another_function(experts: nn.Module) -> str | None:
-    """None if `experts` computes down(act(gate) * up), found by running it on tiny weights.
+def _why_other_function(experts: nn.Module) -> str | None:
+    """Return None if `experts` computes down(act(gate) * up), tested on tiny weights, else the reason.
 
-    The shapes do not tell: a model may interleave gate and up, clamp them, or normalise the result.
+    Shapes do not tell: a model may interleave gate and up, clamp them, or normalize the result.
     """
     key = (type(experts), type(experts.act_fn))
-    if key not in _verdicts:
-        _verdicts[key] = _probe(experts)
-    return _verdicts[key]
+    if key not in _probe_results:
+        _probe_results[key] = _probe(experts)
+    return _probe_results[key]
 
 
 def _probe(experts: Any) -> str | None:
     count, hidden, intermediate, tokens = 3, 8, 6, 5
     reason = f"{type(experts).__name__} computes something else than down(act(gate) * up)"
-    # Loading runs under `torch.device("meta")`; the probe needs numbers, on a generator of its own.
+    # Loading runs under `torch.device("meta")`, but the probe needs numbers, from its own generator.
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
 
         def numbers(*shape: int) -> torch.Tensor:
-            # Large enough to meet the clamps that some models apply.
+            # Large enough to reach the clamps of some models.
             return 4 * torch.randn(*shape, generator=generator, dtype=torch.float32)
 
         gate_up, down = numbers(count, 2 * intermediate, hidden), numbers(count, hidden, intermediate)
@@ -99,10 +99,10 @@ def _probe(experts: Any) -> str | None:
             "intermediate_dim": intermediate,
             "intermediate_size": intermediate,
         }
-        # The eager function below transformers' dispatch to its grouped kernels.
+        # Take the eager function that transformers wraps to dispatch to grouped GEMMs.
         forward = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
         try:
-            found = forward(tiny, x, index, weights)
+            actual = forward(tiny, x, index, weights)
         except Exception as error:  # another model's code, called with guessed sizes, may fail in any way
             return f"{reason} ({type(error).__name__}: {error})"
         expected = torch.zeros_like(x)
@@ -110,15 +110,15 @@ def _probe(experts: Any) -> str | None:
             for slot, expert in enumerate(index[token].tolist()):
                 gate, up = (gate_up[expert] @ x[token]).chunk(2)
                 expected[token] += weights[token, slot] * (down[expert] @ (experts.act_fn(gate) * up))
-    same = isinstance(found, torch.Tensor) and found.shape == expected.shape
-    return None if same and torch.allclose(found, expected, rtol=1e-3, atol=1e-2) else reason
+    same = isinstance(actual, torch.Tensor) and actual.shape == expected.shape
+    return None if same and torch.allclose(actual, expected, rtol=1e-3, atol=1e-2) else reason
 
 
 def why_not_packable(module: nn.Module) -> str | None:
-    """None if quantkit has a packed stand-in for `module`, else the reason it has none.
+    """Return None if quantkit has a packed replacement for `module`, else the reason.
 
-    Packable are `nn.Linear` itself, not its subclasses, and fused experts that compute what
-    `PackedExperts` computes. Works for modules on the meta device.
+    Packable are `nn.Linear`, without its subclasses, and fused experts that `PackedExperts` can replace.
+    Works for modules on the meta device.
     """
     if type(module) is nn.Linear:
         return None

@@ -1,8 +1,8 @@
-"""The decoder of a checkpoint one block at a time: only the weights of the block in work are in memory.
+"""Run the decoder of a checkpoint block by block, with the weights of only one block in memory.
 
-The model is built on the meta device, from transformers' own classes, and its parameters are lent real
-weights while they are needed. What a block is called with beside the hidden states (positions, masks) is
-recorded from the decoder's own forward, so that nothing here knows an architecture.
+The model is built on the meta device from the classes of transformers. Real weights replace its parameters
+while a block runs. The other arguments of a block (positions, masks) are captured from the decoder's own
+forward, so no architecture is named here.
 """
 
 import copy
@@ -25,9 +25,9 @@ from quantkit.model.structure import meta_model
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One step of the decoder: a module on the meta device, and what it is called with beside hidden states.
+    """Block of the decoder: a module on the meta device, and its arguments beside the hidden states.
 
-    `name` is its name in the model; a parameter's is `name`, a dot and its name inside the block.
+    `name` is its name in the model; parameters are called `{name}.{name inside the block}`.
     """
 
     name: str
@@ -35,28 +35,27 @@ class Block:
     arguments: Mapping[str, Any]
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states [B, T, d] after the block."""
+        """Compute the hidden states [B, T, d] after the block from those before, of the same dtype."""
         output = self.module(hidden, **self.arguments)
-        found: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return found
+        after: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return after
 
 
-#: Tensors of a block that are read at a time.
+#: Tensors of a block that are read in parallel.
 READERS = 4
 
 
 class Decoder:
-    """The blocks of a checkpoint's decoder, computing on `device` in `dtype`.
+    """Blocks of the decoder of a checkpoint, computing on `device` in `dtype`.
 
-    Raises `CheckpointError` for a model whose decoder is not a list of blocks between an embedding and a
-    norm.
+    Raises `CheckpointError` if the decoder is not a list of blocks between an embedding and a norm.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._checkpoint = checkpoint
-        self._kept: dict[str, torch.Tensor] = {}
-        self._ahead: dict[str, Future[torch.Tensor]] = {}
+        self._cached: dict[str, torch.Tensor] = {}
+        self._reads: dict[str, Future[torch.Tensor]] = {}
         self._model: Any = meta_model(checkpoint.config, checkpoint.directory, buffers=True)
         self._model.eval()
         names = model_names(self._model, checkpoint.tensors)
@@ -75,7 +74,7 @@ class Decoder:
         self._prefix = f"{modules[self._decoder]}." if modules[self._decoder] else ""
 
     def _place_buffers(self) -> None:
-        """Buffers to the device: as the model's classes made them, or as they are stored."""
+        """Move buffers to the device: stored ones from the checkpoint, others as the classes compute them."""
         for name, buffer in list(self._model.named_buffers()):
             owner, _, leaf = name.rpartition(".")
             stored = self._stored.get(name)
@@ -83,7 +82,7 @@ class Decoder:
             setattr(self._model.get_submodule(owner), leaf, tensor.to(self.device))
 
     def _run_experts_one_by_one(self) -> None:
-        """Grouped products, the default, refuse rows that are no multiple of 16 bytes."""
+        """Select eager experts: grouped GEMMs, the default, refuse rows that are no multiple of 16 bytes."""
         self._model.set_experts_implementation("eager")
 
     def _refusal(self, why: str) -> CheckpointError:
@@ -95,24 +94,24 @@ class Decoder:
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The names of the blocks in the model, in order."""
+        """Names of the blocks in the model, in order."""
         return tuple(self._names)
 
     def parameters(self, block: int) -> tuple[str, ...]:
-        """The names that parameters of a block have inside it, as its class lists them."""
+        """Return the names of the parameters of a block inside it, as its class lists them."""
         return tuple(name for name, _ in self._layers[block].named_parameters())
 
     def stored_name(self, parameter: str) -> str | None:
-        """The name that a parameter has in the file; None if it is no single tensor there."""
+        """Return the name of a parameter in the file; None if it is not a single tensor there."""
         return self._stored.get(parameter)
 
     def expert_part(self, stored: str) -> ExpertPart | None:
-        """Where a stored matrix goes in fused experts; None for any other tensor."""
+        """Return the place of a stored matrix in fused experts; None for other tensors."""
         return self._parts.get(stored)
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The model's `config.json`."""
+        """The config.json of the model."""
         return self._checkpoint.config
 
     @property
@@ -122,24 +121,23 @@ class Decoder:
 
     @property
     def hidden_size(self) -> int:
-        """Features of a hidden state."""
+        """Size d of a hidden state."""
         return int(self._model.get_input_embeddings().weight.shape[1])
 
     @torch.no_grad()
     def embed(self, batches: Sequence[torch.Tensor], home: Home) -> tuple[list[torch.Tensor], list[Block]]:
-        """The hidden states before the first block, on `home`, for batches of tokens (int64 [B, T], of one
-        shape).
+        """Return the hidden states [B, T, d] before the first block, stored at `home`, and the blocks.
 
-        And the blocks, with what the decoder calls them with for such batches.
+        `batches` are tokens [B, T] int64, all of one shape. The blocks have the arguments for that shape.
         """
         hidden: list[torch.Tensor] = []
         arguments: list[dict[str, Any]] = []
 
-        def record(of_one: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
+        def record(states: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
             arguments.append(call)
             if len(arguments) == len(self._layers):
-                raise _LastBlock(of_one)
-            return of_one
+                raise _LastBlock(states)
+            return states
 
         with self._without_blocks(record):
             for tokens in batches:
@@ -147,27 +145,28 @@ class Decoder:
                 try:
                     self._decoder(input_ids=tokens.to(self.device), use_cache=False)
                 except _LastBlock as reached:
-                    hidden.append(home.hold(reached.hidden))
+                    hidden.append(home.store(reached.hidden))
         return hidden, [
-            Block(name, layer, of_one)
-            for name, layer, of_one in zip(self._names, self._layers, arguments, strict=True)
+            Block(name, layer, call)
+            for name, layer, call in zip(self._names, self._layers, arguments, strict=True)
         ]
 
     @torch.no_grad()
     def head_inputs(
         self, batches: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What the model's lm_head sees, [tokens, d] where `hidden` is: the states [B, T, d] after the last
-        block.
-        """
-        found: list[torch.Tensor] = []
-        seen = 0
+        """Return the inputs of lm_head, [B * T, d], on the device of `hidden`: final states, normalized.
 
-        def replace(of_one: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
-            nonlocal seen
-            seen += 1
-            last = seen == len(self._layers) * (len(found) + 1)
-            return hidden[len(found)].to(self.device) if last else of_one
+        `hidden` are the states [B, T, d] after the last block, one per batch of tokens.
+        """
+        results: list[torch.Tensor] = []
+        calls = 0
+
+        def replace(states: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            last = calls == len(self._layers) * (len(results) + 1)
+            return hidden[len(results)].to(self.device) if last else states
 
         def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             raise Stopped(inputs)
@@ -184,16 +183,16 @@ class Decoder:
                             raise self._refusal(
                                 f"its lm_head sees {tuple(inputs.shape)} of states {tuple(after.shape)}"
                             ) from None
-                        found.append(inputs.reshape(-1, inputs.shape[-1]))
+                        results.append(inputs.reshape(-1, inputs.shape[-1]))
         finally:
             hook.remove()
-        return found
+        return results
 
     @contextmanager
     def _without_blocks(
         self, forward: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
     ) -> Iterator[None]:
-        """The decoder with `forward(hidden, arguments)` in place of each block, and its own weights."""
+        """Replace each block by `forward(hidden, arguments)`, and load the other weights of the decoder."""
         outer = [name for name, _ in self._decoder.named_parameters() if not name.startswith("layers.")]
         self._decoder.layers = nn.ModuleList(_StandIn(layer, forward) for layer in self._layers)
         try:
@@ -203,11 +202,9 @@ class Decoder:
             self._decoder.layers = self._layers
 
     @contextmanager
-    def loaded(self, block: Block, given: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
-        """Lend a block its weights; `given` by parameter name inside the block, the others from the
-        checkpoint.
-        """
-        weights = dict(given or {})
+    def loaded(self, block: Block, overrides: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
+        """Load the weights of `block`: `overrides` by name in the block, others from the checkpoint."""
+        weights = dict(overrides or {})
         for name, _ in block.module.named_parameters():
             if name not in weights:
                 weights[name] = self._read(f"{block.name}.{name}")
@@ -215,21 +212,21 @@ class Decoder:
             yield
 
     @contextmanager
-    def kept(self, block: Block) -> Iterator[None]:
-        """Read a block's tensors once, some at a time, and hold them on the device; not those of experts."""
+    def cached(self, block: Block) -> Iterator[None]:
+        """Read the tensors of `block`, except stacked experts, in parallel; keep them on the device."""
         stored = self._stored_of(block)
         try:
             with ThreadPoolExecutor(READERS, "read") as readers:
-                self._kept.update(zip(stored, readers.map(self.read, stored), strict=True))
+                self._cached.update(zip(stored, readers.map(self.read, stored), strict=True))
             yield
         finally:
-            self._kept.clear()
+            self._cached.clear()
 
     def read_ahead(self, block: Block) -> None:
-        """Begin to read what `kept` will hold of a block into the host's memory."""
+        """Start to read the tensors of `block` into host memory, for a later `cached`."""
         readers = ThreadPoolExecutor(READERS, "read-ahead")
         for name in self._stored_of(block):
-            self._ahead[name] = readers.submit(self._checkpoint.read, name)
+            self._reads[name] = readers.submit(self._checkpoint.read, name)
         readers.shutdown(wait=False)
 
     def _stored_of(self, block: Block) -> list[str]:
@@ -237,18 +234,18 @@ class Decoder:
         return [name for name in names if name is not None]
 
     def read(self, stored: str) -> torch.Tensor:
-        """A tensor of the checkpoint on the device, as that reads it. It must not be changed."""
-        if stored in self._kept:
-            return self._kept[stored]
-        ahead = self._ahead.pop(stored, None)
-        return (self._checkpoint.read(stored) if ahead is None else ahead.result()).to(self.device)
+        """Return a tensor of the checkpoint on the device, in its stored dtype. Do not modify it."""
+        if stored in self._cached:
+            return self._cached[stored]
+        pending = self._reads.pop(stored, None)
+        return (self._checkpoint.read(stored) if pending is None else pending.result()).to(self.device)
 
-    def release(self, stored: str) -> None:
-        """Hold a kept tensor no longer."""
-        self._kept.pop(stored, None)
+    def drop(self, stored: str) -> None:
+        """Drop a cached tensor."""
+        self._cached.pop(stored, None)
 
-    def twin(self, block: Block) -> Block:
-        """A second module for the same block, to be lent other weights."""
+    def duplicate(self, block: Block) -> Block:
+        """Copy the module of `block`, to load other weights into the copy."""
         return Block(block.name, copy.deepcopy(block.module), block.arguments)
 
     def _read(self, parameter: str) -> torch.Tensor:
@@ -267,14 +264,16 @@ class Decoder:
         return fused
 
     def empty(self, parameter: str) -> torch.Tensor:
-        """Memory for a parameter."""
+        """Allocate memory for a parameter, in its shape."""
         shape = self._model.get_parameter(parameter).shape
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Lend the model what comes after its blocks: the function from the hidden states [B, T, d] after the
-        last block to the logits [B, T, V], which several threads may call.
+        """Load the modules after the blocks; yield a function from hidden states to logits.
+
+        The function takes the states [B, T, d] after the last block and returns logits [B, T, V]. Several
+        threads may call it.
         """
         inside = set(self._layers.parameters())
         outer = [
@@ -285,20 +284,20 @@ class Decoder:
         stored = {parameter: name for name, parameter in outer if self.stored_name(name) is not None}
         embedding, output = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         if output is not None and embedding.weight in stored:
-            # A head that is tied has no tensor of its own.
+            # A tied head has no tensor of its own.
             stored.setdefault(output.weight, stored[embedding.weight])
         names = {name: stored.get(parameter, name) for name, parameter in outer}
         tensors = {name: self._read(name) for name in dict.fromkeys(names.values())}
-        layers, given = self._layers, _Given(self._layers[-1])
+        layers, fixed = self._layers, _FixedOutput(self._layers[-1])
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
             tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
-            given.here.hidden = hidden
-            found: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
-            return found
+            fixed.states.hidden = hidden
+            result: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
+            return result
 
         with self._lent(self._model, {name: tensors[one] for name, one in names.items()}):
-            self._decoder.layers = nn.ModuleList([given] * len(layers))
+            self._decoder.layers = nn.ModuleList([fixed] * len(layers))
             try:
                 yield logits
             finally:
@@ -306,25 +305,25 @@ class Decoder:
 
     @contextmanager
     def _lent(self, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        held = dict(module.named_parameters(remove_duplicate=False))
+        originals = dict(module.named_parameters(remove_duplicate=False))
         try:
             for name, tensor in weights.items():
                 set_weight(module, name, tensor)
             yield
         finally:
-            for name, parameter in held.items():
+            for name, parameter in originals.items():
                 owner, _, leaf = name.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, parameter)
 
 
 def set_weight(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Make `tensor` the parameter called `name` in `module`."""
+    """Replace the parameter `name` of `module` by `tensor`."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
 class _LastBlock(Exception):
-    """The decoder has come to the end of its blocks; the hidden states went through them unchanged."""
+    """Raised at the last block; `hidden` are the hidden states before the first one."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -332,7 +331,7 @@ class _LastBlock(Exception):
 
 
 class Stopped(Exception):
-    """A pass has come to where it is to stop."""
+    """Raised to end a forward; `inputs` are the inputs of the module at which it ended."""
 
     def __init__(self, inputs: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -340,34 +339,34 @@ class Stopped(Exception):
 
 
 class _StandIn(nn.Module):
-    """Stands in for a block: passes hidden states, and what else it is called with, to a function."""
+    """Replacement for a block: calls a function with the hidden states and the other arguments."""
 
     def __init__(
         self, layer: nn.Module, function: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
     ) -> None:
         super().__init__()
-        # Past nn.Module, which would make the layer a child.
+        # Avoid nn.Module's own setattr, which would make the layer a child.
         self.__dict__.update(layer=layer, function=function)
 
     def __getattr__(self, name: str) -> Any:
-        # Decoders ask their blocks what kind of attention they have.
+        # Decoders read attributes of their blocks, such as the type of attention.
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        found: torch.Tensor = self.__dict__["function"](hidden, arguments)
-        return found
+        result: torch.Tensor = self.__dict__["function"](hidden, arguments)
+        return result
 
 
-class _Given(nn.Module):
-    """Stands in for a block: its output are the hidden states that the thread has put `here`."""
+class _FixedOutput(nn.Module):
+    """Replacement for a block that returns the hidden states set for the current thread."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update(layer=layer, here=threading.local())
+        self.__dict__.update(layer=layer, states=threading.local())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        found: torch.Tensor = self.__dict__["here"].hidden
-        return found
+        result: torch.Tensor = self.__dict__["states"].hidden
+        return result

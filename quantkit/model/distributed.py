@@ -1,11 +1,13 @@
-"""Several processes that share one calibration, such as torchrun starts: one for each GPU.
+"""Ranks of a calibration: processes that torchrun starts, one per GPU, which share samples and linears.
 
-All of them run the same code and meet in the same order. Each has a share of the samples and of the linears,
-and tells the others what it made of it: records of tensors and JSON, nothing pickled. A process alone is a
-`Ranks` of one, which meets nobody.
+All ranks run the same code and make the same collective calls in the same order. They exchange records of
+tensors and JSON; nothing is pickled. A single process is a `Ranks` of size 1 and communicates with none.
 
-A rank that fails says so instead of going to the next meeting, and all others end there with
-`OtherRankFailed`. So an error is raised as it is on one rank: the first of those that failed.
+A failing rank sends its error instead of joining the next collective call. All others then raise
+`OtherRankFailed`, so the error appears once: on the first rank that failed.
+
+    rank 0   all_gather | error -> sends it to all, raises it
+    rank 1   all_gather |          receives it, raises OtherRankFailed
 """
 
 import json
@@ -22,26 +24,26 @@ import torch.distributed as dist
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from quantkit.errors import EnvironmentProblem, OtherRankFailed, QuantkitError, UsageError
 
-#: What torchrun sets for each process that it starts.
+#: Variables that torchrun sets for each process.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: How long a rank waits for another one, which may be writing the whole checkpoint meanwhile.
-PATIENCE = timedelta(days=1)
-#: How long one that has failed waits for the others to hear of it.
-FAREWELL = timedelta(minutes=1)
+#: Timeout of a collective call: another rank may be writing the whole checkpoint.
+TIMEOUT = timedelta(days=1)
+#: Timeout of a failed rank for sending its error.
+ERROR_TIMEOUT = timedelta(minutes=1)
 
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What ranks tell each other: tensors by name, and JSON-able facts."""
+    """Message between ranks: tensors by name, and facts that JSON can hold."""
 
     tensors: Mapping[str, torch.Tensor]
     facts: Any = None
 
 
 class Ranks:
-    """Processes that work together: this one's `number` of so many, and how many of them are `on_host`.
+    """Group of `size` processes: the rank `number` of this one, and the number of ranks `on_host`.
 
-    `first` is the one that writes files and talks to the user. As it is, it is one process alone.
+    The `first` rank writes files and logs. This class is a single process; `_Joined` has several.
     """
 
     number = 0
@@ -53,39 +55,39 @@ class Ranks:
         return self.number == 0
 
     def share(self, count: int) -> range:
-        """Which of `count` items in a row are this rank's; the first has some if there are any."""
+        """Return the share of `count` items for this rank; rank 0 has at least one if there are any."""
         start, stop = (-(-edge * count // self.size) for edge in (self.number, self.number + 1))
         return range(start, stop)
 
     def device(self, kind: torch.device) -> torch.device:
-        """The device of this kind that is this rank's."""
+        """Return the device of this kind for this rank."""
         return kind
 
-    def meet(self, facts: Any) -> list[Any]:
-        """The JSON-able `facts` of all ranks, in order."""
+    def all_gather(self, facts: Any) -> list[Any]:
+        """Return the JSON-able `facts` of all ranks, in rank order."""
         return [facts]
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        """What the first rank makes, JSON-able, on all of them."""
-        return self.meet(make() if self.first else None)[0]
+    def broadcast(self, make: Callable[[], Any]) -> Any:
+        """Return on all ranks the JSON-able result of `make` on rank 0."""
+        return self.all_gather(make() if self.first else None)[0]
 
-    def each(self, records: Sequence[Record], device: torch.device) -> Iterator[Record]:
-        """The records of all ranks, one after the other, with tensors on `device`."""
-        mine = [
+    def gather_records(self, records: Sequence[Record], device: torch.device) -> Iterator[Record]:
+        """Yield the records of all ranks in rank order, with tensors on `device`."""
+        own = [
             Record({name: tensor.to(device) for name, tensor in record.tensors.items()}, record.facts)
             for record in records
         ]
-        for rank, headers in enumerate(self.meet([_header(record) for record in mine])):
+        for rank, headers in enumerate(self.all_gather([_header(record) for record in own])):
             for at, header in enumerate(headers):
-                record = mine[at] if rank == self.number else _blank(header, device)
-                # What fails between two records is heard of here.
-                self.meet(None)
+                record = own[at] if rank == self.number else _blank(header, device)
+                # A failure between two records is received here.
+                self.all_gather(None)
                 for tensor in record.tensors.values():
-                    self._spread(tensor, rank)
+                    self._broadcast_tensor(tensor, rank)
                 yield record
 
-    def _spread(self, tensor: torch.Tensor, rank: int) -> None:
-        """Fill `tensor` with that of `rank`."""
+    def _broadcast_tensor(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill `tensor` with the tensor of `rank`."""
 
 
 def _header(record: Record) -> list[Any]:
@@ -106,48 +108,48 @@ def _blank(header: Sequence[Any], device: torch.device) -> Record:
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
-    """The ranks that torchrun started with this process, or this process alone.
+def join_ranks() -> Iterator[Ranks]:
+    """Join the ranks that torchrun started with this process; yields a single rank without torchrun.
 
-    Leaving the block waits for all. `OtherRankFailed` where another one has failed, and `EnvironmentProblem`
-    if they cannot reach each other.
+    Waits for all ranks at the end. Raises `OtherRankFailed` if another rank failed, and `EnvironmentProblem`
+    if they cannot connect.
     """
-    found = {name: os.environ.get(name, "") for name in ENVIRONMENT}
-    if not all(found.values()) or int(found["WORLD_SIZE"]) == 1:
+    values = {name: os.environ.get(name, "") for name in ENVIRONMENT}
+    if not all(values.values()) or int(values["WORLD_SIZE"]) == 1:
         yield Ranks()
         return
-    # What torch first imports while there is a group keeps it beyond its end: threads of gloo that live on
-    # then abort the process as it exits.
+    # Import it now: a module that torch imports during a process group keeps the group alive past its end.
+    # Threads of gloo then abort the process at exit.
     import torch.distributed.fsdp
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        dist.init_process_group(backend, timeout=PATIENCE)
+        dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentProblem(
-            f"rank {found['RANK']} cannot join the {found['WORLD_SIZE']} processes of torchrun at "
-            f"{found['MASTER_ADDR']}:{found['MASTER_PORT']}: {error}. Start them again, or "
+            f"rank {values['RANK']} cannot join the {values['WORLD_SIZE']} processes of torchrun at "
+            f"{values['MASTER_ADDR']}:{values['MASTER_PORT']}: {error}. Start them again, or "
             "quantkit without torchrun."
         ) from error
-    ranks = _Joined(int(found["LOCAL_RANK"]), int(found["LOCAL_WORLD_SIZE"]))
+    ranks = _Joined(int(values["LOCAL_RANK"]), int(values["LOCAL_WORLD_SIZE"]))
     try:
         yield ranks
-        ranks.meet(None)
+        ranks.all_gather(None)
     except BaseException as error:
-        ranks.bid_farewell(error)
+        ranks.send_error(error)
         raise
     finally:
         dist.destroy_process_group()
 
 
 class _Joined(Ranks):
-    """Ranks that meet through torch.distributed: gloo for what is on the host, nccl between GPUs."""
+    """Ranks connected through torch.distributed: gloo on the host, NCCL between GPUs."""
 
     def __init__(self, on_this_host: int, on_host: int) -> None:
         self.number, self.size = dist.get_rank(), dist.get_world_size()
         self.on_host = on_host
         self._on_this_host = on_this_host
-        self._over = False
+        self._ended = False
 
     def device(self, kind: torch.device) -> torch.device:
         if kind.type != "cuda":
@@ -160,17 +162,20 @@ class _Joined(Ranks):
             )
         return torch.device("cuda", self._on_this_host)
 
-    def meet(self, facts: Any) -> list[Any]:
-        return self._exchange({"facts": facts}, PATIENCE)
+    def all_gather(self, facts: Any) -> list[Any]:
+        return self._exchange({"facts": facts}, TIMEOUT)
 
-    def bid_farewell(self, error: BaseException) -> None:
-        """Tell the others of an error that ends this rank; `OtherRankFailed` if an earlier one failed too."""
-        if self._over:
+    def send_error(self, error: BaseException) -> None:
+        """Send an error that ends this rank to the others.
+
+        Raises `OtherRankFailed` if a rank with a lower number failed too.
+        """
+        if self._ended:
             return
         code = error.exit_code if isinstance(error, QuantkitError) else 1
-        # Who cannot be told will miss this rank; what went wrong here matters more.
+        # Unreachable ranks will notice the loss; the error of this rank matters more.
         with suppress(EnvironmentProblem):
-            self._exchange({"error": f"{type(error).__name__}: {error}", "exit_code": code}, FAREWELL)
+            self._exchange({"error": f"{type(error).__name__}: {error}", "exit_code": code}, ERROR_TIMEOUT)
 
     def _exchange(self, message: Mapping[str, Any], limit: timedelta) -> list[Any]:
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
@@ -185,22 +190,22 @@ class _Joined(Ranks):
         ]
         failed = next((rank for rank, one in enumerate(messages) if "error" in one), None)
         if failed is not None:
-            self._over = True
+            self._ended = True
             if failed != self.number:
                 one = messages[failed]
                 raise OtherRankFailed(f"rank {failed} has failed: {one['error']}", one["exit_code"])
         return [one.get("facts") for one in messages]
 
-    def _spread(self, tensor: torch.Tensor, rank: int) -> None:
-        # As bytes: not every library knows every dtype.
+    def _broadcast_tensor(self, tensor: torch.Tensor, rank: int) -> None:
+        # As bytes, because not every backend supports every dtype.
         flat = tensor.contiguous().view(-1).view(torch.uint8)
-        self._wait(lambda: dist.broadcast(flat, src=rank, async_op=True), PATIENCE)
+        self._wait(lambda: dist.broadcast(flat, src=rank, async_op=True), TIMEOUT)
 
     def _wait(self, start: Callable[[], Any], limit: timedelta) -> None:
         try:
             start().wait(limit)
         except RuntimeError as error:
-            self._over = True
+            self._ended = True
             raise EnvironmentProblem(
                 f"rank {self.number} has lost another one, which ended without a word or does not answer: "
                 f"{error}. Look for what it said last, then continue with --resume."

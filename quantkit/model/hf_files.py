@@ -1,4 +1,4 @@
-"""Files that transformers reads: its errors as `CheckpointError`, and no links out of their directory."""
+"""Guard files that transformers reads: explain its errors, and refuse links out of the directory."""
 
 import os
 from collections.abc import Iterator
@@ -16,13 +16,16 @@ from quantkit.memory import is_lack_of_memory
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 _PACKAGE = Path(quantkit.__file__).parent
-#: What quantkit's own calls of Python and torch raise for what files say: numbers that do not fit, such as
-#: probabilities that are none, keys that are not there, and what the disk says.
+#: Errors that Python and torch raise in quantkit's code for bad files: values out of range, such as
+#: probabilities below 0, missing keys, and errors of the disk.
 _OF_FILES = (OSError, ValueError, KeyError, RuntimeError)
 
 
 def whole_directory(source: str | Path) -> Path:
-    """The directory of `source`; `CheckpointError` for a link out of it, which transformers would follow."""
+    """Return the directory of `source`; raise `CheckpointError` for a link out of it.
+
+    transformers would follow the link.
+    """
     directory = resolve(source)
     with explained(source):
         files = sorted(directory.iterdir())
@@ -37,14 +40,14 @@ def whole_directory(source: str | Path) -> Path:
 
 @contextmanager
 def explained(source: str | Path) -> Iterator[None]:
-    """What transformers raises, of many kinds, for files that do not fit each other, as `CheckpointError`.
+    """Context manager: turn errors of transformers about bad files into `CheckpointError`.
 
-    Errors of quantkit's own code are let through, but those that files can lead to.
+    Errors of quantkit's own code pass, except those that bad files can cause.
     """
     try:
         yield
     except BaseException as error:
-        # tokenizers raises plain `Exception`s; panics of its Rust code have a class that none can import.
+        # tokenizers raises plain `Exception`; panics of its Rust code have a class that cannot be imported.
         files = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if not files or isinstance(error, QuantkitError) or is_lack_of_memory(error) or _is_bug(error):
             raise
@@ -61,7 +64,7 @@ def explained(source: str | Path) -> Iterator[None]:
 
 
 def _is_bug(error: BaseException) -> bool:
-    """Whether quantkit's code raised what no file leads to; what is not Python has no frame of its own."""
+    """Return True if quantkit's code raised an error that no file can cause. Only Python code has frames."""
     if isinstance(error, _OF_FILES):
         return False
     frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
@@ -69,10 +72,10 @@ def _is_bug(error: BaseException) -> bool:
 
 
 def _of_the_disk(error: BaseException) -> str:
-    """What the disk said of which file, where transformers raised `error` because of that but kept it."""
+    """Return the disk error behind `error`, in brackets, if transformers hid one; else ""."""
     cause, seen = error.__cause__ or error.__context__, {error}
     while cause is not None and not (isinstance(cause, OSError) and cause.errno is not None):
-        # Whoever raises an old exception again can make a circle of them.
+        # Re-raised exceptions may form a circle.
         seen.add(cause)
         cause = cause.__cause__ or cause.__context__
         cause = None if cause in seen else cause
@@ -80,7 +83,7 @@ def _of_the_disk(error: BaseException) -> str:
 
 
 def read_generation_config(path: Path) -> Any:
-    """What generation_config.json says, None without one; transformers takes one it cannot read for none."""
+    """Read generation_config.json; None without one. transformers would ignore an unreadable one."""
     from transformers import GenerationConfig
 
     return GenerationConfig.from_dict(read_json(path)) if path.is_file() else None

@@ -1,4 +1,4 @@
-"""Where transformers puts each tensor of a file: its own renamings, applied to names alone."""
+"""Map names of stored tensors to parameters of the model, by the renaming rules of transformers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,29 +10,27 @@ if TYPE_CHECKING:
 
 
 def model_names(model: "nn.Module", stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """For each stored name, the model parameter it loads into, and whether it is fused with others there."""
+    """Map each stored name to its model parameter, and to True if it is fused with other tensors there."""
     return {name: (renamed, fused is not None) for name, renamed, fused in _renamed(model, stored)}
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """The place of a stored matrix in a fused parameter: its expert, and how many matrices of that are above
-    it (the up projection is below the gate).
-    """
+    """Place of a stored matrix in a fused parameter: its expert, and its index there (gate 0, up 1)."""
 
     parameter: str
     expert: int
     part: int
 
     def of(self, fused: "torch.Tensor", rows: int) -> "torch.Tensor":
-        """The part's view in `fused` [experts, parts x rows, K]."""
+        """Return the view of this part, [rows, K], in `fused` [experts, parts * rows, K]."""
         return fused[self.expert, self.part * rows : (self.part + 1) * rows]
 
 
 def expert_parts(model: "nn.Module", stored: Iterable[str]) -> dict[str, ExpertPart]:
-    """For each stored name that is joined with those of other experts, where it goes.
+    """Map each stored name that is stacked with other experts to its place.
 
-    Without those that transformers changes in another way when it joins them.
+    Leaves out tensors that transformers changes in other ways too.
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
@@ -47,25 +45,25 @@ def expert_parts(model: "nn.Module", stored: Iterable[str]) -> dict[str, ExpertP
     return {
         name: ExpertPart(parameter, expert, part)
         for (parameter, part), names in experts.items()
-        # In the order that transformers merges them in.
+        # The order in which transformers stacks them.
         for expert, name in enumerate(sorted(names, key=_natural))
     }
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts expert 10 after expert 9."""
+    """Sort key that puts expert 10 after expert 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, str, tuple[Any, str] | None]]:
-    """Each stored name, its new name, and the converter that joins it with others and the pattern."""
+    """Yield each stored name, its new name, and (converter, pattern) if it is fused, else None."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    known = model.state_dict(keep_vars=True)
+    parameters = model.state_dict(keep_vars=True)
     prefix = getattr(model, "base_model_prefix", "")
 
     for name in stored:
@@ -77,7 +75,7 @@ def _renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, s
             if matched is not None:
                 fused = (converter, matched)
                 break
-        if renamed not in known and f"{prefix}.{renamed}" in known:
-            # A file of the bare decoder, without the language-model head around it.
+        if renamed not in parameters and f"{prefix}.{renamed}" in parameters:
+            # A file of the bare decoder, without lm_head.
             renamed = f"{prefix}.{renamed}"
         yield name, renamed, fused

@@ -1,8 +1,8 @@
-"""A checkpoint under the names of its model, where a file has others for the same tensors.
+"""Remove wrapper prefixes from the tensor names of a checkpoint.
 
-Wrappers of training leave their names before or within those of parameters: data parallelism `module.`,
-torch.compile `_orig_mod.`, PEFT `base_model.model.`, FSDP `_fsdp_wrapped_module.`. And where lm_head and the
-embedding share their weights, a file may have them as either; behind this module they are the embedding's.
+Training wrappers leave their names before or inside parameter names: data parallelism `module.`,
+torch.compile `_orig_mod.`, PEFT `base_model.model.`, FSDP `_fsdp_wrapped_module.`. A file may also store a
+tied weight as lm_head; after this module it has the name of the embedding.
 """
 
 import re
@@ -13,25 +13,25 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.structure import Structure, read_structure
 
-#: What wrappers put within names, a part of its own.
+#: Names that wrappers insert as a path component.
 _WITHIN = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-#: A part of the names of weights that an adapter is beside.
+#: Path component of base weights next to an unmerged adapter.
 _UNMERGED = ".base_layer."
 
 
 def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
-    """`checkpoint` under the names of its model, with a note if the file has others, and its structure.
+    """Return `checkpoint` under the names of its model, with a note if they differ, and its structure.
 
-    `CheckpointError` as from `read_structure`.
+    Raises `CheckpointError` as `read_structure` does.
     """
     try:
         structure = read_structure(checkpoint)
     except CheckpointError:
-        found = _without_wrapper(checkpoint)
-        if found is None:
+        unwrapped = _without_wrapper(checkpoint)
+        if unwrapped is None:
             raise
-        checkpoint, structure, taken = found
-        parts = " and ".join(map(repr, taken.values()))
+        checkpoint, structure, removed = unwrapped
+        parts = " and ".join(map(repr, removed.values()))
         note = f"{parts} was taken off the names of the tensors: the model does not have it"
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
     if structure.tied_head is None:
@@ -44,21 +44,22 @@ def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
 
 
 def wrapper(checkpoint: Checkpoint) -> dict[str, str]:
-    """What hides the names of a model's tensors, by a pattern that finds it; empty if nothing is known to."""
-    found = _without_wrapper(checkpoint)
-    return {} if found is None else found[2]
+    """Return the parts that hide the names of the model, by regex that finds them; empty without wrapper."""
+    unwrapped = _without_wrapper(checkpoint)
+    return {} if unwrapped is None else unwrapped[2]
 
 
 def _without_wrapper(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure, dict[str, str]] | None:
-    """The first renaming that gives all parameters of the model a tensor, and what it takes off, by pattern.
+    """Return the first renaming that gives each parameter a tensor; None without one.
 
-    `CheckpointError` for an adapter that was not merged.
+    The result is the renamed checkpoint, its structure, and the removed parts by regex. Raises
+    `CheckpointError` for an unmerged adapter.
     """
-    for names, taken in _candidates(list(checkpoint.tensors)):
+    for names, removed in _candidates(list(checkpoint.tensors)):
         if len(set(names.values())) == len(names):
             renamed = _renamed(checkpoint, names)
             try:
-                return renamed, read_structure(renamed), taken
+                return renamed, read_structure(renamed), removed
             except CheckpointError:
                 continue
     if any(_UNMERGED in name for name in checkpoint.tensors):
@@ -70,7 +71,7 @@ def _without_wrapper(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure, dic
 
 
 def _candidates(names: list[str]) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
-    """Renamings: without the parts of wrappers, then without each prefix that all names share as well."""
+    """Yield renamings: without wrapper parts, then also without each prefix that all names share."""
     parts = sorted({match[0] for name in names for match in _WITHIN.finditer(name)})
     if parts:
         yield {name: _WITHIN.sub("", name) for name in names}, {re.escape(part): part for part in parts}
@@ -79,9 +80,12 @@ def _candidates(names: list[str]) -> Iterator[tuple[dict[str, str], dict[str, st
         : next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     ]
     for end in (match.end() for match in re.finditer(r"\.", shared)):
-        others = {match[0] for name in names for match in _WITHIN.finditer(name[end:])}
-        taken = {f"^{re.escape(shared[:end])}": shared[:end], **{re.escape(one): one for one in others}}
-        yield {name: _WITHIN.sub("", name[end:]) for name in names}, taken
+        parts_inside = {match[0] for name in names for match in _WITHIN.finditer(name[end:])}
+        removed = {
+            f"^{re.escape(shared[:end])}": shared[:end],
+            **{re.escape(one): one for one in parts_inside},
+        }
+        yield {name: _WITHIN.sub("", name[end:]) for name in names}, removed
 
 
 def _renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:

@@ -1,8 +1,8 @@
-"""What the tensors of a checkpoint are: which are linears of the decoder, and what the rest is.
+"""Classify the tensors of a checkpoint: linears of the decoder, and the rest.
 
-The model is built from its config on the meta device, so its own modules say what each tensor is, and
-transformers' own loading rules say which tensor goes where. A new architecture needs nothing here as
-long as its linears are linears.
+The model is built from its config on the meta device. Its modules tell the kind of each tensor, and the
+loading rules of transformers tell which tensor goes where. A new architecture needs no change here if its
+linears are `nn.Linear`.
 """
 
 import inspect
@@ -19,11 +19,11 @@ from quantkit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import nn
 
-#: Last name of a linear that chooses experts: tiny, and wrong choices cost more than its bytes.
+#: Last name component of routers: tiny, and a wrong choice of expert costs more than the bytes saved.
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
 
-#: Last name of a linear whose weight the model reads itself, beside calling it or instead: time steps of
-#: Mamba, the indexers of sparse attention, the router of LongCat. All are small.
+#: Last name component of linears whose weight the model reads directly: time steps of Mamba, indexers of
+#: sparse attention, the router of LongCat. All are small.
 READ_NAMES = frozenset({"dt_proj", "weights_proj", "classifier"})
 
 READ = "the model reads its weight itself, which a packed linear does not have"
@@ -31,7 +31,7 @@ REARRANGED = "transformers splits or joins it when it loads, so its rows are not
 
 _LAYER_COUNT = re.compile(r"(num|n)_(\w+_)?layers?")
 
-#: How transformers writes floats that JSON has no word for.
+#: Tag with which transformers writes floats that JSON cannot express.
 _FLOAT_TAG = "__float__"
 _TAGGED_FLOATS = {name: float(name) for name in ("NaN", "Infinity", "-Infinity")}
 
@@ -40,10 +40,10 @@ Kind = Literal["linear", "experts", "lm_head"]
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of the model, or one fused set of experts.
+    """Linear of the model, or one fused set of experts.
 
-    `module` is its name in the loaded model, `stored` the names of its matrices in the file (one per
-    expert and half for experts), and `shape` the [N, K] of each of them.
+    `module` is its name in the loaded model. `stored` are the names of its matrices in the file, for experts
+    one per expert and half. `shape` is [N, K] of each matrix.
     """
 
     module: str
@@ -54,14 +54,13 @@ class Linear:
 
 @dataclass(frozen=True)
 class Structure:
-    """Linears by module name, and every other tensor's or module's reason to stay dense.
+    """Linears by module name, and for all other tensors and modules the reason to stay dense.
 
     `dense` is keyed by stored tensor. `embedding` is the stored name of the token embedding, from which a
-    tied lm_head takes its weights when the file has none of its own. `unpackable` are the linears and
-    fused experts that stay dense whatever a recipe says, by module name, with their stored names without
-    `.weight`: a reader of the output takes every linear for packed that it is not told is dense.
-    `tied_head` is the stored name of a tied lm_head whose weights the file has under that name alone, and the
-    name of the embedding in the model; else None.
+    tied lm_head takes its weights. `unpackable` are linears and fused experts that are always dense, by
+    module name, with their stored names without `.weight`; readers of the output must be told about them.
+    `tied_head` is set if the file has a tied weight as lm_head only: (its stored name, name of the embedding
+    in the model).
     """
 
     linears: Mapping[str, Linear]
@@ -75,16 +74,19 @@ class Structure:
 def read_structure(checkpoint: Checkpoint) -> Structure:
     """Classify every tensor of `checkpoint`.
 
-    Raises `CheckpointError` when transformers does not know the architecture, when a parameter of the model
-    has no tensor, or when a tensor's shape is not the one the config gives it.
+    Raises `CheckpointError` for an unknown architecture, a parameter without tensor, or a tensor of another
+    shape than in the config.
     """
     check_layer_counts(checkpoint)
     model = meta_model(checkpoint.config, checkpoint.directory)
-    return _classify(model, checkpoint)
+    return _classify_tensors(model, checkpoint)
 
 
 def check_layer_counts(checkpoint: Checkpoint) -> None:
-    """Building a model of as many layers as a config asks for may never end: no layer is without a tensor."""
+    """Raise `CheckpointError` if the config has more layers than the files have tensors.
+
+    Building such a model could take forever.
+    """
     pending: list[Any] = [checkpoint.config]
     while pending:
         node = pending.pop()
@@ -99,9 +101,9 @@ def check_layer_counts(checkpoint: Checkpoint) -> None:
 
 
 def meta_model(config: Mapping[str, Any], directory: Path, *, buffers: bool = False) -> "nn.Module":
-    """The model of a config, without weights; `CheckpointError` if transformers cannot build it.
+    """Build the model of a config without weights; raise `CheckpointError` if transformers cannot.
 
-    With `buffers` those are real, on the CPU: what a model computes once, such as rotary frequencies.
+    With `buffers`, buffers are real, on the CPU: values that a model computes once, such as rope frequencies.
     """
     import torch
     from accelerate import init_empty_weights
@@ -116,8 +118,9 @@ def meta_model(config: Mapping[str, Any], directory: Path, *, buffers: bool = Fa
 
 
 def model_config(config: Mapping[str, Any], directory: Path) -> Any:
-    """transformers' own config of a config.json, with all that it leaves out; `CheckpointError` if it has
-    none.
+    """Return transformers' config for a config.json, with defaults filled in.
+
+    Raises `CheckpointError` for an unknown model type.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -129,7 +132,7 @@ def model_config(config: Mapping[str, Any], directory: Path) -> Any:
 
 
 def _with_floats(value: Any) -> Any:
-    """`value` of a config.json with the floats that transformers wrote as `{"__float__": "Infinity"}`."""
+    """Return `value` of a config.json with tags such as `{"__float__": "Infinity"}` replaced by floats."""
     if isinstance(value, list):
         return [_with_floats(one) for one in value]
     if not isinstance(value, dict):
@@ -148,14 +151,14 @@ def _unknown_model(config: Mapping[str, Any], directory: Path, error: Exception)
     )
 
 
-def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
+def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
     from torch import nn
 
     from quantkit.model.names import model_names
 
     modules = dict(model.named_modules())
     head = _head_name(model, modules)
-    read = head if head is not None and reads_weight(type(model).forward, head) else None
+    head_read = head if head is not None and reads_weight(type(model).forward, head) else None
     decoder = _decoder_prefix(model, modules)
     parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
 
@@ -169,12 +172,12 @@ def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
             dense[stored] = NOT_A_PARAMETER
         elif fused:
             reason = _why_dense_experts(module, leaf, decoder, owner)
-            _file(stored, parameter, reason, gathered, dense)
+            _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and isinstance(module, nn.Linear):
-            reason = READ if owner == read else _why_dense_linear(module, owner, decoder, head)
-            _file(stored, owner, reason, gathered, dense)
+            reason = READ if owner == head_read else _why_dense_linear(module, owner, decoder, head)
+            _sort_in(stored, owner, reason, gathered, dense)
         else:
-            dense[stored] = _what(module, leaf)
+            dense[stored] = _kind_of_dense(module, leaf)
         if stored in dense and not fused and parameter in parameters:
             _check_shape(stored, checkpoint.tensors[stored].shape, parameters[parameter])
 
@@ -183,10 +186,10 @@ def _classify(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
     }
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     if REARRANGED not in dense.values():
-        found = {parameter for parameter, _ in names.values()}
-        _check_complete(model, found, f"{head}.weight" if tied else None, checkpoint)
+        loaded = {parameter for parameter, _ in names.values()}
+        _check_complete(model, loaded, f"{head}.weight" if tied else None, checkpoint)
     embedding = _embedding_name(model, modules, names)
-    packable = head != read and type(modules.get(head or "")) is nn.Linear
+    packable = head != head_read and type(modules.get(head or "")) is nn.Linear
     if tied and packable and head not in linears and embedding is not None:
         assert head is not None
         rows, columns = checkpoint.tensors[embedding].shape
@@ -208,17 +211,17 @@ def _unpackable(
     stored: dict[str, list[str]] = {}
     for name, (parameter, _) in names.items():
         stored.setdefault(parameter, []).append(name.removesuffix(".weight"))
-    found = {}
+    candidates = {}
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
-            found[name] = stored.get(f"{name}.weight", [name])
+            candidates[name] = stored.get(f"{name}.weight", [name])
         elif is_fused_experts(module):
             for leaf in (GATE_UP, DOWN):
-                found[f"{name}.{leaf}"] = stored.get(f"{name}.{leaf}", [])
-    return {name: tuple(of) for name, of in found.items() if name not in linears}
+                candidates[f"{name}.{leaf}"] = stored.get(f"{name}.{leaf}", [])
+    return {name: tuple(of) for name, of in candidates.items() if name not in linears}
 
 
-def _file(
+def _sort_in(
     stored: str, module: str, reason: str | None, gathered: dict[str, list[str]], dense: dict[str, str]
 ) -> None:
     if reason is None and not stored.endswith(".weight"):
@@ -241,7 +244,7 @@ def _linear(
     expected = parameters.get(f"{name}.weight")
     if expected is None:
         kind: Kind = "experts"
-        # A fused parameter is [E, N of all halves, K]; its stored matrices are [N, K] each.
+        # A fused parameter is [E, halves * N, K]; its stored matrices are [N, K] each.
         experts, rows, columns = parameters[name]
         halves = 2 if name.endswith(f".{GATE_UP}") else 1
         expected = (rows // halves, columns)
@@ -266,19 +269,22 @@ def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...])
 
 
 def _check_complete(
-    model: "nn.Module", found: set[str], tied_head: str | None, checkpoint: Checkpoint
+    model: "nn.Module", loaded: set[str], tied_head: str | None, checkpoint: Checkpoint
 ) -> None:
-    """transformers fills what is missing with random numbers, so nothing may be."""
+    """Raise `CheckpointError` if a parameter has no tensor.
+
+    transformers would fill it with random numbers.
+    """
     optional = [
         re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     ]
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    # Of two tied parameters a file may hold either.
-    tied = {tied_head, *ties, *(source for target, source in ties.items() if target in found)}
+    # A file may hold either of two tied parameters.
+    tied = {tied_head, *ties, *(source for target, source in ties.items() if target in loaded)}
     missing = [
         name
         for name, _ in model.named_parameters(remove_duplicate=False)
-        if name not in found and name not in tied and not any(p.search(name) for p in optional)
+        if name not in loaded and name not in tied and not any(p.search(name) for p in optional)
     ]
     if missing:
         raise CheckpointError(
@@ -310,7 +316,7 @@ def _why_dense_experts(module: "nn.Module | None", leaf: str, decoder: str, owne
     return why_not_packable(module)
 
 
-def _what(module: "nn.Module | None", leaf: str) -> str:
+def _kind_of_dense(module: "nn.Module | None", leaf: str) -> str:
     from torch import nn
 
     if module is None:
@@ -328,16 +334,17 @@ def _what(module: "nn.Module | None", leaf: str) -> str:
 
 
 def reads_weight(function: Any, name: str) -> bool:
-    """Whether a function of a model reads the weight of a module of that name itself, as its source says.
+    """Return True if the source of `function` reads the weight of module `name` directly.
 
-    The forward of Mambas asks for the dtype of their head's, and what initializes them for that of a linear.
+    Mamba models do: their forward reads the dtype of lm_head, and their initialization the weight of a
+    linear.
     """
     return f".{name.rpartition('.')[2]}.weight" in _source(function)
 
 
 @lru_cache(256)
 def _source(function: Any) -> str:
-    """The source of a function, which Python reads to its end each time; nothing where there is none."""
+    """Return the source of a function, cached because Python scans the file each time; "" without source."""
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
@@ -370,5 +377,5 @@ def _input_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
 NOT_A_PARAMETER = "not a parameter of the model"
 
 
-#: Weight dtypes that can be quantized. Others (float8 and integers) are some format's codes already.
+#: Weight dtypes that can be quantized. Others (float8, integers) are codes of some format already.
 QUANTIZABLE_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})

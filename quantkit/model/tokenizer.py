@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, what is wrong where it has none, and texts as its tokens."""
+"""Load the tokenizer of a checkpoint, explain failures, and tokenize texts."""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -11,12 +11,11 @@ from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
 from quantkit.model.hf_files import explained, whole_directory
 from quantkit.model.transformers_version import require_transformers
 
-#: Characters that are tokenized at a time: tokenizers take hundreds of bytes for each.
+#: Characters tokenized per call: tokenizers take hundreds of bytes per character.
 TOKENIZED = 1 << 22
 
 TOKENIZER_NAME = "tokenizer.json"
-#: Files that have a vocabulary, by name or ending, and the packages that read them if `tokenizers` alone does
-#: not.
+#: Vocabulary files, by name or ending, and the packages that read them beside `tokenizers`.
 _VOCABULARIES = {
     TOKENIZER_NAME: (),
     "vocab.json": (),
@@ -28,9 +27,9 @@ _VOCABULARIES = {
 
 
 def tokenizer(path: str | Path) -> Any:
-    """The tokenizer in `path`, a directory or a hub id; code in the checkpoint is never run.
+    """Load the tokenizer in `path`, a directory or a hub id; code in the checkpoint is never run.
 
-    `CheckpointError` where its files are missing or cannot be read, `EnvironmentProblem` where a package that
+    Raises `CheckpointError` if its files are missing or unreadable, `EnvironmentProblem` if a package that
     reads them is missing.
     """
     require_transformers()
@@ -38,32 +37,32 @@ def tokenizer(path: str | Path) -> Any:
 
 
 def read_tokenizer(directory: Path, source: str | Path) -> Any:
-    """The tokenizer in `directory`, which errors of transformers call `source`; errors as of `tokenizer`."""
+    """Load the tokenizer in `directory`; errors name `source`. Raises as `tokenizer` does."""
     from transformers import AutoTokenizer
 
-    found = vocabularies(directory)
+    files = vocabularies(directory)
     try:
         with explained(source):
             words = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except CheckpointError as error:
-        plainer = _unusable(directory, found, error)
+        plainer = _unusable(directory, files, error)
         if plainer is error:
             raise
         raise plainer from error
-    # Some classes of transformers build an empty one where there is no file, others need none.
-    if not found and _tokens(words, "a") == _tokens(words, "b"):
+    # Without files, some classes of transformers build an empty tokenizer; others need no files.
+    if not files and _tokens(words, "a") == _tokens(words, "b"):
         raise _missing(directory)
     return words
 
 
 def vocabularies(directory: Path) -> list[Path]:
-    """The files in `directory` that have a vocabulary, sorted."""
-    # Opening a FIFO would wait for who writes to it.
+    """Return the vocabulary files in `directory`, sorted."""
+    # Opening a FIFO would block until a writer opens it.
     return [path for path in sorted(directory.iterdir()) if path.is_file() and _packages(path) is not None]
 
 
 def _packages(path: Path) -> tuple[str, ...] | None:
-    """What reads a file with a vocabulary beside `tokenizers`; None for any other file."""
+    """Return the packages that read a vocabulary file beside `tokenizers`; None for other files."""
     return _VOCABULARIES.get(path.name, _VOCABULARIES.get(path.suffix))
 
 
@@ -76,13 +75,13 @@ def _missing(directory: Path) -> CheckpointError:
     )
 
 
-def _unusable(directory: Path, found: Sequence[Path], error: CheckpointError) -> QuantkitError:
-    """Why no tokenizer loads, given the files with a vocabulary and what transformers raised."""
+def _unusable(directory: Path, files: Sequence[Path], error: CheckpointError) -> QuantkitError:
+    """Explain why a tokenizer does not load, from its vocabulary `files` and transformers' `error`."""
     from tokenizers import Tokenizer
 
-    if not found:
+    if not files:
         return _missing(directory)
-    if (path := directory / TOKENIZER_NAME) in found:
+    if (path := directory / TOKENIZER_NAME) in files:
         try:
             Tokenizer.from_file(str(path))
         except Exception as problem:  # The only class that tokenizers raises.
@@ -90,15 +89,15 @@ def _unusable(directory: Path, found: Sequence[Path], error: CheckpointError) ->
                 f"{path} is not a tokenizer ({problem}). Download it again, or copy the original model's."
             )
         return error
-    lacking = [name for path in found for name in _packages(path) or () if find_spec(name) is None]
+    lacking = [name for path in files for name in _packages(path) or () if find_spec(name) is None]
     if lacking:
         package = lacking[0].replace("_", "-")
         return EnvironmentProblem(
-            f"{directory} has {found[0].name} and no {TOKENIZER_NAME}: reading it takes {package}, which is "
+            f"{directory} has {files[0].name} and no {TOKENIZER_NAME}: reading it takes {package}, which is "
             f"not installed. Install it with `pip install {package}`, or copy a {TOKENIZER_NAME} into the "
             "directory."
         )
-    names = ", ".join(path.name for path in found)
+    names = ", ".join(path.name for path in files)
     cause = " ".join(str(error.__cause__).split())
     return CheckpointError(
         f"{directory}: no tokenizer can be made of {names} ({cause}). Copy all tokenizer files of the "
@@ -107,27 +106,27 @@ def _unusable(directory: Path, found: Sequence[Path], error: CheckpointError) ->
 
 
 def _tokens(words: Any, text: str) -> list[int]:
-    found: list[int] = words(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    ids: list[int] = words(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
-    """The tokens of `text` alone, int64 [n]: no BOS, no EOS, no other special token is added.
+    """Tokenize `text` to [n] int64, without BOS, EOS or other special tokens.
 
-    Lines of up to `TOKENIZED` characters go together. `CheckpointError` for a tokenizer whose files do not
-    fit each other.
+    Takes up to `TOKENIZED` characters per call, cut at line ends. Raises `CheckpointError` for a tokenizer
+    with inconsistent files.
     """
     with explained(getattr(tokenizer, "name_or_path", None) or "the tokenizer"):
-        # verbose=False: windows make the length warning of the tokenizer pointless.
-        found = [
+        # verbose=False: texts are cut into windows, so the length warning does not apply.
+        parts = [
             torch.tensor(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
             for part in _parts(text)
         ]
-        return torch.cat(found).to(torch.int64)
+        return torch.cat(parts).to(torch.int64)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """`text` in parts of up to `TOKENIZED` characters, which end with a line where there is one."""
+    """Yield `text` in parts of up to `TOKENIZED` characters, cut after a line end if there is one."""
     start = 0
     while start == 0 or start < len(text):
         end = start + TOKENIZED

@@ -1,10 +1,10 @@
-"""The transformers versions that quantkit works with."""
+"""Supported versions of transformers."""
 
 from importlib import metadata
 
 from quantkit.errors import EnvironmentProblem
 
-#: Inclusive and exclusive; pyproject.toml says the same.
+#: Inclusive and exclusive bound, as in pyproject.toml.
 MINIMUM, BELOW = (5, 12), (6, 0)
 
 
@@ -17,13 +17,13 @@ def require_transformers() -> None:
 
 def why_unsupported() -> str | None:
     try:
-        found = metadata.version("transformers")
+        version = metadata.version("transformers")
     except metadata.PackageNotFoundError:
-        found = "none"
-    if found != "none" and MINIMUM <= _release(found) < BELOW:
+        version = "none"
+    if version != "none" and MINIMUM <= _release(version) < BELOW:
         return None
     return (
-        f"packed models need transformers >={_text(MINIMUM)},<{_text(BELOW)}; found {found}. "
+        f"packed models need transformers >={_text(MINIMUM)},<{_text(BELOW)}; found {version}. "
         f"Install one with `pip install 'transformers>={_text(MINIMUM)},<{_text(BELOW)}'`."
     )
 

@@ -1,1 +1,1 @@
-"""Run a packed checkpoint: load it through transformers, generate, and serve its modules."""
+"""Run a packed checkpoint: load it through transformers, generate text, and compute on packed weights."""

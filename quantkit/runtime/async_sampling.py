@@ -1,8 +1,11 @@
-"""Generation in which the host never waits for the running step: the end of all texts is seen a step late.
+"""Sample asynchronously: launch the next decoding step before the host knows whether the text has ended.
 
-transformers asks the GPU after each token whether there are more to come, and launches nothing before it
-knows, while the GPU has nothing to do. Here the next step runs already when the host asks, and what it made
-is left out of the result if it was one too many.
+transformers reads "all texts have ended" from the GPU after each token and launches nothing until then, so
+the GPU idles. Here one step is always in flight while the host reads. If it was one step too many, its token
+is dropped.
+
+    host   launch n+1, wait for token n | launch n+2, wait for token n+1 | ...
+    GPU    step n                       | step n+1                       | step n+2
 """
 
 from collections.abc import Callable, Mapping
@@ -16,29 +19,41 @@ from quantkit.runtime.cuda_graphs.capture import Inputs
 from quantkit.runtime.host_copy import HostCopy
 from quantkit.runtime.next_inputs import NextInputs
 
-#: Arguments of `generate`, beside inputs and what a generation config has, with which `sample` does as well.
-_KNOWN = frozenset(
+#: Arguments of `generate` that `sample` supports, apart from fields of a generation config.
+_SUPPORTED = frozenset(
     {"inputs", "input_ids", "attention_mask", "position_ids", "generation_config", "logits_processor"}
     | {"stopping_criteria", "use_model_defaults", "streamer"}
 )
-#: What asks for more than tokens, or for none of what makes them fast, in a generation config.
-_MORE = ("return_dict_in_generate", "stop_strings", "prefill_chunk_size", "disable_compile", "compile_config")
+#: Generation config fields that `sample` does not support: other outputs, stop strings, chunked prefill,
+#: compile.
+_UNSUPPORTED = (
+    "return_dict_in_generate",
+    "stop_strings",
+    "prefill_chunk_size",
+    "disable_compile",
+    "compile_config",
+)
 
 
-def is_enough(asked: Mapping[str, Any], defaults: Any) -> bool:
-    """Whether `sample` does what `generate` is `asked` for; `defaults` is the model's generation config."""
+def is_supported(requested: Mapping[str, Any], defaults: Any) -> bool:
+    """Return True if `sample` can serve a call of `generate` with arguments `requested`.
+
+    `defaults` is the generation config of the model.
+    """
     from transformers.generation import GenerationMode
 
     config = type(defaults)(**defaults.to_dict())
-    given = asked.get("generation_config")
-    if given is not None:
-        config.update(**{name: value for name, value in given.to_dict().items() if value is not None})
-    unknown = config.update(**{name: value for name, value in asked.items() if value is not None})
+    config_argument = requested.get("generation_config")
+    if config_argument is not None:
+        config.update(
+            **{name: value for name, value in config_argument.to_dict().items() if value is not None}
+        )
+    unused = config.update(**{name: value for name, value in requested.items() if value is not None})
     modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
     return (
-        unknown.keys() <= _KNOWN
+        unused.keys() <= _SUPPORTED
         and config.get_generation_mode() in modes
-        and not any(getattr(config, name, None) for name in _MORE)
+        and not any(getattr(config, name, None) for name in _UNSUPPORTED)
     )
 
 
@@ -51,37 +66,39 @@ def sample(
     streamer: Any = None,
     **inputs: Any,
 ) -> torch.Tensor:
-    """`input_ids` int64 [B, T] with what follows, as transformers' own loop: for its `custom_generate`.
+    """Generate with the loop of transformers, one step ahead; passed to `generate` as `custom_generate`.
 
-    `streamer`, which transformers does not pass on, gets each token while the next step runs. If that was one
-    too many, it changed nothing but the cache.
+    `input_ids` is [B, T] int64; returns [B, T + new tokens] int64. `streamer` receives each token while the
+    next step runs; transformers does not pass it on. A surplus last step changes nothing but the cache.
     """
     first = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
     output = model(**first, return_dict=True)
-    # While a GPU runs the prompt, as this looks at all of the model.
+    # Placed here because it walks over the whole model: the GPU runs the prompt meanwhile.
     forward = model.get_compiled_call(getattr(generation_config, "compile_config", None))
     with_ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     most = stopping_criteria.max_length
-    # Of what replays graphs, unless somebody took its place.
+    # Only a forward with CUDA graphs has it; the caller may have replaced that forward.
     following_of: Callable[[], Callable[[Inputs], Any]] | None = getattr(forward, "following", None)
     follow: Callable[[Inputs], Any] | None = None
-    known = NextInputs(model.config, None if following_of is None else most)
+    predicted = NextInputs(model.config, None if following_of is None else most)
     before: list[HostCopy] = []
     with model._optimize_model_for_decode():
         while True:
             if before:
-                # The step before this one, which runs already.
+                # Results of the previous step; the current one runs already.
                 ended, *shown = (copy.get() for copy in before)
                 if streamer is not None:
                     streamer.put(*shown)
                 if ended:
                     break
-            is_known = known.is_proved
-            if not is_known:
+            is_predicted = predicted.is_proved
+            if not is_predicted:
                 inputs = model._update_model_kwargs_for_generation(output, inputs)
-            tokens = _chosen(input_ids, output.logits[:, -1], logits_processor, generation_config.do_sample)
-            # Logits of a long prompt may be large.
+            tokens = _next_tokens(
+                input_ids, output.logits[:, -1], logits_processor, generation_config.do_sample
+            )
+            # Free the logits: for a long prompt they are large.
             del output
             if with_ends:
                 tokens = tokens * unfinished + generation_config._pad_token_tensor * (1 - unfinished)
@@ -93,12 +110,12 @@ def sample(
                     streamer.put(tokens.cpu())
                 break
             before = [HostCopy(one) for one in (unfinished.max() == 0, *[tokens] * (streamer is not None))]
-            if is_known and follow is not None:
-                output = follow(known.advance(tokens, length))
+            if is_predicted and follow is not None:
+                output = follow(predicted.advance(tokens, length))
                 continue
             following = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **inputs)
             following["return_dict"] = True
-            known.compare(following, length)
+            predicted.compare(following, length)
             output = forward(**following)
             follow = None if following_of is None else following_of()
     if streamer is not None:
@@ -106,12 +123,15 @@ def sample(
     return input_ids
 
 
-def _chosen(
+def _next_tokens(
     input_ids: torch.Tensor, logits: torch.Tensor, logits_processor: Any, random: bool
 ) -> torch.Tensor:
-    """A token [B] after each text of `input_ids` [B, T], by its `logits` [B, V] in float32."""
+    """Select the next token of each text: from `input_ids` [B, T] and `logits` [B, V] to [B] int64.
+
+    Processors and sampling compute in float32.
+    """
     if not random and not logits_processor and logits.dtype in ACTIVATION_DTYPES:
-        # They are in the same order as in float32.
+        # Rounding to float32 is exact, so the argmax is the same.
         return likeliest(logits)
     scores = logits_processor(input_ids, logits.to(torch.float32, copy=True))
     if random:

@@ -1,4 +1,4 @@
-"""Whether a model can be recorded as it is now, and whether it is what it was when it was recorded."""
+"""Check if a model can be captured as CUDA graphs, and if it changed since its graphs were captured."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,32 +11,42 @@ from quantkit.runtime.tensor_parallel import why_ranks_unfit
 
 
 def modules_of(model: Any) -> list[Any]:
-    """What `model.modules()` has, in another order and in a third of the time: each prompt waits for it."""
-    found: dict[Any, None] = {}
-    left = [model]
-    for module in left:
-        if module is not None and module not in found:
-            found[module] = None
-            left += module._modules.values()
-    return list(found)
+    """List the modules of `model`, as `model.modules()` but in another order and in a third of its time.
+
+    Every prompt calls this.
+    """
+    modules: dict[Any, None] = {}
+    pending = [model]
+    for module in pending:
+        if module is not None and module not in modules:
+            modules[module] = None
+            pending += module._modules.values()
+    return list(modules)
 
 
 def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
-    """What a graph of `model` depends on besides its inputs: its `modules`, and where their tensors lie."""
+    """Return a key that changes with anything a graph of `model` depends on besides its inputs.
+
+    It covers `modules`, the addresses of their tensors and kernel layouts, options of the config, and the
+    forced kernel.
+    """
     states = tuple((id(module), module.training) for module in modules)
-    held = (group for module in modules for group in (module._parameters, module._buffers) if group)
+    groups = (group for module in modules for group in (module._parameters, module._buffers) if group)
     tensors = tuple(
-        local(tensor).data_ptr() for group in held for tensor in group.values() if tensor is not None
+        local(tensor).data_ptr() for group in groups for tensor in group.values() if tensor is not None
     )
     packed = (module for module in modules if isinstance(module, PackedModule))
     layouts = tuple(address for module in packed for address in module.layout_addresses())
-    # What the config asks for beside logits.
-    asked = tuple(name for name, value in vars(model.config).items() if value and "output_" in name)
-    return states, tensors, layouts, asked, model.config._attn_implementation, forced_row()
+    # Outputs other than logits that the config turns on.
+    requested = tuple(name for name, value in vars(model.config).items() if value and "output_" in name)
+    return states, tensors, layouts, requested, model.config._attn_implementation, forced_row()
 
 
 def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
-    """None if steps of `model`, with these `modules`, may be recorded, else the reason and what to do."""
+    """Return None if steps of `model` can be captured, else the reason and the remedy.
+
+    `modules` are all modules of `model`.
+    """
     if model.training:
         return "the model is in training mode; call model.eval()"
     if (reason := why_ranks_unfit(modules)) is not None:
@@ -50,7 +60,7 @@ def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
         return "adapters may change what it computes from step to step; unload them where they are not needed"
     for module in modules:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            # Those of transformers do nothing until somebody asks for outputs.
+            # Hooks of transformers do nothing until extra outputs are requested.
             if hooks and any(_package(hook) != "transformers" for hook in hooks.values()):
                 name = next(name for name, one in model.named_modules() if one is module)
                 return f"a hook of {name or type(module).__name__!r} is to be called at each; remove it"
@@ -58,7 +68,7 @@ def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
 
 
 def _devices_of(modules: Sequence[Any]) -> set[torch.device]:
-    """Where parameters of `modules` are; words that kernel layouts hold are nowhere."""
+    """Return the devices of parameters of `modules`; skip freed words, which are on meta."""
     parameters = (one for module in modules for one in module._parameters.values() if one is not None)
     return {one.device for one in parameters if not one.is_meta}
 

@@ -1,4 +1,4 @@
-"""Text from a model, streamed, with what it took."""
+"""Generate text from a model, streamed, with token counts and times."""
 
 import inspect
 import time
@@ -13,21 +13,21 @@ from quantkit.errors import UsageError
 from quantkit.kernels.ops.argmax import likeliest
 from quantkit.runtime.host_copy import HostCopy
 
-#: The model ended the text; as many tokens as were asked for; the model has no more positions.
+#: Reasons for the end of a text: an end token, `max_new_tokens` reached, no positions left in the model.
 ENDS = (END_OF_TEXT, MAX_NEW_TOKENS, POSITIONS) = ("end_of_text", "max_new_tokens", "positions")
 
-#: Below, logits over it may be beyond float32, and the likeliest token is the only one with a chance.
+#: Below this temperature, logits / temperature may overflow float32; then the argmax token is taken.
 _LEAST_TEMPERATURE = 1e-30
 
-#: What models call their cache, by the version of transformers; until 5.23 Mambas had a name of their own.
+#: Names of the cache argument in models of transformers; until 5.23 Mamba models had their own.
 CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated, and in how many seconds: the prompt's forward, then one per token.
+    """Generated text with its tokens and times: seconds of the prefill, then of all decoding steps.
 
-    `end` is why there is no more: one of `ENDS`.
+    `end` is the reason for the end of the text, one of `ENDS`.
     """
 
     text: str
@@ -43,12 +43,12 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed. The first token comes out of the prompt's forward and is not counted."""
+        """Decoding speed. The first token comes from the prefill and is not counted."""
         decoded = len(self.tokens) - 1
         return decoded / self.decode_seconds if decoded > 0 and self.decode_seconds > 0 else 0.0
 
 
-#: Pieces of text as they come, and in the end what it took.
+#: Yields pieces of text; returns the `Generation`.
 Chunks = Generator[str, None, Generation]
 
 
@@ -63,7 +63,7 @@ def generate(
     kv_cache: str | None = None,
     on_text: Callable[[str], object] | None = None,
 ) -> Generation:
-    """Continue `prompt`; `on_text` gets each piece of text as it comes. Arguments as for `stream`."""
+    """Continue `prompt`; call `on_text` with each piece of text. Other arguments: see `stream`."""
     chunks = stream(
         model,
         tokenizer,
@@ -77,7 +77,7 @@ def generate(
 
 
 def collect(chunks: Chunks, on_text: Callable[[str], object] | None = None) -> Generation:
-    """What `stream` returned, read to its end; `on_text` gets each piece of text as it comes."""
+    """Read `chunks` of `stream` to the end and return its `Generation`; call `on_text` with each piece."""
     while True:
         try:
             text = next(chunks)
@@ -98,12 +98,12 @@ def stream(
     seed: int = 0,
     kv_cache: str | None = None,
 ) -> Chunks:
-    """The continuation of `prompt` piece by piece; the generator returns the `Generation`.
+    """Yield the continuation of `prompt` piece by piece; the generator returns the `Generation`.
 
-    Greedy at temperature 0, else sampled with `seed`. Ends after `max_new_tokens`, at an end-of-text token
-    of the model's generation config, or when the model has no positions left. `kv_cache` is the format of
-    the KV cache, one of `kv_cache.KV_SCHEMES`, by default the dtype of the model. Raises `UsageError` for a
-    prompt without tokens or too long, or arguments out of range, before the first piece is asked for.
+    Decodes greedily at temperature 0, else samples with `seed`. Ends after `max_new_tokens`, at an
+    end-of-text token of the generation config, or at the last position of the model. `kv_cache` is a format
+    of `kv_cache.KV_SCHEMES`; by default the KV cache has the dtype of the model. Raises `UsageError` before
+    the first piece: for a prompt that is empty or too long, and for arguments out of range.
     """
     if max_new_tokens < 1 or not temperature >= 0:
         raise UsageError(
@@ -124,7 +124,7 @@ def stream(
     if ids.shape[1] == 0:
         raise UsageError("the prompt has no tokens; write something.")
     prompt_tokens = ids.shape[1]
-    # Past its positions a model was never trained: stop there instead of going on with noise.
+    # A model is not trained past its positions: stop there, as further text is noise.
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and prompt_tokens >= positions:
         raise UsageError(
@@ -134,11 +134,11 @@ def stream(
     if positions is not None and positions - prompt_tokens < room:
         room, end = positions - prompt_tokens, POSITIONS
     generator = torch.Generator(device=ids.device).manual_seed(seed)
-    return _decoded(model, tokenizer, ids, room, end, temperature, generator, packed_cache)
+    return _decode(model, tokenizer, ids, room, end, temperature, generator, packed_cache)
 
 
 @torch.no_grad()
-def _decoded(
+def _decode(
     model: Any,
     tokenizer: Any,
     ids: torch.Tensor,
@@ -148,9 +148,9 @@ def _decoded(
     generator: torch.Generator,
     cache: Any,
 ) -> Chunks:
-    """Up to `room` tokens after `ids` [1, P], where `end` is why they are no more.
+    """Decode up to `room` tokens after `ids` [1, P] int64; `end` is the reason if `room` is reached.
 
-    `cache` is the packed one, None for that of the model.
+    `cache` is a packed KV cache, or None for the default cache of the model.
     """
     prompt_tokens = ids.shape[1]
     ends = _end_tokens(model)
@@ -164,23 +164,23 @@ def _decoded(
         graphed = None if cache is None else graphed
     only_last = last_logits(model)
 
-    def follow(tokens: torch.Tensor, run: Any) -> torch.Tensor:
+    def step(tokens: torch.Tensor, run: Any) -> torch.Tensor:
         nonlocal cache
         output = run(input_ids=tokens, use_cache=True, **{name: cache}, **only_last)
         cache = getattr(output, name, None)
         if cache is None:
             raise UsageError(f"{type(model).__name__} returns no {name}; use its own generate().")
-        return _choose(output.logits[:, -1], temperature, generator)
+        return _select(output.logits[:, -1], temperature, generator)
 
     started = time.perf_counter()
-    chosen, prefilled = follow(ids, model), None
-    # While a GPU runs the prompt, as this looks at all of the model.
+    token_id, prefilled = step(ids, model), None
+    # Placed here because it walks over the whole model: the GPU runs the prompt meanwhile.
     forward = model if graphed is None else graphed.renew()
     while True:
-        # A GPU runs the next step while the host waits for this token, which may have been the last.
-        answer = HostCopy(chosen)
-        ahead = follow(chosen, forward) if chosen.is_cuda and len(text.tokens) + 1 < room else None
-        token = int(answer.get())
+        # The GPU runs the next step while the host reads this token, which may have been the last.
+        copy = HostCopy(token_id)
+        next_token = step(token_id, forward) if token_id.is_cuda and len(text.tokens) + 1 < room else None
+        token = int(copy.get())
         now = time.perf_counter()
         prefilled = now if prefilled is None else prefilled
         last = token in ends or len(text.tokens) + 1 >= room
@@ -189,7 +189,7 @@ def _decoded(
             yield piece
         if last:
             break
-        chosen = follow(chosen, forward) if ahead is None else ahead
+        token_id = step(token_id, forward) if next_token is None else next_token
     return Generation(
         text.text,
         tuple(text.tokens),
@@ -201,18 +201,18 @@ def _decoded(
 
 
 def cache_name(model: Any) -> str:
-    """What `model` calls the cache that it takes and returns."""
-    known = inspect.signature(model.forward).parameters
-    return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
+    """Return the name of the cache argument of `model.forward`."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
 
 
 def last_logits(model: Any) -> dict[str, int]:
-    """What `model` is called with for the logits of the last position alone, if it knows how to."""
+    """Return the arguments that request logits of the last position only; empty without such an option."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
-def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    """The next token, int64 [1, 1], from logits [1, V]."""
+def _select(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
+    """Select the next token: from logits [1, V] to [1, 1] int64."""
     if temperature < _LEAST_TEMPERATURE:
         return likeliest(logits)[:, None]
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
@@ -227,18 +227,18 @@ def _end_tokens(model: Any) -> frozenset[int]:
 
 
 class _TextOf:
-    """Text of a growing list of tokens, piece by piece.
+    """Detokenizer that returns the text of each new token.
 
-    A character may need several tokens, and a token's text may depend on the one before it. So each
-    piece is the difference between the texts of the last tokens with and without the new ones, held back
-    while it ends in the middle of a character.
+    A character may need several tokens, and the text of a token may depend on the token before it. So each
+    piece is a difference: the text of the last tokens with the new ones, minus the text without them. A piece
+    that ends inside a character is delayed until the character is complete.
     """
 
     def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
         self.tokens: list[int] = []
         self.text = ""
         self._tokenizer = tokenizer
-        # The prompt's end comes along: the first new token is in the middle of a text, not its beginning.
+        # Start with the last 8 prompt tokens: the first new token continues a text.
         self._all = prompt[-8:]
         self._context = 0
         self._shown = len(self._all)
@@ -252,7 +252,7 @@ class _TextOf:
             return ""
         piece = after[len(before) :]
         if piece:
-            # A special token has no text and would hide that a word came before it.
+            # A special token has no text, so as context it would hide the word before it.
             self._context = self._shown
         self._shown = len(self._all)
         self.text += piece

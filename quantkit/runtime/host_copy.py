@@ -1,4 +1,4 @@
-"""Copies of small tensors on the host, for which no running step is waited for."""
+"""Copy small tensors to the host without waiting for the running step."""
 
 from functools import lru_cache
 from typing import Any
@@ -8,18 +8,19 @@ import torch
 
 @lru_cache(maxsize=64)
 def _copies_of(device: torch.device) -> Any:
-    """The stream of `device` on which numbers are copied to the host, beside what computes.
+    """Return the CUDA stream of `device` for copies to the host; kernels run on others.
 
-    Of high priority, as torch has a few streams of each, handed out in turn: no graph is recorded on it.
+    It has high priority: torch hands out a few streams per priority in turn, and graphs are captured on
+    streams of normal priority.
     """
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class HostCopy:
-    """A copy of `tensor` on the host: asked for now, waited for later.
+    """Copy of `tensor` on the host: started now, awaited in `get`.
 
-    The host waits for what was launched before this, not for what is launched after, which does not wait for
-    the copy. So nothing may write to `tensor` before `get`. Not for what is recorded as a CUDA graph.
+    `get` waits for launches before this one only; later launches do not wait for the copy. So nothing may
+    write to `tensor` before `get`. Not usable inside a CUDA graph.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -29,16 +30,16 @@ class HostCopy:
             self._copy.copy_(tensor)
             return
         side = _copies_of(tensor.device)
-        # Not the current stream, which is one of the current device.
+        # Pass the device: without it, torch takes the stream of the current device.
         side.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(side):
             self._copy.copy_(tensor, non_blocking=True)
-        # Whoever frees its memory does not know of the copy.
+        # The allocator must not reuse this memory before the copy has ended.
         tensor.record_stream(side)
         self._event = side.record_event()
 
     def get(self) -> torch.Tensor:
-        """The copy."""
+        """Return the copy on the host, of the shape and dtype of `tensor`."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy

@@ -1,4 +1,4 @@
-"""Load a packed or dense checkpoint as a transformers model that is ready for inference."""
+"""Load a packed or dense checkpoint as a transformers model, ready for inference."""
 
 import gc
 from collections.abc import Mapping
@@ -30,18 +30,20 @@ def load(
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | Path | None = None,
 ) -> Any:
-    """The causal language model in `path`, a directory or a hub id, packed weights staying packed.
+    """Load the causal language model in `path`, a directory or a hub id; packed weights stay packed.
 
-    It is what `from_pretrained` of transformers makes of a packed checkpoint, with arguments checked and
-    errors explained. The model is in evaluation mode, with kernel layouts built where the weights are. On one
-    GPU, `generate` decodes with a static cache and CUDA graphs unless it is told otherwise (`decoding.py`),
-    also for a dense checkpoint. `device` "auto" is the first GPU if there is one, else the CPU. `device_map`,
-    `max_memory` and `offload_folder` are those of `from_pretrained` and place a model that does not fit one
-    device. `dtype` is that of activations and dense weights: float32, bfloat16 or float16, by default, or for
-    "auto", the one in config.json; scales keep their own. Code in the checkpoint is never run.
+    Calls `from_pretrained` of transformers, with arguments checked and errors explained. The model is in
+    evaluation mode, and kernel layouts are built on the device of the weights. On one GPU, `generate` decodes
+    with a static cache and CUDA graphs unless its arguments say otherwise, also for a dense checkpoint
+    (`decoding.py`).
 
-    Raises `CheckpointError` for a checkpoint that breaks the rules of its format or lacks tensors,
-    `UsageError` for contradicting arguments, `EnvironmentProblem` for an unsupported transformers.
+    `device` "auto" is the first GPU if there is one, else the CPU. `device_map`, `max_memory` and
+    `offload_folder` are passed to `from_pretrained`, for a model that does not fit one device. `dtype` is the
+    dtype of activations and dense weights: float32, bfloat16 or float16. None and "auto" take it from
+    config.json. Scales keep their own dtype. Code in the checkpoint is never run.
+
+    Raises `CheckpointError` for a checkpoint that breaks its format or lacks tensors, `UsageError` for
+    contradicting arguments, `EnvironmentProblem` for an unsupported transformers.
     """
     if device_map is not None and str(device) != "auto":
         raise UsageError(
@@ -53,7 +55,8 @@ def load(
     check_layer_counts(Checkpoint.open(directory))
     placed = pick_device(device)
     if placed.type == "cuda":
-        # Graphs are attributes of their model, which therefore waits for a collection when it is let go of.
+        # CUDA graphs and their model refer to each other: only a collection frees the memory of a former
+        # model.
         gc.collect()
     placement: dict[str, Any] = {"device_map": device_map or {"": placed}}
     if max_memory is not None:
@@ -61,22 +64,22 @@ def load(
     if offload_folder is not None:
         placement["offload_folder"] = str(offload_folder)
     with enough_memory(str(path), _LESS), explained(path):
-        return _loaded(directory, dtype="auto" if activations is None else activations, **placement)
+        return _from_pretrained(directory, dtype="auto" if activations is None else activations, **placement)
 
 
 def load_unfinished(directory: Path, config: Mapping[str, Any], device: torch.device) -> Any:
-    """The model in `directory`, whose config.json is not there yet but will be `config`, in float32.
+    """Load the model in `directory` in float32, with `config` in place of a config.json not yet written.
 
-    What a run is about to finish is tried out with it. Raises as `load` does.
+    Used to try out a checkpoint before its run finishes. Raises as `load` does.
     """
     with enough_memory(str(directory), _LESS), explained(directory):
         parsed = model_config(config, directory)
         parsed.quantization_config = config["quantization_config"]
-        return _loaded(directory, config=parsed, dtype=torch.float32, device_map={"": device})
+        return _from_pretrained(directory, config=parsed, dtype=torch.float32, device_map={"": device})
 
 
-def _loaded(directory: Path, **options: Any) -> Any:
-    """What transformers makes of `directory`, complete and in evaluation mode."""
+def _from_pretrained(directory: Path, **options: Any) -> Any:
+    """Call `from_pretrained` for `directory`; refuse missing tensors; return the model in evaluation mode."""
     register_plugin()
     from transformers import AutoModelForCausalLM
 
@@ -92,24 +95,24 @@ def _loaded(directory: Path, **options: Any) -> Any:
     model.eval()
     from quantkit.runtime.transformers.patches import generation
 
-    # Dense models as well, which the plug-in does not see.
+    # Needed for dense models, which the plug-in does not see.
     generation.apply(model)
     return model
 
 
-def _activation_dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that is asked for, also by its name; None for that of config.json."""
+def _activation_dtype(requested: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the requested dtype, given as dtype or name; None for the dtype of config.json."""
     names: dict[object, torch.dtype | None] = {"auto": None, None: None}
     names |= {str(one).removeprefix("torch."): one for one in ACTIVATION_DTYPES}
     names |= {one: one for one in ACTIVATION_DTYPES}
-    if asked not in names:
-        known = ", ".join(map(str, ACTIVATION_DTYPES))
-        raise UsageError(f"dtype is {asked!r}; expected {known}, or None for that of config.json.")
-    return names[asked]
+    if requested not in names:
+        names_text = ", ".join(map(str, ACTIVATION_DTYPES))
+        raise UsageError(f"dtype is {requested!r}; expected {names_text}, or None for that of config.json.")
+    return names[requested]
 
 
 def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:
-    """transformers fills what is missing with random numbers and goes on with a warning."""
+    """Raise `CheckpointError` if tensors are missing: transformers only warns and fills in random numbers."""
     missing = sorted(info["missing_keys"])
     if not missing:
         return

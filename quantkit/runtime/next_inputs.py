@@ -1,8 +1,8 @@
-"""Inputs of a decoding step made from those of the step before.
+"""Advance the inputs of a decoding step from the inputs of the step before.
 
-transformers prepares each step anew, by some 40 small operations and a walk over the config, to add one
-column to a mask and 1 to positions. The host needs longer for that than a GPU for a step of a 1B model. Here
-the same tensors are advanced, once two steps have shown that they are then what transformers makes.
+transformers prepares each step anew: some 40 small operations and a walk over the config, to add one column
+to a mask and 1 to positions. On the host that takes longer than a GPU needs for a step of a 1B model. Here
+the tensors are advanced directly, after 2 steps have shown that both ways give equal inputs.
 """
 
 from collections.abc import Mapping
@@ -15,72 +15,78 @@ from quantkit.runtime.host_copy import HostCopy
 
 #: Inputs that count tokens.
 _POSITIONS = ("position_ids", "cache_position")
-#: Steps in a row that have to be as foreseen.
+#: Successive steps that must be predicted right before predictions are used.
 _PROOFS = 2
 
 
 class NextInputs:
-    """The inputs of the steps of one generation: `advance` foresees them, `compare` checks what it foresees.
+    """Predicts the inputs of each step of one generation: `advance` predicts, `compare` checks predictions.
 
-    It never `is_proved` for texts that grow longer than a window of attention, whose masks lose columns.
+    `is_proved` stays False for texts that may outgrow an attention window, because such masks lose columns.
     """
 
     def __init__(self, config: Any, most: int | None) -> None:
-        """For texts of up to `most` tokens, prompt included, None for any number; `config` is the model's."""
+        """Predict for texts of up to `most` tokens, prompt included; None means no limit.
+
+        `config` is the config of the model.
+        """
         text = config.get_text_config(decoder=True)
         windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
         is_bounded = most is not None and all(window is None or window >= most for window in windows)
-        #: None while it is not known.
+        #: None while undecided.
         self._is_right: bool | None = None if is_bounded else False
         self._last: Inputs | None = None
         self._proofs: list[HostCopy] = []
 
     @property
     def is_proved(self) -> bool:
-        """Whether enough steps were as foreseen. Does not wait for the step that runs."""
+        """Return True if the last 2 steps were predicted right. Does not wait for the running step."""
         if self._is_right is None and len(self._proofs) == _PROOFS:
             self._is_right = all(bool(proof.get()) for proof in self._proofs)
         return self._is_right is True
 
     def compare(self, prepared: Inputs, length: int) -> None:
-        """Take what transformers prepared for a step, and compare it with what would have been foreseen.
+        """Compare the inputs `prepared` by transformers for a step with the prediction, and keep them.
 
-        `length` is the number of tokens of each text, with that which the step gets.
+        `length` is the number of tokens of each text, including the one the step receives.
         """
         if self._is_right is False:
             return
         if self._last is not None:
-            found = _advanced(self._last, prepared["input_ids"], length)
-            if outline(found) != outline(prepared):
+            predicted = _advanced(self._last, prepared["input_ids"], length)
+            if outline(predicted) != outline(prepared):
                 self._is_right = False
                 return
-            pairs = zip(tensors_of(found), tensors_of(prepared), strict=True)
-            self._proofs.append(HostCopy(torch.stack([(one == other).all() for one, other in pairs]).all()))
+            pairs = zip(tensors_of(predicted), tensors_of(prepared), strict=True)
+            self._proofs.append(HostCopy(torch.stack([(one == exact).all() for one, exact in pairs]).all()))
         self._last = prepared
 
     def advance(self, tokens: torch.Tensor, length: int) -> Inputs:
-        """The inputs of the step that gets `tokens` int64 [B], of texts of `length` tokens with these."""
+        """Return the inputs of the step that receives `tokens` [B] int64.
+
+        `length` is the number of tokens of each text, `tokens` included.
+        """
         assert self._last is not None
         self._last = _advanced(self._last, tokens[:, None], length)
         return self._last
 
 
 def _advanced(inputs: Mapping[str, Any], tokens: torch.Tensor, length: int) -> Inputs:
-    """The inputs of the step after that of `inputs`, which gets `tokens` [B, 1]; `inputs` do not change."""
-    found = {name: _next(name, value, length) for name, value in inputs.items()}
-    return found | {"input_ids": tokens}
+    """Return the inputs of the step after `inputs`, with `tokens` [B, 1] int64; does not modify `inputs`."""
+    advanced = {name: _next(name, value, length) for name, value in inputs.items()}
+    return advanced | {"input_ids": tokens}
 
 
 def _next(name: str, value: Any, length: int) -> Any:
     if isinstance(value, Mapping):
-        # Masks of each kind of layer.
+        # One mask per kind of layer.
         return {kind: _next(name, part, length) for kind, part in value.items()}
     if not isinstance(value, torch.Tensor):
         return value
     if name in _POSITIONS:
         return value + 1
     if name == "attention_mask" and value.ndim == 4 and length <= value.shape[-1]:
-        # Of booleans or of numbers that are added to scores.
+        # The mask is boolean, or additive with 0 for visible.
         mask = value.clone()
         mask[..., length - 1] = value.dtype == torch.bool
         return mask

@@ -1,4 +1,4 @@
-"""Packed stand-ins for the fused experts modules of transformers."""
+"""Packed replacements for the fused experts modules of transformers."""
 
 from collections.abc import Iterator
 
@@ -23,17 +23,17 @@ from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec
 
-#: Where the layout of all matrices of a parameter is kept; those of single ones have numbers from 0 on.
+#: Key of the layout of all matrices of a parameter together; single matrices have keys from 0 on.
 _ALL = -1
 
 
 class PackedExperts(PackedModule):
     """Fused experts with packed weights: `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
 
-    The gate and up halves are separate packed matrices [I, H] one above the other, as merging per-expert
-    tensors leaves them, so the zero-points (packed along N) of one half never share a word with the
-    other's. Entries of the state dict, container compressed-tensors: `gate_up_proj_packed` [E, 2I, W],
-    `_scale` [E, 2I, G], `_zero_point` [E, 2Z, G], `_shape` [E, 4], and the same for `down_proj`.
+    Gate and up are separate packed matrices [I, H], stacked along N, as merging per-expert tensors leaves
+    them. So a word of zero-points (packed along N) never holds rows of both. Entries of the state dict,
+    container compressed-tensors: `gate_up_proj_packed` [E, 2I, W] int32, `_scale` [E, 2I, G], `_zero_point`
+    [E, 2Z, G], `_shape` [E, 4]; `down_proj` has the same.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PackedExperts(PackedModule):
     def replacing(
         cls, experts: FusedExperts, gate_up_scheme: Scheme, down_scheme: Scheme, container: Container
     ) -> "PackedExperts":
-        """An uninitialised stand-in for `experts`, for which `why_not_packable` must be None."""
+        """Create an uninitialised replacement for `experts`; `why_not_packable` must return None."""
         count, hidden, intermediate = experts.down_proj.shape
         return cls(
             (count, hidden, intermediate),
@@ -96,9 +96,9 @@ class PackedExperts(PackedModule):
         return specs
 
     def packed(self, parameter: str, expert: int) -> tuple[PackedTensor, ...]:
-        """The matrices of one expert: (gate, up) for `gate_up_proj`, (down,) for `down_proj`."""
+        """Return the matrices of one expert: (gate, up) for `gate_up_proj`, (down,) for `down_proj`."""
         return tuple(
-            self._packed(parameter, index, matrix) for index, matrix in self._numbered(parameter, expert)
+            self._packed(parameter, index, matrix) for index, matrix in self._indexed(parameter, expert)
         )
 
     def dense_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -117,18 +117,19 @@ class PackedExperts(PackedModule):
             matrices = list(self._all_matrices(parameter))
             layouts = [self._layout(parameter, i, matrix, dtype) for i, matrix in enumerate(matrices)]
             if matrices:
-                self._release(parameter, matrices, layouts)
+                self._free(parameter, matrices, layouts)
 
     def is_grouped(self, dtype: torch.dtype) -> bool:
-        """Whether activations of `dtype` are multiplied with all their experts at once."""
+        """Return True if activations of `dtype` use grouped GEMMs, one launch for all experts."""
         return all(self._grouped_layout(parameter, dtype) is not None for parameter in (GATE_UP, DOWN))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Weighted sum of the chosen experts: [T, H] from [T, H] and [T, k] indices and weights.
+        """Return the weighted sum of the top-k experts, [T, H] in the dtype of `hidden_states` [T, H].
 
-        An index that is not below the number of experts stands for none, as in transformers.
+        `top_k_index` [T, k] integer and `top_k_weights` [T, k] come from the router. An index >= the number
+        of experts means no expert, as in transformers.
         """
         x = autocast(hidden_states)
         gate_up = self._grouped_layout(GATE_UP, x.dtype)
@@ -141,7 +142,9 @@ class PackedExperts(PackedModule):
         return weigh_pairs(y, top_k_index, top_k_weights, gate_up.experts).to(hidden_states.dtype)
 
     def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
-        """Whether derivatives are asked for, which only products with one expert after the other have."""
+        """Return True, and warn, if x [T, H] or `weights` [T, k] need gradients.
+
+        Only the loop over experts supports them."""
         trained = is_transformed(x) or (
             torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
         )
@@ -157,10 +160,10 @@ class PackedExperts(PackedModule):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         out = torch.zeros_like(hidden_states)
-        slots = top_k_index.shape[1]
+        top_k = top_k_index.shape[1]
         chosen = top_k_index.flatten()
         order = chosen.argsort(stable=True)
-        # The only synchronisation with the device in the layer.
+        # The only synchronisation with the device in this layer.
         counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts].tolist()
         start = 0
         for expert, count in enumerate(counts):
@@ -168,8 +171,8 @@ class PackedExperts(PackedModule):
                 continue
             pairs = order[start : start + count]
             start += count
-            tokens = pairs // slots
-            weights = top_k_weights[tokens, pairs % slots, None]
+            tokens = pairs // top_k
+            weights = top_k_weights[tokens, pairs % top_k, None]
             gate, up = self._project(GATE_UP, expert, hidden_states[tokens])
             (down,) = self._project(DOWN, expert, self.act_fn(gate) * up)
             out.index_add_(0, tokens, (down * weights).to(out.dtype))
@@ -183,8 +186,8 @@ class PackedExperts(PackedModule):
         )
 
     def _grouped_layout(self, parameter: str, dtype: torch.dtype) -> ExpertsLayout | None:
-        """The layouts of all matrices of `parameter`, None where experts are multiplied with one by one."""
-        return self._kept(parameter, _ALL, dtype, lambda: self._build_grouped(parameter, dtype))
+        """Return the layout of all matrices of `parameter` for grouped GEMMs; None to loop over experts."""
+        return self._cached(parameter, _ALL, dtype, lambda: self._build_grouped(parameter, dtype))
 
     def _build_grouped(self, parameter: str, dtype: torch.dtype) -> ExpertsLayout | None:
         weights = [self._packed(parameter, i, m) for i, m in enumerate(self._all_matrices(parameter))]
@@ -196,12 +199,12 @@ class PackedExperts(PackedModule):
         return super()._layout(parameter, index, matrix, dtype) if grouped is None else grouped.of(index)
 
     def _all_matrices(self, parameter: str) -> Iterator[Matrix]:
-        # A rank of several may have some of the experts.
+        # A tensor-parallel rank may hold only some of the experts.
         for expert in range(self._words(parameter).shape[0]):
             yield from self._matrices(parameter, expert)
 
-    def _numbered(self, parameter: str, expert: int) -> Iterator[tuple[int, Matrix]]:
-        """The matrices of an expert with their numbers among those of all."""
+    def _indexed(self, parameter: str, expert: int) -> Iterator[tuple[int, Matrix]]:
+        """Enumerate the matrices of `expert` by their index among the matrices of all experts."""
         matrices = list(self._matrices(parameter, expert))
         return enumerate(matrices, start=len(matrices) * expert)
 
@@ -211,12 +214,12 @@ class PackedExperts(PackedModule):
             self._columns[parameter],
             1 + (parameter == GATE_UP),
         )
-        # Parts without rows, such as column scales, lie one after the other for the halves too.
+        # Parts without rows, such as column scales, are stacked per half as well.
         for parts in zip(*[part[expert].chunk(halves) for part in self._parts(parameter)], strict=True):
             yield Matrix.of(parts, scheme, columns)
 
     def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:
         x = autocast(x)
         return [
-            self._product(parameter, index, matrix, x) for index, matrix in self._numbered(parameter, expert)
+            self._product(parameter, index, matrix, x) for index, matrix in self._indexed(parameter, expert)
         ]

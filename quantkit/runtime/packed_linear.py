@@ -1,4 +1,4 @@
-"""Which modules of a model have a packed stand-in, and the one for linear layers."""
+"""Packed replacement for linear layers."""
 
 from dataclasses import replace
 from typing import Any, Protocol
@@ -15,23 +15,23 @@ from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec, local
 
 
 class SharesInput(Protocol):
-    """Linears with one input, such as `SharedInput`, as one of them sees them."""
+    """Group of linears that share their input, such as `SharedInput`, as one of its members sees it."""
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """What the linear of this `index` computes of x [..., K], or None if it has to do so itself."""
+        """Return y [..., N] of member `index` for x [..., K], or None if the member must compute it."""
 
     def drop(self) -> None:
-        """Forget the layouts."""
+        """Drop the joined layouts."""
 
 
 class PackedLinear(PackedModule):
-    """A linear layer, y [..., N] = x [..., K] W^T + b, with W packed.
+    """Linear layer with packed W: y [..., N] = x [..., K] W^T + b; y has the dtype of x.
 
-    `scheme` is the effective one, `Scheme.for_columns(in_features)`. Entries of the state dict, for the
-    container compressed-tensors: `weight_packed` int32, `weight_scale`, `weight_zero_point` int32 when
-    asymmetric, `weight_shape` int64 [2], and `bias` [N]; see `Scheme.storage_shapes`. In the container
-    quantkit the words are called `weight`. The float formats of compressed-tensors have other names and
-    dtypes for the same bytes; see `StoredFormat`.
+    `scheme` is the effective scheme, `Scheme.for_columns(in_features)`. Entries of the state dict, container
+    compressed-tensors: `weight_packed` int32, `weight_scale`, `weight_zero_point` int32 if asymmetric,
+    `weight_shape` [2] int64, and `bias` [N]. `Scheme.storage_shapes` gives their shapes. The container
+    quantkit calls the words `weight`. Float formats of compressed-tensors store the same bytes under other
+    names and dtypes; see `StoredFormat`.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class PackedLinear(PackedModule):
         self.out_features = out_features
         self.scheme = scheme
         self._words_key, self._scale_key = (entry.name for entry in self._entries["weight"][:2])
-        #: By the dtype of the scale, which a cast of the model may change.
+        #: Scheme tokens by dtype of the scale, which a cast of the model may change.
         self._tokens: dict[torch.dtype, str] = {}
-        #: The linears that this one shares its input with, and which of them it is.
+        #: The group of linears that share this input, and the index of this one in it.
         self._shared: tuple[SharesInput, int] | None = None
         self._register_parts(self.part_specs())
         bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
@@ -60,17 +60,17 @@ class PackedLinear(PackedModule):
     def from_packed(
         cls, packed: PackedTensor, bias: torch.Tensor | None = None, container: Container = "quantkit"
     ) -> "PackedLinear":
-        """A layer that owns the tensors of `packed` and `bias` ([N]), without copying them."""
+        """Create a layer that owns the tensors of `packed` and `bias` [N], without copies."""
         rows, columns = packed.shape
         with torch.device("meta"):
             layer = cls(
                 columns, rows, packed.scheme, container, bias_dtype=bias.dtype if bias is not None else None
             )
         shape = torch.tensor(packed.shape, dtype=torch.int64, device=packed.device)
-        stored, found = layer._stored["weight"], {**dict(packed.parts()), "shape": shape}
+        stored, parts = layer._stored["weight"], {**dict(packed.parts()), "shape": shape}
         for name, spec in layer.part_specs().items():
-            tensor = stored.to_file(spec.part, found[spec.part])
-            # A buffer where the layer has one.
+            tensor = stored.to_file(spec.part, parts[spec.part])
+            # Keep buffers buffers.
             is_buffer = name in layer._buffers
             setattr(layer, name, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
         if bias is not None:
@@ -95,22 +95,22 @@ class PackedLinear(PackedModule):
 
     @property
     def words(self) -> torch.Tensor:
-        """The parameter that holds the codes, or stands for them where they were released."""
+        """Return the words, [N, W] int32 or floats of the container, or their placeholder on meta."""
         return self._words("weight")
 
     @property
     def matrix(self) -> Matrix:
-        """The weight as kernels see it."""
+        """Return the weight as kernels see it."""
         return Matrix.of(self._parts("weight"), self._schemes["weight"], self._columns["weight"])
 
     @property
     def own_bias(self) -> torch.Tensor | None:
-        """The bias, or a rank's share of it."""
+        """Return the bias [N], or the share of a tensor-parallel rank."""
         return None if self._parameters["bias"] is None else self._local("bias")
 
     @property
     def packed(self) -> PackedTensor:
-        """The weight as a `PackedTensor` on the parameters' storage or restored words; a rank's share."""
+        """Return the weight as a `PackedTensor` on stored or restored words; under ranks, the local share."""
         return self._packed("weight", 0, self.matrix)
 
     def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
@@ -123,26 +123,26 @@ class PackedLinear(PackedModule):
         self.layout(dtype)
 
     def layout(self, dtype: torch.dtype) -> KernelLayout | None:
-        """The kernel layout for activations of `dtype`, built unless it is there; None for none."""
+        """Return the kernel layout for activations of `dtype`, built on first use; None without one."""
         return self._layout("weight", 0, self.matrix, dtype)
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         layout = super()._build(parameter, index, matrix, dtype)
-        self._release(parameter, [matrix], [layout])
+        self._free(parameter, [matrix], [layout])
         return layout
 
     def share(self, shared: SharesInput, index: int) -> None:
-        """Be number `index` of those that share an input."""
+        """Join a group of linears that share their input, as member `index`."""
         self._shared = shared, index
 
     def replace_layout(self, layout: KernelLayout) -> None:
-        """Take `layout` for the one that is there, which it is a copy of."""
+        """Replace the present layout by `layout`, a copy of it at another place."""
         key = ("weight", 0, layout.dtype)
         assert key in self._layouts
         replaced, self._layouts[key] = self._layouts[key], layout
-        released = self._released.get("weight")
-        if released is not None and released.layouts == (replaced,):
-            self._released["weight"] = replace(released, layouts=(layout,))
+        freed = self._freed.get("weight")
+        if freed is not None and freed.layouts == (replaced,):
+            self._freed["weight"] = replace(freed, layouts=(layout,))
 
     def drop_kernel_layouts(self) -> None:
         super().drop_kernel_layouts()
@@ -151,22 +151,22 @@ class PackedLinear(PackedModule):
             self._shared[0].drop()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no layouts that could be joined, and words of its own.
+        # A copy has its own words, and layouts that are not joined.
         return {**super().__getstate__(), "_shared": None}
 
-    def held(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The parameters of the words and of the bias, as they are."""
+    def word_and_bias_parameters(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the parameters of words and bias; None where one is missing."""
         return self._parameters[self._words_key], self._parameters["bias"]
 
     def token(self) -> str:
-        """The token of the scheme that the weight has now."""
+        """Return the token of the current scheme of the weight."""
         scale = self._parameters[self._scale_key]
-        found = None if scale is None else self._tokens.get(scale.dtype)
-        if found is None:
-            found = self.matrix.scheme.token
+        token = None if scale is None else self._tokens.get(scale.dtype)
+        if token is None:
+            token = self.matrix.scheme.token
             if scale is not None and not torch.compiler.is_compiling():
-                self._tokens[scale.dtype] = found
-        return found
+                self._tokens[scale.dtype] = token
+        return token
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         check_features(x, self._columns["weight"])
@@ -184,7 +184,9 @@ class PackedLinear(PackedModule):
         return self._product("weight", 0, self.matrix, x, bias)
 
     def _planned(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """The product by a plan of the layout, where that is there and valid, and nothing is trained."""
+        """Compute y [..., N] of x [..., K] by the launch plan of a valid layout.
+
+        None without such a layout, or if gradients are needed."""
         layout, owner = self._layouts.get(("weight", 0, x.dtype)), self._layout_owners.get("weight")
         if layout is None or owner is None or owner() is not local(self._parameters[self._words_key]):
             return None

@@ -1,4 +1,4 @@
-"""The base of the modules that compute on packed weights."""
+"""Base class of modules that compute on packed weights."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,11 +24,11 @@ _Layout = TypeVar("_Layout")
 
 @dataclass(frozen=True)
 class PartSpec:
-    """What a checkpoint must hold for one state-dict entry of a packed module.
+    """Requirements on one state-dict entry of a packed module.
 
-    `part` is called as the parameter and `suffix` after it. `dtype` and `shape` are those of the entry.
-    `stored` maps a number of stored tensors to the shape that each of them then has: fused experts are
-    filled either by one tensor per expert and projection or by a single fused one.
+    An entry is named as the parameter plus `suffix` and has `dtype` and `shape`. `stored` maps a number of
+    stored tensors to the shape of each: fused experts load from one tensor per expert and projection, or from
+    a single fused one.
     """
 
     part: str
@@ -42,8 +42,8 @@ class PartSpec:
     logical: Mapping[int, tuple[int, int]]
 
 
-#: What schemes become when a cast of the model casts their scales. Made with the modules, because
-#: torch.compile cannot trace what makes a scheme's token.
+#: Scheme after a cast of its scales, by scheme and scale dtype. Filled when modules are made, because
+#: torch.compile cannot trace the making of a scheme token.
 _CAST: dict[Scheme, dict[torch.dtype, Scheme]] = {}
 
 
@@ -60,7 +60,7 @@ def _prepare_casts(scheme: Scheme) -> None:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One packed matrix [N, K] in a module's parameters: the parts that the scheme they have now names."""
+    """One packed matrix [N, K]: its tensors, in the order of the current scheme."""
 
     parts: tuple[torch.Tensor, ...]
     scheme: Scheme
@@ -69,26 +69,26 @@ class Matrix:
     @classmethod
     def of(cls, parts: tuple[torch.Tensor, ...], scheme: Scheme, columns: int) -> "Matrix":
         words, scale = parts[0], parts[1]
-        # A cast of the model casts the scales too. The words say how many rows there are: a
-        # tensor-parallel rank has a shard of them.
+        # A cast of the model also casts the scales. N comes from the words: a tensor-parallel rank has a
+        # shard.
         if scale.dtype != scheme.scale_dtype:
             scheme = _CAST[scheme].get(scale.dtype) or replace(scheme, scale_dtype=scale.dtype)
         return cls(parts, scheme, (words.shape[0], columns))
 
     @property
     def packed(self) -> PackedTensor:
-        """The matrix as a `PackedTensor` on the same storage."""
+        """Return the matrix as a `PackedTensor` on the same memory."""
         return PackedTensor(self.parts, self.scheme, self.shape)
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """The parts that are there even if the words were released."""
+        """Return the parts other than the words, which remain after the words are freed."""
         return self.parts[1:]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A part that computing needs: its name in the state dict, and the dtype that computing sees it in."""
+    """Part needed to compute: its name in the state dict, and the dtype in which kernels read it."""
 
     name: str
     part: str
@@ -96,10 +96,10 @@ class _Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class _Released:
-    """Words that are nowhere but in kernel layouts, one for each matrix of a parameter, with their scales.
+class FreedWeight:
+    """Weight whose words were freed: they exist only in kernel layouts, one per matrix, with their scales.
 
-    `placeholder` is the parameter that stands for them: it has their shape and dtype, and no memory.
+    `placeholder` stands in for the parameter: a meta tensor of its shape and dtype, without memory.
     """
 
     placeholder: nn.Parameter
@@ -109,7 +109,7 @@ class _Released:
     shape: tuple[int, int]
 
     def words(self) -> torch.Tensor:
-        """The words of all matrices, one above the other."""
+        """Restore the words of all matrices, stacked along N: [matrices * N, W] int32."""
         first = self.words_of(0)
         if len(self.layouts) == 1:
             return first
@@ -119,33 +119,34 @@ class _Released:
         return words.flatten(0, 1)
 
     def words_of(self, index: int) -> torch.Tensor:
-        """Those of one matrix."""
+        """Restore the words of matrix `index`, [N, W] int32."""
         return restore_words(self.layouts[index], self.scheme, self.shape, self.scales[index])
 
 
 class PackedModule(nn.Module):
-    """What packed modules share: frozen storage, and kernel layouts that follow it.
+    """Base of packed modules: frozen storage, and kernel layouts kept in step with it.
 
-    The words, scales and zero-points are parameters in the storage layout, with the names and dtypes that
-    they have in a file, so the state dict is the checkpoint. Only to compute are they seen as the int32 words
-    and scales that they are. The logical shape is a buffer: no cast and no tensor-parallel plan touches it.
+    Words, scales and zero-points are parameters, with the names and dtypes of the file, so the state dict is
+    the checkpoint. Kernels see them as int32 words and scales. The logical shape is a buffer: no cast and no
+    tensor-parallel plan changes it.
 
-    Where a kernel layout holds the same codes as the words, the words are released: their parameter is then
-    on the meta device, so that whoever reads it gets an error and never wrong numbers. `stored_words` has
-    them all the same, and so have state dicts and copies; what moves, casts or loads the module takes them
-    back.
+    Where a kernel layout holds the same codes as the words, the words are freed. Their parameter then moves
+    to the meta device, so reading it raises an error instead of giving wrong numbers.
+
+        words parameter --build--> kernel layout     words freed, parameter on meta
+        words parameter <-restore- kernel layout     stored_words, state_dict, copies; moves, casts, loading
     """
 
-    # Tensor parallelism in transformers hands the forward local shards instead of DTensors.
+    # Tensor parallelism of transformers passes local shards to forward, not DTensors.
     _hf_quantized_needs_local_tp = True
 
-    #: How the model may be divided among ranks, once it is known: see `quantkit.runtime.tensor_parallel`.
+    #: How ranks divide the model, once known; see `quantkit.runtime.tensor_parallel`.
     tensor_parallel: "TensorParallelPlan | None" = None
-    #: Whether it is called with the very tensor that the model hands it, not with one made of that.
+    #: True if forward receives the very tensor that the model passes, not a tensor made from it.
     shares_x: bool = True
 
     def __init__(self, container: Container, schemes: Mapping[str, tuple[Scheme, int]]) -> None:
-        """`schemes` are the effective scheme and the columns of each packed parameter."""
+        """Create a module for `schemes`: by packed parameter, its effective scheme and its columns K."""
         super().__init__()
         self.container = container
         self._schemes = {parameter: scheme for parameter, (scheme, _) in schemes.items()}
@@ -164,51 +165,51 @@ class PackedModule(nn.Module):
             )
             for parameter, scheme in self._schemes.items()
         }
-        #: What was built, or None, by parameter, what it is of that, and activation dtype.
+        #: Built layouts, or None, by (parameter, matrix index, activation dtype).
         self._layouts: dict[tuple[str, int, torch.dtype], Any] = {}
         self._layout_owners: dict[str, weakref.ref[torch.Tensor]] = {}
-        self._released: dict[str, _Released] = {}
+        self._freed: dict[str, FreedWeight] = {}
 
     def part_specs(self) -> dict[str, PartSpec]:
-        """The state-dict entries of packed matrices by name."""
+        """Return the state-dict entries of packed matrices, by name."""
         raise NotImplementedError
 
     def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
-        """Scheme, [N, K] of a matrix, and how many lie one above the other, of each packed parameter."""
+        """Return, by packed parameter: the scheme, [N, K] of a matrix, and the matrices stacked along N."""
         raise NotImplementedError
 
     def dense_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The parameters of the dense module that are packed here, by its names, in `dtype`."""
+        """Return dequantized weights in `dtype`, by the parameter names of the dense module."""
         raise NotImplementedError
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
-        """Build what the kernels want for activations of `dtype` where the words are.
+        """Build the kernel layouts for activations of `dtype`, on the device of the words.
 
-        A no-op for offloaded modules, whose words come anew for every forward.
+        Does nothing for offloaded modules, whose words are copied anew for each forward.
         """
         raise NotImplementedError
 
     def drop_kernel_layouts(self) -> None:
-        """Forget the kernel layouts; the next forward builds them again, each matrix its own.
+        """Drop the kernel layouts and restore freed words.
 
-        Words that were released are parameters again.
+        The next forward builds each layout again, not joined.
         """
-        for parameter in tuple(self._released):
-            if self.is_released(parameter):
+        for parameter in tuple(self._freed):
+            if self.is_freed(parameter):
                 self._parameters[self._words_name(parameter)] = self._restored(parameter)
-        self._released.clear()
+        self._freed.clear()
         self._layouts.clear()
         self._layout_owners.clear()
 
     @property
     def lacks_layouts(self) -> bool:
-        """Whether a move, a cast or new words dropped its layouts, and they can be built where it is."""
+        """Return True if a move, cast or load dropped the layouts, and they can be built here."""
         if self._layout_owners:
             return False
         return not (self._words(next(iter(self._entries))).is_meta or _is_offloaded(self))
 
     def layout_addresses(self) -> Iterator[int]:
-        """Where the kernel layouts lie, as long as they are the ones that there are."""
+        """Yield the addresses of the tensors of valid kernel layouts."""
         for layout in self._layouts.values():
             if layout is not None:
                 yield from (tensor.data_ptr() for tensor in layout.tensors)
@@ -222,74 +223,74 @@ class PackedModule(nn.Module):
                 self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def align(self) -> None:
-        """Copy the words that begin between two words of memory, as those of a mapped file may."""
+        """Copy words that are not aligned to 4 bytes, as in a memory-mapped file."""
         for parameter in self._entries:
             words = self._words(parameter)
             if not is_aligned(words):
                 words.data = words.data.clone()
 
     def keep_columns(self, parameter: str, columns: int) -> None:
-        """From now on rows of `parameter` are `columns` long here: other ranks have the rest of each."""
+        """Set the row length of `parameter` to `columns`; other ranks have the rest of each row."""
         self._schemes[parameter] = self._schemes[parameter].for_columns(columns)
         self._columns[parameter] = columns
         _prepare_casts(self._schemes[parameter])
         self.drop_kernel_layouts()
 
     def _local(self, name: str) -> torch.Tensor:
-        """A parameter, or what this rank has of one that tensor parallelism divides."""
-        found: torch.Tensor = local(getattr(self, name))
-        return found
+        """Return a parameter, or the shard of this rank if tensor parallelism divides it."""
+        tensor: torch.Tensor = local(getattr(self, name))
+        return tensor
 
-    def is_released(self, parameter: str) -> bool:
-        """Whether the words of `parameter` are in its kernel layouts only."""
-        released = self._released.get(parameter)
-        return released is not None and released.placeholder is self._words(parameter)
+    def is_freed(self, parameter: str) -> bool:
+        """Return True if the words of `parameter` exist only in its kernel layouts."""
+        freed = self._freed.get(parameter)
+        return freed is not None and freed.placeholder is self._words(parameter)
 
     def stored_words(self, parameter: str) -> torch.Tensor:
-        """The words of `parameter` as a checkpoint has them, restored where they were released."""
-        if not self.is_released(parameter):
+        """Return the words of `parameter`, [..., N, W] as in a checkpoint; restores freed ones."""
+        if not self.is_freed(parameter):
             return self._words(parameter)
-        released = self._released[parameter]
-        shown = self._stored[parameter].to_file("packed", released.words())
-        return shown.view(released.placeholder.shape)
+        freed = self._freed[parameter]
+        shown = self._stored[parameter].to_file("packed", freed.words())
+        return shown.view(freed.placeholder.shape)
 
     def _restored(self, parameter: str) -> nn.Parameter:
         with torch.inference_mode(False):
             return nn.Parameter(self.stored_words(parameter), requires_grad=False)
 
-    def _release(
+    def _free(
         self, parameter: str, matrices: Sequence[Matrix], layouts: Sequence[KernelLayout | None]
     ) -> None:
-        """Let the words go if `layouts`, of all `matrices` of `parameter`, have them."""
+        """Free the words if all `layouts`, of all `matrices` of `parameter`, can restore them."""
         words = self._words(parameter)
-        found = tuple(layout for layout in layouts if layout is not None and can_restore(layout))
-        # What ranks divide is a tensor of another kind, of which transformers has the rest to gather.
+        restorable = tuple(layout for layout in layouts if layout is not None and can_restore(layout))
+        # A DTensor stays: transformers has to gather the shards of other ranks from it.
         divided = self.tensor_parallel is not None or type(words) is not nn.Parameter
-        if len(found) < len(layouts) or words.is_meta or divided:
+        if len(restorable) < len(layouts) or words.is_meta or divided:
             return
         with torch.inference_mode(False):
             placeholder = nn.Parameter(torch.empty_like(words, device="meta"), requires_grad=False)
         scales, first = tuple(matrix.stored[0] for matrix in matrices), matrices[0]
-        self._released[parameter] = _Released(placeholder, found, scales, first.scheme, first.shape)
+        self._freed[parameter] = FreedWeight(placeholder, restorable, scales, first.scheme, first.shape)
         self._parameters[self._words_name(parameter)] = placeholder
         self._layout_owners[parameter] = weakref.ref(placeholder)
 
     def _packed(self, parameter: str, index: int, matrix: Matrix) -> PackedTensor:
-        """`matrix`, number `index` of `parameter`, with its words, restored where they were released."""
-        if not self.is_released(parameter):
+        """Return `matrix`, number `index` of `parameter`, with words, restored if they were freed."""
+        if not self.is_freed(parameter):
             return matrix.packed
-        words = self._released[parameter].words_of(index)
+        words = self._freed[parameter].words_of(index)
         return PackedTensor((words, *matrix.stored), matrix.scheme, matrix.shape)
 
     def _words_name(self, parameter: str) -> str:
         return self._entries[parameter][0].name
 
     def _words(self, parameter: str) -> torch.Tensor:
-        """The parameter that holds the words, or stands for those that were released."""
+        """Return the words of `parameter`, [..., N, W], or their placeholder on meta if freed."""
         return self._local(self._words_name(parameter))
 
     def _parts(self, parameter: str) -> tuple[torch.Tensor, ...]:
-        """The parts that computing needs, as the scheme of `parameter` has and orders them: a rank's own."""
+        """Return the local tensors of `parameter` that kernels need, in the order of its scheme."""
         stored = self._stored[parameter]
         return tuple(
             [
@@ -299,33 +300,33 @@ class PackedModule(nn.Module):
         )
 
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
-        """The layout of the matrix number `index` of `parameter`, built unless it is there and valid."""
-        found = self._kept(parameter, index, dtype, lambda: self._build(parameter, index, matrix, dtype))
-        if found is None and torch.compiler.is_compiling() and self.is_released(parameter):
-            # One of another dtype has the words at least.
-            return self._released[parameter].layouts[index]
-        return found
+        """Return the layout of matrix `index` of `parameter`, built on first use."""
+        layout = self._cached(parameter, index, dtype, lambda: self._build(parameter, index, matrix, dtype))
+        if layout is None and torch.compiler.is_compiling() and self.is_freed(parameter):
+            # A layout for another dtype at least has the words.
+            return self._freed[parameter].layouts[index]
+        return layout
 
-    def _kept(
+    def _cached(
         self, parameter: str, index: int, dtype: torch.dtype, build: Callable[[], _Layout | None]
     ) -> _Layout | None:
-        """What `build` made of number `index` of `parameter`, called unless that is there and valid."""
+        """Return the cached result of `build` for matrix `index` of `parameter`; call it if none is valid."""
         words = self._words(parameter)
         owner = self._layout_owners.get(parameter)
         if owner is None or owner() is not words:
-            # A layout costs more than one forward gains from it.
+            # Building a layout costs more than one forward gains from it.
             if words.is_meta or _is_offloaded(self):
                 return None
             self._layouts = {key: value for key, value in self._layouts.items() if key[0] != parameter}
-            self._released.pop(parameter, None)
+            self._freed.pop(parameter, None)
             self._layout_owners[parameter] = weakref.ref(words)
         key = (parameter, index, dtype)
         if key not in self._layouts:
             if torch.compiler.is_compiling():
                 return None
             self._layouts[key] = build()
-        found: _Layout | None = self._layouts[key]
-        return found
+        layout: _Layout | None = self._layouts[key]
+        return layout
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         return build_layout(self._packed(parameter, index, matrix), dtype)
@@ -347,20 +348,20 @@ class PackedModule(nn.Module):
         return linear_parts(x, parts, bias, matrix.scheme, matrix.shape[0], layout)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # Moves and casts keep the Parameter objects, so their identity does not give them away.
+        # Moves and casts keep Parameter objects, so identity does not reveal them.
         self.drop_kernel_layouts()
-        # Words may be shown as 8-bit floats, and are codes all the same. For scales of 8 bits, other dtypes
-        # have not the range of e8m0 or not the digits of the factor that e4m3 comes with.
+        # Words may be stored as 8-bit floats but are codes: no cast. Scales of 8 bits stay too, because other
+        # dtypes lack the range of e8m0 or the digits of the factor beside e4m3.
         small = any(scheme.scale_dtype.itemsize == 1 for scheme in self._schemes.values())
         specs = self.part_specs().items()
-        kept = {id(getattr(self, name)) for name, spec in specs if small or not spec.is_cast}
+        uncast = {id(getattr(self, name)) for name, spec in specs if small or not spec.is_cast}
 
-        def keeping(tensor: torch.Tensor) -> torch.Tensor:
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)
-            keep = id(tensor) in kept and result.dtype != tensor.dtype
+            keep = id(tensor) in uncast and result.dtype != tensor.dtype
             return tensor.to(result.device) if keep else result
 
-        super()._apply(keeping, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -368,29 +369,29 @@ class PackedModule(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # accelerate sets it before it takes a module over, and is to find the words where it can take them.
+        # accelerate sets this before it takes over a module; it must find the words to offload them.
         if name == "_old_forward":
             self.drop_kernel_layouts()
         super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for parameter in self._released:
-            if self.is_released(parameter):
+        for parameter in self._freed:
+            if self.is_freed(parameter):
                 words = self._restored(parameter)
                 destination[prefix + self._words_name(parameter)] = words if keep_vars else words.detach()
 
     def __getstate__(self) -> dict[str, Any]:
         parameters = dict(self._parameters)
-        for parameter in self._released:
-            if self.is_released(parameter):
+        for parameter in self._freed:
+            if self.is_freed(parameter):
                 parameters[self._words_name(parameter)] = self._restored(parameter)
-        fresh: dict[str, Any] = {"_layouts": {}, "_layout_owners": {}, "_released": {}}
+        fresh: dict[str, Any] = {"_layouts": {}, "_layout_owners": {}, "_freed": {}}
         return {**self.__dict__, "_parameters": parameters, **fresh}
 
 
 def local(tensor: Any) -> Any:
-    """What this rank has of a tensor that ranks divide; any other as it is."""
+    """Return the shard of this rank if `tensor` is a DTensor, else `tensor`."""
     return getattr(tensor, "_local_tensor", tensor)
 
 

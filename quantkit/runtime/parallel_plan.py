@@ -1,4 +1,4 @@
-"""How ranks divide the matrices of a model, and which numbers of ranks can."""
+"""Tensor-parallel plan of a model: how ranks divide its matrices, and which numbers of ranks fit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     pass
 
 Axis = Literal["rows", "columns"]
-#: Numbers of ranks that are looked at.
+#: Largest number of ranks that is checked.
 MOST_RANKS = 64
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A matrix that ranks divide along `axis`: `length` rows or columns.
+    """Matrix that ranks divide along `axis`: `length` rows or columns.
 
-    `units` are what whole numbers of them are stored or used in, and how many each takes.
+    A share must hold whole units. `units` maps the name of a unit, such as a group or a head, to its size.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Cut:
     units: Mapping[str, int]
 
     def why_not(self, ranks: int) -> str | None:
-        """None if so many ranks can have equal shares, else the reason."""
+        """Return None if `ranks` ranks can have equal shares of whole units, else the reason."""
         share, rest = divmod(self.length, ranks)
         if ranks == 1:
             return None
@@ -44,13 +44,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """What ranks divide of a model whose class is `model`."""
+    """Cuts of the matrices of a model of class `model`."""
 
     model: str
     cuts: tuple[Cut, ...]
 
     def why_not(self, ranks: int) -> str | None:
-        """None if so many ranks can run the model, else the reason: of the first matrix that does not fit."""
+        """Return None if `ranks` ranks can run the model, else the reason of the first unfit matrix."""
         if ranks > 1 and not self.cuts:
             return f"transformers has no tensor-parallel plan for {self.model}"
         return next((reason for cut in self.cuts if (reason := cut.why_not(ranks)) is not None), None)
@@ -69,7 +69,7 @@ class TensorParallelPlan:
         return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self.why_not(ranks) is None)
 
     def check(self, ranks: int) -> None:
-        """`UsageError` unless so many ranks can run the model."""
+        """Raise `UsageError` if `ranks` ranks cannot run the model."""
         reason = self.why_not(ranks)
         if reason is not None:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""A packed model before it computes: its kernel layouts are built, and a user is told what will be slow."""
+"""Prepare a packed model: build its kernel layouts, and warn about anything slow."""
 
 import logging
 from functools import lru_cache
@@ -16,23 +16,23 @@ logger = logging.getLogger("quantkit.model")
 
 
 def make_ready(model: Any) -> None:
-    """Build the kernel layouts of `model`, and log what is slow on the GPU that it is on, if it is on one.
+    """Build the kernel layouts of `model`; on a GPU, log what runs slower than it could.
 
-    Called when it is loaded, and at the first forward after it was moved or cast. Raises `FormatError` for
-    weights that are not sound.
+    Called after loading, and at the first forward after a move or cast. Raises `FormatError` for unsound
+    weights.
     """
     with building():
-        # Joined as they are built, so that no more than those of one input are there twice.
+        # Join layouts while building, so that at most the weights of one shared input are in memory twice.
         for shared in shared_inputs(model):
             shared.build(model.dtype)
         for _, module in packed_modules(model):
             module.build_kernel_layouts(model.dtype)
-    if capture.records_on(model.device):
+    if capture.captures_on(model.device):
         _tell(model)
 
 
 def _tell(model: Any) -> None:
-    """Log, once for each model and place, why what `model` runs on its GPU is slower than it could be."""
+    """Log why `model` runs slower on its GPU than it could."""
     if (reason := why_slow(model.device)) is not None:
         _warn_once(f"packed products run slower than they could: {reason}")
     if "triton" in device_features("cuda") and model.dtype not in DTYPES:
@@ -45,5 +45,5 @@ def _tell(model: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _warn_once(text: str) -> None:
-    """Log `text` at its first call of the process: it is the same for every model on a GPU."""
+    """Log `text` once per process: it is the same for every model on a GPU."""
     logger.warning("%s", text)

@@ -1,4 +1,4 @@
-"""Packed modules in the place of dense ones, and back."""
+"""Replace dense modules by packed ones, and back."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from quantkit.runtime.packed_module import PackedModule
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
-    """The packed modules of `model` by name."""
+    """Yield the packed modules of `model` with their names."""
     for name, module in model.named_modules():
         if isinstance(module, PackedModule):
             yield name, module
@@ -31,9 +31,9 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
 def packed_replacement(
     name: str, module: nn.Module, scheme_of: Callable[[str], Scheme | None], container: Container
 ) -> PackedModule | None:
-    """The uninitialised stand-in for `module`, called `name` in the model; None if it stays dense.
+    """Create the uninitialised packed replacement of `module`, called `name`; None if it stays dense.
 
-    Raises `FormatError` if a scheme is assigned to experts that cannot be packed, or to rows of no columns.
+    Raises `FormatError` if a scheme is assigned to experts that cannot be packed, or to rows without columns.
     """
     if type(module) is nn.Linear:
         scheme = scheme_of(name)
@@ -73,8 +73,8 @@ def _refuse_empty(name: str, *columns: int) -> None:
 def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
     """Replace, on the meta device, the modules of `model` that `config` packs.
 
-    Raises `CheckpointError` if `config` names modules that the model does not have or cannot pack, or
-    packs a matrix that is tied to the embedding.
+    Raises `CheckpointError` if `config` names modules that the model lacks or cannot pack, or a matrix tied
+    to the embedding.
     """
     matched = set()
 
@@ -101,9 +101,9 @@ def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
 
 
 def unpack_modules(model: Any, dtype: torch.dtype) -> None:
-    """The reverse of `swap_modules`: dense modules with dequantized weights, and all of `model` in `dtype`.
+    """Undo `swap_modules`: dequantize packed modules to dense ones, and cast `model` to `dtype`.
 
-    `UsageError`, and nothing done, for a model that is divided among devices or offloaded, or has adapters.
+    Raises `UsageError` before any change for a model divided among devices, offloaded, or with adapters.
     """
     packed = dict(packed_modules(model))
     for name, module in packed.items():
@@ -128,7 +128,7 @@ def unpack_modules(model: Any, dtype: torch.dtype) -> None:
                 if parameter in dense._parameters:
                     dense._parameters[parameter] = None if weight is None else nn.Parameter(weight)
             model.set_submodule(name, dense.train(module.training))
-        # Buffers, such as frequencies of positions, and what is kept in float32 keep their dtype.
+        # Buffers, such as rope frequencies, and parameters kept in float32 keep their dtype.
         for parameter in model.parameters():
             if parameter.dtype == before:
                 parameter.data = parameter.data.to(dtype)

@@ -1,7 +1,7 @@
-"""Packed directories that transformers wrote: `save_pretrained` keeps config and weights, but no manifest.
+"""Read packed directories written by `save_pretrained`: config and weights, but no manifest.
 
-What they hold is read from config.json and headers. What they were made from, by which method, with which
-errors, and whether a byte has changed since, only a manifest says.
+Formats and shapes come from config.json and headers. Only a manifest knows the source, method and errors, and
+if a byte has changed since.
 """
 
 import math
@@ -31,7 +31,7 @@ NO_MANIFEST = (
 
 
 def is_saved(directory: Path) -> bool:
-    """Whether `directory` is packed but has no manifest, and no run was interrupted in it."""
+    """Return True if `directory` is packed, has no manifest, and holds no interrupted run."""
     config = directory / CONFIG_NAME
     try:
         own = any((directory / name).exists() for name in (MANIFEST_NAME, JOURNAL_NAME))
@@ -46,14 +46,14 @@ def is_saved(directory: Path) -> bool:
 
 
 def read_record(directory: Path) -> ModelRecord:
-    """The record of a packed directory: from its manifest, or from config.json and headers if it is saved.
+    """Return the record of a packed directory: from its manifest, or from config.json and headers.
 
-    `CheckpointError` for what is neither, and for a manifest that has changed since it was written.
+    Raises `CheckpointError` if it is neither, or if its manifest changed since it was written.
     """
     if is_saved(directory):
         return record_of(Checkpoint.open(directory))
     record = ModelRecord.from_manifest(read_manifest(directory))
-    # After what is wrong in itself, which says more.
+    # Last, because problems inside the manifest give more precise errors.
     for problem in verify_manifest(directory):
         raise CheckpointError(
             f"{directory}: {problem}, so its figures may be wrong. Write the checkpoint again or download it "
@@ -63,18 +63,18 @@ def read_record(directory: Path) -> ModelRecord:
 
 
 def file_names(directory: Path) -> list[str]:
-    """The files of a packed directory that belong to the checkpoint, sorted."""
+    """Return the sorted names of the checkpoint files in a packed directory."""
     if not is_saved(directory):
         return sorted([*read_manifest(directory)["files"], MANIFEST_NAME])
     checkpoint = Checkpoint.open(directory)
-    found = {path.name for path in (*checkpoint.stamps, *checkpoint.side_files)}
-    return sorted(found)
+    names = {path.name for path in (*checkpoint.stamps, *checkpoint.side_files)}
+    return sorted(names)
 
 
 def record_of(checkpoint: Checkpoint) -> ModelRecord:
-    """What config.json and headers say of a packed checkpoint; reads the logical shapes and no other data.
+    """Return the record of a packed checkpoint from config.json, headers, and the logical shapes.
 
-    `CheckpointError` if they do not fit each other: a part is missing or has another dtype or shape.
+    Raises `CheckpointError` if they do not fit: a part is missing, or has another dtype or shape.
     """
     register_plugin()
     from quantkit.runtime.replace import swap_modules

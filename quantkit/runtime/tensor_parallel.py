@@ -1,10 +1,9 @@
-"""Tensor parallelism of packed models: transformers divides matrices among ranks, by rows or by columns.
+"""Plan tensor parallelism of packed models: transformers divides matrices among ranks, by rows or by columns.
 
-A rank's share has to be a weight of the same scheme. Rows of words can be cut between words alone, as can the
-zero-points of several rows in a word, and a group has one scale. So not every number of ranks fits a packed
-matrix, and some of its parts are divided while others are whole on all ranks. transformers by itself would
-divide all of them, and experts, whose parts its plan does not name, not at all. `TensorParallelPlan` says
-what fits, and `patches/parallel.py` has transformers divide packed modules as it says.
+A share must be a weight of the same scheme. Cuts fall between words, between words of zero-points that span
+several rows, and between groups. So not every number of ranks fits, and some parts are divided while others
+are whole on all ranks. transformers alone would divide all parts, and would not divide packed experts, which
+its plan does not name. `TensorParallelPlan` says what fits; `patches/parallel.py` makes transformers follow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +21,15 @@ if TYPE_CHECKING:
     from quantkit.checkpoint.source import Checkpoint
 
 
-#: What torch calls the backend whose sums CUDA graphs can have.
+#: Backend of torch whose all-reduce CUDA graphs can capture.
 RECORDED = "cuda:nccl"
 
 
 def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
-    """The plan of a packed checkpoint, from its config.json alone; `CheckpointError` for one that is not."""
+    """Return the plan of a packed checkpoint, from its config.json alone.
+
+    Raises `CheckpointError` for a checkpoint that is not packed.
+    """
     from quantkit.checkpoint.quantization_config import QuantizationConfig
     from quantkit.model.structure import meta_model
     from quantkit.runtime.replace import swap_modules
@@ -38,7 +40,10 @@ def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
 
 
 def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
-    """The plan of a model with packed modules, on any device, by transformers' own plan for its class."""
+    """Return the plan of a model with packed modules, from the plan of transformers for its class.
+
+    Works on any device.
+    """
     styles, modules = _styles_of(model), dict(model.named_modules())
     cuts = []
     for name, module in modules.items():
@@ -51,7 +56,7 @@ def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
                         cut_of(key, axis, scheme, shape, pieces // halves, _heads(modules, name, shape[0]))
                     )
         elif type(module) is nn.Linear:
-            # A dense one may be divided anywhere, but within a head.
+            # A dense linear may be cut between any rows, but not inside a head.
             heads = _heads(modules, name, module.out_features)
             if heads and division(styles(name))[0] == "rows":
                 cuts.append(Cut(name, "rows", module.out_features, heads))
@@ -59,7 +64,7 @@ def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
 
 
 def _heads(modules: Mapping[str, nn.Module], name: str, rows: int) -> dict[str, int]:
-    """What the rows of a linear of attention are for; nothing for another linear."""
+    """Return the head size as a unit of rows for a linear of attention; empty for other linears."""
     size = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
     return {f"heads of {size}": size} if isinstance(size, int) and rows % size == 0 else {}
 
@@ -74,7 +79,7 @@ def cut_of(
 
 
 def _styles_of(model: Any) -> Callable[[str], Any]:
-    """The parallel style of a module or parameter of `model` by name; None for what ranks do not divide."""
+    """Return a lookup from module or parameter name to its parallel style, None if ranks do not divide it."""
     try:
         from transformers.distributed.tensor_parallel import (
             ALL_PARALLEL_STYLES,
@@ -87,8 +92,8 @@ def _styles_of(model: Any) -> Callable[[str], Any]:
 
 
 def division(style: Any) -> tuple[Axis | None, int]:
-    """Along what a style divides a matrix, None if not at all, and in how many pieces, all divided."""
-    # Of one of quantkit's, the style of transformers that it is for.
+    """Return the axis along which `style` divides a matrix or None, and its number of stacked pieces."""
+    # A style of quantkit wraps a style of transformers.
     style = getattr(style, "original", style)
     if style is None:
         return None, 1
@@ -102,13 +107,13 @@ def division(style: Any) -> tuple[Axis | None, int]:
 
 
 def group_of(divided: Any) -> Any:
-    """The process group of the ranks that have shares of a DTensor."""
+    """Return the process group of the ranks that share a DTensor."""
     mesh = divided.device_mesh
     return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
 
 
 def ranks_of(modules: Sequence[nn.Module]) -> Any:
-    """The process group of the ranks that share `modules`; None without."""
+    """Return the process group of the ranks that share `modules`; None if they are not divided."""
     if not any(isinstance(module, PackedModule) and module.tensor_parallel for module in modules):
         return None
     parameters = (one for module in modules for one in module._parameters.values())
@@ -117,7 +122,7 @@ def ranks_of(modules: Sequence[nn.Module]) -> Any:
 
 
 def why_ranks_unfit(modules: Sequence[nn.Module]) -> str | None:
-    """None if steps of `modules` may be recorded on all ranks that share them, else the reason."""
+    """Return None if steps of `modules` can be captured on all ranks, else the reason."""
     if not any(isinstance(module, PackedModule) and module.tensor_parallel for module in modules):
         return None
     group = ranks_of(modules)
@@ -130,9 +135,9 @@ def why_ranks_unfit(modules: Sequence[nn.Module]) -> str | None:
     )
 
 
-def all_agree(group: Any, found: bool, device: torch.device) -> bool:
-    """Whether all ranks of `group` found what this one may have; all of them call it."""
-    missing = torch.tensor(int(not found), device=device)
+def all_agree(group: Any, succeeded: bool, device: torch.device) -> bool:
+    """Return True if `succeeded` is True on all ranks of `group`; every rank must call this."""
+    missing = torch.tensor(int(not succeeded), device=device)
     torch.distributed.all_reduce(missing, group=group)
     return not missing.item()
 

@@ -1,4 +1,4 @@
-"""Packed weights that no kernel multiplies with as they are packed."""
+"""Find packed weights that no fused kernel supports."""
 
 from collections import Counter
 from typing import Any
@@ -10,11 +10,11 @@ from quantkit.runtime.packed_module import PackedModule
 
 
 def unpacked(model: Any, rows_of_x: int) -> tuple[str, ...]:
-    """What is unpacked for every product of `model` with so many rows of x, and why: a line per scheme.
+    """List the schemes of `model` that are dequantized before each GEMM with `rows_of_x` rows, with reasons.
 
-    A scheme has several lines where its weights have several reasons.
+    One line per scheme and set of reasons.
     """
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for module in model.modules():
         if not isinstance(module, PackedModule):
             continue
@@ -22,8 +22,8 @@ def unpacked(model: Any, rows_of_x: int) -> tuple[str, ...]:
             choice = choice_of(Problem.on(model.device, rows_of_x, n, k, scheme, model.dtype))
             if choice.row == UNPACK_ROW.name:
                 reasons = "; ".join(f"not {row}: {reason}" for row, reason in choice.refusals)
-                found[str(scheme), reasons] += 1
+                counts[str(scheme), reasons] += 1
     return tuple(
         f"{count} packed parameters of {scheme} are unpacked for every product at M={rows_of_x} ({reasons})"
-        for (scheme, reasons), count in found.items()
+        for (scheme, reasons), count in counts.items()
     )

@@ -1,1 +1,1 @@
-"""Prove a packed checkpoint: hashes of its files, and its logits of a fixed prompt."""
+"""Verify a packed checkpoint: hashes of its files, and its logits for a fixed prompt."""

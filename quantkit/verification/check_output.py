@@ -1,8 +1,7 @@
-"""Run what a run wrote before anything passes for finished, and store its logits of a fixed prompt.
+"""Run a new checkpoint before it counts as finished, and store its logits for a fixed prompt.
 
-`verification/prompt_logits.py` has the prompt and compares logits. Here is when a model is run: once all of
-its files but manifest and config are there, and not where that may not fit in memory, as the model was
-streamed.
+The model runs once all files except manifest and config exist. It does not run if it may exceed the free
+memory: quantizing streams the model, running does not. `prompt_logits.py` has the prompt and the comparison.
 """
 
 from collections.abc import Mapping
@@ -19,45 +18,45 @@ from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.files import size_text
 from quantkit.quantization.plan import Plan
 from quantkit.runtime.load import load_unfinished
-from quantkit.verification.prompt_logits import KEY, PromptLogits, answer, bytes_to_run, record
+from quantkit.verification.prompt_logits import KEY, PromptLogits, bytes_to_run, record, run_prompt
 
 
 def check_unfinished(
     output: OutputDirectory, planned: Plan, layers: Mapping[str, LayerRecord], device: torch.device
 ) -> tuple[dict[str, Any], str | None]:
-    """What the manifest of `output`, in which config and manifest are missing, gets of the model's logits.
+    """Return the manifest entry with the logits of `output`, which lacks config and manifest, and None.
 
-    Nothing, and why, where there is too little memory. `CheckpointError` if the model does not load or gives
-    logits that are not finite, `EnvironmentProblem` if the memory did not suffice after all, `OutputError`
-    where the lock is lost: what was run may then be another writer's.
+    With too little memory: an empty entry and the reason. Raises `CheckpointError` if the model does not load
+    or its logits are not finite, and `EnvironmentProblem` if memory ran out after all. Raises `OutputError`
+    if the lock is lost, because another writer may have changed the files.
     """
     directory = output.path
-    why = _why_not(float32_bytes(planned.output_bytes, layers), device)
-    if why is not None:
-        return {}, why
+    reason = _why_not(float32_bytes(planned.output_bytes, layers), device)
+    if reason is not None:
+        return {}, reason
     try:
-        found = answer(lambda: load_unfinished(directory, planned.model_config, device), directory)
+        logits = run_prompt(lambda: load_unfinished(directory, planned.model_config, device), directory)
     except (CheckpointError, EnvironmentProblem) as error:
         output.lock.check()
         raise type(error)(
             f"the result does not run, and {directory} stays unfinished: {error} The same command with "
             "--resume tries again, with --resume --no-check it finishes without running the model."
         ) from error
-    return {KEY: asdict(found)}, None
+    return {KEY: asdict(logits)}, None
 
 
 def check_finished(output: OutputDirectory, device: torch.device) -> str | None:
-    """Store the logits of a finished checkpoint that has none; why not, where there is too little memory."""
+    """Store the logits of a finished checkpoint without any; return a reason if memory is too small."""
     if PromptLogits.from_manifest(read_manifest(output.path)) is not None:
         return None
-    why = _why_not(bytes_to_run(output.path), device)
-    if why is None:
+    reason = _why_not(bytes_to_run(output.path), device)
+    if reason is None:
         record(output.path, device, output.lock)
-    return why
+    return reason
 
 
 def _why_not(needed: int, device: torch.device) -> str | None:
-    # What quantizing has left in torch's cache counts as used.
+    # Tensors in torch's cache would count as used memory.
     memory.trim_cache(device)
     free = memory.free_memory(device)
     if needed <= free:

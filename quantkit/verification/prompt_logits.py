@@ -1,8 +1,8 @@
-"""Logits of a fixed prompt: stored in the manifest when a model was quantized, compared by `verify`.
+"""Logits for a fixed prompt: stored in the manifest by `quantize`, compared by `verify`.
 
-Hashes say that files are what was written. These logits say that what was written still runs to the same
-result: on another machine, with other kernels, other versions of torch and transformers. They are computed in
-float32, where kernels and devices differ by rounding only; a wrong scale or code differs by far more.
+Hashes prove that files are unchanged. Logits prove that they run to the same result on other machines,
+kernels, and versions of torch and transformers. They are computed in float32, where kernels differ by
+rounding only; a wrong scale or code differs by far more.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +25,10 @@ from quantkit.runtime.load import load
 from quantkit.runtime.saved_model import is_saved
 
 KEY = "prompt_logits"
-#: Tokens of the prompt, and how many of the largest logits are stored of each position.
+#: Tokens of the prompt, and number of largest logits stored per position.
 PROMPT_TOKENS, TOP = 16, 8
-#: How far a logit may be off, in parts of the largest that is stored; docs/cli.md has what kernels differ by.
+#: Allowed difference of a logit, relative to the largest stored one; docs/cli.md shows differences between
+#: kernels.
 TOLERANCE = 1e-3
 _LARGEST = torch.finfo(torch.float32).max
 _AGAIN = "Download the checkpoint again, or quantize the model again."
@@ -35,7 +36,7 @@ _AGAIN = "Download the checkpoint again, or quantize the model again."
 
 @dataclass(frozen=True)
 class PromptLogits:
-    """A prompt (P tokens) and, of each position, the TOP tokens with the largest logits, largest first."""
+    """Prompt of P tokens, and per position the TOP tokens with the largest logits, in descending order."""
 
     prompt: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
@@ -43,7 +44,7 @@ class PromptLogits:
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "PromptLogits | None":
-        """What a manifest has stored, None if nothing; `CheckpointError` for what could not be compared."""
+        """Read the entry of a manifest, None if missing; raise `CheckpointError` for a malformed one."""
         data = manifest.get(KEY)
         if data is None:
             return None
@@ -72,7 +73,7 @@ class PromptLogits:
 
 
 def bytes_to_run(directory: Path) -> int:
-    """About the memory that `record` takes; see `float32_bytes`."""
+    """Return the approximate memory for `record` in bytes; see `float32_bytes`."""
     layers = ModelRecord.from_manifest(read_manifest(directory)).layers
     return float32_bytes(Checkpoint.open(directory).nbytes, layers)
 
@@ -80,11 +81,11 @@ def bytes_to_run(directory: Path) -> int:
 def record(
     directory: Path, device: str | torch.device = "cpu", lock: DirectoryLock | None = None
 ) -> PromptLogits:
-    """Run the finished checkpoint in `directory` and store what it answers in its manifest.
+    """Run the finished checkpoint in `directory` and store its prompt logits in the manifest.
 
-    Nothing is done where that is stored already. The lock of `directory` is held from before the model is
-    loaded until its answer is stored; `lock` is that of a caller who holds it. `CheckpointError` if the model
-    does not load or gives logits that are not finite, `OutputError` if another process writes there.
+    Returns stored logits without a run. Holds the lock of `directory` from before loading until logits are
+    stored; pass `lock` if the caller holds it. Raises `CheckpointError` if the model does not load or its
+    logits are not finite, `OutputError` if another process writes there.
     """
     stored = PromptLogits.from_manifest(read_manifest(directory))
     if stored is not None:
@@ -92,15 +93,16 @@ def record(
     if lock is None:
         with locked(directory) as own:
             return record(directory, device, own)
-    found = answer(lambda: load(directory, device=device, dtype=torch.float32), directory)
-    extend_manifest(directory, {KEY: asdict(found)}, lock)
-    return found
+    logits = run_prompt(lambda: load(directory, device=device, dtype=torch.float32), directory)
+    extend_manifest(directory, {KEY: asdict(logits)}, lock)
+    return logits
 
 
-def answer(open_model: Callable[[], Any], directory: Path) -> PromptLogits:
-    """What the model of `directory`, in float32, answers to a prompt; `CheckpointError` if it is not finite.
+def run_prompt(open_model: Callable[[], Any], directory: Path) -> PromptLogits:
+    """Open the model of `directory`, in float32, and return its logits for the prompt.
 
-    One short prompt: kernels for it are not reported as slow, and transformers' own messages are left out.
+    Raises `CheckpointError` if they are not finite. Silences warnings about slow kernels, which do not matter
+    for one short prompt, and messages of transformers.
     """
     with quietly(), _silent(), enough_memory(str(directory)), explained(directory):
         model = open_model()
@@ -112,7 +114,7 @@ def answer(open_model: Callable[[], Any], directory: Path) -> PromptLogits:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep transformers' progress bars and advice off the screen in the block."""
+    """Context manager: hide progress bars and advice of transformers."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -127,9 +129,10 @@ def _silent() -> Iterator[None]:
 
 
 def compare(directory: Path, device: str | torch.device = "cpu") -> list[str]:
-    """What is wrong with the logits of `directory`, which loads and runs, else `CheckpointError`.
+    """Load and run `directory`; return differences of its logits from the stored ones.
 
-    Without stored logits, those of a prompt have to be finite and nothing else.
+    Without stored logits, logits only have to be finite. Raises `CheckpointError` if the model does not load
+    or run.
     """
     stored = None if is_saved(directory) else PromptLogits.from_manifest(read_manifest(directory))
     with quietly():
@@ -139,10 +142,10 @@ def compare(directory: Path, device: str | torch.device = "cpu") -> list[str]:
 
 
 def differences(stored: PromptLogits, logits: torch.Tensor) -> list[str]:
-    """Where `logits` ([P, V], float32) are not those stored.
+    """List differences of `logits` [P, V] float32 from `stored`; empty if they agree.
 
-    The stored tokens have to have their logits, and no other token a larger one: so the largest are compared
-    by token and by rank.
+    Compares by token, since stored tokens must keep their logits. Compares by rank too, since no other token
+    may have a larger one.
     """
     tokens, expected = torch.tensor(stored.tokens), torch.tensor(stored.logits)
     if max(int(tokens.max()), tokens.shape[1] - 1) >= logits.shape[1]:
@@ -155,17 +158,17 @@ def differences(stored: PromptLogits, logits: torch.Tensor) -> list[str]:
     if float(worst.max()) <= allowed:
         return []
     at, rank = divmod(int(worst.argmax()), worst.shape[1])
-    token, found = int(tokens[at, rank]), float(logits[at, tokens[at, rank]])
+    token, actual = int(tokens[at, rank]), float(logits[at, tokens[at, rank]])
     agree = int((logits.argmax(1) == tokens[:, 0]).sum())
     return [
-        f"position {at}, token {token}: logit {found:.6g}, stored {expected[at, rank]:.6g}; differences up "
+        f"position {at}, token {token}: logit {actual:.6g}, stored {expected[at, rank]:.6g}; differences up "
         f"to {float(worst.max()):.3g}, allowed {allowed:.3g}; the likeliest token is the stored one at "
         f"{agree} of {len(tokens)} positions"
     ]
 
 
 def _prompt(model: Any) -> tuple[int, ...]:
-    """Tokens from all over the vocabulary: the stride is a prime."""
+    """Return tokens spread over the vocabulary: the stride is a prime."""
     rows = int(model.get_input_embeddings().weight.shape[0])
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROMPT_TOKENS
     return tuple((1 + 7919 * i) % rows for i in range(min(PROMPT_TOKENS, positions)))
@@ -173,7 +176,7 @@ def _prompt(model: Any) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def _logits(model: Any, prompt: tuple[int, ...], directory: Path) -> torch.Tensor:
-    """Logits [P, V] on the CPU, float32."""
+    """Return the logits [P, V] float32 on the CPU."""
     rows = int(model.get_input_embeddings().weight.shape[0])
     if max(prompt) >= rows:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Verify a packed checkpoint: what was written is there, unchanged, complete, and runs."""
+"""Verify a packed checkpoint: its files are unchanged and complete, and it runs."""
 
 import json
 import subprocess
@@ -17,8 +17,8 @@ from quantkit.progress import Progress, counting
 from quantkit.runtime.saved_model import NO_MANIFEST, is_saved, record_of
 from quantkit.verification.prompt_logits import PromptLogits
 
-#: Runs the model of argv[1] on the CPU and prints what its logits do not agree in; a fresh interpreter shares
-#: no state with ours. The last line on stderr is what went wrong.
+#: Program that runs the model of argv[1] on the CPU and prints the differences of its logits, in a fresh
+#: interpreter, which shares no state with this one. Its last line on stderr is the error.
 _RELOAD = """
 import json, sys
 from pathlib import Path
@@ -34,13 +34,13 @@ print(json.dumps(problems))
 """
 
 
-#: Things beside the checkpoint that are named.
+#: Number of unlisted files that are named.
 _NAMED = 20
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what it looked at, in how many cases, and what it found wrong; `skipped` if it could not."""
+    """Result of one check: its subject, number of cases, and problems; `skipped` if it could not run."""
 
     name: str
     detail: str
@@ -49,14 +49,19 @@ class Check:
 
 
 def verify(directory: Path, *, reload: bool = True, progress: Progress | None = None) -> tuple[Check, ...]:
-    """Run every check on `directory`; a check whose `problems` are empty passed.
+    """Run every check on `directory`; a check without `problems` passed.
 
-    Files against the hashes of the manifest, headers and index against each other, the layers of the
-    manifest against config.json and the packed tensors, and, with `reload`, loading and running the model
-    in a fresh process, whose logits of a fixed prompt have to be those stored at quantization. Without files,
-    headers or a manifest that can be read, the checks end there.
-    A directory that `save_pretrained` wrote has no manifest: its files are not compared, and its logits have
-    to be finite. Raises `CheckpointError` for what is no packed checkpoint.
+    Checks, in this order:
+
+        files     sizes and hashes against the manifest
+        headers   headers against the index and each other
+        layers    layers of the manifest against config.json and the packed tensors
+        reload    with `reload`: loading and running in a fresh process
+        logits    with `reload`: logits for a fixed prompt against those stored at quantization
+
+    Unreadable headers or an unreadable manifest end the checks. A directory by `save_pretrained` has no
+    manifest: its files are not compared, and its logits only have to be finite. Raises `CheckpointError` if
+    the directory is not a packed checkpoint.
     """
     if is_saved(directory):
         return _verify_saved(directory, reload)
@@ -98,12 +103,12 @@ def _verify_saved(directory: Path, reload: bool) -> tuple[Check, ...]:
 
 
 def _check_layers(checkpoint: Checkpoint, record: ModelRecord) -> Check:
-    """The layers of the manifest against config.json and the number of packed tensors."""
+    """Compare the layers of the manifest with config.json, and count packed tensors."""
     config = QuantizationConfig.from_dict(checkpoint.config.get("quantization_config", {}))
     problems = []
     for module, layer in record.layers.items():
         scheme = config.scheme_of(module)
-        # Rows of one group are stored per channel whatever the group size: compare the format only.
+        # Rows of one group are stored per channel whatever the group size, so compare formats only.
         expected = None if layer.scheme is None else layer.scheme.partition(" ")[0]
         found = None if scheme is None else scheme.format.name
         if expected != found:

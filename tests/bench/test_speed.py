@@ -32,7 +32,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.runtime.cpu_steps.flat_forward import FlatForward
 from quantkit.runtime.cuda_graphs import capture
-from quantkit.runtime.cuda_graphs.capture import NotRecorded
+from quantkit.runtime.cuda_graphs.capture import NotCaptured
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from .conftest import SOURCE
@@ -143,7 +143,7 @@ def test_what_is_timed_is_recorded_before(packed: Path, monkeypatch: pytest.Monk
         return timed(*arguments)
 
     monkeypatch.setattr(capture, "capture", counted)
-    monkeypatch.setattr(capture, "records_on", lambda device: True)
+    monkeypatch.setattr(capture, "captures_on", lambda device: True)
     monkeypatch.setattr(speed, "generate_timed", counting)
     speed._cell(model, prompts_of(Settings(), packed, 512)(2, 9), mode, 5, 4, None, EnergyMeter(CPU))
     assert before[-4:] == [len(recorded)] * 4
@@ -163,7 +163,7 @@ def test_flat_steps_are_those_of_generate_or_the_reason_is_noted(
     assert len(steps) == 6
 
     def fails(*_: Any) -> Any:
-        raise NotRecorded("not today")
+        raise NotCaptured("not today")
 
     monkeypatch.setattr("quantkit.runtime.cpu_steps.flat_forward.flat", fails)
     found = speed.measure_speed(str(packed), settings)

@@ -90,7 +90,7 @@ def count_recordings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[i
         return output, run
 
     monkeypatch.setattr(capture, "capture", counted)
-    monkeypatch.setattr(capture, "records_on", lambda device: True)
+    monkeypatch.setattr(capture, "captures_on", lambda device: True)
     return steps, prompts
 
 

@@ -465,7 +465,7 @@ def test_a_block_read_ahead_is_read_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Checkpoint, "read", counted)
     decoder.read_ahead(found[1])
-    with decoder.kept(found[1]):
+    with decoder.cached(found[1]):
         names = [f"{found[1].name}.{name}" for name, _ in found[1].module.named_parameters()]
         assert all(torch.equal(decoder.read(name), read(checkpoint, name)) for name in names)
     assert sorted(reads) == sorted(names)

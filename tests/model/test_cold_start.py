@@ -94,7 +94,7 @@ def left_out(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> Iterator[lis
     monkeypatch.setattr(Launch, "_compile", lambda launch, arguments: _Interpreted(launch))
     for module in (fused_forward, prefill):
         monkeypatch.setattr(module, "compiled_first", compiled_first)
-    monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
+    monkeypatch.setattr(fused_forward, "can_fuse", lambda device: True)
     fused_forward.warn_unchanged.cache_clear()
     count_recordings(monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
@@ -149,15 +149,15 @@ def test_the_step_that_is_tried_launches_what_steps_do(
     caches: list[Any] = []
     monkeypatch.setattr(warmup, "Cache", lambda **known: caches.append(Cache(**known)) or caches[-1])
     prompt = {"input_ids": ids(), "position_ids": torch.arange(9).expand(2, 9)}
-    warmup.try_step(model, forward, prompt | {CACHE: cache})
+    warmup.warm_up(model, forward, prompt | {CACHE: cache})
     tried = launched.copy()
     assert tried and not any(layer.is_initialized for layer in cache.layers)
     (layers,) = (one.layers for one in caches)
     assert all(part.untyped_storage().nbytes() == 0 for one in layers for part in (one.keys, one.values))
     launched.clear()
     # Prompts have launches of their own: those of a cache that grows are not tried.
-    warmup.try_step(model, forward, prompt | {CACHE: DynamicCache()})
-    warmup.try_step(model, forward, prompt | {CACHE: Cache(layers=[StaticLayer(max_cache_len=2)] * 2)})
+    warmup.warm_up(model, forward, prompt | {CACHE: DynamicCache()})
+    warmup.warm_up(model, forward, prompt | {CACHE: Cache(layers=[StaticLayer(max_cache_len=2)] * 2)})
     assert not launched
     monkeypatch.setattr(fused_forward, "compiled_first", lambda device, run, *_, **__: run())
     step, recorded = fused_forward.fused_forward, []

@@ -13,7 +13,7 @@ from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cpu_steps.flat_forward import FlatForward
 from quantkit.runtime.cpu_steps.flat_step import FASTER, flat
-from quantkit.runtime.cuda_graphs.capture import NotRecorded
+from quantkit.runtime.cuda_graphs.capture import NotCaptured
 from quantkit.runtime.decoding import graphs_of
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.transformers.patches import generation
@@ -123,7 +123,7 @@ def test_what_python_decides_by_numbers_is_not_recorded() -> None:
         return [x.nonzero()]
 
     for forward in (decides, counts):
-        with torch.no_grad(), pytest.raises(NotRecorded, match="Python decides by numbers of aten"):
+        with torch.no_grad(), pytest.raises(NotCaptured, match="Python decides by numbers of aten"):
             flat(forward, [torch.ones(3)])
 
 

@@ -332,7 +332,7 @@ def failing(step: Callable[[], Any], rewind: Callable[[], None], device: torch.d
     attempts.append(1)
     step()
     rewind()
-    raise capture.NotRecorded("operation not permitted when stream is capturing")
+    raise capture.NotCaptured("operation not permitted when stream is capturing")
 
 
 def test_a_gradient_is_not_recorded(model: Any) -> None:
@@ -433,7 +433,7 @@ def test_models_that_need_another_cache_have_theirs(family: str, recorded: list[
 
 def test_the_most_tokens_of_a_generation() -> None:
     def most(**asked: Any) -> int | None:
-        return static_caches.tokens_of(asked, GenerationConfig(max_length=100))
+        return static_caches.max_tokens(asked, GenerationConfig(max_length=100))
 
     prompt = ids(tokens=9)
     assert most(inputs=prompt) == 120
@@ -446,7 +446,7 @@ def test_the_most_tokens_of_a_generation() -> None:
     # What an argument says is meant, also where it is nothing.
     defaults = GenerationConfig(max_new_tokens=5)
     assert (
-        static_caches.tokens_of({"inputs": prompt, "max_new_tokens": None, "max_length": 300}, defaults)
+        static_caches.max_tokens({"inputs": prompt, "max_new_tokens": None, "max_length": 300}, defaults)
         == 320
     )
 

@@ -155,7 +155,7 @@ def test_only_what_changes_logits_gets_copies_in_float32(
     logits = torch.tensor([[1.0] * 38 + [2.0, 2.0 + 1e-12]], dtype=dtype)
     before = logits.clone()
     for processors, token in (([], 38), ([_Banned()], 0)):
-        found = async_sampling._chosen(ids(), logits, LogitsProcessorList(processors), False)
+        found = async_sampling._next_tokens(ids(), logits, LogitsProcessorList(processors), False)
         assert found.tolist() == [token] and torch.equal(logits, before)
     assert (compared[0] is logits) is (dtype != torch.float64)
     assert compared[1].dtype == torch.float32

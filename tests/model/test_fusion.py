@@ -35,7 +35,7 @@ from quantkit.kernels.moe.grouped_gemm import (
 from quantkit.kernels.ops import glue
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cuda_graphs import prefill
-from quantkit.runtime.cuda_graphs.capture import NotRecorded
+from quantkit.runtime.cuda_graphs.capture import NotCaptured
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fuse_linear, fused_forward
 from quantkit.runtime.passes.patterns import fused
@@ -97,7 +97,7 @@ OF_PROMPTS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_h
 
 @pytest.fixture(autouse=True)
 def recordings(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> tuple[list[int], list[int]]:
-    monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
+    monkeypatch.setattr(fused_forward, "can_fuse", lambda device: True)
     fused_forward.warn_unchanged.cache_clear()
     return count_recordings(monkeypatch)
 
@@ -353,7 +353,7 @@ def test_a_number_that_the_host_gives_a_gpu_cannot_be_traced() -> None:
         # What `torch.tensor` calls at its end, though not for the meta device.
         return x * torch.ops.aten.lift_fresh(torch.empty(2, device=x.device))
 
-    with pytest.raises(NotRecorded, match="gives the GPU a number of the host"):
+    with pytest.raises(NotCaptured, match="gives the GPU a number of the host"):
         trace(step, [torch.zeros(2, device="cuda" if DEVICE == "cuda" else "meta")])
 
 
@@ -718,7 +718,7 @@ def test_a_number_that_the_host_reads_cannot_be_traced() -> None:
         return x * int(x.sum()) if float(x[0]) > 0 else x
 
     if DEVICE == "cuda":
-        with pytest.raises(NotRecorded, match="asks the GPU for a number"):
+        with pytest.raises(NotCaptured, match="asks the GPU for a number"):
             trace(step, [numbers(4)])
     else:
         # On the host it may read what it likes: a graph has what it read when it was recorded.
@@ -754,7 +754,7 @@ def test_a_step_that_cannot_be_recorded_leaves_the_cache_as_it_was(
     monkeypatch: pytest.MonkeyPatch, steps: list[int]
 ) -> None:
     def refuse(output: Any) -> None:
-        raise NotRecorded("the model returns more")
+        raise NotCaptured("the model returns more")
 
     monkeypatch.setattr(fused_forward, "check_output", refuse)
     model = made("Llama")
@@ -773,7 +773,7 @@ def test_fewer_launches_are_no_less_exact(monkeypatch: pytest.MonkeyPatch, modul
     graph_decoding(model)
     errors = []
     for possible in (False, True):
-        monkeypatch.setattr(fused_forward, "is_possible", lambda device, possible=possible: possible)
+        monkeypatch.setattr(fused_forward, "can_fuse", lambda device, possible=possible: possible)
         forward_of(model)._graphs.clear()
         cache = static_cache(model, 40)
         model(input_ids=ids(), past_key_values=cache, use_cache=True)
@@ -794,7 +794,7 @@ def test_what_torch_does_not_see_is_not_left_out(
     assert "something computes that torch does not see" in caplog.text
 
 
-@pytest.mark.parametrize("error", [TypeError("no such thing"), NotRecorded("the host reads")], ids=str)
+@pytest.mark.parametrize("error", [TypeError("no such thing"), NotCaptured("the host reads")], ids=str)
 def test_prompts_that_cannot_be_traced_are_recorded_as_they_are(
     error: Exception,
     monkeypatch: pytest.MonkeyPatch,

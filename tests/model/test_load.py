@@ -18,7 +18,7 @@ from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.model import transformers_version
 from quantkit.model.hf_files import explained
 from quantkit.runtime.fitness import _devices_of
-from quantkit.runtime.generate import Generation, _choose, generate, stream
+from quantkit.runtime.generate import Generation, _select, generate, stream
 from quantkit.runtime.load import load
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.transformers import quantizer, registration
@@ -444,14 +444,14 @@ def test_only_what_files_can_lead_to_is_a_damaged_file(tiny, monkeypatch, module
 def test_numbers_that_torch_refuses_are_those_of_files(tmp_path):
     # torch.multinomial has no frame of its own.
     with pytest.raises(CheckpointError, match="cannot be opened or run: RuntimeError"), explained(tmp_path):
-        _choose(torch.full((1, 4), float("nan")), 1.0, torch.Generator())
+        _select(torch.full((1, 4), float("nan")), 1.0, torch.Generator())
 
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
     [(("cuda", "cuda"), 1), (("cuda", "meta"), 1), (("cuda", "cpu"), 2), (("cpu", "meta"), 1)],
 )
-def test_released_words_do_not_hide_that_a_model_is_on_one_device(devices, expected):
+def test_freed_words_do_not_hide_that_a_model_is_on_one_device(devices, expected):
     parameters = {
         str(i): types.SimpleNamespace(device=torch.device(one), is_meta=one == "meta")
         for i, one in enumerate(devices)

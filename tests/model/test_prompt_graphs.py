@@ -185,7 +185,7 @@ def test_what_is_no_recordable_prompt_runs_as_it_did(model: Any, recorded: list[
         assert torch.equal(found[0], expected[0]), inputs
         assert type(found) is type(expected)
     assert model(ids()).logits.shape[1] == 9
-    assert not recorded and not prefill.is_recordable({}, model)
+    assert not recorded and not prefill.is_capturable({}, model)
 
 
 @torch.no_grad()
@@ -380,7 +380,7 @@ def test_random_numbers_after_a_recording_that_failed() -> None:
         return held.cuda()
 
     for rewind in (None, lambda: None):
-        with pytest.raises(capture.NotRecorded):
+        with pytest.raises(capture.NotCaptured):
             capture.capture(step, rewind, device)
         torch.manual_seed(0)
         drawn = torch.rand(3, device="cuda")
@@ -512,7 +512,7 @@ def test_graphs_are_few(model: Any, recorded: list[int], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     "error",
-    [capture.NotRecorded("not permitted when stream is capturing"), torch.OutOfMemoryError("none left")],
+    [capture.NotCaptured("not permitted when stream is capturing"), torch.OutOfMemoryError("none left")],
 )
 def test_prompts_that_could_not_be_recorded_run(
     model: Any,
@@ -614,7 +614,7 @@ def test_caches_are_what_transformers_makes_of_them(
     """With zeros where nothing was written, whatever is in memory."""
     if fast:
         pytest.importorskip("triton")
-    monkeypatch.setattr(prefill, "is_possible", lambda device: fast)
+    monkeypatch.setattr(prefill, "can_fuse", lambda device: fast)
     empty = torch.empty
 
     def poisoned(*shape: Any, **options: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from quantkit.calibrate.hessian import RunSum
 from quantkit.cli.main import main
 from quantkit.errors import EnvironmentProblem, FormatError
 from quantkit.model import distributed as sharing
-from quantkit.model.distributed import Ranks, Record, joined
+from quantkit.model.distributed import Ranks, Record, join_ranks
 from quantkit.quantization.blockwise import pipeline
 from quantkit.quantizing import quantize
 
@@ -128,10 +128,10 @@ def test_what_is_refused_is_said_once(tmp_path, text, options, code, message):
 def test_one_process_alone_meets_nobody(monkeypatch):
     for name in sharing.ENVIRONMENT:
         monkeypatch.setenv(name, "1")
-    with joined() as alone:
+    with join_ranks() as alone:
         assert (alone.number, alone.size, alone.first) == (0, 1, True)
         record = Record({"a": torch.arange(3)}, {"b": 1})
-        assert [one.facts for one in alone.each([record], torch.device("cpu"))] == [{"b": 1}]
+        assert [one.facts for one in alone.gather_records([record], torch.device("cpu"))] == [{"b": 1}]
     assert not torch.distributed.is_initialized()
 
 
@@ -139,7 +139,10 @@ def test_ranks_that_cannot_meet_are_told_where(monkeypatch):
     found = dict(zip(sharing.ENVIRONMENT, ("0", "2", "0", "2", "nowhere.invalid", "x"), strict=True))
     for name, value in found.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(EnvironmentProblem, match=r"rank 0 cannot join the 2 .* nowhere\.invalid:x"), joined():
+    with (
+        pytest.raises(EnvironmentProblem, match=r"rank 0 cannot join the 2 .* nowhere\.invalid:x"),
+        join_ranks(),
+    ):
         pass
 
 

@@ -37,7 +37,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> None:
 
     monkeypatch.setattr(attention, "why_not", why_not)
     monkeypatch.setattr(fuse_attention, "rotates", lambda *given: True)
-    monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
+    monkeypatch.setattr(fused_forward, "can_fuse", lambda device: True)
     count_recordings(monkeypatch)
 
 

@@ -70,7 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> None:
     """Chains of launches, and products with experts, also on a CPU."""
-    monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
+    monkeypatch.setattr(fused_forward, "can_fuse", lambda device: True)
     count_recordings(monkeypatch)
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

@@ -13,7 +13,7 @@ from quantkit.kernels.ops import glue
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fold_constants, fused_forward
-from quantkit.runtime.passes.fold_constants import held_by
+from quantkit.runtime.passes.fold_constants import folded_constants
 from quantkit.runtime.passes.patterns import fused
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
@@ -40,13 +40,13 @@ Step = Callable[..., Any]
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What steps became."""
-    monkeypatch.setattr(fused_forward, "is_possible", lambda device: True)
+    monkeypatch.setattr(fused_forward, "can_fuse", lambda device: True)
     count_recordings(monkeypatch)
     return keep_modules(monkeypatch)
 
 
 def held(step: Step, *given: torch.Tensor) -> list[torch.Tensor]:
-    return held_by(fused(step, [tensor.clone() for tensor in given], "steps"))
+    return folded_constants(fused(step, [tensor.clone() for tensor in given], "steps"))
 
 
 @torch.no_grad()
@@ -69,12 +69,12 @@ def test_constants_are_those_of_each_device_and_dtype_and_of_later_calls() -> No
         return x * torch.arange(3, device=x.device).to(torch.float16)
 
     module = fused(step, [numbers(2, 3)], "steps")
-    (constant,) = held_by(module)
+    (constant,) = folded_constants(module)
     assert constant.dtype == torch.float16 and constant.device == numbers(1).device
     for seed in range(3):
         x = numbers(2, 3) + seed
         assert torch.equal(module(x), step(x))
-    (node,) = module.graph.find_nodes(op="get_attr", target="held_0")
+    (node,) = module.graph.find_nodes(op="get_attr", target="folded_0")
     assert node.meta["val"].dtype == torch.float16 and node.meta["val"].is_meta
 
 
@@ -117,7 +117,7 @@ def test_what_is_written_is_no_constant(step: Step) -> None:
     module = fused(step, [x], "steps")
     for _ in range(3):
         assert torch.equal(module(x), step(x))
-    assert all(tensor.dim() == 0 for tensor in held_by(module))
+    assert all(tensor.dim() == 0 for tensor in folded_constants(module))
 
 
 @torch.no_grad()
@@ -133,7 +133,7 @@ def test_what_is_returned_is_no_constant() -> None:
 
     for step in (whole, view):
         module = fused(step, [numbers(4)], "steps")
-        assert not held_by(module)
+        assert not folded_constants(module)
         first, second = module(numbers(4)), module(numbers(4))
         results = [one[1] if torch.is_tensor(one[1]) else one[1][0] for one in (first, second)]
         assert results[0].data_ptr() != results[1].data_ptr() and torch.equal(*results)
@@ -199,7 +199,9 @@ def test_graphs_hold_the_constants_that_they_read(modules: list[Any]) -> None:
     close(decode(model, forward_of(model), static_cache(model, 40), ids(), steps=4), expected)
     (module,) = modules
     (graph,) = forward_of(model)._graphs.values()
-    assert graph.held and {id(one) for one in graph.held} == {id(one) for one in held_by(module)}
+    assert graph.constants and {id(one) for one in graph.constants} == {
+        id(one) for one in folded_constants(module)
+    }
     assert not {node.target for node in module.graph.nodes if "arange" in str(node.target)}
 
 

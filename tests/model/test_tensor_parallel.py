@@ -233,7 +233,7 @@ def test_ranks_record_steps_where_all_can(models, tmp_path):
             def refused(*arguments: Any) -> Any:
                 # A capture does not communicate, the step before it does.
                 real(*arguments)
-                raise capture.NotRecorded("it is late")
+                raise capture.NotCaptured("it is late")
 
             if rank:
                 patch.setattr(capture, "capture", refused)

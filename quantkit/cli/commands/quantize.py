@@ -54,7 +54,7 @@ def quantize(
     from quantkit import quantizing
     from quantkit.checkpoint.output.existing import is_resumable
     from quantkit.cli.commands.plan import gpu_memory_of, memory_dict, plan_dict, print_memory, print_plan
-    from quantkit.model.distributed import joined
+    from quantkit.model.distributed import join_ranks
 
     # Until then, what is to be overwritten may look like an unfinished run.
     begun = not overwrite
@@ -76,7 +76,7 @@ def quantize(
         instead = " in place of --overwrite" if overwrite else ""
         return f"finished files are kept. Continue with the same command and --resume{instead}."
 
-    with advising(advice), joined() as ranks:
+    with advising(advice), join_ranks() as ranks:
         budget = asked.to_budget()
         chosen = asked.to_recipe(budget)
         with progress("quantizing", shown=ranks.first) as report:

@@ -89,7 +89,7 @@ def _scales(
         lambda at: output_errors(consumers, hessian, torch.stack(mine[at : at + some])[:, shared], stored),
         range(0, len(mine), some),
     )
-    met = solver.ranks.meet(list(chain.from_iterable(found)))
+    met = solver.ranks.all_gather(list(chain.from_iterable(found)))
     errors = list(chain.from_iterable(met))
     return tried[errors.index(min(errors))], shared
 

@@ -104,7 +104,7 @@ def calibrate(
             return None
         return [name for name in calibration.work_files if output.is_done(name)]
 
-    known = ranks.from_first(done)
+    known = ranks.broadcast(done)
     if known is None:
         return
     files: WorkFiles = Followed(out, known) if output is None else output

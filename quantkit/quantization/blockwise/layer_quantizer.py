@@ -71,7 +71,7 @@ class Solver:
         """What all ranks have summed; the memory of `mine` is used."""
         records = [_record(name, part) for name, found in mine.items() for part in found.parts]
         sums: dict[str, RunSum] = {}
-        for record in self.ranks.each(records, self.device):
+        for record in self.ranks.gather_records(records, self.device):
             name, first, last, tokens, columns = record.facts
             sums.setdefault(name, RunSum()).add(HessianSum(first, last, tokens, columns, **record.tensors))
         return sums
@@ -201,7 +201,7 @@ class Solver:
             for name, one in mine.items()
         ]
         found: dict[str, Quantized] = {}
-        for record in self.ranks.each(records, self.device):
+        for record in self.ranks.gather_records(records, self.device):
             task = tasks[record.facts["name"]]
             assert task.scheme is not None
             shape = (task.source.shape[0], task.source.shape[1])

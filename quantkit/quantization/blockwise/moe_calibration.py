@@ -103,7 +103,7 @@ def quantize_experts(
     ]
     widest = max(kind.features for kind in kinds)
     # All ranks have as many in work as the one with the least memory.
-    size = min(solver.ranks.meet(max(1, min(2 * solver.lanes, free // (WORK_BYTES * widest**2)))))
+    size = min(solver.ranks.all_gather(max(1, min(2 * solver.lanes, free // (WORK_BYTES * widest**2)))))
     size *= solver.ranks.size
     for at in range(0, len(numbers), size):
         for kind in kinds:

@@ -139,7 +139,7 @@ def quantize_blocks(
             states = worker.quantize(modules[i], block, states, output, report)
             trim_cache(decoder.device)
             late = time.monotonic() - stored_at >= HIDDEN_SECONDS
-            if any(ranks.meet(late)) and block is not blocks[-1]:
+            if any(ranks.all_gather(late)) and block is not blocks[-1]:
                 states.write(output, block.hidden_filename, len(batches), ranks)
                 if kept is not None:
                     output.discard(kept)
@@ -220,7 +220,7 @@ class _Worker:
                 given[parameter] = tensor.to(self.decoder.device, self.decoder.dtype)
         exact = None
         if states.exact is not None:
-            twin = self.decoder.twin(block)
+            twin = self.decoder.duplicate(block)
             with self.decoder.loaded(twin):
                 exact = self._finished(twin, states.exact)
         with self.decoder.loaded(block, given):
@@ -239,8 +239,8 @@ class _Worker:
             file = stack.enter_context(output.shard(todo.filename, todo.specs, {"format": "pt"}))
             finished = _Output(file, todo, report)
             # Made before it has weights, which would be copied.
-            twin = None if states.exact is None else self.decoder.twin(block)
-            stack.enter_context(self.decoder.kept(block))
+            twin = None if states.exact is None else self.decoder.duplicate(block)
+            stack.enter_context(self.decoder.cached(block))
             stack.enter_context(self.decoder.loaded(block))
 
             # What is learned is written when all of the block is there.
@@ -293,7 +293,7 @@ class _Worker:
         """Its linears and experts that take data, as the first rank sees them run."""
         experts = [module for module in todo.experts if todo.of_experts(module)]
         linears = [name for name in todo.calibrated if name not in todo.parts]
-        found: list[Sequence[str]] = self.solver.ranks.from_first(
+        found: list[Sequence[str]] = self.solver.ranks.broadcast(
             lambda: stages_of(
                 block, states.hidden[0].to(self.decoder.device), (*linears, *experts), alone=experts
             )
@@ -386,7 +386,7 @@ class _Worker:
 
         # An expert has few tokens on each rank, so all of them go to the one that quantizes it.
         calls = list(self.solver.in_order(call, range(len(states.hidden))))
-        calls = [record.tensors for record in ranks.each(calls, home)]
+        calls = [record.tensors for record in ranks.gather_records(calls, home)]
         full = f"{block.name}.{name}"
         routed = Routed.of(
             [tuple(one for key, one in found.items() if key != "original") for found in calls],
@@ -406,7 +406,7 @@ class _Worker:
         part = todo.parts.get(name)
         if part is None:
             set_weight(block.module, f"{name}.weight", weight)
-            self.decoder.release(todo.tasks[name].source.name)
+            self.decoder.drop(todo.tasks[name].source.name)
         else:
             part.of(block.module.get_parameter(part.parameter), len(weight)).copy_(weight)
 

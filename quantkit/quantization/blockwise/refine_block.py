@@ -103,7 +103,7 @@ class _Passes:
         self._weights = {name: block.module.get_parameter(f"{name}.weight") for name in names}
         for weight in self._weights.values():
             weight.requires_grad_()
-        counts = solver.ranks.meet(len(inputs))
+        counts = solver.ranks.all_gather(len(inputs))
         self.count = sum(counts)
         self._first = sum(counts[: solver.ranks.number])
 
@@ -117,7 +117,7 @@ class _Passes:
         mine = [at - self._first for at in drawn if 0 <= at - self._first < len(self._inputs)]
         found = list(self._solver.in_order(self._gradient, mine))
         total: dict[str, torch.Tensor] = {}
-        for record in self._solver.ranks.each(found, self._solver.device):
+        for record in self._solver.ranks.gather_records(found, self._solver.device):
             for name, gradient in record.tensors.items():
                 total[name] = total[name].add_(gradient) if name in total else gradient.float()
         return total
@@ -125,7 +125,7 @@ class _Passes:
     def error(self) -> float:
         """The squared error of the outputs of all micro-batches over the sum of their squares."""
         mine = list(self._solver.in_order(self._squares, range(len(self._inputs))))
-        pairs = list(chain.from_iterable(self._solver.ranks.meet(mine)))
+        pairs = list(chain.from_iterable(self._solver.ranks.all_gather(mine)))
         error, energy = (sum(column) for column in zip(*pairs, strict=True))
         return float(error / energy) if energy else 0.0
 

@@ -1,1 +1,1 @@
-"""Caches of keys and values: static ones for graphs, packed ones, and transformers' names for them."""
+"""KV caches: static caches for CUDA graphs, quantized caches, and the argument name in transformers."""

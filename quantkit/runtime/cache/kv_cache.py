@@ -1,9 +1,12 @@
-"""A quantized KV cache, through transformers' cache interface.
+"""Quantized KV cache behind the cache interface of transformers.
 
-Every token is quantized as it comes and never again, so what the cache holds does not depend on how many came
-at a time. A few features of the keys of a head are large in all tokens; a Hadamard matrix spreads them over
-the head first and is undone behind (QuaRot, arXiv 2404.00456). Attention sees all keys and values as they are
-stored, unpacked for one layer at a time in the dtype of the model.
+Each token is quantized once, when it arrives, so the stored bits do not depend on how tokens were batched.
+Keys of a head have a few features that are large in all tokens. A Hadamard matrix spreads them over the head
+before quantizing and is undone after (QuaRot, arXiv 2404.00456). Attention reads dequantized keys and values,
+one layer at a time, in the dtype of the model.
+
+    append   k [B, H, t, D] -> k @ R -> quantize -> parts
+    read     parts -> dequantize -> @ R^T -> k [B, H, T, D]
 """
 
 from collections.abc import Callable
@@ -21,7 +24,7 @@ from quantkit.packing.tensor import PackedTensor
 
 Parts = dict[str, torch.Tensor]
 
-#: How keys and values are stored, each token of a head as a row. docs/accuracy.md has what each costs.
+#: Schemes of keys and values, one row per token and head. docs/accuracy.md shows their cost in accuracy.
 KV_SCHEMES: dict[str, Scheme] = {
     "int8": scheme("int8", group_size=64),
     "int4": scheme("int4", group_size=32, zero_point="float"),
@@ -29,7 +32,7 @@ KV_SCHEMES: dict[str, Scheme] = {
 
 
 def kv_scheme(format: str) -> Scheme:
-    """How a KV cache of this format stores a row; `UsageError` for an unknown one."""
+    """Return the scheme of a KV cache format; raise `UsageError` for an unknown format."""
     if format not in KV_SCHEMES:
         raise UsageError(f"unknown format of a KV cache {format!r}; use one of {', '.join(KV_SCHEMES)}.")
     return KV_SCHEMES[format]
@@ -37,23 +40,23 @@ def kv_scheme(format: str) -> Scheme:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """How rows of D features become packed parts and back; `turn` [D, D] float32 is orthogonal, or None."""
+    """Packs and unpacks rows of D features; `rotation` [D, D] float32 is orthogonal, or None."""
 
     scheme: Scheme
-    turn: torch.Tensor | None
+    rotation: torch.Tensor | None
 
     @classmethod
     def of(cls, scheme: Scheme, size: int, device: torch.device, *, rotate: bool) -> "_Rows":
-        rotation = Rotation.of(size) if rotate else None
-        turn = None if rotation is None else rotation.apply(torch.eye(size, dtype=torch.float64))
-        return cls(scheme.for_columns(size), None if turn is None else turn.float().to(device))
+        hadamard = Rotation.of(size) if rotate else None
+        rotation = None if hadamard is None else hadamard.apply(torch.eye(size, dtype=torch.float64))
+        return cls(scheme.for_columns(size), None if rotation is None else rotation.float().to(device))
 
     def pack(self, states: torch.Tensor) -> Parts:
-        """`states` [B, H, T, D] by part, [B, H, T, any] each."""
+        """Quantize `states` [B, H, T, D] to parts by name, [B, H, T, any] each."""
         rows = states.reshape(-1, states.shape[-1]).float()
         try:
             packed = quantize_tensor(
-                rows if self.turn is None else rows @ self.turn, self.scheme, method="rtn"
+                rows if self.rotation is None else rows @ self.rotation, self.scheme, method="rtn"
             )
         except FormatError as error:
             raise FormatError(
@@ -63,20 +66,20 @@ class _Rows:
         return {name: part.view(*states.shape[:-1], -1) for name, part in packed.parts()}
 
     def unpack(self, parts: Parts, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """The states [B, H, T, D] that `pack` stored."""
-        before = next(iter(parts.values())).shape[:-1]
+        """Dequantize `parts` to states [B, H, T, D] in `dtype`; D is `size`."""
+        leading = next(iter(parts.values())).shape[:-1]
         flat = {name: part.reshape(-1, part.shape[-1]) for name, part in parts.items()}
-        rows = PackedTensor.from_parts(flat, self.scheme, (before.numel(), size)).dequantize(torch.float32)
-        turned = rows if self.turn is None else rows @ self.turn.T
-        return turned.to(dtype).view(*before, size)
+        rows = PackedTensor.from_parts(flat, self.scheme, (leading.numel(), size)).dequantize(torch.float32)
+        rows_out = rows if self.rotation is None else rows @ self.rotation.T
+        return rows_out.to(dtype).view(*leading, size)
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer as packed parts, [batch, heads, tokens, any] each."""
+    """Keys and values of one layer as packed parts, [B, H, T, any] each."""
 
     is_sliding = False
     is_croppable = True
-    #: The base class gives these to tensors; here they are parts by name.
+    #: The base class declares tensors; here they are parts by name.
     keys: Parts
     values: Parts
 
@@ -95,11 +98,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values [B, H, t, D]; all there are, [B, H, T, D], as they are stored."""
+        """Append keys and values [B, H, t, D]; return all of them, [B, H, T, D] each, after quantization."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys = _joined(self.keys, self._key_rows.pack(key_states))
-        self.values = _joined(self.values, self._value_rows.pack(value_states))
+        self.keys = _append(self.keys, self._key_rows.pack(key_states))
+        self.values = _append(self.values, self._value_rows.pack(value_states))
         return (
             self._key_rows.unpack(self.keys, self._sizes[0], self.dtype),
             self._value_rows.unpack(self.values, self._sizes[1], self.dtype),
@@ -114,12 +117,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    #: What transformers 5.12 calls it.
+    #: Name in transformers 5.12.
     get_max_cache_shape = get_max_length
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the parts take."""
+        """Bytes of all parts."""
         return sum(part.nbytes for parts in (self.keys, self.values) for part in parts.values())
 
     def reset(self) -> None:
@@ -127,7 +130,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; transformers counts them as a negative number."""
+        """Drop the last tokens; transformers passes their number as a negative number."""
         if tokens_to_remove > 0:
             raise UsageError(f"crop takes the tokens to forget as a negative number, got {tokens_to_remove}.")
         if tokens_to_remove:
@@ -156,25 +159,25 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class PackedCache(DynamicCache):  # type: ignore[misc]
-    """The KV cache of a model of this `config`, as `format` of `KV_SCHEMES`: give it as `cache`, or
-    before transformers 5.24 as `past_key_values`.
+    """Quantized KV cache for a model of this `config`, in a `format` of `KV_SCHEMES`.
 
-    `dense_layers` is how many stay as they are: layers with a sliding window, which hold few tokens, and
-    those that keep something else than keys and values. `UsageError` for an unknown format.
+    Pass it to the model as `cache`, before transformers 5.24 as `past_key_values`. `dense_layers` counts the
+    layers that are not quantized: sliding windows, which hold few tokens, and states other than keys and
+    values. Raises `UsageError` for an unknown format.
     """
 
     def __init__(self, config: Any, format: str) -> None:
-        stored = kv_scheme(format)
+        layer_scheme = kv_scheme(format)
         super().__init__(config=config)
         layers: list[Any] = self.layers
         self.layers: list[Any] = [
-            PackedLayer(stored) if type(layer) is DynamicLayer else layer for layer in layers
+            PackedLayer(layer_scheme) if type(layer) is DynamicLayer else layer for layer in layers
         ]
         self.dense_layers = sum(not isinstance(layer, PackedLayer) for layer in self.layers)
 
     @property
     def note(self) -> str | None:
-        """Which layers stay as they are, None where none does."""
+        """Note about layers that are not quantized; None if all are."""
         if not self.dense_layers:
             return None
         return (
@@ -188,5 +191,5 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, PackedLayer))
 
 
-def _joined(before: Parts, after: Parts) -> Parts:
+def _append(before: Parts, after: Parts) -> Parts:
     return {name: torch.cat([before[name], part], -2) for name, part in after.items()} if before else after

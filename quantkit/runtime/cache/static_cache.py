@@ -1,4 +1,4 @@
-"""Caches of a fixed length, which steps are recorded with: which models take one, and how long it is."""
+"""Static caches, of fixed length, for CUDA graphs: which models support them, and how long they are."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from transformers.generation import MaxLengthCriteria
 
 from quantkit.runtime.cache.cache_name import CACHE, OLD_NAME
 
-#: Lengths of caches are multiples of this, so that answers of other lengths find their graph again.
+#: Cache lengths are multiples of this, so that texts of similar length reuse a graph.
 BUCKET = 256
-#: Layers that a cache of whole keys and values does for.
+#: Layer types that store keys and values of all tokens, or of a window.
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
-#: Arguments of `generate` with which it has a cache, makes another, or takes tokens back from it.
+#: Options of `generate` that bring a cache, select another kind, or remove tokens from it.
 _OWN_CACHE = (
     CACHE,
     OLD_NAME,
@@ -24,51 +24,53 @@ _OWN_CACHE = (
     "is_assistant",
     "custom_generate",
 )
-#: New tokens that `generate` makes where nobody says how many.
+#: Default number of new tokens in `generate`.
 _NEW_TOKENS = 20
 
 
-def said(asked: Mapping[str, Any], defaults: Any, name: str) -> Any:
-    """The value of an option where `generate` is `asked` for this: that of the argument, if it is one.
+def option_of(requested: Mapping[str, Any], defaults: Any, name: str) -> Any:
+    """Return the value of option `name` for a call of `generate` with arguments `requested`.
 
-    Else that of the generation config that it is given, else that of `defaults`, the model's.
+    Looks at the argument first, then at the generation config among the arguments, then at `defaults`, the
+    generation config of the model.
     """
-    if name in asked:
-        return asked[name]
-    values = (getattr(asked.get("generation_config"), name, None), getattr(defaults, name, None))
+    if name in requested:
+        return requested[name]
+    values = (getattr(requested.get("generation_config"), name, None), getattr(defaults, name, None))
     return next((value for value in values if value is not None), None)
 
 
-def tokens_of(asked: Mapping[str, Any], defaults: Any) -> int | None:
-    """The most tokens of a sequence, with its prompt, that `generate` makes when it is asked for this.
+def max_tokens(requested: Mapping[str, Any], defaults: Any) -> int | None:
+    """Return the maximal length of a sequence, prompt included, for a call of `generate`.
 
-    None where it needs another cache than a static one. `defaults` is the generation config of the model.
+    `requested` are the arguments of the call. None if the call needs another cache. `defaults` is
+    the generation config of the model.
     """
-    # "hybrid" is what old checkpoints of sliding windows say, which transformers takes for nothing.
-    own = [said(asked, defaults, name) for name in _OWN_CACHE]
+    # Old checkpoints with sliding windows say "hybrid"; transformers ignores it.
+    own = [option_of(requested, defaults, name) for name in _OWN_CACHE]
     if any(value not in (None, False, "hybrid") for value in own):
         return None
-    # None, if that is asked for, is no cache either.
-    if said(asked, defaults, "use_cache") is False or asked.get("use_cache", True) is None:
+    # use_cache=None as an argument also means no cache.
+    if option_of(requested, defaults, "use_cache") is False or requested.get("use_cache", True) is None:
         return None
-    prompts = [asked.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
+    prompts = [requested.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
     prompt = max((part.shape[1] for part in prompts if part is not None), default=1)
-    new: int | None = said(asked, defaults, "max_new_tokens")
+    new: int | None = option_of(requested, defaults, "max_new_tokens")
     tokens = (
         prompt + new
         if new is not None
-        else max(prompt, said(asked, defaults, "max_length") or 0) + _NEW_TOKENS
+        else max(prompt, option_of(requested, defaults, "max_length") or 0) + _NEW_TOKENS
     )
-    # Criteria of the caller are taken instead.
-    criteria = asked.get("stopping_criteria") or ()
+    # Stopping criteria of the caller override the length.
+    criteria = requested.get("stopping_criteria") or ()
     lengths: list[int] = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
     return max([tokens, *lengths])
 
 
 def static_cache(model: Any, tokens: int) -> Cache | None:
-    """A cache for so many tokens that graphs can be recorded with; None where the model needs another.
+    """Create a static cache for `tokens` tokens, for CUDA graphs; None if `model` needs another cache.
 
-    Windows of sliding attention come from masks: every layer has room for all tokens.
+    Every layer has room for all tokens; sliding windows are applied by masks.
     """
     if why_no_static_cache(model) is not None:
         return None
@@ -78,28 +80,28 @@ def static_cache(model: Any, tokens: int) -> Cache | None:
 
 
 def layers_without_keys(model: Any) -> list[str]:
-    """The kinds of layers of `model` that have something else than keys and values of all tokens."""
+    """Return the layer types of `model` with other states than keys and values of all tokens."""
     config = model.config.get_text_config(decoder=True)
     return sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
 
 
 def why_no_static_cache(model: Any) -> str | None:
-    """None if keys and values of a length that is fixed do for `model`, else the reason they do not."""
+    """Return None if a static cache fits `model`, else the reason."""
     config = model.config.get_text_config(decoder=True)
     if others := layers_without_keys(model):
         return f"the model has layers of {others[0]}"
-    # transformers says of a model that it compiles if it runs with such keys and values.
+    # transformers marks models that run with a static cache as compilable.
     if getattr(config, "is_encoder_decoder", False) or not getattr(model, "_can_compile_fullgraph", False):
         return "transformers does not run the model with a static cache"
-    # Keys and values may have two dtypes then, for which a static layer has one.
+    # Under autocast keys and values may differ in dtype; a static layer has one dtype.
     return "autocast is asked for" if torch.is_autocast_enabled(model.device.type) else None
 
 
-def growing(cache: Cache, model: Any) -> Cache:
-    """A cache as transformers makes it, which has room for more tokens, with what `cache` holds."""
-    grown = DynamicCache(config=model.config.get_text_config(decoder=True))
+def to_dynamic(cache: Cache, model: Any) -> Cache:
+    """Copy `cache` to a dynamic cache, as transformers makes it, which can grow."""
+    dynamic = DynamicCache(config=model.config.get_text_config(decoder=True))
     for number, layer in enumerate(cache.layers):
         if layer.is_initialized:
-            held = int(layer.get_seq_length())
-            grown.update(layer.keys[:, :, :held], layer.values[:, :, :held], number)
-    return grown
+            length = int(layer.get_seq_length())
+            dynamic.update(layer.keys[:, :, :length], layer.values[:, :, :length], number)
+    return dynamic

@@ -1,6 +1,6 @@
-"""Decoding on a CPU: the operations of a step are traced once and called one after the other for every token.
+"""Decode on a CPU with flat steps: trace the operations of a step once and replay them for every token.
 
-Python takes longer between them than they take, in a small model. `cpu_step` says what is left of a step.
+In a small model, Python takes longer between operations than the operations take (`flat_step.py`).
 """
 
 import threading
@@ -11,71 +11,71 @@ from typing import Any
 from quantkit.model.architectures import is_fused_experts
 from quantkit.runtime.cache.cache_name import renamed
 from quantkit.runtime.cpu_steps.flat_step import flat
-from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded
+from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
 from quantkit.runtime.cuda_graphs.decode import Captured, GraphedForward, why_not
 from quantkit.runtime.fitness import modules_of
 from quantkit.runtime.packed_experts import PackedExperts
-from quantkit.runtime.passes.fused_forward import changed_forward
+from quantkit.runtime.passes.fused_forward import rewritten_forward
 
 
 class FlatForward(GraphedForward):
-    """The forward of `model`, on a CPU, for one new token of each sequence, as a flat list of operations.
+    """Forward of `model` on a CPU, with each step of one new token per sequence as a flat list of operations.
 
-    Called as the model is. `forward` does so too within `generate`, before which it calls `renew`.
+    Call it like the model. Inside `generate`, `forward` runs flat steps too.
     """
 
     refusal = "decoding steps run module by module, which takes longer: %s"
-    # The CPU would run a step that is one too many before it returns the text.
+    # A CPU would finish a surplus step before it returns the text.
     defers = False
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._here = threading.local()
+        self._generating = threading.local()
 
     @property
-    def records(self) -> bool:
+    def captures(self) -> bool:
         return bool(self._model.device.type == "cpu")
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
-        """The model's forward, with steps of `generate` as flat lists where they can be."""
+        """Run the forward of the model; inside `generate`, steps run flat where possible."""
         self._prepare()
-        given = renamed(inputs)
+        call = renamed(inputs)
         plain = arguments or not self._flat or getattr(self._thread, "plain", False)
-        output = None if plain or why_not(given) is not None else self.step(given)
+        output = None if plain or why_not(call) is not None else self.step(call)
         return self.plain(*arguments, **inputs) if output is None else output
 
     def cache_for(self, tokens: int) -> Any:
         modules = modules_of(self._model)
         if any(isinstance(one, PackedExperts) or is_fused_experts(one) for one in modules):
-            self._say("Python reads which experts are chosen")
+            self._refuse("Python reads which experts are chosen")
             return None
         return super().cache_for(tokens)
 
     def generate(self, own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """As of `GraphedForward`; `forward` has flat steps meanwhile, in this thread."""
+        """Call `own`, the model's generate, with flat steps in `forward` on this thread."""
         self.renew()
         with self._steps(True):
             return super().generate(own, *arguments, **options)
 
-    def capture(self, step: Callable[[], Any], given: Inputs, rewind: Callable[[], None]) -> Captured:
-        # What is traced is the model's own forward.
+    def capture(self, step: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None]) -> Captured:
+        # Trace the model's own forward.
         with self._steps(False):
-            run = changed_forward("decoding steps", flat, step, given, rewind)
+            run = rewritten_forward("decoding steps", flat, step, inputs, rewind)
         if run is step:
-            # It would call this forward again, which has the lock.
-            raise NotRecorded("what a step computes is not what torch sees of it")
+            # That would call this forward again and wait for its own lock.
+            raise NotCaptured("what a step computes is not what torch sees of it")
         return None, run, []
 
     @contextmanager
     def _steps(self, flat: bool) -> Iterator[None]:
-        """Whether `forward` has flat steps meanwhile, in this thread."""
+        """Context manager: turn flat steps in `forward` on or off for this thread."""
         before = self._flat
-        self._here.flat = flat
+        self._generating.flat = flat
         try:
             yield
         finally:
-            self._here.flat = before
+            self._generating.flat = before
 
     @property
     def _flat(self) -> bool:
-        return getattr(self._here, "flat", False)
+        return getattr(self._generating, "flat", False)

@@ -1,1 +1,1 @@
-"""Decoding steps and prompts as CUDA graphs."""
+"""CUDA graphs of decoding steps and of prompts."""

@@ -1,4 +1,4 @@
-"""CUDA graphs of what a model computes: capture, and the inputs that a graph reads."""
+"""Capture CUDA graphs, and copy the inputs that a graph reads."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,20 +13,20 @@ from quantkit.runtime.cache.cache_name import CACHE
 Inputs = dict[str, Any]
 
 
-def records_on(device: torch.device) -> bool:
-    """Whether what runs on `device` can be recorded."""
+def captures_on(device: torch.device) -> bool:
+    """Return True if CUDA graphs can be captured on `device`."""
     return device.type == "cuda"
 
 
-class NotRecorded(Exception):
-    """Why something could not be recorded."""
+class NotCaptured(Exception):
+    """Reason why a graph could not be captured."""
 
 
 class Pool:
-    """Memory that graphs share, which holds what each computes on its way.
+    """Memory pool for the intermediate tensors of several CUDA graphs.
 
-    So a graph overwrites what others returned: take that before another is replayed. As long as a graph
-    lives, others may join; a pool that all left, or in which a capture failed, is not to be used again.
+    A replay overwrites the outputs of the other graphs: copy them first. More graphs may join while one graph
+    is alive. After all were freed, or after a failed capture, the pool must not be used again.
     """
 
     @cached_property
@@ -37,11 +37,12 @@ class Pool:
 def capture(
     step: Callable[[], Any], rewind: Callable[[], None] | None, device: torch.device, pool: Pool | None = None
 ) -> tuple[Any, Callable[[], None]]:
-    """What `step`, which runs on `device`, returns, and a function that runs it again on the same memory.
+    """Capture `step` as a CUDA graph on `device`; return its output and a function that replays the graph.
 
-    With `rewind`, `step` runs once, for what kernels do when they are first launched, and `rewind` takes that
-    back; without, it has run with such shapes. The memory is in `pool`, by default the graph's own. Raises
-    `NotRecorded` for what a graph cannot have, and torch's OutOfMemoryError.
+    With `rewind`, `step` first runs once, because kernels compile at their first launch; `rewind` undoes its
+    writes. Without `rewind`, `step` must have run with these shapes before. The memory comes from `pool`, by
+    default a pool of its own. Raises `NotCaptured` if a CUDA graph cannot hold `step`, and torch's
+    OutOfMemoryError.
     """
     with torch.cuda.device(device):
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -53,7 +54,7 @@ def capture(
                     step()
                     rewind()
                 torch.cuda.current_stream().wait_stream(stream)
-            # torch's own stream for this is on the device that was current when it was first used.
+            # torch's default capture stream belongs to the device that was current at its first use.
             with torch.cuda.graph(graph, stream=stream, pool=None if pool is None else pool.handle):
                 output = step()
         except RuntimeError as error:
@@ -62,14 +63,14 @@ def capture(
                 rewind()
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise NotRecorded(str(error).partition("\n")[0]) from error
+            raise NotCaptured(str(error).partition("\n")[0]) from error
     return output, graph.replay
 
 
 def _end_failed(stream: Any, device: torch.device) -> None:
-    """Take torch's random numbers out of a capture that failed, in which it leaves them and draws no more.
+    """Release torch's random generator after a failed capture, by a small capture that succeeds.
 
-    A capture that succeeds does so at its end.
+    A failed capture leaves the generator registered, and later draws raise.
     """
     with suppress(RuntimeError):
         number = torch.zeros((), device=device)
@@ -78,45 +79,48 @@ def _end_failed(stream: Any, device: torch.device) -> None:
 
 
 def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None:
-    """None if nothing is asked for that a graph on `device` does not give, else the reason."""
-    asked = [name for name, value in inputs.items() if name.startswith("output_") and value]
-    asked += ["a gradient"] * torch.is_grad_enabled()
-    # Of weights as well, which lie where they did.
-    asked += ["a tangent or another transform"] * is_transformed(inputs["input_ids"])
-    # What it casts weights to is freed when its block ends.
-    asked += ["autocast"] * torch.is_autocast_enabled(device.type)
-    return f"{asked[0]} is asked for" if asked else None
+    """Return None if `inputs` request only what a graph on `device` can return, else the reason."""
+    requests = [name for name, value in inputs.items() if name.startswith("output_") and value]
+    requests += ["a gradient"] * torch.is_grad_enabled()
+    # Gradients also of weights, which a graph reads in place.
+    requests += ["a tangent or another transform"] * is_transformed(inputs["input_ids"])
+    # The casted weights are freed at the end of the autocast block.
+    requests += ["autocast"] * torch.is_autocast_enabled(device.type)
+    return f"{requests[0]} is asked for" if requests else None
 
 
 def check_output(output: Mapping[str, Any]) -> None:
-    """Raise `NotRecorded` for an output with more than logits and a cache."""
-    known = ("logits", CACHE)
-    others = [name for name, value in output.items() if value is not None and name not in known]
+    """Raise `NotCaptured` if `output` has tensors other than logits and a cache."""
+    supported = ("logits", CACHE)
+    others = [name for name, value in output.items() if value is not None and name not in supported]
     if others:
-        raise NotRecorded(f"the model returns {', '.join(others)}")
+        raise NotCaptured(f"the model returns {', '.join(others)}")
 
 
 def own_output(output: Any, cache: Any) -> Any:
-    """`output` with `cache` and copies of tensors, which the next replay does not change."""
+    """Return a copy of `output` with `cache` and cloned tensors, which the next replay does not overwrite."""
     fields = {name: part.clone() if torch.is_tensor(part) else part for name, part in output.items()}
     fields[CACHE] = cache
     return type(output)(**fields)
 
 
 def used_layers(cache: Any) -> list[Any]:
-    """The layers of `cache` that hold something: those that attend to what another holds never do."""
+    """Return the initialised layers of `cache`; layers that share the states of another layer stay empty."""
     return [layer for layer in cache.layers if layer.is_initialized]
 
 
 def is_plain(value: Any) -> bool:
-    """Whether an input is one that `outline` says all of but the numbers in tensors."""
+    """Return True if `outline` covers all of an input but the numbers in its tensors."""
     if isinstance(value, Mapping):
         return all(is_plain(part) for part in value.values())
     return value is None or isinstance(value, torch.Tensor | int | float | str)
 
 
 def outline(value: Any) -> Any:
-    """What two inputs have in common if a graph of one reads the other: all but the numbers in tensors."""
+    """Return a key: a graph captured with one input can replay another input with an equal key.
+
+    The key covers everything but the numbers in tensors.
+    """
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, Mapping):
@@ -125,20 +129,20 @@ def outline(value: Any) -> Any:
 
 
 def copy_tensors(source: Any, target: Any) -> None:
-    """Copy the tensors in `source`, which may be in mappings, to those in `target` of the same outline."""
+    """Copy the tensors of `source`, also inside mappings, to the tensors of `target`."""
     for static, tensor in zip(tensors_of(target), tensors_of(source), strict=True):
         static.copy_(tensor)
 
 
 def cloned(value: Any) -> Any:
-    """`value` with copies of tensors, also of those in mappings."""
+    """Return `value` with cloned tensors, also inside mappings."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return {name: cloned(part) for name, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value`, but not those of a cache."""
+    """Return the tensors in `value`, also inside mappings, without the tensors of a cache."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):

@@ -1,7 +1,9 @@
-"""Prompts as CUDA graphs: the forward of a prompt is recorded, for all prompts of about its length.
+"""Prefill with CUDA graphs: one graph serves all prompts of similar length.
 
-A prompt is padded on the right, to which no token before attends, and so graphs are few. A graph has keys and
-values of its own, which are copied to the caller's cache: one graph does for caches of any length.
+Prompts are padded on the right to a bucket length; no earlier token attends to padding. A graph owns its keys
+and values, which are copied to the cache of the caller, so it serves caches of any length.
+
+    prompt of 1000 tokens -> padded to 1024 -> replay -> logits of token 999, keys and values [:1000] -> cache
 """
 
 import inspect
@@ -19,45 +21,45 @@ from quantkit.kernels.jit.compile_pool import compiled_first
 from quantkit.kernels.ops.kv_append import fill, slow_fill
 from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs import capture
-from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded
-from quantkit.runtime.passes.fused_forward import fused_forward, held_tensors, warn_unchanged
-from quantkit.runtime.passes.patterns import is_possible
+from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
+from quantkit.runtime.passes.fused_forward import constants_of, fused_forward, warn_unchanged
+from quantkit.runtime.passes.patterns import can_fuse
 
 logger = logging.getLogger("quantkit.model")
 
 #: Keys and values [B, H, T, D] of a layer.
 States = tuple[torch.Tensor, torch.Tensor]
 
-#: Tokens of a batch, with padding, up to which its prompts are recorded. For more, a GPU computes longer than
-#: the host launches, so that a graph gains nothing, and its memory grows with them.
+#: Largest batch size times padded length that is captured. Beyond, computing takes a GPU longer than
+#: launching takes the host, so a graph gains nothing; its memory grows with the tokens.
 PROMPT_TOKENS = 2048
-#: Tokens of all prompts whose graphs a model keeps: each holds keys and values for its own.
+#: Total tokens of all prompt graphs of a model: each graph holds keys and values for its own.
 KEPT_TOKENS = 4 * PROMPT_TOKENS
-#: Shapes of prompts that came once and are remembered until they come again.
+#: Shapes remembered after one prompt, until they come again.
 _SHAPES = 64
-#: Inputs with a number for each token. Another tensor may be one too, which cannot be told.
+#: Inputs with one number per token. Other tensors may be per token too, which cannot be detected.
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids")
-#: What an output has to have.
+#: Options that must be on.
 _NEEDED = ("use_cache", "return_dict")
-#: Caches that are their layers and no more.
+#: Cache classes whose only state is their layers.
 _CACHES = (Cache, DynamicCache, StaticCache)
 
 
 def bucket(tokens: int) -> int:
-    """The length that prompts of so many tokens are padded to.
+    """Return the padded length for prompts of `tokens` tokens.
 
-    A multiple of 32; from 128 on there are four in each octave, so that at most a fifth of it is padding.
+    Multiples of 32; from 128 on, four per octave, so at most a fifth is padding.
     """
     step = max(32, 1 << (tokens - 1).bit_length() >> 3)
     return -(-tokens // step) * step
 
 
 class PromptGraphs:
-    """The prompts of a model, whose forward is `forward`, as CUDA graphs that share memory.
+    """Prompts of a model with this `forward`, as CUDA graphs that share memory.
 
-    A prompt of a new shape runs padded, kernel by kernel, and the second of this shape is recorded: recording
-    takes longer than running. `lock` is held while a graph is replayed and its
-    output copied, as all have the same memory. `refused` says why no more prompts are recorded.
+    The first prompt of a shape runs padded, without a graph; the second is captured, because a capture takes
+    longer than a run. `lock` guards the shared memory during replay and copy of the output. `refused` is the
+    reason if no more prompts are captured.
     """
 
     def __init__(self, forward: Callable[..., Any], lock: Any) -> None:
@@ -66,46 +68,46 @@ class PromptGraphs:
         self.clear(None)
 
     def clear(self, refused: str | None) -> None:
-        """Forget all graphs; no more are recorded where there is a reason against it."""
+        """Drop all graphs; capture no more if `refused` gives a reason."""
         self.graphs: OrderedDict[Any, _PromptGraph] = OrderedDict()
         self._once: OrderedDict[Any, None] = OrderedDict()
         self._pool = capture.Pool()
         self.refused = refused
 
     def run(self, inputs: Inputs, ahead: Callable[[], None]) -> Any:
-        """The output for inputs that are recordable; None where they are to run plainly.
+        """Return the output for a capturable prompt; None if the prompt must run plainly.
 
-        `ahead` launches what comes after them, where kernels are being compiled.
+        `ahead` launches work that follows the prompt, while kernels are being compiled.
         """
         cache, tokens = inputs[CACHE], inputs["input_ids"].shape[1]
-        given = _padded(inputs)
-        if given is None:
+        padded = _padded(inputs)
+        if padded is None:
             return None
-        key = capture.outline(given), torch.is_inference_mode_enabled()
+        key = capture.outline(padded), torch.is_inference_mode_enabled()
         with self._lock:
-            graph = self._graph_of(key, given)
+            graph = self._graph_of(key, padded)
             if graph is not None:
-                return _handed_over(graph.replay(given), cache, tokens)
+                return _copy_out(graph.replay(padded), cache, tokens)
             if self.refused is not None:
                 return None
         try:
-            device = given["input_ids"].device
-            output = compiled_first(device, lambda: _forward(self._forward, given), ahead=lambda _: ahead())
-        except (NotRecorded, torch.OutOfMemoryError) as error:
+            device = padded["input_ids"].device
+            output = compiled_first(device, lambda: _forward(self._forward, padded), ahead=lambda _: ahead())
+        except (NotCaptured, torch.OutOfMemoryError) as error:
             with self._lock:
                 self._refuse(error)
             return None
-        return _handed_over(output, cache, tokens)
+        return _copy_out(output, cache, tokens)
 
-    def _graph_of(self, key: Any, given: Inputs) -> "_PromptGraph | None":
-        """The graph for such inputs, recorded now if they came once before; None if there is none."""
+    def _graph_of(self, key: Any, inputs: Inputs) -> "_PromptGraph | None":
+        """Return the graph for this key: captured if the key came once before, else None."""
         if key in self.graphs:
             self.graphs.move_to_end(key)
         elif key in self._once:
             del self._once[key]
             try:
-                self.graphs[key] = _record(self._forward, given, self._pool)
-            except (NotRecorded, torch.OutOfMemoryError) as error:
+                self.graphs[key] = _capture(self._forward, inputs, self._pool)
+            except (NotCaptured, torch.OutOfMemoryError) as error:
                 self._refuse(error)
             while sum(graph.tokens for graph in self.graphs.values()) > KEPT_TOKENS:
                 self.graphs.popitem(last=False)
@@ -116,7 +118,7 @@ class PromptGraphs:
         return self.graphs.get(key)
 
     def _refuse(self, error: Exception) -> None:
-        """Record no more, and give back the memory of graphs, of which there may be too little."""
+        """Stop capturing and free the memory of all graphs, which may be short."""
         lacking = isinstance(error, torch.OutOfMemoryError)
         reason = "there is too little memory for graphs" if lacking else str(error)
         logger.warning("prompts are launched one kernel at a time: %s", reason)
@@ -124,7 +126,7 @@ class PromptGraphs:
 
 
 def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
-    """None if prompts of `model`, whose forward is `forward`, can be padded, else the reason they cannot."""
+    """Return None if prompts of `model`, whose forward is `forward`, can be padded, else the reason."""
     if model.config.get_text_config(decoder=True) is not model.config:
         return "the model may remember where images of a prompt are"
     bidirectional = getattr(model.config, "use_bidirectional_attention", None)
@@ -134,34 +136,34 @@ def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
     missing = [name for name in (*_PER_TOKEN, CACHE, "logits_to_keep") if name not in parameters]
     if missing:
         return f"the model takes no {missing[0]}"
-    # What takes numbers alone would take a tensor for the number in it.
+    # An annotation of int only means that the model would take a tensor for its number.
     if "Tensor" not in str(parameters["logits_to_keep"].annotation):
         return "the model takes logits_to_keep as a number alone"
     return None
 
 
-def is_recordable(inputs: Mapping[str, Any], model: Any) -> bool:
-    """Whether inputs of `model` are a prompt that can be recorded, if its cache `is_empty`."""
+def is_capturable(inputs: Mapping[str, Any], model: Any) -> bool:
+    """Return True if `inputs` of `model` are a capturable prompt, provided that its cache `is_empty`."""
     ids = inputs.get("input_ids")
     return (
         torch.is_tensor(ids)
-        and capture.records_on(ids.device)
+        and capture.captures_on(ids.device)
         and ids.device == model.device
         and _is_prompt(ids, model.config)
         and _is_cache(inputs.get(CACHE))
         and _is_for_one_token(inputs, model.config)
-        and all(_is_known(name, value, ids) for name, value in inputs.items())
+        and all(_can_pad(name, value, ids) for name, value in inputs.items())
         and capture.why_not_asked(inputs, ids.device) is None
     )
 
 
 def is_empty(cache: Any) -> bool:
-    """Whether `cache` holds no tokens, which the GPU may have to be asked."""
+    """Return True if `cache` holds no tokens; may wait for the GPU."""
     return int(cache.get_seq_length()) == 0
 
 
 def _is_prompt(ids: torch.Tensor, config: Any) -> bool:
-    """Whether there are several tokens of each sequence, and with padding not too many."""
+    """Return True if `ids` [B, T] has T >= 2 and, padded, at most `PROMPT_TOKENS` tokens."""
     if ids.dim() != 2 or ids.shape[1] < 2:
         return False
     length = bucket(ids.shape[1])
@@ -170,7 +172,7 @@ def _is_prompt(ids: torch.Tensor, config: Any) -> bool:
 
 
 def _is_cache(cache: Any) -> bool:
-    """Whether `cache` is one of whole keys and values."""
+    """Return True if `cache` stores all keys and values, in static or growing layers."""
     if type(cache) not in _CACHES or cache.offloading:
         return False
     kinds = {type(layer) for layer in cache.layers} | {cache.layer_class_to_replicate}
@@ -178,19 +180,19 @@ def _is_cache(cache: Any) -> bool:
 
 
 def _is_for_one_token(inputs: Mapping[str, Any], config: Any) -> bool:
-    """Whether the logits of the last token and the cache are all that is asked for."""
-    kept = inputs.get("logits_to_keep")
-    return type(kept) is int and kept == 1 and all(_said(name, inputs, config) for name in _NEEDED)
+    """Return True if the inputs request exactly the logits of the last token and the cache."""
+    count = inputs.get("logits_to_keep")
+    return type(count) is int and count == 1 and all(_option(name, inputs, config) for name in _NEEDED)
 
 
-def _said(name: str, inputs: Mapping[str, Any], config: Any) -> bool:
-    """What an input says, or the config where there is none."""
+def _option(name: str, inputs: Mapping[str, Any], config: Any) -> bool:
+    """Return the value of an input, or of the config if the input is missing."""
     value = inputs.get(name)
     return getattr(config, name, True) if value is None else value
 
 
-def _is_known(name: str, value: Any, ids: torch.Tensor) -> bool:
-    """Whether it is known how to pad an input for tokens `ids` [B, T]."""
+def _can_pad(name: str, value: Any, ids: torch.Tensor) -> bool:
+    """Return True if the input `name` can be padded for tokens `ids` [B, T]."""
     if name == "attention_mask":
         return _is_mask(value, ids)
     if name == "position_ids":
@@ -199,7 +201,7 @@ def _is_known(name: str, value: Any, ids: torch.Tensor) -> bool:
 
 
 def _is_mask(mask: Any, ids: torch.Tensor) -> bool:
-    """Whether `mask` is none, of tokens [B, T], of queries and keys [B or 1, H, T, T or more], or several."""
+    """Return True for no mask, [B, T], [B or 1, H, T, >= T], or a mapping of such masks."""
     if mask is None or isinstance(mask, Mapping):
         return mask is None or all(_is_mask(part, ids) for part in mask.values())
     if not torch.is_tensor(mask) or mask.dim() == 2:
@@ -209,25 +211,25 @@ def _is_mask(mask: Any, ids: torch.Tensor) -> bool:
 
 
 def _padded(inputs: Inputs) -> Inputs | None:
-    """`inputs` with as many tokens as its bucket has, without the cache.
+    """Return `inputs` padded to the bucket length, without the cache.
 
-    None where only the model knows the positions of tokens.
+    None if only the model can compute the positions of the tokens.
     """
     ids = inputs["input_ids"]
     tokens = ids.shape[1]
     length = bucket(tokens)
-    # The last position again, as others may be more than the model has.
+    # Repeat the last position: higher ones may exceed the positions of the model.
     places = torch.arange(length, device=ids.device).clamp(max=tokens - 1)
     positions = inputs.get("position_ids")
     mask = inputs.get("attention_mask")
     if torch.is_tensor(mask) and mask.dim() == 2 and bool(mask.all()):
-        # Without one, attention needs not read it.
+        # Attention reads no mask at all then.
         mask = None
     if positions is None and mask is not None:
-        # Some models count the tokens that are not masked, others all.
+        # Some models count unmasked tokens only, others all.
         return None
-    given = {name: value for name, value in inputs.items() if name != CACHE}
-    return given | {
+    others = {name: value for name, value in inputs.items() if name != CACHE}
+    return others | {
         "input_ids": F.pad(ids, (0, length - tokens)),
         "position_ids": places[None] if positions is None else positions[:, places],
         "attention_mask": _padded_mask(mask, tokens, length),
@@ -236,42 +238,42 @@ def _padded(inputs: Inputs) -> Inputs | None:
 
 
 def _padded_mask(mask: Any, tokens: int, length: int) -> Any:
-    """The mask for `length` tokens, of which those after `tokens` are padding, and for as many keys.
+    """Pad a mask from `tokens` to `length` queries and keys.
 
-    Padding is open to itself: a row without any key would be no numbers.
+    Padding attends to itself, because a row without any visible key would be NaN.
     """
     if isinstance(mask, Mapping):
         return {name: _padded_mask(part, tokens, length) for name, part in mask.items()}
     if mask is None:
         return None
-    more = length - tokens
+    extra = length - tokens
     if mask.dim() == 2:
-        return F.pad(mask, (0, more), value=1)
-    # The cache is empty, so that keys after these are masked, and there are none of them in a graph.
+        return F.pad(mask, (0, extra), value=1)
+    # The cache is empty, so keys after the prompt are masked; the graph has none of them.
     hidden, shown = (False, True) if mask.dtype == torch.bool else (torch.finfo(mask.dtype).min, 0.0)
-    keys = F.pad(mask[..., :tokens], (0, more), value=hidden)
-    return F.pad(keys, (0, 0, 0, more), value=shown)
+    keys = F.pad(mask[..., :tokens], (0, extra), value=hidden)
+    return F.pad(keys, (0, 0, 0, extra), value=shown)
 
 
-def _forward(forward: Callable[..., Any], given: Inputs) -> Any:
-    """The output of `forward` for padded inputs, with a cache of keys and values of all tokens.
+def _forward(forward: Callable[..., Any], padded: Inputs) -> Any:
+    """Run `forward` on padded inputs with a new cache; return its output.
 
-    Raises `NotRecorded` if it has not the logits of one token.
+    Raises `NotCaptured` unless it returns the logits of exactly one token.
     """
-    # Without a config it makes no layers of windows, which would keep padding in place of tokens.
+    # Without a config, no sliding-window layers, which would keep padding instead of tokens.
     cache = DynamicCache()
     cache.layer_class_to_replicate = _PromptLayer
-    output = forward(**given, **{CACHE: cache})
+    output = forward(**padded, **{CACHE: cache})
     capture.check_output(output)
-    if output.logits.shape[:-1] != (len(given["input_ids"]), 1):
-        raise NotRecorded(f"the model returns logits of shape {tuple(output.logits.shape)} for one token")
+    if output.logits.shape[:-1] != (len(padded["input_ids"]), 1):
+        raise NotCaptured(f"the model returns logits of shape {tuple(output.logits.shape)} for one token")
     return output
 
 
 class _PromptLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of a prompt alone.
+    """Cache layer with the keys and values of one prompt.
 
-    transformers adds them to empty tensors, which it has the host give the GPU.
+    The class of transformers starts with an empty tensor sent from the host, which a graph cannot capture.
     """
 
     is_initialized: bool
@@ -280,71 +282,71 @@ class _PromptLayer(DynamicLayer):  # type: ignore[misc]
         if self.is_initialized:
             return super().update(keys, values)
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.keys, self.values = _alone(keys), _alone(values)
+        self.keys, self.values = _compact(keys), _compact(values)
         return self.keys, self.values
 
 
-def _alone(states: torch.Tensor) -> torch.Tensor:
-    """`states`, copied if they are a part of a product, all of which they would keep."""
+def _compact(states: torch.Tensor) -> torch.Tensor:
+    """Return `states` [B, H, T, D], copied if a view would keep a larger tensor alive."""
     return states if states.untyped_storage().nbytes() == states.nbytes else states.contiguous()
 
 
-def _handed_over(output: Any, cache: Any, tokens: int) -> Any:
-    """The caller's own output, with `cache`, which gets the keys and values of so many tokens."""
-    at_once: list[tuple[Any, States]] = []
+def _copy_out(output: Any, cache: Any, tokens: int) -> Any:
+    """Return an output of the caller's own, with `cache` filled with keys and values of `tokens` tokens."""
+    static: list[tuple[Any, States]] = []
     for number, layer in enumerate(getattr(output, CACHE).layers):
         if not layer.is_initialized:
             continue
         states = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
         if number < len(cache.layers) and _is_room(cache.layers[number], states):
-            at_once.append((cache.layers[number], states))
+            static.append((cache.layers[number], states))
         else:
-            # Layers that grow copy.
+            # Growing layers copy.
             cache.update(*states, number)
-    if at_once:
-        _fill(at_once)
+    if static:
+        _fill(static)
     return capture.own_output(output, cache)
 
 
 def _is_room(layer: Any, states: States) -> bool:
-    """Whether `layer` of an empty cache is a static one that `states` fit in."""
+    """Return True if `layer`, static and empty, has room for `states`."""
     tokens = states[0].shape[2]
     if type(layer) is not StaticLayer or layer.max_cache_len < tokens:
         return False
-    held = (layer.keys, layer.values) if layer.is_initialized else ()
+    present = (layer.keys, layer.values) if layer.is_initialized else ()
     return all(
         old.device == new.device and capture.outline(old[:, :, :tokens]) == capture.outline(new)
-        for old, new in zip(held, states, strict=False)
+        for old, new in zip(present, states, strict=False)
     )
 
 
 def _fill(layers: Sequence[tuple[Any, States]]) -> None:
-    """Write to static layers that hold no tokens, in few launches and without waiting for the GPU."""
-    new = [(layer, states) for layer, states in layers if not layer.is_initialized]
-    before = [dict(vars(layer)) for layer, _ in new]
+    """Write keys and values to empty static layers in few launches, without waiting for the GPU."""
+    fresh = [(layer, states) for layer, states in layers if not layer.is_initialized]
+    before = [dict(vars(layer)) for layer, _ in fresh]
     try:
-        for layer, states in new:
+        for layer, states in fresh:
             _allocate(layer, states)
     except BaseException:
-        # Memory has run out, and the cache is to be as empty as it was: there may be some later.
-        for (layer, _), attributes in zip(new, before, strict=True):
+        # Out of memory: restore the empty layers, because a retry may succeed.
+        for (layer, _), attributes in zip(fresh, before, strict=True):
             vars(layer).clear()
             vars(layer).update(attributes)
         raise
-    if new:
-        torch._foreach_zero_([layer.cumulative_length for layer, _ in new])
+    if fresh:
+        torch._foreach_zero_([layer.cumulative_length for layer, _ in fresh])
     rooms = [part for layer, _ in layers for part in (layer.keys, layer.values)]
     parts = [part for _, states in layers for part in states]
-    # What is masked is multiplied with 0, which makes no number of what is none.
-    (fill if is_possible(parts[0].device) else slow_fill)(rooms, parts, clear=bool(new))
+    # Clear new memory: masked values are multiplied with 0, and 0 * NaN would be NaN.
+    (fill if can_fuse(parts[0].device) else slow_fill)(rooms, parts, clear=bool(fresh))
     torch._foreach_add_([layer.cumulative_length for layer, _ in layers], parts[0].shape[2])
 
 
 def _allocate(layer: Any, states: States) -> None:
-    """Give a static layer memory for keys and values as `states`, with any numbers in it.
+    """Allocate memory for `states` in a static layer, uninitialised.
 
-    transformers fills each tensor by a launch of its own, and the counter of tokens comes from the host,
-    which waits for all that runs.
+    transformers fills each tensor in a launch of its own and sends the token counter from the host, which
+    waits for all running work.
     """
     layer.lazy_initialization(*(torch.empty(part.shape, dtype=part.dtype, device="meta") for part in states))
     layer.device = states[0].device
@@ -357,37 +359,37 @@ def _allocate(layer: Any, states: States) -> None:
 
 @dataclass(eq=False)
 class _PromptGraph:
-    """A recorded prompt: the tensors it reads, and its output with the cache it writes."""
+    """Captured prompt: the tensors it reads, and its output with the cache it writes."""
 
-    given: Inputs
+    inputs: Inputs
     output: Any
     run: Callable[[], None]
-    #: What it reads beside the model and `given`.
-    held: list[torch.Tensor]
+    #: Constants that the graph reads and no other object refers to.
+    constants: list[torch.Tensor]
 
     @property
     def tokens(self) -> int:
-        return int(self.given["input_ids"].numel())
+        return int(self.inputs["input_ids"].numel())
 
-    def replay(self, given: Inputs) -> Any:
-        """The output for padded inputs, whose memory is that of all graphs of the pool."""
-        capture.copy_tensors(given, self.given)
+    def replay(self, padded: Inputs) -> Any:
+        """Return the output for padded inputs, in memory shared by all graphs of the pool."""
+        capture.copy_tensors(padded, self.inputs)
         self.run()
         return self.output
 
 
-def _record(forward: Callable[..., Any], given: Inputs, pool: capture.Pool) -> _PromptGraph:
-    """The graph of a prompt with padded inputs, of a shape that has run before."""
-    static = capture.cloned(given)
+def _capture(forward: Callable[..., Any], padded: Inputs, pool: capture.Pool) -> _PromptGraph:
+    """Capture a prompt with padded inputs of a shape that has run before."""
+    static = capture.cloned(padded)
 
     def step() -> Any:
         return _forward(forward, static)
 
-    recorded = step
+    captured = step
     try:
-        recorded = fused_forward("prompts", step, static)
-    except NotRecorded as error:
-        # Whether a mask is all true, say, which transformers does not ask while a graph is recorded.
+        captured = fused_forward("prompts", step, static)
+    except NotCaptured as error:
+        # For example, transformers reads if a mask is all True, except during capture.
         warn_unchanged("prompts", str(error))
-    output, run = capture.capture(recorded, None, static["input_ids"].device, pool)
-    return _PromptGraph(static, output, run, held_tensors(recorded))
+    output, run = capture.capture(captured, None, static["input_ids"].device, pool)
+    return _PromptGraph(static, output, run, constants_of(captured))

@@ -1,4 +1,4 @@
-"""A decoding step that is tried while kernels of its prompt are compiled, so that its own are as well."""
+"""Warm-up: run a decoding step while the kernels of its prompt compile, so that both compile in parallel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,16 +8,17 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs.capture import Inputs, used_layers
-from quantkit.runtime.passes.fused_forward import try_fused
+from quantkit.runtime.passes.fused_forward import warm_up_fused
 
-#: Tokens that its cache gets, and has room for at most: few steps have other kernels with longer ones.
+#: Tokens in the cache of the warm-up step, and its largest length: longer caches rarely select other kernels.
 TOKENS, MOST_TOKENS = 3, 4096
 
 
-def try_step(model: Any, forward: Callable[..., Any], prompt: Inputs) -> None:
-    """Launch once what a step of `model` does after `prompt`, by `forward`; nothing where it is not recorded.
+def warm_up(model: Any, forward: Callable[..., Any], prompt: Inputs) -> None:
+    """Launch once the kernels of a step of `model` after `prompt`, through `forward`; discard the results.
 
-    Its numbers are of no use, and its cache, as long as that of the prompt up to `MOST_TOKENS`, is its own.
+    Does nothing for caches that are not static. The cache is a temporary one, as long as the cache of the
+    prompt, but at most `MOST_TOKENS`.
     """
     layers = prompt[CACHE].layers
     if not layers or not all(type(layer) is StaticLayer for layer in layers):
@@ -32,12 +33,12 @@ def try_step(model: Any, forward: Callable[..., Any], prompt: Inputs) -> None:
         inputs["position_ids"] = prompt["position_ids"][..., :2]
     prepare = model.prepare_inputs_for_generation
     try:
-        # A layer has keys and values once it was given some.
+        # A layer has keys and values only after its first update.
         forward(**prepare(ids[:, :1], is_first_iteration=True, **inputs), return_dict=True)
         step = prepare(ids, next_sequence_length=1, **inputs)
-        try_fused(lambda: forward(**step, return_dict=True), step)
+        warm_up_fused(lambda: forward(**step, return_dict=True), step)
     finally:
-        # What was traced holds them until Python collects cycles.
+        # Free them now: traced nodes refer to them until Python collects cycles.
         for layer in used_layers(cache):
             for states in (layer.keys, layer.values):
                 states.untyped_storage().resize_(0)

@@ -1,1 +1,1 @@
-"""Graph passes over a traced step: find patterns, fuse operations into fewer kernels, fold constants."""
+"""Graph passes over a traced step: match patterns, fuse operations into fewer kernels, fold constants."""

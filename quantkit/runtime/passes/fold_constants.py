@@ -1,6 +1,6 @@
-"""What a traced module computes of numbers alone, such as places in a cache: computed once, before it runs.
+"""Constant folding: compute tensors that depend on no input once, such as positions in a cache.
 
-A graph would launch it at each replay.
+Without this pass a CUDA graph launches them at each replay.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from quantkit.runtime.passes.trace import META, Memory
 
 aten = torch.ops.aten
 
-#: The most bytes of a tensor that is kept: a mask of a long prompt costs less to compute than to keep.
+#: Largest folded tensor in bytes: the mask of a long prompt costs less to compute than to store.
 MOST_BYTES = 1 << 20
-_HELD = "held_"
-#: What makes tensors of numbers.
-_MADE = (
+_FOLDED = "folded_"
+#: Operations that create tensors from numbers.
+_CREATING = (
     aten.arange.default,
     aten.arange.start,
     aten.arange.start_step,
@@ -29,65 +29,65 @@ _MADE = (
     aten.scalar_tensor.default,
     aten.zeros.default,
 )
-#: What makes tensors with any numbers in them.
-_UNFILLED = (
+#: Operations that leave the values of their result undefined.
+_UNINITIALISED = (
     aten.empty_like.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
 
 
-def hold_constants(module: GraphModule, memory: Memory) -> None:
-    """Replace what `module` computes of numbers alone by tensors that it holds.
+def fold_constants(module: GraphModule, memory: Memory) -> None:
+    """Replace nodes that depend on no input by buffers of `module`.
 
-    Not what lies in memory that the module writes or returns, nor what is random.
+    Excluded: results in memory that the module writes or returns, and random numbers.
     """
     graph = module.graph
-    known = _known(module, memory)
-    found: dict[Node, Any] = {}
-    for node in known:
-        arguments, options = torch.fx.map_arg((node.args, node.kwargs), found.__getitem__)
-        found[node] = node.target(*arguments, **options)  # type: ignore[operator]
-    for number, node in enumerate(node for node in known if any(user not in found for user in node.users)):
-        name = f"{_HELD}{number}"
-        module.register_buffer(name, found[node], persistent=False)
+    folded = _foldable(module, memory)
+    values: dict[Node, Any] = {}
+    for node in folded:
+        arguments, options = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = node.target(*arguments, **options)  # type: ignore[operator]
+    for number, node in enumerate(node for node in folded if any(user not in values for user in node.users)):
+        name = f"{_FOLDED}{number}"
+        module.register_buffer(name, values[node], persistent=False)
         with graph.inserting_before(node):
             constant = graph.get_attr(name)
-        # Views of it that stay have that for their memory.
-        memory.replace(node, constant, lambda user: user not in found)
-    for node in reversed(known):
+        # Views of the constant that stay refer to its memory.
+        memory.replace(node, constant, lambda user: user not in values)
+    for node in reversed(folded):
         graph.erase_node(node)
 
 
-def held_by(module: GraphModule) -> list[torch.Tensor]:
-    """The tensors that nobody but `module` holds."""
-    return [tensor for name, tensor in module.named_buffers() if name.startswith(_HELD)]
+def folded_constants(module: GraphModule) -> list[torch.Tensor]:
+    """Return the constants that `fold_constants` added to `module`; no other object refers to them."""
+    return [tensor for name, tensor in module.named_buffers() if name.startswith(_FOLDED)]
 
 
-def _known(module: GraphModule, memory: Memory) -> list[Node]:
-    """The nodes that compute something of numbers alone that stays what it is, in order."""
+def _foldable(module: GraphModule, memory: Memory) -> list[Node]:
+    """Return the nodes that always compute the same small tensor, in order."""
     nodes = list(module.graph.nodes)
-    taken = memory.read(module.graph.output_node()).union(*map(memory.written, nodes))
-    found: dict[Node, None] = {}
+    excluded = memory.read(module.graph.output_node()).union(*map(memory.written, nodes))
+    foldable: dict[Node, None] = {}
     for node in nodes:
-        if _is_pure(node, found) and not memory.of(node) & taken:
-            found[node] = None
-    return list(found)
+        if _is_pure(node, foldable) and not memory.of(node) & excluded:
+            foldable[node] = None
+    return list(foldable)
 
 
-def _is_pure(node: Node, known: Mapping[Node, Any]) -> bool:
-    """Whether `node` makes one small tensor, always the same of what is `known`."""
+def _is_pure(node: Node, constants: Mapping[Node, Any]) -> bool:
+    """Return True if `node` computes one small tensor from `constants` alone, and always the same."""
     operation, tensor = node.target, node.meta.get(META)
     if not isinstance(operation, torch._ops.OpOverload) or tensor is None:
         return False
     if tensor.numel() * tensor.itemsize > MOST_BYTES:
         return False
     if not node.all_input_nodes:
-        return operation in _MADE
+        return operation in _CREATING
     return (
-        all(one in known for one in node.all_input_nodes)
+        all(one in constants for one in node.all_input_nodes)
         and operation.namespace == "aten"
-        and operation not in _UNFILLED
+        and operation not in _UNINITIALISED
         and not operation._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in operation.tags
     )

@@ -1,5 +1,9 @@
-"""Attention in traced steps: norms of heads, rotation and keeping a token in passing, where a step can do
-without them.
+"""Fuse around attention in decoding steps: head norms, rope and KV append.
+
+One launch does all of it where nothing else reads the results in between:
+
+    before   norm(q), norm(k) -> rotate_append(q, k, v, cache) -> decode_attention
+    after    rotated_attention(q, k, v, cache, norms)          one launch
 """
 
 import itertools
@@ -16,53 +20,53 @@ _ATTENTION = torch.ops.quantkit.decode_attention.default
 _TRANSPOSE = torch.ops.aten.transpose.int
 
 
-def take_head_norms(graph: Graph, memory: Memory) -> None:
-    """Have `glue.rotate_append` take norms of the queries and keys that it rotates, where they are for it."""
+def fuse_head_norms(graph: Graph, memory: Memory) -> None:
+    """Fuse head norms into `glue.rotate_append`, if both q and k have one that nothing else reads."""
     for rotation in graph.find_nodes(op="call_function", target=glue.rotate_append):
         q, k = (_head_norm(memory, cast(Node, one), rotation) for one in rotation.args[:2])
         if q is None or k is None or q.kwargs != k.kwargs:
             continue
         for place, norm in enumerate((q, k)):
-            _take_norm(graph, memory, rotation, place, norm)
+            _fuse_norm(graph, memory, rotation, place, norm)
         weights: Any = q.args[1], k.args[1]
         rotation.update_kwarg("norms", glue.HeadNorms(*weights, **cast(Any, q.kwargs)))
         for norm in (q, k):
             graph.erase_node(norm)
 
 
-def _head_norm(memory: Memory, given: Node, rotation: Node) -> Node | None:
-    """The norm that `rotation` is given, or its heads and tokens exchanged, if it is for nothing else."""
-    norm = given.args[0] if given.target is _TRANSPOSE and given.args[1:] == (1, 2) else given
+def _head_norm(memory: Memory, operand: Node, rotation: Node) -> Node | None:
+    """Return the norm that computes `operand`, possibly transposed, if only `rotation` reads it."""
+    norm = operand.args[0] if operand.target is _TRANSPOSE and operand.args[1:] == (1, 2) else operand
     assert isinstance(norm, Node)
-    is_its_own = [*given.users] == [rotation] and rotation.args.count(given) == 1
-    if norm.target is not glue.norm or not is_its_own or (given is not norm and [*norm.users] != [given]):
+    is_its_own = [*operand.users] == [rotation] and rotation.args.count(operand) == 1
+    if norm.target is not glue.norm or not is_its_own or (operand is not norm and [*norm.users] != [operand]):
         return None
     x, weight = cast(tuple[Node, Node], norm.args)
-    changed = (memory.written(one) & memory.of(x) for one in (*between(norm, rotation), rotation))
-    lies_as_taken = x.meta[META].stride(-1) == weight.meta[META].stride(0) == 1
-    return norm if lies_as_taken and not any(changed) else None
+    writes = (memory.written(one) & memory.of(x) for one in (*between(norm, rotation), rotation))
+    has_unit_stride = x.meta[META].stride(-1) == weight.meta[META].stride(0) == 1
+    return norm if has_unit_stride and not any(writes) else None
 
 
-def _take_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: Node) -> None:
-    """Give `rotation` what `norm` is taken of in its place."""
-    given, x = cast(Node, rotation.args[place]), cast(Node, norm.args[0])
-    if given is not norm:
+def _fuse_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: Node) -> None:
+    """Pass the input of `norm` to `rotation` as argument `place`."""
+    operand, x = cast(Node, rotation.args[place]), cast(Node, norm.args[0])
+    if operand is not norm:
         with graph.inserting_before(rotation):
-            turned = graph.call_function(_TRANSPOSE, (x, 1, 2))
-        turned.meta = {**x.meta, META: x.meta[META].transpose(1, 2)}
-        memory.enter(turned, of=memory.of(x))
-        x = turned
+            transposed = graph.call_function(_TRANSPOSE, (x, 1, 2))
+        transposed.meta = {**x.meta, META: x.meta[META].transpose(1, 2)}
+        memory.enter(transposed, of=memory.of(x))
+        x = transposed
     rotation.update_arg(place, x)
-    if given is not norm:
-        graph.erase_node(given)
+    if operand is not norm:
+        graph.erase_node(operand)
 
 
-def take_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Have attention of one token do what `glue.rotate_append` does for it, where that is for it alone."""
+def fuse_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Fuse `glue.rotate_append` into the decode attention after it, if nothing else reads its results."""
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         rotation = _rotation(node)
-        if rotation is not None and _can_take(memory, rotation, node, device):
-            _take(graph, memory, rotation, node)
+        if rotation is not None and _can_fuse(memory, rotation, node, device):
+            _fuse(graph, memory, rotation, node)
     calls = graph.find_nodes(op="call_function", target=rotated_attention)
     for before, node in itertools.pairwise(calls):
         if _is_settled(memory, before, node):
@@ -70,51 +74,51 @@ def take_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _rotation(attention: Node) -> Node | None:
-    """The call of `glue.rotate_append` whose three results, in their order, are what `attention` is of."""
-    given = cast(tuple[Node, ...], attention.args[:3])
+    """Return the `glue.rotate_append` whose results are q, keys and values of `attention`; else None."""
+    operands = cast(tuple[Node, ...], attention.args[:3])
     if attention.kwargs or any(
-        one.target is not part or one.args[1] != number for number, one in enumerate(given)
+        one.target is not part or one.args[1] != number for number, one in enumerate(operands)
     ):
         return None
-    calls = {one.args[0] for one in given}
-    found = cast(Node, calls.pop())
-    return found if not calls and found.target is glue.rotate_append else None
+    calls = {one.args[0] for one in operands}
+    call = cast(Node, calls.pop())
+    return call if not calls and call.target is glue.rotate_append else None
 
 
-def _can_take(memory: Memory, rotation: Node, attention: Node, device: torch.device) -> bool:
-    """Whether nobody else takes what `rotation` makes, and it may run as late as `attention` does."""
+def _can_fuse(memory: Memory, rotation: Node, attention: Node, device: torch.device) -> bool:
+    """Return True if only `attention` reads the results of `rotation`, which can move down to its place."""
     read, written = memory.read(rotation), memory.written(rotation)
     mask = attention.args[3]
     q, keys, values = (cast(Node, one).meta[META] for one in attention.args[:3])
-    others = [one for one in between(rotation, attention) if one not in rotation.users]
+    middle = [one for one in between(rotation, attention) if one not in rotation.users]
     return (
         len(rotation.users) == 3
         and not (mask is not None and memory.of(mask) & written)
         and all([*one.users] == [attention] for one in rotation.users)
-        and not any(memory.written(one) & read or memory.read(one) & written for one in others)
+        and not any(memory.written(one) & read or memory.read(one) & written for one in middle)
         and rotates(q, keys, values, device)
     )
 
 
 def _is_settled(memory: Memory, before: Node, attention: Node) -> bool:
-    """Whether what it finds in the cache, how much that is, and the mask were there when the one before ran.
+    """Return True if cache, cached length and mask of `attention` are unchanged since the launch `before` it.
 
-    That waits until all kernels before it have ended, and lets no other start earlier.
+    That launch waits for all earlier kernels and delays later ones, so `attention` need not wait again.
     """
-    *_, keys, values, held, mask, _ = attention.args
-    given = frozenset().union(*(memory.of(one) for one in (keys, values, held, mask) if one is not None))
+    *_, keys, values, length, mask, _ = attention.args
+    inputs = frozenset().union(*(memory.of(one) for one in (keys, values, length, mask) if one is not None))
     since = (before, *between(before, attention))
-    return not any(memory.written(one) & given or _makes(memory, one) & given for one in since)
+    return not any(memory.written(one) & inputs or _computed(memory, one) & inputs for one in since)
 
 
-def _makes(memory: Memory, node: Node) -> frozenset[Any]:
-    """The memory of what a node computes, rather than hands on."""
+def _computed(memory: Memory, node: Node) -> frozenset[Any]:
+    """Return the memory that a node computes; empty for views."""
     computes = node.op == "call_function" and (node.target is part or not memory.is_view(node))
     return memory.of(node) if computes else frozenset()
 
 
-def _take(graph: Graph, memory: Memory, rotation: Node, attention: Node) -> None:
-    """Replace both by one call, at the place of `attention`."""
+def _fuse(graph: Graph, memory: Memory, rotation: Node, attention: Node) -> None:
+    """Replace both by one call at the place of `attention`."""
     with graph.inserting_after(attention):
         call = graph.call_function(rotated_attention, (*rotation.args, *attention.args[3:]), rotation.kwargs)
     memory.enter(call, written=memory.written(rotation))

@@ -1,4 +1,11 @@
-"""Packed products in traced steps: norms and gates that they compute, and when norms start."""
+"""Fuse packed linears in decoding steps: gates as epilogue, norms as prologue or epilogue; delay kernels.
+
+Each pass replaces a chain of nodes by calls of fused kernels:
+
+    fuse_gates     gate_up linear -> gate         gated_linear
+    split_norms    linear -> add_norm -> linear   linear_then_norm, linear_of_begun
+    fuse_norms     norm -> linear                 linear_of_norm
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,20 +28,20 @@ from quantkit.kernels.moe.grouped_gemm import EXPERTS_OPERATOR, gates_experts, r
 from quantkit.kernels.ops import glue
 from quantkit.runtime.passes.trace import META, OFFSET, Memory, between, part
 
-#: Products of x and a weight, in traced steps.
+#: Targets of calls that multiply x with a weight.
 _PRODUCTS = (OPERATOR, gated_linear)
 
 
 @dataclass(frozen=True)
 class Gated:
-    """What runs instead of a product whose halves are gated, and whether its kernel on a device can."""
+    """Replacement of a linear whose two halves are gated, and the test that its kernel supports a node."""
 
     run: Callable[..., torch.Tensor]
-    can: Callable[[Node, torch.device], bool]
+    supports: Callable[[Node, torch.device], bool]
 
 
 def _gates(product: Node, device: torch.device) -> bool:
-    return gates(*_asked(product, device))
+    return gates(*_problem_of(product, device))
 
 
 def _gates_experts(product: Node, device: torch.device) -> bool:
@@ -48,31 +55,31 @@ GATED: dict[Any, Gated] = {
 }
 
 
-def take_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Have products gate what they compute, where nobody else needs that and their kernels can."""
+def fuse_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Fuse gates into the epilogue of linears that nothing else reads, if their kernels support it."""
     for node in graph.find_nodes(op="call_function", target=glue.gate):
         product = memory.source(node.args[0])
         if product.target in GATED and _can_gate(memory, product, node, device):
-            _take_gate(graph, memory, product, node)
+            _fuse_gate(graph, memory, product, node)
 
 
 def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -> bool:
-    """Whether `gate` is of the halves of the columns of `product`, which can gate them."""
-    made = product.meta[META]
-    half = made.shape[-1] // 2
+    """Return True if `gate` combines the two column halves of `product`, and its kernel supports that."""
+    y = product.meta[META]
+    half = y.shape[-1] // 2
     parts = [(one.meta[META], one.meta[OFFSET]) for one in gate.all_input_nodes]
     return (
         [*_used(memory, product)] == [gate] * 2
-        and made.is_contiguous()
-        and made.shape[-1] == 2 * half
+        and y.is_contiguous()
+        and y.shape[-1] == 2 * half
         and [offset for _, offset in parts] == [0, half]
-        and all(one.shape == (*made.shape[:-1], half) and one.stride() == made.stride() for one, _ in parts)
-        and GATED[product.target].can(product, device)
+        and all(one.shape == (*y.shape[:-1], half) and one.stride() == y.stride() for one, _ in parts)
+        and GATED[product.target].supports(product, device)
     )
 
 
-def _take_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
-    """Replace a product and the gate of it by one call, at the place of the product."""
+def _fuse_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
+    """Replace `product` and `gate` by one call at the place of `product`."""
     with graph.inserting_after(product):
         call = graph.call_function(GATED[product.target].run, product.args, {"gate": gate.kwargs["kind"]})
     memory.replace(gate, call)
@@ -81,152 +88,159 @@ def _take_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
 
 
 def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Have products begin the norm of what they are added to, and those after that end it, where their
-    kernels can.
+    """Split norms in two: the linear before computes the sum of squares, linears after it apply the scale.
+
+    Only where the kernels of all these linears support it.
     """
     for node in graph.find_nodes(op="call_function", target=glue.add_norm):
         first, second, _ = node.args
-        for operand, other in ((first, second), (second, first)):
-            if not node._erased and _can_begin(memory, operand, node, other, device):
-                made = _made(node)
-                after = [user for one in made[-1:] for user in _used(memory, one)]
-                if after and all(_can_end(memory, one, made[-1], device) for one in after):
-                    _split(graph, memory, node, made, operand, other)
+        for operand, residual in ((first, second), (second, first)):
+            if not node._erased and _can_begin_norm(memory, operand, node, residual, device):
+                results = _results(node)
+                after = [user for one in results[-1:] for user in _used(memory, one)]
+                if after and all(_can_end_norm(memory, one, results[-1], device) for one in after):
+                    _split(graph, memory, node, results, operand, residual)
 
 
-def _can_begin(memory: Memory, operand: Node, norm: Node, other: Node, device: torch.device) -> bool:
-    """Whether the product that `operand` is all of, and only `norm` takes, can begin that at its place, with
-    `other` to add.
+def _can_begin_norm(memory: Memory, operand: Node, norm: Node, residual: Node, device: torch.device) -> bool:
+    """Return True if the linear behind `operand` can begin `norm`: add `residual`, and sum squares.
+
+    It must produce all of `operand`, and only `norm` may read it.
     """
     product = memory.source(operand)
     if (
         product.target is not OPERATOR
         or [*_used(memory, product)] != [norm]
-        or memory.source(other) is product
+        or memory.source(residual) is product
     ):
         return False
-    added, made, read = other.meta[META], product.meta[META], memory.read(product)
+    added, y, read = residual.meta[META], product.meta[META], memory.read(product)
     weights: Any = norm.args[2]
     return (
-        all(one.meta[META].is_contiguous() for one in (operand, other, weights))
-        and (added.numel(), added.shape[-1]) == (made.numel(), made.shape[-1])
+        all(one.meta[META].is_contiguous() for one in (operand, residual, weights))
+        and (added.numel(), added.shape[-1]) == (y.numel(), y.shape[-1])
         and not any(memory.written(one) & read for one in between(product, norm))
-        and does_norm("begin", *_asked(product, device))
+        and does_norm("begin", *_problem_of(product, device))
     )
 
 
-def _can_end(memory: Memory, product: Node, made: Node, device: torch.device) -> bool:
-    """Whether `product` is one of all rows of `made`, a norm, and can end that."""
-    if not _multiplies(memory, product, made):
+def _can_end_norm(memory: Memory, product: Node, normed: Node, device: torch.device) -> bool:
+    """Return True if `product` multiplies all rows of `normed`, a norm, and can apply its scale."""
+    if not _multiplies(memory, product, normed):
         return False
-    given, rows = _x(product), made.meta[META]
+    x, rows = _x(product), normed.meta[META]
     return (
-        given.is_contiguous()
-        and (given.numel(), given.shape[-1]) == (rows.numel(), rows.shape[-1])
-        and does_norm("end", *_asked(product, device))
+        x.is_contiguous()
+        and (x.numel(), x.shape[-1]) == (rows.numel(), rows.shape[-1])
+        and does_norm("end", *_problem_of(product, device))
     )
 
 
 def _split(
-    graph: Graph, memory: Memory, norm: Node, made: Sequence[Node], operand: Node, other: Node
+    graph: Graph, memory: Memory, norm: Node, results: Sequence[Node], operand: Node, residual: Node
 ) -> None:
-    """Replace a norm and the products before and after it."""
+    """Replace `norm` and the linears before and after it by calls that compute half of the norm each."""
     product, weight = memory.source(operand), norm.args[2]
     x, *of = product.args
     with graph.inserting_after(norm):
-        call = graph.call_function(linear_then_norm, (x, other, weight, norm.kwargs["kind"], *of))
+        call = graph.call_function(linear_then_norm, (x, residual, weight, norm.kwargs["kind"], *of))
     memory.enter(call)
-    results: list[Node] = []
+    parts: list[Node] = []
     for number in range(3):
-        with graph.inserting_after(results[-1] if results else call):
-            results.append(graph.call_function(part, (call, number)))
-        memory.enter(results[-1])
-    total, begun, squares = results
-    for after in list(_used(memory, made[-1])):
+        with graph.inserting_after(parts[-1] if parts else call):
+            parts.append(graph.call_function(part, (call, number)))
+        memory.enter(parts[-1])
+    total, begun, squares = parts
+    for after in list(_used(memory, results[-1])):
         rows, *of_after = after.args
         with graph.inserting_after(after):
-            given = (rows, squares, norm.kwargs["eps"], *of_after)
-            end = graph.call_function(linear_of_begun, given, after.kwargs)
+            arguments = (rows, squares, norm.kwargs["eps"], *of_after)
+            end = graph.call_function(linear_of_begun, arguments, after.kwargs)
         memory.replace(after, end)
         graph.erase_node(after)
-    for new, old in ((begun, made[-1]), *((total, one) for one in made[:-1])):
+    for new, old in ((begun, results[-1]), *((total, one) for one in results[:-1])):
         memory.replace(old, new)
-    for node in (*made, norm):
+    for node in (*results, norm):
         graph.erase_node(node)
     _erase(graph, product)
 
 
 def _erase(graph: Graph, node: Node) -> None:
-    """Erase a node, and views of it that nobody takes."""
+    """Erase `node` and views of it."""
     for user in list(node.users):
         _erase(graph, user)
     graph.erase_node(node)
 
 
-def take_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Have products compute the norm that they alone multiply with, where their kernels can."""
+def fuse_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Fuse norms into the prologue of the one linear that reads them, if its kernel supports it."""
     for target in (glue.norm, glue.add_norm):
         for node in graph.find_nodes(op="call_function", target=target):
-            made = _made(node)
-            products = [user for one in made[-1:] for user in _used(memory, one)]
-            if len(products) == 1 and _can_take(memory, node, made, products[0], device):
-                _take_norm(graph, memory, node, made, products[0])
+            results = _results(node)
+            products = [user for one in results[-1:] for user in _used(memory, one)]
+            if len(products) == 1 and _can_fuse_norm(memory, node, results, products[0], device):
+                _fuse_norm(graph, memory, node, results, products[0])
 
 
-def _made(node: Node) -> list[Node]:
-    """What norms make that is used: that of `glue.add_norm` after the sum; none without it."""
+def _results(node: Node) -> list[Node]:
+    """Return the used results of a norm, the normed tensor last; `glue.add_norm` also returns a sum.
+
+    Empty if the normed result is unused.
+    """
     if node.target is not glue.add_norm:
         return [node]
     parts = {user.args[1]: user for user in node.users}
     return [parts[number] for number in (0, 1) if number in parts] if 1 in parts else []
 
 
-def _can_take(memory: Memory, norm: Node, made: Sequence[Node], product: Node, device: torch.device) -> bool:
-    """Whether `product` can compute the norm that it multiplies with, at its own place."""
-    if not _multiplies(memory, product, made[-1]):
+def _can_fuse_norm(
+    memory: Memory, norm: Node, results: Sequence[Node], product: Node, device: torch.device
+) -> bool:
+    """Return True if `product` can compute `norm`, whose results are `results`, at its own place."""
+    if not _multiplies(memory, product, results[-1]):
         return False
-    given, read = _x(product), memory.read(norm)
+    x, read = _x(product), memory.read(norm)
     operands = [one.meta[META] for one in norm.args if isinstance(one, Node)]
     return (
-        given.shape == made[-1].meta[META].shape
-        and all(one.is_contiguous() for one in (given, *operands))
-        # Nobody needs the sum before, and what that is of is there still.
-        and not any(user < product for one in made[:-1] for user in one.users)
+        x.shape == results[-1].meta[META].shape
+        and all(one.is_contiguous() for one in (x, *operands))
+        # No earlier node reads the sum, and its operands are unchanged.
+        and not any(user < product for one in results[:-1] for user in one.users)
         and not any(memory.written(one) & read for one in between(norm, product))
         and all(len(one.users) == 1 for one in _views(cast(Node, product.args[0]), norm))
-        and does_norm("whole", *_asked(product, device))
+        and does_norm("whole", *_problem_of(product, device))
     )
 
 
 def _views(node: Node, of: Node) -> Iterator[Node]:
-    """`node`, and what it is a view of, up to a result of `of`."""
+    """Yield `node` and the nodes of which it is a view, up to a result of `of`."""
     while node is not of:
         yield node
         node = node.all_input_nodes[0]
 
 
-def _take_norm(graph: Graph, memory: Memory, norm: Node, made: Sequence[Node], product: Node) -> None:
-    """Replace a norm and the product of it by one call."""
-    x, *others, weight = norm.args
-    given = (x, others[0] if others else None, weight, norm.kwargs["eps"], norm.kwargs["kind"])
+def _fuse_norm(graph: Graph, memory: Memory, norm: Node, results: Sequence[Node], product: Node) -> None:
+    """Replace `norm` and the linear after it by one call."""
+    x, *residual, weight = norm.args
+    arguments = (x, residual[0] if residual else None, weight, norm.kwargs["eps"], norm.kwargs["kind"])
     with graph.inserting_after(product):
-        call = graph.call_function(linear_of_norm, (*given, *product.args[1:]), product.kwargs)
+        call = graph.call_function(linear_of_norm, (*arguments, *product.args[1:]), product.kwargs)
     memory.enter(call)
     new = call
-    for number, node in ((1, product), *((0, one) for one in made[:-1])):
+    for number, node in ((1, product), *((0, one) for one in results[:-1])):
         with graph.inserting_after(new):
             new = graph.call_function(part, (call, number))
         memory.replace(node, new)
-    for node in (product, *made[:-1], *_views(cast(Node, product.args[0]), norm), norm):
+    for node in (product, *results[:-1], *_views(cast(Node, product.args[0]), norm), norm):
         graph.erase_node(node)
 
 
-def hold_back(graph: Graph, memory: Memory) -> None:
-    """Start what follows a norm late, where the product before that reads more than the one after it.
+def delay_start(graph: Graph, memory: Memory) -> None:
+    """Delay the kernel after a norm if the linear before the norm reads more bytes than the linear after it.
 
-    The programs of a product that wait for x hold its first weights, and take room from the product that
-    still runs: a loss where that takes long, a gain where it is short. One sequence of Llama-3 8B on an H200,
-    fp6: 72.1 us a layer instead of 75.8; int4, whose product before is short, 51.1 instead of 51.0.
+    Programs that wait for x hold their first weights and occupy room of the running linear. That costs time
+    where the running linear is long: Llama-3 8B, one sequence, H200, fp6: 72.1 us a layer delayed, 75.8 not.
+    An early start gains where the running linear is short: int4, 51.0 us a layer, 51.1 delayed.
     """
     for node in graph.find_nodes(op="call_function", target=glue.add_norm):
         before = max(_weight_bytes(memory.source(one)) for one in node.all_input_nodes)
@@ -235,30 +249,30 @@ def hold_back(graph: Graph, memory: Memory) -> None:
 
 
 def _x(product: Node) -> torch.Tensor:
-    """What a product multiplies the rows of."""
+    """Return the operand x of a linear, a meta tensor [..., K]."""
     x: torch.Tensor = cast(Node, product.args[0]).meta[META]
     return x
 
 
-def _asked(product: Node, device: torch.device) -> tuple[Any, ...]:
-    """What `does_norm` and `gates` are asked of a product."""
+def _problem_of(product: Node, device: torch.device) -> tuple[Any, ...]:
+    """Return M, K, dtype, device, scheme token, N and layout name of a linear."""
     of: Any = product.args
-    given = _x(product)
-    columns = given.shape[-1]
-    return given.numel() // columns, columns, given.dtype, device, *of[4:]
+    x = _x(product)
+    columns = x.shape[-1]
+    return x.numel() // columns, columns, x.dtype, device, *of[4:]
 
 
-def _multiplies(memory: Memory, node: Node, made: Node) -> bool:
-    """Whether `node`, which takes `made`, is a product of it, and has it neither as weight nor as bias."""
+def _multiplies(memory: Memory, node: Node, operand: Node) -> bool:
+    """Return True if `node` multiplies `operand` as x, and does not use it as weight or bias."""
     if node.target not in _PRODUCTS:
         return False
     of: Any = node.args
     _, parts, layout, bias, *_ = of
-    return not any(memory.of(one) == memory.of(made) for one in (*parts, *layout, bias) if one is not None)
+    return not any(memory.of(one) == memory.of(operand) for one in (*parts, *layout, bias) if one is not None)
 
 
 def _weight_bytes(node: Node) -> int:
-    """What a product reads of its weight; 0 of other operations."""
+    """Return the weight bytes that a linear reads; 0 for other operations."""
     if node.target not in _PRODUCTS:
         return 0
     _, parts, layout, *_ = node.args
@@ -267,7 +281,7 @@ def _weight_bytes(node: Node) -> int:
 
 
 def _used(memory: Memory, node: Node) -> Iterator[Node]:
-    """What takes the results of `node`, or views of them."""
+    """Yield the nodes that read results of `node`, also through views."""
     for user in node.users:
         if memory.is_view(user):
             yield from _used(memory, user)

@@ -1,4 +1,4 @@
-"""A forward in fewer launches, which is taken where it computes what the model's own does."""
+"""Run a forward in fewer launches, if that computes the same as the forward of the model."""
 
 import copy
 import logging
@@ -13,24 +13,24 @@ from transformers.cache_utils import StaticLayer
 
 from quantkit.kernels.jit.compile_pool import compiled_first
 from quantkit.runtime.cache.cache_name import CACHE
-from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded, check_output, tensors_of, used_layers
-from quantkit.runtime.passes.fold_constants import held_by
-from quantkit.runtime.passes.patterns import fused, is_possible
+from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured, check_output, tensors_of, used_layers
+from quantkit.runtime.passes.fold_constants import folded_constants
+from quantkit.runtime.passes.patterns import can_fuse, fused
 
 logger = logging.getLogger("quantkit.model")
 
-#: The most that each tensor that a forward in fewer launches makes may differ, relative to that of the model.
-#: Sums have another order, which many layers of random weights in bfloat16 make more of: 0.05 was seen.
+#: Largest accepted difference of any tensor, relative to the norm of the original. Sums have another order,
+#: which many layers of random bfloat16 weights amplify: 0.05 was measured.
 MOST_DIFFERENCE = 0.25
 
 
-#: What returns the tensors that a forward makes.
+#: Callable that returns the tensors of a forward.
 _Module = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
-class _Changed:
-    """A forward in fewer launches: what it became, what that reads, and an output without tensors."""
+class _Rewritten:
+    """Rewritten forward: the module, the tensors it reads, and an output to fill with tensors."""
 
     module: _Module
     inputs: Sequence[torch.Tensor]
@@ -41,34 +41,34 @@ class _Changed:
 
 
 def fused_forward(
-    what: str, forward: Callable[[], Any], given: Inputs, rewind: Callable[[], None] | None = None
+    what: str, forward: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None] | None = None
 ) -> Callable[[], Any]:
-    """`forward`, which reads the tensors of `given`, in fewer launches where kernels do for several.
+    """Fuse the launches of `forward`, which reads the tensors in `inputs`.
 
-    It is as it was where that cannot be traced, does not run, or would not compute the same: a warning says
-    so of `what`. `rewind` takes back what a run writes. Raises `NotRecorded` as `trace` and `check_output`
-    do, and torch's OutOfMemoryError.
+    Returns `forward` unchanged, with a warning about `what`, if it cannot be traced, does not run, or would
+    compute other numbers. `rewind` undoes the writes of a run. Raises `NotCaptured` as `trace` and
+    `check_output` do, and torch's OutOfMemoryError.
     """
-    if not is_possible(given["input_ids"].device):
+    if not can_fuse(inputs["input_ids"].device):
         return forward
-    return changed_forward(what, lambda step, inputs: fused(step, inputs, what), forward, given, rewind)
+    return rewritten_forward(what, lambda step, tensors: fused(step, tensors, what), forward, inputs, rewind)
 
 
-def changed_forward(
+def rewritten_forward(
     what: str,
     change: Callable[..., _Module],
     forward: Callable[[], Any],
-    given: Inputs,
+    inputs: Inputs,
     rewind: Callable[[], None] | None,
 ) -> Callable[[], Any]:
-    """`fused_forward` by what `change`, called as `fused` is, makes of it, wherever that runs."""
-    device = given["input_ids"].device
+    """Rewrite `forward` by `change`, called as `fused` is; check and fall back as `fused_forward` does."""
+    device = inputs["input_ids"].device
     try:
-        changed = compiled_first(
-            device, lambda: _changed(change, forward, tensors_of(given)), rewind, ahead=_Changed.__call__
+        rewritten = compiled_first(
+            device, lambda: _rewrite(change, forward, tensors_of(inputs)), rewind, ahead=_Rewritten.__call__
         )
-        difference = _difference(forward, changed, rewind, given["input_ids"])
-    except (NotRecorded, torch.OutOfMemoryError):
+        difference = _difference(forward, rewritten, rewind, inputs["input_ids"])
+    except (NotCaptured, torch.OutOfMemoryError):
         raise
     except Exception as error:
         warn_unchanged(what, str(error))
@@ -77,100 +77,100 @@ def changed_forward(
         if rewind is not None:
             rewind()
     if difference <= MOST_DIFFERENCE:
-        return changed
+        return rewritten
     warn_unchanged(what, f"something computes that torch does not see (relative difference {difference:.2g})")
     return forward
 
 
-def try_fused(forward: Callable[[], Any], given: Inputs) -> None:
-    """Launch what `fused_forward` of a decoding step would, once: for kernels that are compiled."""
-    if is_possible(given["input_ids"].device):
-        _changed(lambda step, inputs: fused(step, inputs, "decoding steps"), forward, tensors_of(given))()
+def warm_up_fused(forward: Callable[[], Any], inputs: Inputs) -> None:
+    """Run the fused form of a decoding step once, so that its kernels are compiled."""
+    if can_fuse(inputs["input_ids"].device):
+        _rewrite(lambda step, tensors: fused(step, tensors, "decoding steps"), forward, tensors_of(inputs))()
 
 
-def held_tensors(forward: Callable[[], Any]) -> list[torch.Tensor]:
-    """What a graph of `forward`, which `fused_forward` returned, reads and nobody else holds."""
-    if not isinstance(forward, _Changed) or not isinstance(forward.module, GraphModule):
+def constants_of(forward: Callable[[], Any]) -> list[torch.Tensor]:
+    """Return folded constants of a fused `forward`; a CUDA graph must keep them, as no other object does."""
+    if not isinstance(forward, _Rewritten) or not isinstance(forward.module, GraphModule):
         return []
-    return held_by(forward.module)
+    return folded_constants(forward.module)
 
 
 @lru_cache(maxsize=256)
 def warn_unchanged(what: str, reason: str) -> None:
-    """Say why forwards, which are called `what`, are not in fewer launches: once for each reason."""
+    """Warn once per reason that forwards named `what` keep their launches."""
     logger.warning("%s are recorded as they are, with more launches: %s", what, reason)
 
 
-def _changed(
+def _rewrite(
     change: Callable[..., _Module], forward: Callable[[], Any], inputs: Sequence[torch.Tensor]
-) -> _Changed:
-    """`forward`, which reads `inputs`, as `change` makes it."""
+) -> _Rewritten:
+    """Rewrite `forward`, which reads `inputs`, by `change`."""
     outputs = []
 
     def traced(*_: torch.Tensor) -> list[torch.Tensor]:
         output = forward()
         check_output(output)
-        made = _made(output)
-        # Without what it computed now, which would be kept beside what the module computes.
-        outputs.append(_with(output, [None] * len(made)))
-        return made
+        tensors = _tensors(output)
+        # Drop the tensors of this run; the module computes its own.
+        outputs.append(_with(output, [None] * len(tensors)))
+        return tensors
 
     module = change(traced, inputs)
     (output,) = outputs
-    return _Changed(module, inputs, output)
+    return _Rewritten(module, inputs, output)
 
 
 def _difference(
     forward: Callable[[], Any],
-    changed: Callable[[], Any],
+    rewritten: Callable[[], Any],
     rewind: Callable[[], None] | None,
     ids: torch.Tensor,
 ) -> float:
-    """How far both are from each other for other tokens than `ids`, which they read and keep.
+    """Return the largest relative difference of any output tensor between both, for other tokens than `ids`.
 
-    The largest of all tensors that they make. A kernel that is not launched through torch is not traced, and
-    its result stays what it was for `ids`.
+    `ids` [B, T] int64 is changed and restored: a kernel launched outside torch is not traced, so its result
+    would stay the one for the old `ids`.
     """
-    before, made = ids.clone(), []
+    original_ids, outputs = ids.clone(), []
     ids.copy_(torch.where(ids > 0, ids - 1, ids + 1))
     try:
-        for one in (forward, changed):
+        for run in (forward, rewritten):
             if rewind is not None:
                 rewind()
-            made.append(_made(compiled_first(ids.device, one, rewind)))
+            outputs.append(_tensors(compiled_first(ids.device, run, rewind)))
     finally:
-        ids.copy_(before)
-    return float(torch.stack([_relative(*pair) for pair in zip(*made, strict=True)]).max())
+        ids.copy_(original_ids)
+    return float(torch.stack([_relative(*pair) for pair in zip(*outputs, strict=True)]).max())
 
 
-def _relative(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """The size of the difference of two tensors by the size of the first.
+def _relative(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Return norm(actual - expected) / norm(expected), a float32 scalar.
 
-    What is infinite, or no number, in both alike is no difference: logits of what is never said, say.
+    Equal infinities and NaNs count as equal: logits of tokens that are never generated, for example.
     """
-    expected, found = expected.float(), found.float()
-    same = (expected == found) | (expected.isnan() & found.isnan())
+    expected, actual = expected.float(), actual.float()
+    same = (expected == actual) | (expected.isnan() & actual.isnan())
     size: torch.Tensor = torch.linalg.vector_norm(expected.where(expected.isfinite(), 0.0))
-    difference: torch.Tensor = torch.linalg.vector_norm((found - expected).masked_fill(same, 0.0))
+    difference: torch.Tensor = torch.linalg.vector_norm((actual - expected).masked_fill(same, 0.0))
     return difference / size.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _made(output: Any) -> list[torch.Tensor]:
-    """What a forward makes: logits, and keys and values but for those that it writes where others were."""
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output: logits, then keys and values of layers that are not static."""
     return [output.logits, *(part for layer in _new_layers(output) for part in (layer.keys, layer.values))]
 
 
-def _with(output: Any, made: Sequence[torch.Tensor | None]) -> Any:
-    """`output` with `made` in place of what it made itself."""
-    logits, *states = made
+def _with(output: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
+    """Return a copy of `output` with `tensors` in place of its own."""
+    logits, *states = tensors
     cache = copy.copy(getattr(output, CACHE))
     cache.layers = [copy.copy(layer) for layer in cache.layers]
-    found = type(output)(logits=logits, **{CACHE: cache})
-    for layer, keys, values in zip(_new_layers(found), states[::2], states[1::2], strict=True):
+    copied = type(output)(logits=logits, **{CACHE: cache})
+    for layer, keys, values in zip(_new_layers(copied), states[::2], states[1::2], strict=True):
         layer.keys, layer.values = keys, values
-    return found
+    return copied
 
 
 def _new_layers(output: Any) -> list[Any]:
-    """The layers of a cache whose keys and values are those of this forward alone."""
+    """Return the layers of the output cache whose keys and values this forward created."""
     return [layer for layer in used_layers(getattr(output, CACHE)) if not isinstance(layer, StaticLayer)]

@@ -1,47 +1,58 @@
-"""Patterns: twins as they are traced, and what in the graph of a model computes the same.
+"""Pattern matcher: find the nodes of a graph that compute the same as a traced reference function.
 
-An operation stands for one that is called alike; what is added or multiplied may come in either order. A
-number stands for itself, but for those of a table.
+Nodes match if they call the same operation with matching arguments; operands of add and mul may be swapped.
+Numbers must be equal, except placeholders, which match any number and are reported by name.
+
+    reference   x * rsqrt(mean(x * x) + 0.0123)
+    model       h * rsqrt(mean(h * h) + 1e-06)      match: x = h, eps = 1e-06
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
 from quantkit.runtime.passes.trace import trace
 
-#: Numbers in twins that stand for any, which the match then has by name.
-_NUMBERS: Mapping[float, str] = {
-    0.0123: "eps",
-    0.0456: "scaling",
-    0.0789: "factor",
-    37: "half",
-    41: "tokens",
-    43: "batch",
-    47: "padding",
-    53: "kept",
-    59: "groups",
-    61: "slots",
-    67: "each",
-    67 * 59: "experts",
-}
+
+class Placeholders(NamedTuple):
+    """Numbers in reference functions that match any number, which the match reports by name.
+
+    torch needs values to trace with. These occur nowhere else in a reference: odd floats, primes for sizes.
+    """
+
+    eps: float = 0.0123
+    scaling: float = 0.0456
+    factor: float = 0.0789
+    half: int = 37
+    tokens: int = 41
+    batch: int = 43
+    padding: int = 47
+    kept: int = 53
+    groups: int = 59
+    slots: int = 61
+    each: int = 67
+    experts: int = 59 * 67
+
+
+ANY = Placeholders()
+_NAMES = {value: name for name, value in ANY._asdict().items()}
 _COMMUTATIVE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A traced twin: its tensors, and what it returns."""
+    """Traced reference function: its input nodes and its output nodes."""
 
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
 
 
-def pattern_of(twin: Callable[..., Any], given: Sequence[torch.Tensor]) -> Pattern:
-    """What `twin` is traced as with tensors `given`."""
-    graph = trace(twin, given).graph
+def pattern_of(reference: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Pattern:
+    """Trace `reference` with tensors `inputs`."""
+    graph = trace(reference, inputs).graph
     results = graph.output_node().args[0]
     return Pattern(
         tuple(node for node in graph.nodes if node.op == "placeholder"),
@@ -51,7 +62,7 @@ def pattern_of(twin: Callable[..., Any], given: Sequence[torch.Tensor]) -> Patte
 
 @dataclass
 class Match:
-    """The nodes that nodes of a pattern stand for, and the numbers."""
+    """Nodes of the graph by node of the pattern, and numbers by name of the placeholder."""
 
     nodes: dict[Node, Node] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
@@ -60,22 +71,22 @@ class Match:
         return Match(dict(self.nodes), dict(self.numbers))
 
     def operations(self) -> list[Node]:
-        """What computes, in order."""
+        """Return the nodes of the graph that compute, in order."""
         return sorted({node for one, node in self.nodes.items() if one.op != "placeholder"})
 
 
-def matched(graph: Graph, pattern: Pattern, anchor: Node) -> Match | None:
-    """What computes all outputs of `pattern`, of which `anchor` is the last."""
+def find_match(graph: Graph, pattern: Pattern, anchor: Node) -> Match | None:
+    """Match all outputs of `pattern` in `graph`, with `anchor` as the last one; None without a match."""
     match = Match()
     if not _matches(pattern.outputs[-1], anchor, match):
         return None
     for output in pattern.outputs[:-1]:
         if output in match.nodes:
             continue
-        taken = [match.nodes.get(other) for other in pattern.outputs]
+        matched = [match.nodes.get(output) for output in pattern.outputs]
         for node in graph.find_nodes(op="call_function", target=output.target):
             attempt = match.copy()
-            if node not in taken and _matches(output, node, attempt):
+            if node not in matched and _matches(output, node, attempt):
                 match = attempt
                 break
         else:
@@ -83,35 +94,35 @@ def matched(graph: Graph, pattern: Pattern, anchor: Node) -> Match | None:
     return match
 
 
-def _matches(pattern: Any, found: Any, match: Match) -> bool:
-    """Whether `found` computes what `pattern` does; nodes and numbers go to `match`."""
+def _matches(pattern: Any, value: Any, match: Match) -> bool:
+    """Return True if `found` computes what `pattern` does; enter its nodes and numbers in `match`."""
     if isinstance(pattern, Node):
-        if pattern in match.nodes or not isinstance(found, Node):
-            return match.nodes.get(pattern) is found
-        if pattern.op != "placeholder" and not _calls(pattern, found, match):
+        if pattern in match.nodes or not isinstance(value, Node):
+            return match.nodes.get(pattern) is value
+        if pattern.op != "placeholder" and not _calls(pattern, value, match):
             return False
-        match.nodes[pattern] = found
+        match.nodes[pattern] = value
         return True
     if isinstance(pattern, list | tuple):
         return (
-            isinstance(found, list | tuple)
-            and len(pattern) == len(found)
-            and all(_matches(one, other, match) for one, other in zip(pattern, found, strict=True))
+            isinstance(value, list | tuple)
+            and len(pattern) == len(value)
+            and all(_matches(*pair, match) for pair in zip(pattern, value, strict=True))
         )
-    if type(pattern) in (int, float) and pattern in _NUMBERS:
-        return type(found) in (int, float) and match.numbers.setdefault(_NUMBERS[pattern], found) == found
-    return type(pattern) is type(found) and bool(pattern == found)
+    if type(pattern) in (int, float) and pattern in _NAMES:
+        return type(value) in (int, float) and match.numbers.setdefault(_NAMES[pattern], value) == value
+    return type(pattern) is type(value) and bool(pattern == value)
 
 
-def _calls(pattern: Node, found: Node, match: Match) -> bool:
-    """Whether both call the same with what matches."""
-    if found.op != "call_function" or found.target is not pattern.target:
+def _calls(pattern: Node, node: Node, match: Match) -> bool:
+    """Return True if both call the same operation with matching arguments."""
+    if node.op != "call_function" or node.target is not pattern.target:
         return False
-    if pattern.kwargs.keys() != found.kwargs.keys():
+    if pattern.kwargs.keys() != node.kwargs.keys():
         return False
-    if not all(_matches(pattern.kwargs[name], found.kwargs[name], match) for name in pattern.kwargs):
+    if not all(_matches(pattern.kwargs[name], node.kwargs[name], match) for name in pattern.kwargs):
         return False
-    for arguments in [found.args, found.args[::-1]][: 1 + (pattern.target in _COMMUTATIVE)]:
+    for arguments in [node.args, node.args[::-1]][: 1 + (pattern.target in _COMMUTATIVE)]:
         attempt = match.copy()
         if _matches(pattern.args, arguments, attempt):
             match.nodes, match.numbers = attempt.nodes, attempt.numbers

@@ -1,7 +1,7 @@
-"""What a model computes, with fewer launches: traced once, chains of operations replaced by one kernel each.
+"""Fuse a traced step: replace each known chain of operations by one kernel.
 
-No model is known here, nor any of its modules. A chain is known by its twin: torch code that is traced like
-the model, so that whatever computes the same is found (`pattern`).
+No model or module is named here. A chain is defined by its reference function in torch. It is traced like the
+model, so anything that computes the same is found (`matcher`).
 """
 
 import logging
@@ -18,11 +18,11 @@ from quantkit.kernels.moe import router
 from quantkit.kernels.ops import glue
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.registry import is_verbose
-from quantkit.runtime.passes.fold_constants import hold_constants
-from quantkit.runtime.passes.fuse_attention import take_head_norms, take_rotations
-from quantkit.runtime.passes.fuse_linear import hold_back, split_norms, take_gates, take_norms
-from quantkit.runtime.passes.fuse_moe import take_orders, take_router_norms
-from quantkit.runtime.passes.matcher import Match, Pattern, matched, pattern_of
+from quantkit.runtime.passes.fold_constants import fold_constants
+from quantkit.runtime.passes.fuse_attention import fuse_head_norms, fuse_rotations
+from quantkit.runtime.passes.fuse_linear import delay_start, fuse_gates, fuse_norms, split_norms
+from quantkit.runtime.passes.fuse_moe import fuse_permutations, fuse_router_norms
+from quantkit.runtime.passes.matcher import ANY, Match, Pattern, find_match, pattern_of
 from quantkit.runtime.passes.trace import META, Memory, part, trace
 
 logger = logging.getLogger("quantkit.model")
@@ -34,49 +34,49 @@ _Sizes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """A chain of operations, and what is launched in its place."""
+    """Chain of operations, defined by a reference function, and the kernel that replaces it."""
 
-    twin: Callable[..., Any]
-    #: Called with the tensors of the twin, `options`, and what `numbers` names of the match.
+    reference: Callable[..., Any]
+    #: Called with the tensors of the reference, `options`, and the matched numbers named in `numbers`.
     fast: Callable[..., Any]
-    #: Shapes of the twin's tensors.
+    #: Shapes of the tensors of the reference.
     shapes: Mapping[str, tuple[int, ...]]
-    #: Whether `fast` takes tensors of such shapes and dtypes, and such numbers.
-    takes: Callable[[Shapes, Mapping[str, float]], bool]
+    #: Support check: True if `fast` handles these tensors and numbers.
+    supports: Callable[[Shapes, Mapping[str, float]], bool]
     numbers: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: Those of the twin's tensors that are not of the dtype of activations.
+    #: Dtypes of tensors whose dtype is not the dtype of activations.
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    #: Those that `fast` reads while the kernels before it may still run.
+    #: Tensors that `fast` reads while earlier kernels may still run (PDL).
     constants: tuple[str, ...] = ()
-    #: Whether the twin and `fast` are told the dtype of activations.
-    told_dtype: bool = False
-    #: Memory that lies as results do; without, they are contiguous.
-    made: Callable[[Shapes], torch.Tensor] | None = None
+    #: True if the reference and `fast` have an argument for the dtype of activations.
+    passes_dtype: bool = False
+    #: Makes an example of the memory layout of results; by default they are contiguous.
+    result_like: Callable[[Shapes], torch.Tensor] | None = None
 
 
-def _takes_rows(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    return given["ids"].numel() > 0
+def _supports_rows(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    return inputs["ids"].numel() > 0
 
 
-def _takes_norm(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    x, weight = given["x"], given["weight"]
-    other = given.get("other", x)
+def _supports_norm(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    x, weight = inputs["x"], inputs["weight"]
+    residual = inputs.get("residual", x)
     return (
-        weight.dtype == x.dtype == other.dtype
-        and other.shape == x.shape
+        weight.dtype == x.dtype == residual.dtype
+        and residual.shape == x.shape
         and weight.shape == x.shape[-1:]
         and x.shape[-1] <= glue.MOST_COLUMNS
     )
 
 
-def _takes_gate(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    x, up = given["x"], given["up"]
+def _supports_gate(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    x, up = inputs["x"], inputs["up"]
     return x.dtype == up.dtype and x.shape == up.shape and x.dim() > 0
 
 
-def _takes_angles(x: torch.Tensor, given: Shapes, numbers: Mapping[str, float]) -> bool:
-    cos, sin = given["cos"], given["sin"]
+def _supports_angles(x: torch.Tensor, inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    cos, sin = inputs["cos"], inputs["sin"]
     return (
         x.dtype == cos.dtype == sin.dtype
         and x.dim() == 4
@@ -87,8 +87,8 @@ def _takes_angles(x: torch.Tensor, given: Shapes, numbers: Mapping[str, float]) 
     )
 
 
-def _takes_positions(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    frequencies, positions = given["frequencies"], given["positions"]
+def _supports_positions(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    frequencies, positions = inputs["frequencies"], inputs["positions"]
     return (
         frequencies.dim() == 1
         and positions.dim() == 2
@@ -97,12 +97,12 @@ def _takes_positions(given: Shapes, numbers: Mapping[str, float]) -> bool:
     )
 
 
-def _takes_rotation(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    return _takes_angles(given["x"], given, numbers)
+def _supports_rotation(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    return _supports_angles(inputs["x"], inputs, numbers)
 
 
-def _takes_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    k, v, keys, values = (given[name] for name in ("k", "v", "keys", "values"))
+def _supports_keys(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    k, v, keys, values = (inputs[name] for name in ("k", "v", "keys", "values"))
     return (
         all(part.dim() == 4 for part in (k, v, keys, values))
         and k.shape[:3] == v.shape[:3]
@@ -110,27 +110,27 @@ def _takes_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
         and keys.shape[:3] == values.shape[:3]
         and keys.shape[:2] == k.shape[:2]
         and (keys.shape[3], values.shape[3]) == (k.shape[3], v.shape[3])
-        # Of one dimension in transformers 5.12.1, of none in 5.17.
-        and given["held"].shape in ((), (1,))
+        # Shape [1] in transformers 5.12.1, [] from 5.17 on.
+        and inputs["held"].shape in ((), (1,))
         and len({part.dtype for part in (k, v, keys, values)}) == 1
         and all(part.stride(-1) == 1 for part in (keys, values))
     )
 
 
-def _takes_rotated_keys(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    q, k = given["q"], given["k"]
+def _supports_rotated_keys(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    q, k = inputs["q"], inputs["k"]
     return (
-        _takes_keys(given, numbers)
-        and all(_takes_angles(part, given, numbers) for part in (q, k))
+        _supports_keys(inputs, numbers)
+        and all(_supports_angles(part, inputs, numbers) for part in (q, k))
         and (q.dtype, q.shape[0], q.shape[2]) == (k.dtype, k.shape[0], k.shape[2])
     )
 
 
-def _takes_small(products: int, given: Shapes, numbers: Mapping[str, float]) -> bool:
-    x, weight = given["x"], given["weight"]
+def _supports_small(products: int, inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    x, weight = inputs["x"], inputs["weight"]
     return (
         x.dim() == weight.dim() == 2
-        # It is read where it lies, before kernels that might copy it have ended.
+        # The kernel reads it in place, before earlier kernels that might copy it have ended.
         and weight.stride(1) == 1
         and 0 < weight.shape[0] <= router.SMALL_ROWS
         and 0 < x.shape[0] * weight.shape[0] <= router.SMALL
@@ -139,13 +139,13 @@ def _takes_small(products: int, given: Shapes, numbers: Mapping[str, float]) -> 
     )
 
 
-def _takes_wide(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    # In float32 there is nothing to convert, and the twin is that of any product.
-    return given["x"].dtype != torch.float32 and _takes_small(router.WIDE_PRODUCTS, given, numbers)
+def _supports_wide(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    # float32 needs no conversion, so its reference would match any linear.
+    return inputs["x"].dtype != torch.float32 and _supports_small(router.WIDE_PRODUCTS, inputs, numbers)
 
 
-def _takes_logits(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    logits = given["logits"]
+def _supports_logits(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    logits = inputs["logits"]
     return (
         logits.dim() == 2
         and logits.numel() > 0
@@ -154,116 +154,117 @@ def _takes_logits(given: Shapes, numbers: Mapping[str, float]) -> bool:
     )
 
 
-def _takes_scores(given: Shapes, numbers: Mapping[str, float]) -> bool:
-    logits, bias = given["logits"], given["bias"]
-    if not _takes_logits(given, numbers) or bias.shape != logits.shape[1:]:
+def _supports_scores(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
+    logits, bias = inputs["logits"], inputs["bias"]
+    if not _supports_logits(inputs, numbers) or bias.shape != logits.shape[1:]:
         return False
     experts, groups, kept = logits.shape[1], int(numbers.get("groups", 1)), int(numbers.get("kept", 1))
     return (
         (numbers["tokens"], numbers["experts"]) == logits.shape
         and groups * numbers.get("each", experts) == experts
-        # Groups are blocks of a kernel, and those that are kept have experts enough.
+        # The kernel handles groups as blocks, and the kept groups must have at least top-k experts.
         and (groups == 1 or experts & (experts - 1) == 0)
         and experts // groups * kept >= numbers["slots"]
     )
 
 
 def _slow_padded_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return glue.slow_padded_embed(ids, weight, 47)
+    return glue.slow_padded_embed(ids, weight, ANY.padding)
 
 
-def _slow_add_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def add_norm(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> Any:
-        total = x + other
-        return total, twin(total, weight, 0.0123)
+def _slow_add_norm(reference: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+        total = x + residual
+        return total, reference(total, weight, ANY.eps)
 
     return add_norm
 
 
-def _slow_cos_sin(twin: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda frequencies, positions, dtype: twin(frequencies, positions, 0.0456, dtype)
+def _slow_cos_sin(reference: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda frequencies, positions, dtype: reference(frequencies, positions, ANY.scaling, dtype)
 
 
-def _slow_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    return lambda x, weight: twin(x, weight, 0.0123)
+def _slow_norm(reference: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    return lambda x, weight: reference(x, weight, ANY.eps)
 
 
-def _slow_route(twin: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda logits: twin(logits, 61)
+def _slow_route(reference: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda logits: reference(logits, ANY.slots)
 
 
 def _slow_route_of_one_group(logits: torch.Tensor, bias: torch.Tensor) -> Any:
-    return router.slow_route_deepseek(logits, bias, 61, 0.0789, 1, 1)
+    return router.slow_route_deepseek(logits, bias, ANY.slots, ANY.factor, 1, 1)
 
 
 def _slow_route_of_groups(logits: torch.Tensor, bias: torch.Tensor) -> Any:
-    return router.slow_route_deepseek(logits, bias, 61, 0.0789, 59, 53)
+    return router.slow_route_deepseek(logits, bias, ANY.slots, ANY.factor, ANY.groups, ANY.kept)
 
 
-def _norm(twin: Callable[..., Any], fast: Callable[..., Any], shapes: _Sizes, kind: str) -> Fusion:
-    return Fusion(twin, fast, shapes, _takes_norm, ("eps",), {"kind": kind}, constants=("weight",))
+def _norm(reference: Callable[..., Any], fast: Callable[..., Any], shapes: _Sizes, kind: str) -> Fusion:
+    return Fusion(reference, fast, shapes, _supports_norm, ("eps",), {"kind": kind}, constants=("weight",))
 
 
 def _fusions() -> Iterator[Fusion]:
-    """All that is known, longest chains first."""
-    angles: _Sizes = {"cos": (2, 1, 41, 74), "sin": (2, 1, 41, 74)}
-    heads: _Sizes = {"q": (2, 4, 41, 74), "k": (2, 2, 41, 74), "v": (2, 2, 41, 9)}
-    cache: _Sizes = {"keys": (2, 2, 50, 74), "values": (2, 2, 50, 9), "held": ()}
+    """Yield all fusions, longest chains first."""
+    tokens, size = ANY.tokens, 2 * ANY.half
+    angles: _Sizes = {"cos": (2, 1, tokens, size), "sin": (2, 1, tokens, size)}
+    heads: _Sizes = {"q": (2, 4, tokens, size), "k": (2, 2, tokens, size), "v": (2, 2, tokens, 9)}
+    cache: _Sizes = {"keys": (2, 2, 50, size), "values": (2, 2, 50, 9), "held": ()}
     yield Fusion(
         glue.slow_rotate_append,
         glue.rotate_append,
         heads | angles | cache,
-        _takes_rotated_keys,
+        _supports_rotated_keys,
         dtypes={"held": torch.int64},
     )
     written = cache | {name: heads[name] for name in ("k", "v")}
-    yield Fusion(glue.slow_append, glue.append, written, _takes_keys, dtypes={"held": torch.int64})
+    yield Fusion(glue.slow_append, glue.append, written, _supports_keys, dtypes={"held": torch.int64})
     yield Fusion(
         glue.slow_rotate,
         glue.rotate,
-        {"x": (2, 4, 41, 74)} | angles,
-        _takes_rotation,
-        made=lambda given: glue.empty_heads(given["x"]),
+        {"x": (2, 4, tokens, size)} | angles,
+        _supports_rotation,
+        result_like=lambda inputs: glue.empty_heads(inputs["x"]),
     )
-    turns: _Sizes = {"frequencies": (37,), "positions": (43, 41)}
+    turns: _Sizes = {"frequencies": (ANY.half,), "positions": (ANY.batch, tokens)}
     for turn in (glue.slow_cos_sin, glue.slow_cos_sin_of_product):
         yield Fusion(
             _slow_cos_sin(turn),
             glue.cos_sin,
             turns,
-            _takes_positions,
+            _supports_positions,
             ("scaling",),
             dtypes={"frequencies": torch.float32, "positions": torch.int64},
-            told_dtype=True,
+            passes_dtype=True,
         )
     table: _Sizes = {"ids": (2, 3), "weight": (53, 20)}
     for embedding in (glue.slow_embed, _slow_padded_embed):
-        yield Fusion(embedding, glue.embed, table, _takes_rows, dtypes={"ids": torch.int64})
+        yield Fusion(embedding, glue.embed, table, _supports_rows, dtypes={"ids": torch.int64})
     norms = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
     x: _Sizes = {"x": (2, 3, 20)}
     weight: _Sizes = {"weight": (20,)}
-    for kind, twin in norms.items():
-        shapes = x | {"other": (2, 3, 20)} | weight
-        yield _norm(_slow_add_norm(twin), glue.add_norm, shapes, kind)
-    for kind, twin in norms.items():
-        yield _norm(_slow_norm(twin), glue.norm, x | weight, kind)
+    for kind, reference in norms.items():
+        shapes = x | {"residual": (2, 3, 20)} | weight
+        yield _norm(_slow_add_norm(reference), glue.add_norm, shapes, kind)
+    for kind, reference in norms.items():
+        yield _norm(_slow_norm(reference), glue.norm, x | weight, kind)
     gates = {"silu": glue.slow_silu_gate, "gelu": glue.slow_gelu_gate}
     for kind, gate in gates.items():
-        yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _takes_gate, (), {"kind": kind})
+        yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _supports_gate, (), {"kind": kind})
     small: _Sizes = {"x": (3, 20), "weight": (7, 20)}
     for linear, takes, wide in (
-        (router.slow_wide_linear, _takes_wide, True),
-        (router.slow_small_linear, partial(_takes_small, router.SMALL_PRODUCTS), False),
+        (router.slow_wide_linear, _supports_wide, True),
+        (router.slow_small_linear, partial(_supports_small, router.SMALL_PRODUCTS), False),
     ):
         how = {"wide": wide}
         yield Fusion(linear, router.small_linear, small, takes, options=how, constants=("weight",))
-    scores: _Sizes = {"logits": (41, 67 * 59), "bias": (67 * 59,)}
-    for route, found in ((_slow_route_of_groups, ("groups", "kept")), (_slow_route_of_one_group, ())):
-        given = ("slots", "factor", *found)
-        yield Fusion(route, router.route, scores, _takes_scores, given, dtypes={"logits": torch.float32})
+    scores: _Sizes = {"logits": (tokens, ANY.experts), "bias": (ANY.experts,)}
+    for route, more in ((_slow_route_of_groups, ("groups", "kept")), (_slow_route_of_one_group, ())):
+        numbers = ("slots", "factor", *more)
+        yield Fusion(route, router.route, scores, _supports_scores, numbers, dtypes={"logits": torch.float32})
     logits: _Sizes = {"logits": (3, 73)}
     for route, options in router.ROUTERS:
-        yield Fusion(_slow_route(route), router.route, logits, _takes_logits, ("slots",), options)
+        yield Fusion(_slow_route(route), router.route, logits, _supports_logits, ("slots",), options)
 
 
 FUSIONS = tuple(_fusions())
@@ -271,49 +272,52 @@ FUSIONS = tuple(_fusions())
 
 @lru_cache(maxsize=256)
 def _pattern(fusion: Fusion, dtype: torch.dtype, device: torch.device, inference: bool) -> Pattern:
-    """The twin as it is traced now; with `inference`, in that mode, where torch runs other views."""
-    given = [
+    """Trace the reference of `fusion`.
+
+    `inference` is part of the cache key, because torch runs other views in inference mode.
+    """
+    tensors = [
         torch.zeros(shape, dtype=fusion.dtypes.get(name, dtype), device=device)
         for name, shape in fusion.shapes.items()
     ]
-    twin = partial(fusion.twin, dtype=dtype) if fusion.told_dtype else fusion.twin
-    return pattern_of(twin, given)
+    reference = partial(fusion.reference, dtype=dtype) if fusion.passes_dtype else fusion.reference
+    return pattern_of(reference, tensors)
 
 
-def is_possible(device: torch.device) -> bool:
-    """Whether what chains are replaced by runs on `device`."""
+def can_fuse(device: torch.device) -> bool:
+    """Return True if the fused kernels run on `device`."""
     return "triton" in device_features(device)
 
 
 def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -> GraphModule:
-    """A module that computes what `step` does, with one launch for each chain that `FUSIONS` knows.
+    """Trace `step` once into a module that computes the same, with one launch per chain in `FUSIONS`.
 
-    As for `trace`, of which it is the graph; `step` runs once. What is computed of numbers alone is held by
-    the module. `what` is what such steps are called in the log.
+    Takes and returns tensors as `trace` describes. Tensors that depend on no input are folded. `what` names
+    the step in the log.
     """
     module = trace(step, inputs)
     graph = module.graph
     memory = Memory(module)
-    count_at_the_end(graph, memory)
+    merge_counters(graph, memory)
     dtypes = {node.meta[META].dtype for node in graph.nodes if META in node.meta}
-    # float32 last: of what is rounded before or at the end it would take all but that.
+    # float32 last: it would match the inner part of chains that convert to float32 and back.
     for dtype in (one for one in ACTIVATION_DTYPES[::-1] if one in dtypes):
         for fusion in FUSIONS:
             pattern = _pattern(fusion, dtype, inputs[0].device, torch.is_inference_mode_enabled())
             for anchor in graph.find_nodes(op="call_function", target=pattern.outputs[-1].target):
-                # It may have been replaced together with one before.
+                # The node may have been replaced with an earlier one.
                 if not anchor._erased:
                     _replace(graph, memory, fusion, dtype, pattern, anchor)
-    take_head_norms(graph, memory)
-    take_rotations(graph, memory, inputs[0].device)
-    take_router_norms(graph, memory)
-    take_orders(graph, memory)
-    take_gates(graph, memory, inputs[0].device)
+    fuse_head_norms(graph, memory)
+    fuse_rotations(graph, memory, inputs[0].device)
+    fuse_router_norms(graph, memory)
+    fuse_permutations(graph, memory)
+    fuse_gates(graph, memory, inputs[0].device)
     split_norms(graph, memory, inputs[0].device)
-    take_norms(graph, memory, inputs[0].device)
-    hold_back(graph, memory)
-    # Last, as twins have such operations too.
-    hold_constants(module, memory)
+    fuse_norms(graph, memory, inputs[0].device)
+    delay_start(graph, memory)
+    # Last, because references contain such operations too.
+    fold_constants(module, memory)
     if is_verbose():
         logger.warning("%s launch %s", what, _launches(graph, memory))
     module.recompile()
@@ -321,7 +325,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
 
 
 def _launches(graph: Graph, memory: Memory) -> str:
-    """How often the operations of `graph` that are more than views are called, the most frequent first."""
+    """Count the operations of `graph` other than views, the most frequent first."""
     names = Counter(
         str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
         for node in graph.nodes
@@ -330,68 +334,72 @@ def _launches(graph: Graph, memory: Memory) -> str:
     return ", ".join(f"{number} {name}" for name, number in names.most_common())
 
 
-def count_at_the_end(graph: Graph, memory: Memory) -> None:
-    """Add to the counters of tokens that each layer of a cache has in one launch, at the end of a step."""
+def merge_counters(graph: Graph, memory: Memory) -> None:
+    """Merge the increments of all cache length counters into one launch at the end of the step."""
     last: dict[Any, Node] = {}
     for node in graph.nodes:
         last.update(dict.fromkeys(memory.read(node), node))
-    counted: dict[int, list[Node]] = {}
+    by_increment: dict[int, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
-        counter, added = node.args
+        counter, increment = node.args
         if node.kwargs:
             continue
-        if type(added) is int and not node.users and all(last[root] is node for root in memory.of(counter)):
-            counted.setdefault(added, []).append(node)
-    for added, additions in counted.items():
+        if (
+            type(increment) is int
+            and not node.users
+            and all(last[root] is node for root in memory.of(counter))
+        ):
+            by_increment.setdefault(increment, []).append(node)
+    for increment, additions in by_increment.items():
         with graph.inserting_before(graph.output_node()):
             counters = [node.args[0] for node in additions]
-            call = graph.call_function(aten._foreach_add_.Scalar, (counters, added))
+            call = graph.call_function(aten._foreach_add_.Scalar, (counters, increment))
         memory.enter(call, written=frozenset().union(*map(memory.written, additions)))
         for node in additions:
             graph.erase_node(node)
 
 
-def _suits(
+def _is_supported(
     memory: Memory,
     fusion: Fusion,
     dtype: torch.dtype,
-    given: Mapping[str, Node],
+    inputs: Mapping[str, Node],
     outputs: Sequence[Node],
     match: Match,
 ) -> bool:
-    """Whether `fusion` takes the tensors `given` and makes `outputs` of the same strides."""
-    if any(META not in node.meta for node in given.values()):
+    """Return True if `fusion` supports the tensors `inputs` and its results have the strides of `outputs`."""
+    if any(META not in node.meta for node in inputs.values()):
         return False
-    tensors: Shapes = {name: node.meta[META] for name, node in given.items()}
+    tensors: Shapes = {name: node.meta[META] for name, node in inputs.items()}
     return (
         all(tensor.dtype == fusion.dtypes.get(name, dtype) for name, tensor in tensors.items())
-        and all(memory.is_constant(given[name]) for name in fusion.constants)
-        and fusion.takes(tensors, match.numbers)
-        # But for what it writes where it was.
+        and all(memory.is_constant(inputs[name]) for name in fusion.constants)
+        and fusion.supports(tensors, match.numbers)
+        # Results written in place keep their strides.
         and all(
-            _lies_as_made(node.meta[META], fusion, tensors) for node in outputs if memory.of(node) == {node}
+            _has_strides(node.meta[META], fusion, tensors) for node in outputs if memory.of(node) == {node}
         )
     )
 
 
-def _lies_as_made(output: torch.Tensor, fusion: Fusion, given: Shapes) -> bool:
-    """Whether `output` has the strides of what `fusion` makes of tensors `given`."""
-    if fusion.made is None:
+def _has_strides(output: torch.Tensor, fusion: Fusion, inputs: Shapes) -> bool:
+    """Return True if `output` has the strides of the result of `fusion` for `inputs`."""
+    if fusion.result_like is None:
         return output.is_contiguous()
-    strides = zip(output.shape, output.stride(), fusion.made(given).stride(), strict=True)
-    return all(one == other for size, one, other in strides if size > 1)
+    strides = zip(output.shape, output.stride(), fusion.result_like(inputs).stride(), strict=True)
+    return all(stride == expected for size, stride, expected in strides if size > 1)
 
 
-def _is_free(
-    memory: Memory, given: Sequence[Node], outputs: Sequence[Node], operations: Sequence[Node]
+def _can_move(
+    memory: Memory, inputs: Sequence[Node], outputs: Sequence[Node], operations: Sequence[Node]
 ) -> bool:
-    """Whether all `operations` on `given`, which are in order, may run at once at the place of the last."""
+    """Return True if `operations` on `inputs`, in order, may all run at the place of the last one."""
     last = operations[-1]
-    lies = [root for node in given for root in memory.of(node)]
-    if any(lies.count(root) > 1 for node in operations for root in memory.written(node)):
+    roots = [root for node in inputs for root in memory.of(node)]
+    if any(roots.count(root) > 1 for node in operations for root in memory.written(node)):
         return False
     early = (user for node in outputs for user in node.users if user < last and user not in operations)
-    if any(node in operations for node in given) or next(early, None) is not None:
+    if any(node in operations for node in inputs) or next(early, None) is not None:
         return False
     read = {root for node in operations for root in memory.read(node)}
     written = {root for node in operations for root in memory.written(node)}
@@ -408,21 +416,21 @@ def _is_free(
 def _replace(
     graph: Graph, memory: Memory, fusion: Fusion, dtype: torch.dtype, pattern: Pattern, anchor: Node
 ) -> None:
-    """Replace what `anchor` is the end of by one call, if that is what `fusion` knows."""
-    match = matched(graph, pattern, anchor)
+    """Replace the chain that ends at `anchor` by one call, if `pattern` matches and `fusion` supports it."""
+    match = find_match(graph, pattern, anchor)
     if match is None:
         return
-    given = dict(zip(fusion.shapes, (match.nodes[node] for node in pattern.inputs), strict=True))
+    inputs = dict(zip(fusion.shapes, (match.nodes[node] for node in pattern.inputs), strict=True))
     outputs = [match.nodes[node] for node in pattern.outputs]
     operations = match.operations()
-    if not _suits(memory, fusion, dtype, given, outputs, match):
+    if not _is_supported(memory, fusion, dtype, inputs, outputs, match):
         return
-    if not _is_free(memory, list(given.values()), outputs, operations):
+    if not _can_move(memory, list(inputs.values()), outputs, operations):
         return
     options = {name: match.numbers[name] for name in fusion.numbers} | dict(fusion.options)
-    options |= {"dtype": dtype} if fusion.told_dtype else {}
+    options |= {"dtype": dtype} if fusion.passes_dtype else {}
     with graph.inserting_after(operations[-1]):
-        call = graph.call_function(fusion.fast, tuple(given.values()), options)
+        call = graph.call_function(fusion.fast, tuple(inputs.values()), options)
     memory.enter(call, written=frozenset().union(*map(memory.written, operations)))
     new = call
     for number, node in enumerate(outputs):
@@ -431,7 +439,7 @@ def _replace(
                 new = graph.call_function(part, (call, number))
         memory.replace(node, new, lambda user: user not in operations)
     for node in reversed(operations):
-        # Results of several that nobody takes.
+        # Unused results of operations with several.
         for unused in [user for user in node.users if user.target is part and not user.users]:
             graph.erase_node(unused)
         if not node.users:

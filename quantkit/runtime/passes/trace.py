@@ -1,4 +1,4 @@
-"""The operations that torch runs as a graph of torch.fx, which can be changed and run again."""
+"""Trace the operations that torch runs into a graph of torch.fx, to rewrite and run again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -10,23 +10,23 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from quantkit.runtime.cuda_graphs.capture import NotRecorded
+from quantkit.runtime.cuda_graphs.capture import NotCaptured
 
-#: Where a node has a tensor without numbers, of the shape, strides and dtype of its result.
+#: Key of a node's meta: a meta tensor with shape, strides and dtype of the result.
 META = "val"
-#: Where it has how far that begins into the memory that it is in.
+#: Key of the storage offset of the result.
 OFFSET = "offset"
-#: Where a node has those arguments that its result lies in the memory of.
+#: Key of the arguments whose memory contains the result.
 _WITHIN = "within"
 _READ = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-_MADE = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+_UPLOAD = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
 def trace(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModule:
-    """What `step` runs now for `inputs`, as a module that takes them and returns the same tensors.
+    """Trace `step` for `inputs` into a module that takes such tensors and returns what `step` returns.
 
-    Tensors that are not among `inputs` are constants of the module: the very tensors, not copies. Raises
-    `NotRecorded` if the host reads a number from a GPU or gives it one, which it would do again at each call.
+    Tensors not among `inputs` become constants of the module, without copies. Raises `NotCaptured` if the
+    host reads a number from a GPU or sends one, which a replay would not repeat.
     """
     recorder = _Recorder(inputs)
     with recorder:
@@ -36,62 +36,62 @@ def trace(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModu
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations go to `graph` as they run."""
+    """Appends operations to `graph` while they run."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = Graph()
         self.constants = torch.nn.Module()
-        # By identity: the Python object of a tensor lives as long as the tensor does.
+        # By identity: the Python object of a tensor lives as long as the tensor.
         self._nodes: Any = WeakTensorKeyDictionary()
         for number, tensor in enumerate(inputs):
             self._keep(tensor, self.graph.placeholder(f"input_{number}"))
 
     def node(self, tensor: torch.Tensor) -> Node:
-        """The node that made `tensor`; of one that was there before, a constant."""
-        found: Node | None = self._nodes.get(tensor)
-        if found is None:
+        """Return the node that computed `tensor`; a constant node for a tensor from outside."""
+        node: Node | None = self._nodes.get(tensor)
+        if node is None:
             name = f"constant_{len(self.constants.__dict__)}"
-            # Not a parameter of the module, nor a buffer.
+            # Neither a parameter nor a buffer of the module.
             self.constants.__dict__[name] = tensor
-            found = self._keep(tensor, self.graph.get_attr(name))
-        return found
+            node = self._keep(tensor, self.graph.get_attr(name))
+        return node
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
     ) -> Any:
         options = options or {}
-        # In inference mode operations that are made of others come as they were called.
+        # In inference mode, composite operations arrive undecomposed.
         if _is_composite(operation):
             with self:
                 return operation.decompose(*arguments, **options)
         if operation in _READ and arguments[0].device.type != "cpu":
-            raise NotRecorded("the model asks the GPU for a number")
-        if operation in _MADE and arguments[0].device.type != "cpu":
-            raise NotRecorded("the model gives the GPU a number of the host")
+            raise NotCaptured("the model asks the GPU for a number")
+        if operation in _UPLOAD and arguments[0].device.type != "cpu":
+            raise NotCaptured("the model gives the GPU a number of the host")
         result = operation(*arguments, **options)
-        given, named = self._nodes_of(arguments), {name: self._nodes_of(options[name]) for name in options}
-        node = self.graph.call_function(operation, given, named)
+        args, kwargs = self._nodes_of(arguments), {name: self._nodes_of(options[name]) for name in options}
+        node = self.graph.call_function(operation, args, kwargs)
         tensors = [one for one in pytree.tree_leaves((arguments, options)) if torch.is_tensor(one)]
         self._keep_result(result, node, [(_storage(one), self.node(one)) for one in tensors])
         return result
 
-    def _keep_result(self, result: Any, node: Node, given: Sequence[tuple[int, Node]]) -> None:
-        """Take what `node` returned of arguments `given`, each with its storage."""
+    def _keep_result(self, result: Any, node: Node, arguments: Sequence[tuple[int, Node]]) -> None:
+        """Enter what `node` returned; `arguments` are its argument nodes, each with its storage."""
         tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
         storages = {_storage(one) for one in tensors}
-        # Of several results only if all are parts of arguments: who looks through it takes them for views.
-        if storages <= {storage for storage, _ in given}:
-            node.meta[_WITHIN] = [one for storage, one in given if storage in storages]
+        # With several results only if all are parts of arguments, because readers treat the node as a view.
+        if storages <= {storage for storage, _ in arguments}:
+            node.meta[_WITHIN] = [one for storage, one in arguments if storage in storages]
         if isinstance(result, torch.Tensor):
             self._keep(result, node)
         elif isinstance(result, list | tuple):
             for number, one in enumerate(result):
                 if isinstance(one, torch.Tensor | list | tuple):
-                    self._keep_result(one, self.graph.call_function(part, (node, number)), given)
+                    self._keep_result(one, self.graph.call_function(part, (node, number)), arguments)
 
     def _nodes_of(self, value: Any) -> Any:
-        """`value` with nodes for tensors."""
+        """Return `value` with tensors replaced by nodes."""
         if isinstance(value, torch.Tensor):
             return self.node(value)
         return type(value)(map(self._nodes_of, value)) if type(value) in (list, tuple) else value
@@ -107,7 +107,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @lru_cache(maxsize=4096)
 def _is_composite(operation: Any) -> bool:
-    """Whether an operation is made of others."""
+    """Return True if an operation is composed of other operations."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return key in operation.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
         operation.name(), key
@@ -119,18 +119,21 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def part(results: Sequence[Any], number: int) -> Any:
-    """One of several results of an operation."""
+    """Return result `number` of an operation with several results."""
     return results[number]
 
 
 def between(first: Node, last: Node) -> Iterator[Node]:
-    """The nodes after `first` and before `last`."""
+    """Yield the nodes after `first` and before `last`."""
     while (first := first.next) is not last:
         yield first
 
 
 class Memory:
-    """Which memory the operations of a traced module have in common: its roots are whatever says so."""
+    """Alias analysis: the memory of each node of a traced module, as a set of roots.
+
+    A root stands for one piece of memory: a storage address for a constant, or the node that computed it.
+    """
 
     def __init__(self, module: GraphModule) -> None:
         self._of: dict[Node, frozenset[Any]] = {}
@@ -140,21 +143,21 @@ class Memory:
                 tensor = getattr(module, str(node.target))
                 self.enter(node, of=frozenset({tensor.untyped_storage().data_ptr()}))
             else:
-                # Seen rather than asked of the operation, which may say nothing of what it returns.
+                # Observed when tracing, because schemas of operations may not tell that a result is a view.
                 self.enter(node, of=self._roots(node.meta.get(_WITHIN, [])) or frozenset({node}))
-                self._written[node] = self._roots(_changed(node))
+                self._written[node] = self._roots(_written_arguments(node))
 
     def enter(
         self, node: Node, of: frozenset[Any] | None = None, written: frozenset[Any] = frozenset()
     ) -> None:
-        """Take a new node: what its result lies in, by default memory of its own, and what it writes."""
+        """Enter a new node: the memory `of` its result, by default its own, and the memory it writes."""
         self._of[node] = frozenset({node}) if of is None else of
         self._written[node] = written
 
     def replace(self, old: Node, new: Node, takes: Callable[[Node], bool] = lambda user: True) -> None:
-        """Have `new` in place of `old` for those users of it that `takes` names.
+        """Replace `old` by `new` for each of its users for which `takes` returns True.
 
-        The result of `new` lies where that of `old` does, for all that read and write that.
+        The result of `new` counts as the same memory as the result of `old`.
         """
         new.meta = dict(old.meta)
         self._of[new] = self._of[old]
@@ -162,30 +165,30 @@ class Memory:
         old.replace_all_uses_with(new, delete_user_cb=takes)
 
     def of(self, node: Any) -> frozenset[Any]:
-        """The memory of a result."""
+        """Return the memory of the result of `node`."""
         return self._of[node]
 
     def read(self, node: Node) -> frozenset[Any]:
-        """The memory that a node reads, writes or hands on."""
+        """Return the memory of the arguments of `node`."""
         return self._roots(node.all_input_nodes)
 
     def written(self, node: Node) -> frozenset[Any]:
-        """The memory that a node writes."""
+        """Return the memory that `node` writes."""
         return self._written[node]
 
     def is_constant(self, node: Node) -> bool:
-        """Whether what a result lies in is there before the module runs, and not written by it."""
+        """Return True if the result exists before the module runs and no node writes it."""
         roots = self._of[node]
         return not any(roots & written for written in self._written.values()) and not any(
             isinstance(root, Node) and root.op != "placeholder" for root in roots
         )
 
     def is_view(self, node: Node) -> bool:
-        """Whether a node only hands memory on."""
+        """Return True if `node` only returns a view of an argument."""
         return node.target is part or (self.of(node) <= self.read(node) and not self.written(node))
 
     def source(self, node: Node) -> Node:
-        """The operation that made what `node` may be only a view of."""
+        """Return `node`, or if it is a view, the operation that computed its memory."""
         while node.op == "call_function" and self.is_view(node):
             node = node.all_input_nodes[0]
         return node
@@ -194,13 +197,13 @@ class Memory:
         return frozenset(root for node in nodes for root in self._of[node])
 
 
-def _changed(node: Node) -> list[Node]:
-    """The arguments that a node writes."""
+def _written_arguments(node: Node) -> list[Node]:
+    """Return the argument nodes that `node` writes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found: list[Node] = []
+    written: list[Node] = []
     for number, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
-            found += [one for one in pytree.tree_leaves(value) if isinstance(one, Node)]
-    return found
+            written += [one for one in pytree.tree_leaves(value) if isinstance(one, Node)]
+    return written

@@ -1,1 +1,1 @@
-"""Everything quantkit registers with transformers or changes in it. `patches/table.py` lists the changes."""
+"""Registrations with transformers, and changes to it. `patches/table.py` lists them."""

@@ -1,7 +1,7 @@
-"""Check the files of a packed checkpoint against a model before any weight is loaded.
+"""Check the files of a packed checkpoint against a model before weights are loaded.
 
-transformers compares shapes only: it casts words of another dtype, and fills what is missing with
-random numbers.
+transformers compares shapes only: it casts words of another dtype, and fills missing tensors with random
+numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ _AGAIN = "Download the checkpoint again, or quantize the model again."
 
 
 def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
-    """Check that `files` hold all parts of the packed modules of `model`, each once and as expected.
+    """Check that `files` hold each part of the packed modules of `model` once, in its dtype and shape.
 
-    `quantizer` is the `HfQuantizer` at work, which has a say in how transformers renames tensors.
-    Raises `CheckpointError` naming the tensor, what was found, and what was expected.
+    `quantizer` is the active `HfQuantizer`, which affects how transformers renames tensors. Raises
+    `CheckpointError` with the tensor, what was found, and what was expected.
     """
     by_target = stored_by_entry(model, quantizer, _read_headers(files))
     for name, module in packed_modules(model):
@@ -47,7 +47,7 @@ def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
 def stored_by_entry(
     model: Any, quantizer: Any, stored: Mapping[str, StoredTensor]
 ) -> dict[str, list[StoredTensor]]:
-    """Stored tensors by the state-dict entry that transformers loads them into."""
+    """Group stored tensors by the state-dict entry into which transformers loads them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -65,23 +65,23 @@ def stored_by_entry(
 
 
 def _check_complete(specs: Mapping[str, PartSpec], by_target: Mapping[str, Sequence[StoredTensor]]) -> None:
-    """Check that every part of every matrix is there."""
+    """Raise `CheckpointError` if a part of a matrix is missing, or the number of matrices is wrong."""
     by_parameter: dict[str, list[tuple[str, PartSpec]]] = {}
     for target, spec in specs.items():
         by_parameter.setdefault(target.removesuffix(spec.suffix), []).append((target, spec))
     for parameter, entries in by_parameter.items():
-        found: dict[str, set[str]] = {}
+        parts: dict[str, set[str]] = {}
         for target, spec in entries:
             for tensor in by_target.get(target, ()):
-                found.setdefault(tensor.name.removesuffix(spec.suffix), set()).add(spec.part)
-        for matrix in found or {parameter: set()}:
+                parts.setdefault(tensor.name.removesuffix(spec.suffix), set()).add(spec.part)
+        for matrix in parts or {parameter: set()}:
             for _, spec in entries:
-                if spec.part not in found.get(matrix, set()):
+                if spec.part not in parts.get(matrix, set()):
                     raise CheckpointError(f"tensor {matrix + spec.suffix!r} is missing. {_AGAIN}")
         counts = entries[0][1].stored
-        if len(found) not in counts:
+        if len(parts) not in counts:
             raise CheckpointError(
-                f"{parameter!r} is stored as {len(found)} matrices, {min(found)!r} and others; expected "
+                f"{parameter!r} is stored as {len(parts)} matrices, {min(parts)!r} and others; expected "
                 f"{' or '.join(map(str, counts))}. {_AGAIN}"
             )
 

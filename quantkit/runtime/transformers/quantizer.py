@@ -1,7 +1,7 @@
-"""The transformers plug-in: packed checkpoints load packed, ready to run, and are written back as they were.
+"""Plug-in for transformers: packed checkpoints load packed and ready to run, and are saved unchanged.
 
-`register` makes it known to transformers and `unregister` takes it out again; `patches` has all that either
-changes of transformers, and what loading changes of the one model.
+`register` adds it to transformers and `unregister` removes it. `patches` holds all changes to transformers
+and to the loaded model.
 """
 
 import copy
@@ -26,9 +26,9 @@ from quantkit.runtime.transformers.patches import generation, loading, parallel,
 
 
 class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """The `quantization_config` of a packed checkpoint, kept verbatim so that saving writes it back.
+    """`quantization_config` of a packed checkpoint, kept verbatim so that saving writes it back.
 
-    Raises `CheckpointError` for anything `QuantizationConfig.from_dict` refuses.
+    Raises `CheckpointError` for anything that `QuantizationConfig.from_dict` refuses.
     """
 
     def __init__(self, **data: Any) -> None:
@@ -37,16 +37,16 @@ class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self._data = copy.deepcopy(data)
 
     def to_dict(self) -> dict[str, Any]:
-        """Exactly the dict that config.json held."""
+        """Return the exact dict of config.json."""
         return copy.deepcopy(self._data)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """The same: nothing has a default."""
+        """Return the same dict: no value has a default."""
         return self.to_dict()
 
 
 class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Swaps linear layers and fused experts for packed ones before transformers loads the weights."""
+    """Replaces linears and fused experts by packed modules before transformers loads the weights."""
 
     requires_calibration = True
     quantization_config: QuantkitConfig
@@ -54,7 +54,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         container = quantization_config.parsed.container
-        # transformers finds per-expert tensors of packed experts by the first name that is not "weight".
+        # transformers finds per-expert tensors of packed experts by the first name other than "weight".
         parts = sorted(PARTS, key=lambda part: part != "scale")
         names = [stored.part_name("weight", part) for part in parts for stored in stored_formats(container)]
         self.serialized_names = {"weight": list(dict.fromkeys(names))}
@@ -91,16 +91,16 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _convert_model_for_quantization(self, model: nn.Module) -> None:
-        # For compressed-tensors transformers unfuses some experts here, which would rename their layers.
+        # For compressed-tensors, transformers would unfuse some experts here and rename their layers.
         return None
 
     def get_state_dict_and_metadata(
         self, model: Any
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """What `save_pretrained` writes: weights on disk as maps of their files, None where there are none.
+        """Return the state dict for `save_pretrained`; None if no weight is offloaded to disk.
 
-        transformers would read them one shard after the other, when it has removed or replaced files of the
-        directory, which may be those that they are in.
+        Offloaded weights are memory maps of their files. transformers would read them shard by shard, after
+        it has removed or replaced files of the directory, possibly the very files.
         """
         if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
             return None, {}
@@ -121,21 +121,21 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        # Experts that are not grouped route on the host.
+        # Experts without grouped GEMMs route on the host.
         return not self._routes_on_host
 
 
 def register() -> None:
-    """Register with transformers. Does nothing when that was done already."""
+    """Register with transformers; does nothing if registered."""
     quantizers.apply(QuantkitConfig, QuantkitQuantizer)
 
 
 def unregister() -> None:
-    """Take everything that quantkit added to transformers out of it again; packed models stay as they are."""
+    """Remove everything that quantkit added to transformers; packed models stay as they are."""
     for patch in table.PATCHES:
         if patch.of == "process":
             patch.undo(None)
 
 
-# On import, and not only in the hook: whoever imports this module first is who makes transformers run it.
+# On import, not only in the import hook: this module may be imported before the hook runs.
 register()

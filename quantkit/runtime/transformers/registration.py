@@ -1,4 +1,4 @@
-"""When the plug-in is registered: as transformers imports its quantizers."""
+"""Register the plug-in when transformers imports its quantizers."""
 
 import warnings
 from importlib import import_module
@@ -10,7 +10,7 @@ from quantkit.model.transformers_version import why_unsupported
 def register_plugin(module: ModuleType | None = None) -> None:
     """Register the plug-in with transformers; runs when `transformers.quantizers.auto` is imported.
 
-    A version that is not supported is a warning here, as transformers may be imported for other things.
+    Warns about an unsupported version instead of raising, as the importing program may not use quantkit.
     """
     problem = why_unsupported()
     if problem is not None:

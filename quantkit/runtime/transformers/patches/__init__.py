@@ -1,1 +1,1 @@
-"""Changes to other libraries, a file for each subject; `table.py` lists them with reason and undo."""
+"""Changes to other libraries, one file per subject; `table.py` lists them with reason and undo."""

@@ -1,7 +1,7 @@
-"""Attention of one new token in recorded steps: `decode_attention` under a name of its own in transformers.
+"""Register `decode_attention`, attention of one new token, under its own name in transformers.
 
-The model's configs have that name while a step is recorded, and the one that they had again afterwards. So
-nobody else's attention changes, and neither does what a config says or saves. The mask is that of "sdpa".
+The configs of a model have that name only while a step is captured. So the attention of other models, and
+what a config says or saves, never changes. The mask is made as for "sdpa".
 """
 
 import inspect
@@ -16,18 +16,18 @@ from torch import nn
 from quantkit.kernels.ops.attention import decode_attention, why_not
 from quantkit.kernels.problem import device_features
 
-#: What transformers' registries of attention and of masks call it.
+#: Name in the registries of attention and of masks.
 NAME = "quantkit_decode"
-#: The implementation that it stands in for.
+#: Implementation that it replaces.
 SDPA = "sdpa"
-#: Where a config keeps the name of its implementation; its setter changes the configs in it too.
+#: Field of a config with the name of its implementation; the public setter would also change nested configs.
 _FIELD = "_attn_implementation_internal"
-#: What SDPA's implementation is called with and `decode_attention` needs not know.
-_KNOWN = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "sliding_window"})
+#: Options of SDPA that `decode_attention` can ignore.
+_UNUSED = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "sliding_window"})
 
 
 def apply() -> None:
-    """Add the name to both registries of transformers; does nothing when that was done already."""
+    """Add the name to both registries; does nothing if added."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -36,7 +36,7 @@ def apply() -> None:
 
 
 def undo() -> None:
-    """Take the name out of both again."""
+    """Remove the name from both registries."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for registry in (AttentionInterface, AttentionMaskInterface):
@@ -44,7 +44,7 @@ def undo() -> None:
 
 
 def is_applied() -> bool:
-    """Whether transformers knows the name."""
+    """Return True if transformers knows the name."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return NAME in ALL_ATTENTION_FUNCTIONS
@@ -52,11 +52,11 @@ def is_applied() -> bool:
 
 @contextmanager
 def decode_attention_in(model: nn.Module) -> Iterator[None]:
-    """A block in which `model` attends by `decode_attention` where it would by SDPA, if Triton is there.
+    """Context manager: `model` uses `decode_attention` instead of SDPA, if Triton is available.
 
-    Models whose code asks for "sdpa" by name are left as they are: they make other masks for other names.
+    Leaves models alone whose code compares with "sdpa": they make other masks for other names.
     """
-    configs = _configs_of(model) if "triton" in device_features("cuda") and _takes_any_name(model) else []
+    configs = _configs_of(model) if "triton" in device_features("cuda") and _accepts_any_name(model) else []
     apply()
     try:
         for config in configs:
@@ -68,19 +68,19 @@ def decode_attention_in(model: nn.Module) -> Iterator[None]:
 
 
 def _configs_of(model: nn.Module) -> list[Any]:
-    """The configs of the modules of `model` that ask for SDPA."""
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in found.values() if getattr(config, _FIELD, None) == SDPA]
+    """Return the configs of modules of `model` that select SDPA."""
+    by_id = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [config for config in by_id.values() if getattr(config, _FIELD, None) == SDPA]
 
 
-def _takes_any_name(model: nn.Module) -> bool:
+def _accepts_any_name(model: nn.Module) -> bool:
     kinds: set[Any] = {type(module) for module in model.modules()}
-    return not any(_asks_by_name(kind) for kind in kinds)
+    return not any(_compares_name(kind) for kind in kinds)
 
 
 @lru_cache(maxsize=1024)
-def _asks_by_name(kind: Any) -> bool:
-    """Whether the code of a module compares with "sdpa", as sparse attention does; True without code."""
+def _compares_name(kind: Any) -> bool:
+    """Return True if the source of a module class contains "sdpa", as in sparse attention, or is missing."""
     if kind.__module__.startswith("torch."):
         return False
     try:
@@ -99,8 +99,12 @@ def attention_forward(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention [B, T, H, V] of queries [B, H, T, D] as transformers' attention layers ask for it."""
-    if _asks_for_more(options) or why_not(query, key, value, attention_mask) is not None:
+    """Attention for layers of transformers: returns [B, T, H, V].
+
+    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V]. The mask broadcasts to
+    [B, H, T, L]. Falls back to SDPA for options or tensors that `decode_attention` does not support.
+    """
+    if _has_more_options(options) or why_not(query, key, value, attention_mask) is not None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         result: tuple[torch.Tensor, None] = ALL_ATTENTION_FUNCTIONS[SDPA](
@@ -111,7 +115,7 @@ def attention_forward(
     return decode_attention(query, key, value, attention_mask, scale), None
 
 
-def _asks_for_more(options: dict[str, Any]) -> bool:
-    """Whether options ask for what `decode_attention` has not; flags that are off, as of routers, do not."""
-    unknown = [value for name, value in options.items() if name not in _KNOWN]
+def _has_more_options(options: dict[str, Any]) -> bool:
+    """Return True if an option is on that `decode_attention` lacks; False and None count as off."""
+    unknown = [value for name, value in options.items() if name not in _UNUSED]
     return bool(options.get("dropout")) or any(value is not None and value is not False for value in unknown)

@@ -1,8 +1,8 @@
-"""A model that decodes by graphs: its class is one that is made of the one it had, of the same name.
+"""Give a model a subclass of its class, with the same name, that decodes with CUDA graphs.
 
-Where the model cannot be recorded, each method does what that of the class before does. Whether it can is
-asked at each call, so it is the same for a model that is loaded on a GPU and one that is moved there.
-These are no attributes of the model, which would hold it: it is freed when it is let go of.
+Each method decides at each call if the model can be captured, and else does what the original class does. So
+loading on a GPU and moving there later are equal. Methods on the class, unlike attributes of the model, do
+not refer to the model: reference counting frees it.
 """
 
 from collections.abc import Callable
@@ -15,64 +15,64 @@ from quantkit.runtime.decoding import GRAPHS_OF, graphs_of
 
 
 class DecodesByGraphs:
-    """What is put before the class of a model."""
+    """Mixin that is placed before the class of a model."""
 
-    #: The class that the model had.
+    #: Original class of the model.
     class_before: type
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
-        """`generate` of transformers, with steps as graphs where they can be."""
+        """Call `generate` of transformers, with steps as CUDA graphs where possible."""
         own = super().generate  # type: ignore[misc]
         return graphs_of(self).generate(own, *arguments, **options)  # type: ignore[union-attr]
 
     def get_compiled_call(self, compile_config: Any = None) -> Callable[..., Any]:
-        """What transformers calls for steps: graphs, or what torch.compile makes of its options."""
+        """Return the forward for steps of `generate`: CUDA graphs, or torch.compile if options are given."""
         if compile_config is not None:
             compiled: Callable[..., Any] = super().get_compiled_call(compile_config)  # type: ignore[misc]
             return compiled
         return graphs_of(self).renew()  # type: ignore[union-attr]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Copies have graphs of their own. By its name pickle would find the class before.
+        # Copies have their own graphs. pickle would look up the class by name and find the original.
         state = {name: value for name, value in vars(self).items() if name != GRAPHS_OF}
         return _blank, (self.class_before,), state
 
 
 def apply(model: Any) -> None:
-    """Have `model` decode by graphs while all of it is on one GPU; does nothing if it does already."""
+    """Let `model` decode with CUDA graphs while it is on one GPU; does nothing if it does."""
     if not is_applied(model) and model.can_generate():
-        before: Any = type(model)
-        model.__class__ = _class_for(before)
+        original: Any = type(model)
+        model.__class__ = _class_for(original)
 
 
 def undo(model: Any) -> None:
-    """Give `model` back the class that it had."""
+    """Restore the original class of `model`."""
     if is_applied(model):
         vars(model).pop(GRAPHS_OF, None)
         model.__class__ = model.class_before
 
 
 def is_applied(model: Any) -> bool:
-    """Whether `model` decodes by graphs."""
+    """Return True if `model` decodes with CUDA graphs."""
     return isinstance(model, DecodesByGraphs)
 
 
 @lru_cache(maxsize=256)
-def _class_for(before: Any) -> type:
-    @wraps(before.forward)
+def _class_for(original: Any) -> type:
+    @wraps(original.forward)
     def forward(self: Any, *arguments: Any, **inputs: Any) -> Any:
-        # What torch.compile traces is what the model computes.
+        # torch.compile should trace the computation of the model.
         if torch.compiler.is_compiling():
-            return before.forward(self, *arguments, **inputs)
+            return original.forward(self, *arguments, **inputs)
         return graphs_of(self).forward(*arguments, **inputs)  # type: ignore[union-attr]
 
     names = ("__module__", "__qualname__", "__doc__")
-    more = {name: getattr(before, name) for name in names}
-    own = {"forward": forward, "class_before": before}
-    return type(before.__name__, (DecodesByGraphs, before), {**more, **own})
+    more = {name: getattr(original, name) for name in names}
+    own = {"forward": forward, "class_before": original}
+    return type(original.__name__, (DecodesByGraphs, original), {**more, **own})
 
 
-def _blank(before: Any) -> Any:
-    """A model without state, whose class was `before`."""
-    cls: Any = _class_for(before)
+def _blank(original: Any) -> Any:
+    """Create a model without state, whose original class is `original`."""
+    cls: Any = _class_for(original)
     return cls.__new__(cls)

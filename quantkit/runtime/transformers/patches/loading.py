@@ -1,4 +1,4 @@
-"""What transformers and accelerate get wrong of one packed model while it is loaded, or saved."""
+"""Fix faults of transformers and accelerate when one packed model is loaded or saved."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,16 +10,17 @@ from transformers.core_model_loading import MergeModulelist, SplitModulelist, bu
 from quantkit.model.structure import reads_weight
 from quantkit.runtime.replace import packed_modules
 
-#: Where an entry of accelerate's index keeps the dtype that it had.
+#: Key in an entry of accelerate's index for its original dtype.
 _DTYPE_BEFORE = "quantkit_dtype_before"
-#: Where a module keeps that quantkit set its flag.
+#: Attribute that marks modules whose flag was set by quantkit.
 _MARKED = "_quantkit_marked_initialized"
 
 
 def skip_initializing(model: nn.Module) -> None:
-    """Have transformers initialize no module of whose packed children it asks for the weight.
+    """Skip the initialization of modules that would read the weight of a packed child.
 
-    Mambas ask for that of a projection, loaded or not. Modules with buffers compute those then.
+    Mamba models initialize a projection by its weight, even after loading; a packed one has none. Modules
+    with buffers are still initialized, as that computes the buffers.
     """
     for name, _ in packed_modules(model):
         parent, _, leaf = name.rpartition(".")
@@ -30,21 +31,21 @@ def skip_initializing(model: nn.Module) -> None:
 
 
 def initialize_again(model: nn.Module) -> None:
-    """Take back what `skip_initializing` set."""
+    """Undo `skip_initializing`."""
     for module in model.modules():
         if vars(module).pop(_MARKED, False):
             vars(module).pop("_is_hf_initialized", None)
 
 
 def skips_initializing(model: nn.Module) -> bool:
-    """Whether `skip_initializing` set something in `model`."""
+    """Return True if `skip_initializing` marked a module of `model`."""
     return any(_MARKED in vars(module) for module in model.modules())
 
 
 def keep_expert_shapes(model: Any) -> None:
     """Make `save_pretrained` split merged experts exactly.
 
-    Before 5.22 `[E, N, 1]` becomes E tensors of shape `[N]`: the scales of experts with one group per row.
+    Before 5.22, `[E, N, 1]` becomes E tensors of shape `[N]`: the scales of experts with one group per row.
     """
     probe = SplitModulelist(dim=0).convert({"*": torch.empty(1, 1, device="cpu")}, ["*"], ["*"])
     if all(tensor.ndim == 1 for tensor in probe.values()):
@@ -53,12 +54,12 @@ def keep_expert_shapes(model: Any) -> None:
 
 
 def split_as_before(model: Any) -> None:
-    """Take back what `keep_expert_shapes` did."""
+    """Undo `keep_expert_shapes`."""
     _replace_operations(model, lambda one: MergeModulelist(one.dim) if isinstance(one, _Merge) else one)
 
 
 def keeps_expert_shapes(model: Any) -> bool:
-    """Whether `keep_expert_shapes` replaced something in `model`."""
+    """Return True if `keep_expert_shapes` changed `model`."""
     return any(isinstance(one, _Merge) for operations in _operations(model) for one in operations)
 
 
@@ -73,9 +74,9 @@ def _replace_operations(model: Any, replaced: Callable[[Any], Any]) -> None:
 
 
 def keep_offloaded_dtypes(model: Any) -> None:
-    """Make accelerate read offloaded words and scales as they are in the file.
+    """Make accelerate read offloaded words and scales in the dtype of the file.
 
-    5.12 tells it to cast everything to the model's dtype, which rounds the words.
+    5.12 makes it cast everything to the dtype of the model, which rounds words.
     """
     for entry, parameter in _offloaded(model):
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -84,18 +85,18 @@ def keep_offloaded_dtypes(model: Any) -> None:
 
 
 def cast_offloaded(model: Any) -> None:
-    """Take back what `keep_offloaded_dtypes` did."""
+    """Undo `keep_offloaded_dtypes`."""
     for entry, _ in _offloaded(model):
         entry["dtype"] = entry.pop(_DTYPE_BEFORE, entry["dtype"])
 
 
 def keeps_offloaded_dtypes(model: Any) -> bool:
-    """Whether `keep_offloaded_dtypes` changed something of `model`."""
+    """Return True if `keep_offloaded_dtypes` changed `model`."""
     return any(_DTYPE_BEFORE in entry for entry, _ in _offloaded(model))
 
 
 def _offloaded(model: Any) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-    """What accelerate knows of each parameter of a packed module that is in a file, and the parameter."""
+    """Yield accelerate's index entry and the parameter, for packed parameters offloaded to files."""
     for _, module in packed_modules(model):
         weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         index = getattr(getattr(weights, "dataset", None), "index", {})
@@ -106,20 +107,19 @@ def _offloaded(model: Any) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
 
 
 def cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give dense parameters of `model` the dtype that it was asked for in; `dtypes` are those before loading.
+    """Cast dense parameters of `model` to its dtype; `dtypes` are the parameter dtypes before loading.
 
-    In 5.12 and 5.17 those that are loaded under another name than that in the file, such as routers of
-    Mixtral, keep the file's, if anything of the model is packed. It changes numbers of the model, and nothing
-    of transformers, so there is nothing to undo.
+    In 5.12 and 5.17, parameters renamed on loading, such as routers of Mixtral, keep the dtype of the file if
+    the model has packed modules. This changes numbers of the model only, so it has no undo.
     """
     plan = model._get_dtype_plan(model.dtype)
-    # Those that the model wants in another dtype than its own.
+    # Parameters that the model keeps in another dtype than its own.
     planned = build_glob_alternation(list(plan))[0] if plan else None
     packed = {id(p) for _, module in packed_modules(model) for p in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
         dtype = dtypes.get(name, parameter.dtype)
-        known = id(parameter) in packed or parameter.is_meta or (planned and planned.search(name))
-        if parameter.dtype != dtype and not known:
+        keeps_dtype = id(parameter) in packed or parameter.is_meta or (planned and planned.search(name))
+        if parameter.dtype != dtype and not keeps_dtype:
             parameter.data = parameter.data.to(dtype)
 
 

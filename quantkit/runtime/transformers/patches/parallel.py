@@ -1,8 +1,13 @@
-"""Tensor parallelism of transformers for packed modules: styles, and forwards, of their own.
+"""Tensor parallelism for packed modules in transformers: parallel styles and forwards.
 
-The plan of a model that is divided names styles of quantkit for the parameters of its packed modules. Where
-such a module is, they divide each part as the scheme allows; where a dense one has the same name in another
-layer, they do what the style of transformers does that they are for.
+The plan of a model names styles of quantkit for the parameters of packed modules. Each wraps a style of
+transformers. It divides packed parts as their scheme allows, and calls the wrapped style for a dense module
+of the same name in another layer.
+
+    RowsForward      x [..., K] on all ranks     -> y [..., N / ranks]         no communication
+    ColumnsForward   x [..., K / ranks]          -> y [..., N]                 all-reduce
+    GatherForward    x [..., K] on all ranks     -> y [..., N]                 all-gather
+    LookupForward    ids [...] on all ranks      -> rows [..., H]              all-reduce
 """
 
 from collections.abc import Callable, Iterator
@@ -21,17 +26,17 @@ from quantkit.runtime.parallel_plan import TensorParallelPlan
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.tensor_parallel import cut_of, division, group_of, not_by_expert, tensor_parallel_plan
 
-#: What names of the styles begin with, before those of transformers.
+#: Prefix of the style names, before the name in transformers.
 PREFIX = "quantkit_"
-#: Where a model keeps the entries that its plan had before.
+#: Attribute of a model that stores the original entries of its plan.
 _BEFORE = "_quantkit_plan_before"
 
 
 def divide_packed(model: Any) -> None:
-    """Have transformers, which is about to divide `model` among ranks, divide its packed modules right.
+    """Enter quantkit's styles in the plan of `model`, before transformers divides it among ranks.
 
-    It then raises `UsageError` for a number of ranks that does not fit, or for a plan of another kind.
-    `EnvironmentProblem` for a transformers without parallel styles that divide parameters one by one.
+    Dividing then raises `UsageError` for a number of ranks that does not fit, or for another kind of plan.
+    Raises `EnvironmentProblem` if transformers has no styles that divide parameters one by one.
     """
     distributed = getattr(model.config, "distributed_config", None)
     experts = [name for name, module in packed_modules(model) if isinstance(module, PackedExperts)]
@@ -47,7 +52,7 @@ def divide_packed(model: Any) -> None:
             "or later, or load with device_map='auto'."
         ) from error
     plan = tensor_parallel_plan(model)
-    before: dict[str, str | None] = getattr(model, _BEFORE, {})
+    originals: dict[str, str | None] = getattr(model, _BEFORE, {})
     for name, module in packed_modules(model):
         module.tensor_parallel = plan
         module.shares_x = False
@@ -55,18 +60,18 @@ def divide_packed(model: Any) -> None:
             if entry not in module._parameters:
                 continue
             key = wildcard(f"{name}.{entry}")
-            # Experts have a style for each of their parameters, linears one for the module.
+            # Experts have one style per parameter, linears one per module.
             parameter = wildcard(f"{name}.{entry.removesuffix(spec.suffix)}")
-            found = (model._tp_plan.get(one) for one in (key, parameter, wildcard(name)))
-            style = next((one for one in found if one is not None), None)
+            candidates = (model._tp_plan.get(one) for one in (key, parameter, wildcard(name)))
+            style = next((one for one in candidates if one is not None), None)
             if style is not None and not style.startswith(PREFIX):
-                before.setdefault(key, model._tp_plan.get(key))
+                originals.setdefault(key, model._tp_plan.get(key))
                 model._tp_plan[key] = _own_style(style)
-    setattr(model, _BEFORE, before)
+    setattr(model, _BEFORE, originals)
 
 
 def undo_plan(model: Any) -> None:
-    """Give the plan of `model` back what it had before `divide_packed`."""
+    """Restore the plan of `model` from before `divide_packed`."""
     for key, style in vars(model).pop(_BEFORE, {}).items():
         if style is None:
             model._tp_plan.pop(key, None)
@@ -75,12 +80,12 @@ def undo_plan(model: Any) -> None:
 
 
 def has_plan(model: Any) -> bool:
-    """Whether `divide_packed` changed the plan of `model`."""
+    """Return True if `divide_packed` changed the plan of `model`."""
     return bool(vars(model).get(_BEFORE))
 
 
 def _own_style(name: str) -> str:
-    """The name of the style for packed modules in place of that which transformers calls `name`."""
+    """Return the name of quantkit's style for the style `name` of transformers; register it on first use."""
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     own = PREFIX + name
@@ -90,14 +95,14 @@ def _own_style(name: str) -> str:
 
 
 def undo_styles() -> None:
-    """Take the styles out of transformers' registry again."""
+    """Remove the styles from the registry of transformers."""
     for registry in _registries():
         for name in [one for one in registry if one.startswith(PREFIX)]:
             del registry._global_mapping[name]
 
 
 def has_styles() -> bool:
-    """Whether there are styles of quantkit in transformers' registry."""
+    """Return True if the registry of transformers has styles of quantkit."""
     return any(name.startswith(PREFIX) for registry in _registries() for name in registry)
 
 
@@ -110,13 +115,13 @@ def _registries() -> Iterator[Any]:
 
 
 class PackedStyle:
-    """How parameters of packed modules are divided where those of dense ones are by `original`."""
+    """Parallel style that divides parameters of packed modules like `original` divides dense ones."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        """Make a parameter on the meta device a DTensor along what is divided of it."""
+        """Make a parameter on the meta device a DTensor, divided along the axis of the style."""
         spec = module.part_specs().get(param) if isinstance(module, PackedModule) else None
         if spec is None:
             self.original.shard_param(module, param, mesh)
@@ -136,7 +141,7 @@ class PackedStyle:
         TensorParallelPlan("", (cut,)).check(ranks)
         share = (rows // ranks, columns) if axis == "rows" else (rows, columns // ranks)
         whole, part = (scheme.storage_shapes(shape)[spec.part][1] for shape in ((rows, columns), share))
-        # What is no shorter in a share is whole on all ranks, such as the one scale of a row that is divided.
+        # A part of equal length in a share is whole on all ranks, such as the one scale of a row cut along K.
         for dim, (length, of_share) in enumerate(zip(whole, part, strict=True), len(spec.shape) - len(whole)):
             if length != of_share:
                 _distribute(module, param, mesh, dim, pieces)
@@ -146,7 +151,7 @@ class PackedStyle:
     def validate_param(
         self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None
     ) -> None:
-        """Nothing for packed modules: that of transformers takes every parameter for a matrix."""
+        """Skip packed modules: transformers would take every parameter for a dense matrix."""
         if not isinstance(module, PackedModule):
             self.original.validate_param(module, param, mesh, parameter_name=parameter_name)
 
@@ -162,10 +167,10 @@ def _distribute(module: nn.Module, param: str, mesh: Any, dim: int, pieces: int)
 
 @dataclass(frozen=True, eq=False)
 class ShareForward:
-    """The forward of a module of which a rank has a share, in place of `original`, which transformers made.
+    """Forward of a divided module, in place of `original` by transformers, which wraps tensors in DTensors.
 
-    That wraps tensors as DTensors. Without gradients `of_share` calls the share as it is, and what the ranks
-    of `group` have is put together by one operation.
+    Without gradients, `of_share` computes on the local share and combines the results of `group` in one
+    operation.
     """
 
     module: Any
@@ -178,25 +183,25 @@ class ShareForward:
         return self.of_share(arguments[0])
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """What `original` returns of x, which all ranks have or of which each has a share."""
+        """Return what `original` returns, for the local x."""
         raise NotImplementedError
 
 
 class RowsForward(ShareForward):
-    """A linear of which ranks have rows: each has its columns of y, and there is nothing to put together."""
+    """Linear divided along N: each rank computes its columns of y."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N / ranks]."""
-        # Not by calling the module, whose hooks run already.
+        """From [..., K] to [..., N / ranks]."""
+        # Not through the module call, whose hooks are running.
         y: torch.Tensor = type(self.module).forward(self.module, x)
         return y
 
 
 class ColumnsForward(ShareForward):
-    """A packed linear of which ranks have columns: their products are added up, and the bias once."""
+    """Packed linear divided along K: all-reduce the products, add the bias once."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K / ranks] -> [..., N]."""
+        """From [..., K / ranks] to [..., N]."""
         parameters = self.module._parameters
         bias = parameters["bias"]
         if bias is None:
@@ -216,10 +221,10 @@ class ColumnsForward(ShareForward):
 
 
 class GatherForward(ShareForward):
-    """A linear, packed or dense, of which ranks have rows and all want the whole output."""
+    """Linear divided along N, packed or dense: all-gather the columns of y."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
+        """From [..., K] to [..., N]."""
         if isinstance(self.module, PackedLinear):
             y = type(self.module).forward(self.module, x)
         else:
@@ -230,23 +235,23 @@ class GatherForward(ShareForward):
 
 
 class LookupForward(ShareForward):
-    """A dense embedding [V, H] of which ranks have rows: all but one add zeros."""
+    """Dense embedding [V, H] divided along V: each row comes from one rank, the others add zeros."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """Ids int64 [...] -> [..., H]."""
+        """From ids [...] int64 to [..., H]."""
         weight = local(self.module.weight)
         ids = x - self.group.rank() * weight.shape[0]
-        others = (ids < 0) | (ids >= weight.shape[0])
-        rows = F.embedding(ids.masked_fill(others, 0), weight)
-        rows = rows.masked_fill_(others[..., None], 0)
+        foreign = (ids < 0) | (ids >= weight.shape[0])
+        rows = F.embedding(ids.masked_fill(foreign, 0), weight)
+        rows = rows.masked_fill_(foreign[..., None], 0)
         torch.distributed.all_reduce(rows, group=self.group)
         return rows
 
 
 def divide_forwards(model: Any) -> None:
-    """Give modules of `model`, which is divided and loaded, forwards that cost the host less.
+    """Replace forwards in `model`, divided and loaded, by `ShareForward`s, which cost the host less time.
 
-    Those with a style that splits on its way, or shares of several lengths, keep what transformers gave them.
+    Modules whose style splits x or y, or whose shares differ in length, keep the forward of transformers.
     """
     if not has_plan(model):
         return
@@ -263,7 +268,7 @@ def divide_forwards(model: Any) -> None:
 
 
 def _kind_of(model: Any, name: str, module: nn.Module) -> type[ShareForward] | None:
-    """The forward for a module of `model` by that name; None for what transformers gave it."""
+    """Return the `ShareForward` class for module `name`; None to keep the forward of transformers."""
     from torch.distributed.tensor import Replicate, Shard
     from transformers.distributed import tensor_parallel as styles
 
@@ -282,12 +287,12 @@ def _kind_of(model: Any, name: str, module: nn.Module) -> type[ShareForward] | N
         if layouts == (styles.RowwiseParallel, Shard(-1), Replicate()):
             return ColumnsForward
     gathers = layouts == (styles.ColwiseParallel, Replicate(), Replicate())
-    known = isinstance(module, PackedLinear) or (type(module) is nn.Linear and _has_equal_rows(module.weight))
-    return GatherForward if gathers and known else None
+    fits = isinstance(module, PackedLinear) or (type(module) is nn.Linear and _has_equal_rows(module.weight))
+    return GatherForward if gathers and fits else None
 
 
 def _has_equal_rows(weight: Any) -> bool:
-    """Whether ranks have each as many rows of a weight."""
+    """Return True if `weight` is divided along dimension 0 into equal shares."""
     from torch.distributed.tensor import Shard
 
     placements = getattr(weight, "placements", None)
@@ -295,7 +300,7 @@ def _has_equal_rows(weight: Any) -> bool:
 
 
 def undo_forwards(model: Any) -> None:
-    """Give modules of `model` back the forwards that transformers made."""
+    """Restore the forwards that transformers made."""
     for module in model.modules():
         own = vars(module).get("forward")
         if isinstance(own, ShareForward):
@@ -306,5 +311,5 @@ def undo_forwards(model: Any) -> None:
 
 
 def has_forwards(model: Any) -> bool:
-    """Whether `divide_forwards` changed a module of `model`."""
+    """Return True if `divide_forwards` changed a module of `model`."""
     return any(isinstance(vars(module).get("forward"), ShareForward) for module in model.modules())

@@ -1,7 +1,7 @@
-"""Graphs that sum over ranks are dropped before their process group is destroyed.
+"""Drop CUDA graphs that sum over ranks before their process group is destroyed.
 
-NCCL waits for every graph that has its sums, for ever: without this, `destroy_process_group` hangs while the
-model lives, and so may the end of a process that does not call it.
+NCCL waits forever for every graph that contains its sums. Without this patch, `destroy_process_group` hangs
+while the model lives, and so may the end of a process that does not call it.
 """
 
 import atexit
@@ -12,30 +12,30 @@ from typing import Any, Protocol
 
 import torch.distributed
 
-#: The function that is wrapped, in the modules that people call it from.
+#: Function that is wrapped, in the modules from which programs call it.
 NAME = "destroy_process_group"
-#: What a wrapper has, and no other function.
+#: Attribute of the wrapper only.
 _MARK = "drops_graphs"
 
 
 class HasGraphs(Protocol):
-    """What can drop its graphs."""
+    """Object that can drop its graphs."""
 
     def drop(self) -> None:
-        """Let go of all of them."""
+        """Drop all graphs."""
 
 
 _OWNERS: "weakref.WeakSet[HasGraphs]" = weakref.WeakSet()
 
 
 def drop_before_destroying(owner: HasGraphs) -> None:
-    """Have `owner` drop its graphs before process groups are destroyed, and at the end of the process."""
+    """Make `owner` drop its graphs before process groups are destroyed, and at the end of the process."""
     _OWNERS.add(owner)
     apply()
 
 
 def apply() -> None:
-    """Wrap `torch.distributed.destroy_process_group`; does nothing when that was done already."""
+    """Wrap `torch.distributed.destroy_process_group`; does nothing if wrapped."""
     if not is_applied():
         for module in _modules():
             setattr(module, NAME, _wrapped(getattr(module, NAME)))
@@ -43,7 +43,7 @@ def apply() -> None:
 
 
 def undo() -> None:
-    """Give torch its function back."""
+    """Restore the function of torch."""
     for module in _modules():
         function = getattr(module, NAME)
         if hasattr(function, _MARK):
@@ -52,7 +52,7 @@ def undo() -> None:
 
 
 def is_applied() -> bool:
-    """Whether the function of torch is wrapped."""
+    """Return True if the function of torch is wrapped."""
     return any(hasattr(getattr(module, NAME), _MARK) for module in _modules())
 
 

@@ -1,6 +1,6 @@
-"""The registration with transformers: the quantizer "quantkit", and who takes compressed-tensors configs.
+"""Register the quantizer "quantkit", and dispatch compressed-tensors configs.
 
-A config with a `quantkit` section is quantkit's; every other goes to the class that was there.
+A config with a `quantkit` section goes to quantkit, any other to the original class.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from quantkit.packing.names import Container
 
 NAME = "quantkit"
 COMPRESSED_TENSORS: Container = "compressed-tensors"
-#: Where a dispatcher keeps the class that was there.
+#: Attribute of a dispatcher that stores the original class.
 _ORIGINAL = "_quantkit_original"
 
 
 def apply(config: type, quantizer: type) -> None:
-    """Register the classes of quantkit; does nothing when that was done already."""
+    """Register the classes of quantkit; does nothing if registered."""
     from transformers.quantizers import auto
 
     configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
@@ -29,27 +29,27 @@ def apply(config: type, quantizer: type) -> None:
 
 
 def undo() -> None:
-    """Leave both tables as they were."""
+    """Restore both tables."""
     from transformers.quantizers import auto
 
     for table in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
         table.pop(NAME, None)
-        # Of the class itself: the original has no such attribute to inherit.
+        # Read the class's own attributes: the original class would have none to inherit.
         original = vars(table[COMPRESSED_TENSORS]).get(_ORIGINAL)
         if original is not None:
             table[COMPRESSED_TENSORS] = original
 
 
 def is_applied() -> bool:
-    """Whether transformers knows the quantizer."""
+    """Return True if transformers knows the quantizer."""
     from transformers.quantizers import auto
 
     return NAME in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
 
 
 def _config_dispatcher(original: Any, ours: type) -> type:
-    # A subclass, so that `issubclass` checks and class attributes answer as the original's do; `__new__`
-    # returns another class's instance, so no instance of the dispatcher ever exists.
+    # A subclass, so that `issubclass` checks and class attributes work as for the original. `__new__` returns
+    # an instance of another class, so the dispatcher has no instances.
     class CompressedTensorsConfig(original):  # type: ignore[misc]
         _quantkit_original = original
 

@@ -1,7 +1,7 @@
-"""All changes that quantkit makes to transformers, accelerate and torch: why, and how they are undone.
+"""All changes that quantkit makes to transformers, accelerate and torch: why, and how to undo them.
 
-Those of the process add names that nobody else has, or stand in front of a class that takes over for every
-config that is not quantkit's. All others are attributes of one packed model, or of what it holds alone.
+Changes to the process add unique names, or a class that passes every config without a quantkit section to the
+original. All others change attributes of one packed model, or of objects that only it refers to.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from quantkit.runtime.transformers.patches import (
 
 @dataclass(frozen=True)
 class Patch:
-    """A change `of` the process or of one model: what changes, why, and for which versions of transformers.
+    """Change to the process or to one model: what changes, why, and for which versions of transformers.
 
-    `undo` takes it back and `is_applied` tells whether it is there. Both take the model; that of a patch of
-    the process is None.
+    `undo` reverts it and `is_applied` returns True if it is active. Both take the model, or None for a change
+    to the process.
     """
 
     name: str

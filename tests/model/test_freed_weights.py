@@ -91,10 +91,10 @@ def make(name: str = "int4", container: str = "quantkit", size: tuple[int, int] 
     return PackedLinear.from_packed(absmax_pack(weight, SCHEMES[name]), bias, container)
 
 
-def released(*args: Any, **kwargs: Any) -> PackedLinear:
+def freed(*args: Any, **kwargs: Any) -> PackedLinear:
     layer = make(*args, **kwargs)
     layer.build_kernel_layouts(torch.float32)
-    assert layer.is_released("weight")
+    assert layer.is_freed("weight")
     return layer
 
 
@@ -114,7 +114,7 @@ def memory(module: nn.Module) -> int:
     for one in module.modules():
         for layout in getattr(one, "_layouts", {}).values():
             tensors += layout.tensors
-        for held in getattr(one, "_released", {}).values():
+        for held in getattr(one, "_freed", {}).values():
             tensors += [tensor for layout in held.layouts for tensor in layout.tensors]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta
@@ -127,7 +127,7 @@ def memory(module: nn.Module) -> int:
 def test_the_state_dict_has_the_same_bits(name, container):
     if container == "compressed-tensors" and why_not_compressed_tensors(SCHEMES[name], 96):
         return
-    layer, before = released(name, container), make(name, container)
+    layer, before = freed(name, container), make(name, container)
     same_state(layer, before)
     kept = layer.state_dict(keep_vars=True)
     assert all(isinstance(kept[key], nn.Parameter) for key, _ in layer.named_parameters())
@@ -136,12 +136,12 @@ def test_the_state_dict_has_the_same_bits(name, container):
     assert [torch.equal(*pair) for pair in zip(layer.packed.tensors, before.packed.tensors, strict=True)]
     assert torch.equal(layer.packed.dequantize(), before.packed.dequantize())
     # None of it brought the words back.
-    assert layer.is_released("weight")
+    assert layer.is_freed("weight")
 
 
 @pytest.mark.parametrize("name", HELD)
 def test_products_are_those_of_the_weight(launches, name):
-    layer = released(name)
+    layer = freed(name)
     x = torch.randn(2, 3, 96)
     expected = nn.functional.linear(x, make(name).packed.dequantize(), layer.bias)
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
@@ -160,7 +160,7 @@ def test_negative_scales_come_back_with_their_words(launches, container):
     x = torch.randn(3, 96)
     for dtype in (torch.float16, torch.float32):
         layer.build_kernel_layouts(dtype)
-        assert layer.is_released("weight")
+        assert layer.is_freed("weight")
         same_state(layer, before)
         again = nn.functional.linear(x, expected, layer.bias)
         torch.testing.assert_close(layer(x), again, rtol=1e-4, atol=1e-4)
@@ -174,11 +174,11 @@ def test_what_is_odd_comes_back_too():
         ("ternary-radix", (40, 21)),
         ("binary", (33, 97)),
     ):
-        same_state(released(name, size=size), make(name, size=size))
+        same_state(freed(name, size=size), make(name, size=size))
 
 
 def test_the_placeholder_says_how_large_the_words_are():
-    layer, before = released(), make()
+    layer, before = freed(), make()
     words = layer.weight
     assert words.is_meta and isinstance(words, nn.Parameter) and not words.requires_grad
     assert (words.shape, words.dtype, words.nbytes) == (before.weight.shape, before.weight.dtype, 64 * 12 * 4)
@@ -203,7 +203,7 @@ def test_memory_is_little_more_than_what_is_stored():
 
 
 def test_gradients_come_from_what_the_layout_holds():
-    layer, before = released(), make()
+    layer, before = freed(), make()
     x = torch.randn(3, 96, requires_grad=True)
     layer(x).square().sum().backward()
     found, x.grad = x.grad, None
@@ -222,9 +222,9 @@ def test_gradients_come_from_what_the_layout_holds():
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_copies_have_the_words(duplicate):
-    layer = released()
+    layer = freed()
     twin = duplicate(layer)
-    assert not twin.is_released("weight") and layer.is_released("weight")
+    assert not twin.is_freed("weight") and layer.is_freed("weight")
     assert torch.equal(twin.weight, make().weight)
     x = torch.randn(2, 96)
     assert torch.equal(twin(x), layer(x))
@@ -245,12 +245,12 @@ def test_copies_have_the_words(duplicate):
     ids=["cast", "cpu", "both", "twice", "share", "drop", "some of the state"],
 )
 def test_what_changes_the_module_restores_the_words(change):
-    layer, plain = change(released()), change(make())
-    assert not layer.is_released("weight") and not layer.weight.is_meta
+    layer, plain = change(freed()), change(make())
+    assert not layer.is_freed("weight") and not layer.weight.is_meta
     same_state(layer, plain)
     x = torch.randn(2, 96, dtype=layer.bias.dtype)
     assert torch.equal(layer(x), plain(x))
-    assert layer.is_released("weight")
+    assert layer.is_freed("weight")
     same_state(layer, plain)
 
 
@@ -271,17 +271,17 @@ def inverted() -> PackedLinear:
     ids=["load", "assign", "setattr", "behind its back"],
 )
 def test_new_words_take_the_place_of_released_ones(change):
-    layer, x = released(), torch.randn(2, 96)
+    layer, x = freed(), torch.randn(2, 96)
     change(layer, inverted())
-    assert not layer.is_released("weight")
+    assert not layer.is_freed("weight")
     same_state(layer, inverted())
     torch.testing.assert_close(layer(x), inverted()(x))
-    assert layer.is_released("weight")
+    assert layer.is_freed("weight")
     same_state(layer, inverted())
 
 
 def test_the_placeholder_of_another_module_is_refused():
-    layer, other = make(), released()
+    layer, other = make(), freed()
     layer.weight = other.weight
     with pytest.raises(
         KernelError, match=r"words of 'weight' are not in memory: .* take them from its state_d"
@@ -292,7 +292,7 @@ def test_the_placeholder_of_another_module_is_refused():
 
 
 def test_another_dtype_gets_a_layout_from_the_words_that_come_back(launches):
-    layer, x = released(), torch.randn(2, 96)
+    layer, x = freed(), torch.randn(2, 96)
     layer.bias = None
     low = layer(x.to(torch.bfloat16))
     torch.testing.assert_close(low.float(), layer(x), rtol=2e-2, atol=2e-2)
@@ -301,15 +301,15 @@ def test_another_dtype_gets_a_layout_from_the_words_that_come_back(launches):
 
 
 def test_a_row_that_is_forced_later_gets_the_words(launches, monkeypatch):
-    layer, x = released(), torch.randn(2, 96)
+    layer, x = freed(), torch.randn(2, 96)
     expected = layer(x)
     monkeypatch.setenv(FORCE_VARIABLE, "unpack")
     torch.testing.assert_close(layer(x), expected)
-    assert launches == [64] and layer.is_released("weight")
+    assert launches == [64] and layer.is_freed("weight")
 
 
 def test_it_compiles_without_a_break(launches):
-    layer, x = released(), torch.randn(2, 96)
+    layer, x = freed(), torch.randn(2, 96)
     layer.bias = None
     compiled = torch.compile(lambda x: layer(x) * 2, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -345,12 +345,12 @@ def test_offloading_takes_the_words_along():
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_module
 
-    layer, x = released(), torch.randn(2, 96)
+    layer, x = freed(), torch.randn(2, 96)
     expected = layer(x)
     cpu_offload(layer, execution_device="cpu")
     for _ in range(2):
         torch.testing.assert_close(layer(x), expected)
-        assert not layer.is_released("weight")
+        assert not layer.is_freed("weight")
     remove_hook_from_module(layer, recurse=True)
     same_state(layer, make())
 
@@ -361,14 +361,14 @@ def test_rows_whose_layout_is_no_way_back_keep_the_words(monkeypatch):
     layer = make()
     layer.build_kernel_layouts(torch.float32)
     layer(torch.randn(1, 96))
-    assert not layer.is_released("weight") and not layer.weight.is_meta
+    assert not layer.is_freed("weight") and not layer.weight.is_meta
 
 
 def test_what_ranks_divide_keeps_its_words():
     layer = make()
     layer.tensor_parallel = TensorParallelPlan("", ())
     layer.build_kernel_layouts(torch.float32)
-    assert not layer.is_released("weight") and not layer.weight.is_meta
+    assert not layer.is_freed("weight") and not layer.weight.is_meta
 
 
 class Attention(nn.Module):
@@ -396,7 +396,7 @@ def test_joined_layouts_hold_the_words_of_each(launches, name):
     stored = memory(model)
     for shared in shared_inputs(model):
         shared.build(torch.float32)
-    assert all(layer.is_released("weight") for layer in model.children())
+    assert all(layer.is_freed("weight") for layer in model.children())
     # mxfp4 and nvfp4 have scales of 16 bits there.
     assert memory(model) - stored < stored * (0.12 if name != "nvfp4" else 0.3)
     x = torch.randn(2, 1024)
@@ -423,7 +423,7 @@ def test_weights_with_column_scales_do_not_share(launches):
     assert list(shared_inputs(model)) == []
     for layer in model.children():
         layer.build_kernel_layouts(torch.float32)
-        assert layer.is_released("weight")
+        assert layer.is_freed("weight")
     x = torch.randn(2, 96)
     weights = torch.cat([layer.packed.dequantize() for layer in model.children()])
     torch.testing.assert_close(model(x), x @ weights.T, rtol=1e-4, atol=1e-4)
@@ -441,7 +441,7 @@ def test_experts(name):
             buffer.zero_()
     module, before = modules
     module.build_kernel_layouts(torch.float32)
-    assert module.is_released(GATE_UP) and module.is_released(DOWN)
+    assert module.is_freed(GATE_UP) and module.is_freed(DOWN)
     same_state(module, before)
     hidden = torch.randn(5, module.hidden_dim)
     index, weights = torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
@@ -469,7 +469,7 @@ def test_negative_scales_of_experts_come_back_with_their_words():
                     scale[::3, 1] = -scale[::3, 1].float()
     module, before = modules
     module.build_kernel_layouts(torch.float32)
-    assert module.is_released(GATE_UP) and module.is_released(DOWN)
+    assert module.is_freed(GATE_UP) and module.is_freed(DOWN)
     same_state(module, before)
     for parameter in schemes:
         for found, expected in zip(module.packed(parameter, 1), before.packed(parameter, 1), strict=True):
@@ -484,12 +484,12 @@ def test_a_model_is_saved_as_it_was(tiny, prompt, tmp_path, family, name):
     checkpoint = tiny(family, name)
     model = quantkit.load(checkpoint.packed, device="cpu", dtype=torch.float32)
     layers = [module for _, module in packed_modules(model)]
-    assert layers and all(module.is_released(p) for module in layers for p in module._entries)
+    assert layers and all(module.is_freed(p) for module in layers for p in module._entries)
     expected = logits_of(checkpoint.dense_model(), prompt)
     torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-3, atol=1e-3)
     model.save_pretrained(tmp_path / "again")
     assert_same_checkpoint(tmp_path / "again", checkpoint.packed)
-    assert all(module.is_released(p) for module in layers for p in module._entries)
+    assert all(module.is_freed(p) for module in layers for p in module._entries)
 
 
 def test_counts_of_a_model_stay_right(monkeypatch, tiny):

@@ -14,7 +14,7 @@ from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
 from quantkit.kernels.gemm.operands import shape_of
 from quantkit.kernels.gemm.wgmma.wgmma_launch import STEP_US, TILING, HopperTile, tile_time
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.registry import ROWS, choose
+from quantkit.kernels.registry import KERNELS, choose
 from quantkit.kernels.tuning.store import shipped_tables
 from quantkit.kernels.tuning.tile_table import Entry, Key
 
@@ -54,11 +54,11 @@ def fits(entries: dict[Key, Entry], of: int, rows_of_x: tuple[int, ...]) -> str:
 
 
 def main() -> None:
-    table, *_ = shipped_tables(H100, ROWS)
+    table, *_ = shipped_tables(H100, KERNELS)
     entries = {
         key: entry
         for key, entry in table.entries.items()
-        if entry.row == "fused-hopper" and (entry.tile.m, entry.tile.rows) in STEP_US
+        if entry.kernel == "fused-hopper" and (entry.tile.m, entry.tile.rows) in STEP_US
     }
     times = quantiles([entry.us / time(asked(key), entry.tile) for key, entry in entries.items()], n=20)
     print(
@@ -70,7 +70,7 @@ def main() -> None:
         print(fits(entries, of, rows_of_x))
     print(fits(entries, 1024, FURTHER))
     taken = Counter[str]()
-    for key in (key for one in shipped_tables(H100, ROWS) for key in one.entries):
+    for key in (key for one in shipped_tables(H100, KERNELS) for key in one.entries):
         measured = choose(asked(key)).measured
         if measured is not None and measured.m != key.m:
             taken[key.scheme.format.name] += 1

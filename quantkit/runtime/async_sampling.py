@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.ops.argmax import likeliest
+from quantkit.kernels.ops.argmax import argmax_tokens
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.runtime.cuda_graphs.capture import Inputs
 from quantkit.runtime.host_copy import HostCopy
@@ -112,8 +112,8 @@ def _chosen(
     """A token [B] after each text of `input_ids` [B, T], by its `logits` [B, V] in float32."""
     if not random and not logits_processor and logits.dtype in ACTIVATION_DTYPES:
         # They are in the same order as in float32.
-        return likeliest(logits)
+        return argmax_tokens(logits)
     scores = logits_processor(input_ids, logits.to(torch.float32, copy=True))
     if random:
         return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
-    return likeliest(scores)
+    return argmax_tokens(scores)

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.calibrate.data.samples import check_seed
 from quantkit.errors import UsageError
-from quantkit.kernels.ops.argmax import likeliest
+from quantkit.kernels.ops.argmax import argmax_tokens
 from quantkit.runtime.host_copy import HostCopy
 
 #: The model ended the text; as many tokens as were asked for; the model has no more positions.
@@ -214,7 +214,7 @@ def last_logits(model: Any) -> dict[str, int]:
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
     """The next token, int64 [1, 1], from logits [1, V]."""
     if temperature < _LEAST_TEMPERATURE:
-        return likeliest(logits)[:, None]
+        return argmax_tokens(logits)[:, None]
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
     return torch.multinomial(probabilities, 1, generator=generator)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from quantkit.kernels.jit.compile_pool import compiled_first
-from quantkit.kernels.ops.kv_append import fill, slow_fill
+from quantkit.kernels.ops.kv_append import fill, fill_reference
 from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs import capture
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotRecorded
@@ -336,7 +336,7 @@ def _fill(layers: Sequence[tuple[Any, States]]) -> None:
     rooms = [part for layer, _ in layers for part in (layer.keys, layer.values)]
     parts = [part for _, states in layers for part in states]
     # What is masked is multiplied with 0, which makes no number of what is none.
-    (fill if is_possible(parts[0].device) else slow_fill)(rooms, parts, clear=bool(new))
+    (fill if is_possible(parts[0].device) else fill_reference)(rooms, parts, clear=bool(new))
     torch._foreach_add_([layer.cumulative_length for layer, _ in layers], parts[0].shape[2])
 
 

@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops import rope
 from quantkit.kernels.ops.attention import rotated_attention, rotates
+from quantkit.kernels.ops.norm import HeadNorms, rms_norm
 from quantkit.runtime.passes.trace import META, Memory, between, part
 
 _ATTENTION = torch.ops.quantkit.decode_attention.default
@@ -17,15 +18,15 @@ _TRANSPOSE = torch.ops.aten.transpose.int
 
 
 def take_head_norms(graph: Graph, memory: Memory) -> None:
-    """Have `glue.rotate_append` take norms of the queries and keys that it rotates, where they are for it."""
-    for rotation in graph.find_nodes(op="call_function", target=glue.rotate_append):
+    """Have `rope.rotate_append` take norms of the queries and keys that it rotates, where they are for it."""
+    for rotation in graph.find_nodes(op="call_function", target=rope.rotate_append):
         q, k = (_head_norm(memory, cast(Node, one), rotation) for one in rotation.args[:2])
         if q is None or k is None or q.kwargs != k.kwargs:
             continue
         for place, norm in enumerate((q, k)):
             _take_norm(graph, memory, rotation, place, norm)
         weights: Any = q.args[1], k.args[1]
-        rotation.update_kwarg("norms", glue.HeadNorms(*weights, **cast(Any, q.kwargs)))
+        rotation.update_kwarg("norms", HeadNorms(*weights, **cast(Any, q.kwargs)))
         for norm in (q, k):
             graph.erase_node(norm)
 
@@ -35,7 +36,7 @@ def _head_norm(memory: Memory, given: Node, rotation: Node) -> Node | None:
     norm = given.args[0] if given.target is _TRANSPOSE and given.args[1:] == (1, 2) else given
     assert isinstance(norm, Node)
     is_its_own = [*given.users] == [rotation] and rotation.args.count(given) == 1
-    if norm.target is not glue.norm or not is_its_own or (given is not norm and [*norm.users] != [given]):
+    if norm.target is not rms_norm or not is_its_own or (given is not norm and [*norm.users] != [given]):
         return None
     x, weight = cast(tuple[Node, Node], norm.args)
     changed = (memory.written(one) & memory.of(x) for one in (*between(norm, rotation), rotation))
@@ -58,7 +59,7 @@ def _take_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: N
 
 
 def take_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Have attention of one token do what `glue.rotate_append` does for it, where that is for it alone."""
+    """Have attention of one token do what `rope.rotate_append` does for it, where that is for it alone."""
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         rotation = _rotation(node)
         if rotation is not None and _can_take(memory, rotation, node, device):
@@ -70,7 +71,7 @@ def take_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _rotation(attention: Node) -> Node | None:
-    """The call of `glue.rotate_append` whose three results, in their order, are what `attention` is of."""
+    """The call of `rope.rotate_append` whose three results, in their order, are what `attention` is of."""
     given = cast(tuple[Node, ...], attention.args[:3])
     if attention.kwargs or any(
         one.target is not part or one.args[1] != number for number, one in enumerate(given)
@@ -78,7 +79,7 @@ def _rotation(attention: Node) -> Node | None:
         return None
     calls = {one.args[0] for one in given}
     found = cast(Node, calls.pop())
-    return found if not calls and found.target is glue.rotate_append else None
+    return found if not calls and found.target is rope.rotate_append else None
 
 
 def _can_take(memory: Memory, rotation: Node, attention: Node, device: torch.device) -> bool:

@@ -18,7 +18,8 @@ from quantkit.kernels.linear_fused import (
     linear_then_norm,
 )
 from quantkit.kernels.moe.grouped_gemm import EXPERTS_OPERATOR, gates_experts, run_experts
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops import activation
+from quantkit.kernels.ops.norm import add_rms_norm, rms_norm
 from quantkit.runtime.passes.trace import META, OFFSET, Memory, between, part
 
 #: Products of x and a weight, in traced steps.
@@ -50,7 +51,7 @@ GATED: dict[Any, Gated] = {
 
 def take_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Have products gate what they compute, where nobody else needs that and their kernels can."""
-    for node in graph.find_nodes(op="call_function", target=glue.gate):
+    for node in graph.find_nodes(op="call_function", target=activation.gate):
         product = memory.source(node.args[0])
         if product.target in GATED and _can_gate(memory, product, node, device):
             _take_gate(graph, memory, product, node)
@@ -84,7 +85,7 @@ def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Have products begin the norm of what they are added to, and those after that end it, where their
     kernels can.
     """
-    for node in graph.find_nodes(op="call_function", target=glue.add_norm):
+    for node in graph.find_nodes(op="call_function", target=add_rms_norm):
         first, second, _ = node.args
         for operand, other in ((first, second), (second, first)):
             if not node._erased and _can_begin(memory, operand, node, other, device):
@@ -165,7 +166,7 @@ def _erase(graph: Graph, node: Node) -> None:
 
 def take_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Have products compute the norm that they alone multiply with, where their kernels can."""
-    for target in (glue.norm, glue.add_norm):
+    for target in (rms_norm, add_rms_norm):
         for node in graph.find_nodes(op="call_function", target=target):
             made = _made(node)
             products = [user for one in made[-1:] for user in _used(memory, one)]
@@ -174,8 +175,8 @@ def take_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _made(node: Node) -> list[Node]:
-    """What norms make that is used: that of `glue.add_norm` after the sum; none without it."""
-    if node.target is not glue.add_norm:
+    """What norms make that is used: that of `norm.add_rms_norm` after the sum; none without it."""
+    if node.target is not add_rms_norm:
         return [node]
     parts = {user.args[1]: user for user in node.users}
     return [parts[number] for number in (0, 1) if number in parts] if 1 in parts else []
@@ -228,7 +229,7 @@ def hold_back(graph: Graph, memory: Memory) -> None:
     still runs: a loss where that takes long, a gain where it is short. One sequence of Llama-3 8B on an H200,
     fp6: 72.1 us a layer instead of 75.8; int4, whose product before is short, 51.1 instead of 51.0.
     """
-    for node in graph.find_nodes(op="call_function", target=glue.add_norm):
+    for node in graph.find_nodes(op="call_function", target=add_rms_norm):
         before = max(_weight_bytes(memory.source(one)) for one in node.all_input_nodes)
         if before > max(map(_weight_bytes, _used(memory, node)), default=before):
             node.update_kwarg("late", True)

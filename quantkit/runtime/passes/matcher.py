@@ -24,7 +24,7 @@ _NUMBERS: Mapping[float, str] = {
     47: "padding",
     53: "kept",
     59: "groups",
-    61: "slots",
+    61: "top_k",
     67: "each",
     67 * 59: "experts",
 }

@@ -15,7 +15,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from quantkit.kernels.moe import router
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops import activation, kv_append, rope
+from quantkit.kernels.ops.embedding import embed, embed_reference, padded_embed_reference
+from quantkit.kernels.ops.norm import MOST_COLUMNS, NORM_REFERENCES, add_rms_norm, rms_norm
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.registry import is_verbose
 from quantkit.runtime.passes.fold_constants import hold_constants
@@ -66,7 +68,7 @@ def _takes_norm(given: Shapes, numbers: Mapping[str, float]) -> bool:
         weight.dtype == x.dtype == other.dtype
         and other.shape == x.shape
         and weight.shape == x.shape[-1:]
-        and x.shape[-1] <= glue.MOST_COLUMNS
+        and x.shape[-1] <= MOST_COLUMNS
     )
 
 
@@ -150,7 +152,7 @@ def _takes_logits(given: Shapes, numbers: Mapping[str, float]) -> bool:
         logits.dim() == 2
         and logits.numel() > 0
         and logits.shape[1] <= router.MOST_EXPERTS
-        and numbers["slots"] <= router.MOST_SLOTS
+        and numbers["top_k"] <= router.MAX_TOP_K
     )
 
 
@@ -164,15 +166,15 @@ def _takes_scores(given: Shapes, numbers: Mapping[str, float]) -> bool:
         and groups * numbers.get("each", experts) == experts
         # Groups are blocks of a kernel, and those that are kept have experts enough.
         and (groups == 1 or experts & (experts - 1) == 0)
-        and experts // groups * kept >= numbers["slots"]
+        and experts // groups * kept >= numbers["top_k"]
     )
 
 
-def _slow_padded_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return glue.slow_padded_embed(ids, weight, 47)
+def _padded_embed_reference(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return padded_embed_reference(ids, weight, 47)
 
 
-def _slow_add_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def _add_norm_reference(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     def add_norm(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> Any:
         total = x + other
         return total, twin(total, weight, 0.0123)
@@ -180,24 +182,24 @@ def _slow_add_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return add_norm
 
 
-def _slow_cos_sin(twin: Callable[..., Any]) -> Callable[..., Any]:
+def _cos_sin_reference(twin: Callable[..., Any]) -> Callable[..., Any]:
     return lambda frequencies, positions, dtype: twin(frequencies, positions, 0.0456, dtype)
 
 
-def _slow_norm(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def _norm_reference(twin: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return lambda x, weight: twin(x, weight, 0.0123)
 
 
-def _slow_route(twin: Callable[..., Any]) -> Callable[..., Any]:
+def _route_reference(twin: Callable[..., Any]) -> Callable[..., Any]:
     return lambda logits: twin(logits, 61)
 
 
-def _slow_route_of_one_group(logits: torch.Tensor, bias: torch.Tensor) -> Any:
-    return router.slow_route_deepseek(logits, bias, 61, 0.0789, 1, 1)
+def _route_of_one_group_reference(logits: torch.Tensor, bias: torch.Tensor) -> Any:
+    return router.route_deepseek_reference(logits, bias, 61, 0.0789, 1, 1)
 
 
-def _slow_route_of_groups(logits: torch.Tensor, bias: torch.Tensor) -> Any:
-    return router.slow_route_deepseek(logits, bias, 61, 0.0789, 59, 53)
+def _route_of_groups_reference(logits: torch.Tensor, bias: torch.Tensor) -> Any:
+    return router.route_deepseek_reference(logits, bias, 61, 0.0789, 59, 53)
 
 
 def _norm(twin: Callable[..., Any], fast: Callable[..., Any], shapes: _Sizes, kind: str) -> Fusion:
@@ -210,26 +212,28 @@ def _fusions() -> Iterator[Fusion]:
     heads: _Sizes = {"q": (2, 4, 41, 74), "k": (2, 2, 41, 74), "v": (2, 2, 41, 9)}
     cache: _Sizes = {"keys": (2, 2, 50, 74), "values": (2, 2, 50, 9), "held": ()}
     yield Fusion(
-        glue.slow_rotate_append,
-        glue.rotate_append,
+        rope.rotate_append_reference,
+        rope.rotate_append,
         heads | angles | cache,
         _takes_rotated_keys,
         dtypes={"held": torch.int64},
     )
     written = cache | {name: heads[name] for name in ("k", "v")}
-    yield Fusion(glue.slow_append, glue.append, written, _takes_keys, dtypes={"held": torch.int64})
     yield Fusion(
-        glue.slow_rotate,
-        glue.rotate,
+        kv_append.append_reference, kv_append.append, written, _takes_keys, dtypes={"held": torch.int64}
+    )
+    yield Fusion(
+        rope.rotate_reference,
+        rope.rotate,
         {"x": (2, 4, 41, 74)} | angles,
         _takes_rotation,
-        made=lambda given: glue.empty_heads(given["x"]),
+        made=lambda given: rope.empty_heads(given["x"]),
     )
     turns: _Sizes = {"frequencies": (37,), "positions": (43, 41)}
-    for turn in (glue.slow_cos_sin, glue.slow_cos_sin_of_product):
+    for turn in (rope.cos_sin_reference, rope.cos_sin_matmul_reference):
         yield Fusion(
-            _slow_cos_sin(turn),
-            glue.cos_sin,
+            _cos_sin_reference(turn),
+            rope.cos_sin,
             turns,
             _takes_positions,
             ("scaling",),
@@ -237,33 +241,34 @@ def _fusions() -> Iterator[Fusion]:
             told_dtype=True,
         )
     table: _Sizes = {"ids": (2, 3), "weight": (53, 20)}
-    for embedding in (glue.slow_embed, _slow_padded_embed):
-        yield Fusion(embedding, glue.embed, table, _takes_rows, dtypes={"ids": torch.int64})
-    norms = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
+    for embedding in (embed_reference, _padded_embed_reference):
+        yield Fusion(embedding, embed, table, _takes_rows, dtypes={"ids": torch.int64})
     x: _Sizes = {"x": (2, 3, 20)}
     weight: _Sizes = {"weight": (20,)}
-    for kind, twin in norms.items():
+    for kind, twin in NORM_REFERENCES.items():
         shapes = x | {"other": (2, 3, 20)} | weight
-        yield _norm(_slow_add_norm(twin), glue.add_norm, shapes, kind)
-    for kind, twin in norms.items():
-        yield _norm(_slow_norm(twin), glue.norm, x | weight, kind)
-    gates = {"silu": glue.slow_silu_gate, "gelu": glue.slow_gelu_gate}
-    for kind, gate in gates.items():
-        yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _takes_gate, (), {"kind": kind})
+        yield _norm(_add_norm_reference(twin), add_rms_norm, shapes, kind)
+    for kind, twin in NORM_REFERENCES.items():
+        yield _norm(_norm_reference(twin), rms_norm, x | weight, kind)
+    for kind, gate in activation.GATE_REFERENCES.items():
+        yield Fusion(gate, activation.gate, x | {"up": (2, 3, 20)}, _takes_gate, (), {"kind": kind})
     small: _Sizes = {"x": (3, 20), "weight": (7, 20)}
     for linear, takes, wide in (
-        (router.slow_wide_linear, _takes_wide, True),
-        (router.slow_small_linear, partial(_takes_small, router.SMALL_PRODUCTS), False),
+        (router.wide_linear_reference, _takes_wide, True),
+        (router.small_linear_reference, partial(_takes_small, router.SMALL_PRODUCTS), False),
     ):
         how = {"wide": wide}
         yield Fusion(linear, router.small_linear, small, takes, options=how, constants=("weight",))
     scores: _Sizes = {"logits": (41, 67 * 59), "bias": (67 * 59,)}
-    for route, found in ((_slow_route_of_groups, ("groups", "kept")), (_slow_route_of_one_group, ())):
-        given = ("slots", "factor", *found)
+    for route, found in (
+        (_route_of_groups_reference, ("groups", "kept")),
+        (_route_of_one_group_reference, ()),
+    ):
+        given = ("top_k", "factor", *found)
         yield Fusion(route, router.route, scores, _takes_scores, given, dtypes={"logits": torch.float32})
     logits: _Sizes = {"logits": (3, 73)}
     for route, options in router.ROUTERS:
-        yield Fusion(_slow_route(route), router.route, logits, _takes_logits, ("slots",), options)
+        yield Fusion(_route_reference(route), router.route, logits, _takes_logits, ("top_k",), options)
 
 
 FUSIONS = tuple(_fusions())

@@ -10,7 +10,7 @@ import torch
 from quantkit.kernels.gemm.wgmma import wgmma_launch
 from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
 from quantkit.kernels.problem import GPU_FEATURES, Problem
-from quantkit.kernels.registry import row_named
+from quantkit.kernels.registry import kernel_named
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -163,7 +163,7 @@ def test_nothing_is_read_outside_of_a_weight(
     ],
 )
 def test_it_pays_by_its_rules(name: str, m: int, n: int, k: int, reason: str | None) -> None:
-    found = row_named("fused-hopper").pays(
+    found = kernel_named("fused-hopper").pays(
         Problem(m, n, k, scheme(name).for_columns(k), torch.bfloat16, "cuda", GPU_FEATURES)
     )
     assert found is None if reason is None else reason in str(found)

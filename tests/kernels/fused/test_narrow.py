@@ -16,7 +16,7 @@ from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
 from quantkit.kernels.layouts.fragment_layout import build, geometry
 from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.registry import choose_by_rules, explain, row_named
+from quantkit.kernels.registry import choose_by_rules, explain, kernel_named
 from quantkit.packing.schemes import ZeroPoint, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -184,7 +184,7 @@ def test_products_that_are_gated_are_those_gated_next(
 
 
 def test_y_is_gated_where_that_pays() -> None:
-    row = row_named("fused-narrow")
+    row = kernel_named("fused-narrow")
     assert row.no_gate(problem(), NarrowTile()) is None
     for text, (one, tile) in {
         "halves of 4112 rows": (problem(n=4112), NarrowTile()),
@@ -219,7 +219,7 @@ def test_rules_divide_the_columns_of_weights_with_few_rows() -> None:
 
 
 def test_refusals_say_what_is_in_the_way() -> None:
-    row = row_named("fused-narrow")
+    row = kernel_named("fused-narrow")
     said = {
         "up to 32 rows of x, not 33": problem(m=33),
         "some begin between them": problem(k=4100),
@@ -293,7 +293,7 @@ def test_it_pays_where_warps_share_x_and_read_little_of_it(
 )
 def test_with_many_rows_of_the_weight_it_is_for_what_tiles_decode_slowly(n: int, name: str, row: str) -> None:
     asked = replace(problem(16, n, 4096, name=name), gpu=None)
-    assert choose_by_rules(asked).row.name == f"fused-{row}"
+    assert choose_by_rules(asked).kernel.name == f"fused-{row}"
     reason = dict(explain(asked))["fused-narrow"]
     said = {"narrow": "None", "tiled": "for many rows", "hopper": f"tiles decode {name[-1]} bits sooner"}
     assert said[row] in str(reason)
@@ -318,7 +318,7 @@ def test_with_many_rows_of_the_weight_it_is_for_what_tiles_decode_slowly(n: int,
 )
 def test_codes_that_lack_registers_run_elsewhere(m: int, n: int, k: int, name: str, row: str) -> None:
     chosen = choose_by_rules(replace(problem(m, n, k, name=name), gpu=None))
-    assert chosen.row.name == f"fused-{row}"
+    assert chosen.kernel.name == f"fused-{row}"
     if row == "narrow" and n > 40:
         assert not small_m_launch.spills(chosen.tile, shape_of(problem(m, n, k, name=name)))
 
@@ -333,7 +333,7 @@ def test_small_programs_are_sooner_where_few_are_left() -> None:
 )
 def test_for_some_bits_it_is_no_sooner_with_eight_rows_of_x(name: str, row: str) -> None:
     asked = replace(problem(8, 28672, 4096, name=name), gpu=None)
-    assert choose_by_rules(asked).row.name == f"fused-{row}"
+    assert choose_by_rules(asked).kernel.name == f"fused-{row}"
     assert ("as fast for" in str(dict(explain(asked))["fused-narrow"])) == (row == "stream")
 
 
